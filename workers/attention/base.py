@@ -1,0 +1,67 @@
+"""What every attention backend offers to the models: write this step's keys and values, attend over the cache."""
+
+# T tokens of the step · B sequences · H query heads · G KV heads · D head size · N KV blocks · P block size
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What stays the same for the life of the engine.
+
+    sliding_windows: for each layer, how many tokens a query sees counting its own; None is all of them.
+    scale: multiplies q.k before the softmax.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_windows: tuple[int | None, ...]
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The sequences of one step, in the order of their tokens.
+
+    query_lens: tokens each sequence computes now (1 for a decode); they sum to T. context_lens: tokens in the cache
+    once this step's are written, so a query token i of sequence b stands at context_lens[b] - query_lens[b] + i.
+    block_tables: each sequence's KV blocks in order. slot_mapping_T: int64 on the device, block * P + offset, where
+    each token's key and value are written.
+    """
+
+    query_lens: list[int]
+    context_lens: list[int]
+    block_tables: list[list[int]]
+    slot_mapping_T: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """One layer's cache: two tensors [N, P, G, D]."""
+
+    k_NPGD: Tensor
+    v_NPGD: Tensor
+
+    def write(self, k_TGD: Tensor, v_TGD: Tensor, slot_mapping_T: Tensor) -> None:
+        self.k_NPGD.view(-1, *self.k_NPGD.shape[2:]).index_copy_(0, slot_mapping_T, k_TGD)
+        self.v_NPGD.view(-1, *self.v_NPGD.shape[2:]).index_copy_(0, slot_mapping_T, v_TGD)
+
+
+class AttentionBackend(Protocol):
+    """Made once with (AttentionSpec, one KVCache a layer). plan() runs once a step, attend() once a layer."""
+
+    def plan(self, batch: AttentionBatch) -> None: ...
+
+    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        """Writes k and v to the cache, then returns causal attention [T, H, D] in q's dtype."""
+        ...

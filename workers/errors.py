@@ -1,0 +1,129 @@
+"""Every error that a user or the outside world can cause, in one tree.
+
+    LorafleetError
+    ├── ConfigError              the server cannot start as configured
+    │   └── UnsupportedModel     the checkpoint needs something this engine does not do
+    ├── InvalidRequest           the request is wrong; `param` names the field
+    │   └── ContextOverflow      prompt and max_tokens do not fit the context or the KV cache
+    ├── ModelNotFound            no such base model or adapter
+    ├── Forbidden                the server was not started with this feature
+    ├── AdapterError             something about one adapter
+    │   ├── AdapterMissing       no adapter files where the path points
+    │   ├── AdapterMalformed     the files are damaged or contradict each other
+    │   ├── AdapterUnsupported   a PEFT feature that is not served; the message names it
+    │   ├── AdapterMismatch      well-formed, but made for another base model
+    │   ├── RankTooLarge         rank over lora.max_lora_rank
+    │   ├── AdapterChanged       the bytes under the path are not the ones that were registered
+    │   ├── AdapterExists        the name is taken
+    │   └── InvalidAdapterName   empty, too long, path parts, control characters, the base's own name
+    ├── Overloaded               try again later
+    └── EngineDead               the engine loop stopped; the replica is being replaced
+
+Errors cross the process boundary as (class name, message, param): see to_wire and from_wire. The HTTP status of each
+is in workers/openai/errors.py.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LorafleetError(Exception):
+    """Base of all. The message is for the user: it gives the value, the bound and the remedy."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None]]:
+        return type(self), (self.message, self.param)
+
+
+class ConfigError(LorafleetError):
+    pass
+
+
+class UnsupportedModel(ConfigError):
+    pass
+
+
+class InvalidRequest(LorafleetError):
+    pass
+
+
+class ContextOverflow(InvalidRequest):
+    pass
+
+
+class ModelNotFound(LorafleetError):
+    pass
+
+
+class Forbidden(LorafleetError):
+    pass
+
+
+class AdapterError(LorafleetError):
+    pass
+
+
+class AdapterMissing(AdapterError):
+    pass
+
+
+class AdapterMalformed(AdapterError):
+    pass
+
+
+class AdapterUnsupported(AdapterError):
+    pass
+
+
+class AdapterMismatch(AdapterError):
+    pass
+
+
+class RankTooLarge(AdapterError):
+    pass
+
+
+class AdapterChanged(AdapterError):
+    pass
+
+
+class AdapterExists(AdapterError):
+    pass
+
+
+class InvalidAdapterName(AdapterError):
+    pass
+
+
+class Overloaded(LorafleetError):
+    pass
+
+
+class EngineDead(LorafleetError):
+    pass
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True):
+    kind: str
+    message: str
+    param: str | None = None
+
+
+def _subclasses(cls: type[LorafleetError]) -> dict[str, type[LorafleetError]]:
+    found = {cls.__name__: cls}
+    for child in cls.__subclasses__():
+        found |= _subclasses(child)
+    return found
+
+
+def to_wire(error: LorafleetError) -> WireError:
+    return WireError(type(error).__name__, error.message, error.param)
+
+
+def from_wire(error: WireError) -> LorafleetError:
+    return _subclasses(LorafleetError).get(error.kind, LorafleetError)(error.message, error.param)

@@ -1,0 +1,32 @@
+"""How a request names its adapter inside a replica. Knows nothing of HTTP names or files' contents."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """One version of one adapter.
+
+    lora_name: public name, used in messages, logs and metrics only.
+    lora_int_id: positive; for callers that number adapters themselves (vLLM's field). Identity here is the digest.
+    lora_path: local folder with adapter_config.json and the weights.
+    digest: sha256 (hex) of config and weights, once they have been read; "" before. Where it is given, bytes under
+        lora_path with another digest are refused (AdapterChanged).
+    base_model_name: the base the adapter was registered for, shown as `parent`; None means the served base.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    digest: str = ""
+    base_model_name: str | None = None
+
+
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """What a worker found out about an adapter when it read and checked it."""
+
+    digest: str
+    rank: int  # the largest of its modules' ranks
+    num_bytes: int  # packed weights in the serving dtype
+    target_modules: list[str]  # leaf names, sorted: ["k_proj", "q_proj"]

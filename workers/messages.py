@@ -1,0 +1,128 @@
+"""What crosses between a replica and its GPUWorker, as msgpack: one ClientBatch and one StepBatch a step at most.
+
+Plain data without behaviour. workers/transport.py carries it; workers/engine.py makes and takes it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from lorafleet.workers.errors import WireError
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineRequest(msgspec.Struct, kw_only=True):
+    """One sequence to generate. `params.n` is 1 here: the front makes one request per sample, with seed + i."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    lora: LoRARequest | None = None
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Of one position: the token there, its logprob and rank (1 = most likely), and the k best, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one step gave one sequence. The last one has a finish_reason.
+
+    stop_token_id: the eos or stop_token_ids entry that ended it; it is in token_ids too.
+    prompt_logprobs: once, with the first token; None stands for the first prompt token, which has no predecessor.
+    fallback_reason: set when on_lora_load_failure=base answered in the failed adapter's place: why it failed.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: WireError | None = None
+    fallback_reason: str | None = None
+
+
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Read and check the adapter, keep it in the CPU tier; answered by an AdapterReply."""
+
+    call_id: int
+    lora: LoRARequest
+
+
+class DropAdapter(msgspec.Struct, tag=True):
+    """Forget the adapter's weights in every tier as soon as no request uses them."""
+
+    call_id: int
+    digest: str
+
+
+class AdapterReply(msgspec.Struct):
+    call_id: int
+    info: AdapterInfo | None = None
+    error: WireError | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges and running totals of one GPUWorker, for /metrics and the router."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    prefix_cache_queries_total: int = 0  # prompt tokens looked up
+    prefix_cache_hits_total: int = 0  # of them, found
+    preemptions_total: int = 0
+    steps_total: int = 0
+    step_seconds_total: float = 0.0
+    lora_slots_total: int = 0
+    lora_slots_used: int = 0
+    lora_cpu_adapters: int = 0
+    lora_loads_total: int = 0  # disk to CPU
+    lora_load_failures_total: int = 0
+    lora_load_seconds_total: float = 0.0
+    lora_activations_total: int = 0  # CPU to slot
+    lora_evictions_total: int = 0
+    resident_slots: list[str] = []  # digests in GPU slots
+    resident_cpu: list[str] = []  # digests in CPU memory
+
+
+class ClientBatch(msgspec.Struct):
+    """Replica to worker. `sequence` counts up; the worker repeats it in StepBatch.acknowledged."""
+
+    sequence: int
+    requests: list[EngineRequest] = []
+    aborts: list[str] = []
+    adapter_calls: list[LoadAdapter | DropAdapter] = []
+
+
+class StepBatch(msgspec.Struct):
+    """Worker to replica, once a step."""
+
+    acknowledged: int
+    outputs: list[TokenOutput] = []
+    adapter_replies: list[AdapterReply] = []
+    stats: EngineStats | None = None
+    fatal: str | None = None
+
+
+class EngineHello(msgspec.Struct, frozen=True):
+    """What a replica learns from its worker when it starts."""
+
+    vocab_size: int
+    max_model_len: int
+    kv_cache_tokens: int
+    eos_token_ids: list[int]
