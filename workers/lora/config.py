@@ -1,0 +1,82 @@
+"""How much of the machine adapters may take, and what of PEFT is allowed.
+
+Passed explicitly; never read from a global.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from lorafleet.workers.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_LORAS_BOUND = 4096  # a slot has a row in the device tables of every linear even while it is empty
+MAX_RANK_BOUND = 4096  # a rank beyond the hidden size is of no use; the kernels' tiles are sized by it
+
+# What can be done instead of setting a field that has no effect yet.
+_WITHOUT_EFFECT = {
+    "fully_sharded_loras": "A and B are not split over ranks yet. Leave it false.",
+    "bias_enabled": "adapters with a bias are not served yet. Leave it false.",
+    "lora_extra_vocab_size": "adapters that add tokens are not served yet. Leave it 0.",
+    "long_lora_scaling_factors": "rope scaling by adapter is not served yet. Leave it unset, and set the base model's "
+    "rope scaling in its config.json.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """vLLM's field names. A field that has no effect yet is refused when it is set, so that nobody relies on it."""
+
+    max_loras: int = 8  # adapters resident per GPU; raise it if the swap rate is high
+    max_lora_rank: int = 64  # largest rank accepted; a slot costs what its adapter's own rank costs
+    max_cpu_loras: int | None = None  # adapters kept in host memory; None is 2 x max_loras; raise it if disk is slow
+    lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of A and B when served; auto is the base's
+    fully_sharded_loras: bool = False
+    bias_enabled: bool = False
+    lora_extra_vocab_size: int = 0
+    long_lora_scaling_factors: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("max_loras", self.max_loras, 1, MAX_LORAS_BOUND)
+        _check_int("max_lora_rank", self.max_lora_rank, 1, MAX_RANK_BOUND)
+        if self.max_cpu_loras is not None:
+            self._check_max_cpu_loras(self.max_cpu_loras)
+        if self.lora_dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(
+                f"lora.lora_dtype is {self.lora_dtype!r}; choose auto (the base model's), float32, bfloat16 or float16.",
+                "lora_dtype",
+            )
+        for field, remedy in _WITHOUT_EFFECT.items():
+            value = getattr(self, field)
+            if value not in (None, False, 0):
+                raise ConfigError(f"lora.{field}={value!r} has no effect in this version: {remedy}", field)
+
+    @property
+    def cpu_loras(self) -> int:
+        """max_cpu_loras with its default filled in."""
+        return 2 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    def serving_dtype(self, base: torch.dtype) -> torch.dtype:
+        if self.lora_dtype == "auto":
+            return base
+        import torch  # here, so that reading a configuration does not cost torch's import
+
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.lora_dtype]
+
+    def _check_max_cpu_loras(self, value: int) -> None:
+        if type(value) is not int or value < self.max_loras:
+            raise ConfigError(
+                f"lora.max_cpu_loras is {value!r}; every adapter on the GPU is also kept in host memory, so it must be "
+                f"an integer >= lora.max_loras={self.max_loras}. Raise max_cpu_loras or lower max_loras.",
+                "max_cpu_loras",
+            )
+
+
+def _check_int(field: str, value: int, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:  # `type`, because True is an int to isinstance
+        raise ConfigError(
+            f"lora.{field} is {value!r}; it must be an integer from {low} to {high}. Set a value within.", field
+        )
