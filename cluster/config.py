@@ -1,0 +1,171 @@
+"""What a user may set, from YAML (`args:`) or the command line: parsed once, here, into frozen dataclasses.
+
+The command line (cluster/cli.py) is made from the fields of AppArgs, so that the two cannot differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from typing import Annotated, Any, Self
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, OnLoadFailure
+from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.lora.config import LoRAConfig
+
+ALIASES = {"lora_paths": "lora_modules", "max_loras_per_batch": "max_loras"}  # SGLang's names
+
+
+class LoRAModule(BaseModel):
+    """One adapter served from the start."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(validation_alias=AliasChoices("name", "lora_name"))
+    path: str = Field(validation_alias=AliasChoices("path", "lora_path"))
+    base_model_name: str | None = None
+
+
+def _parse_module(value: Any) -> Any:
+    """`name=path` and JSON text as a dict; what is a dict already stays."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{value!r} is not valid JSON: {error}") from None
+    name, equals, path = value.partition("=")
+    if not equals or not name or not path:
+        raise ValueError(
+            f'{value!r} is neither name=path nor JSON such as \'{{"name": "sql", "path": "/adapters/sql"}}\''
+        )
+    return {"name": name, "path": path}
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
+Module = Annotated[LoRAModule, BeforeValidator(_parse_module)]
+
+
+class AppArgs(BaseModel):
+    """Arguments of lorafleet.cluster.app:build. The names are vLLM's where vLLM has them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(description="Local Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
+    served_model_name: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+        [], description="Names that requests use for the base model; the model's path when left out."
+    )
+    lora_modules: Annotated[list[Module], BeforeValidator(_as_list)] = Field(
+        [], description='Adapters served from the start: name=path, or JSON with "name", "path", "base_model_name".'
+    )
+    chat_template: str | None = Field(None, description="File with a Jinja chat template; default: the tokenizer's.")
+
+    device: Device = Field("auto", description="auto takes a GPU where the cluster has one.")
+    dtype: DType = Field("auto", description="auto is the checkpoint's own.")
+    max_model_len: int | None = Field(None, description="Tokens of prompt and answer; default: what the model allows.")
+    block_size: int = Field(16, description="Tokens in a KV block.")
+    gpu_memory_utilization: float = Field(0.9, description="Share of a GPU's memory that the worker may use, 0 to 1.")
+    kv_cache_tokens: int | None = Field(
+        None, description="Tokens in the KV cache; default: what is left on a GPU, at most 65536 on a CPU."
+    )
+    max_num_seqs: int = Field(256, description="Sequences in one step.")
+    max_num_batched_tokens: int = Field(
+        2048, description="Tokens in one step; lower it for steadier streams, raise it for throughput."
+    )
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prompt beginnings.")
+    attention_backend: AttentionName = Field("auto", description="auto takes the fastest one installed.")
+    cpu_threads: int | None = Field(None, description="torch threads of a CPU worker; default: cores / replicas.")
+    seed: int = Field(0, description="Seeds the requests that name none.")
+
+    enable_lora: bool = Field(True, description="Serve adapters beside the base model.")
+    max_loras: int = Field(8, description="Adapters in GPU slots; raise it if the swap rate is high.")
+    max_lora_rank: int = Field(64, description="Largest rank accepted.")
+    max_cpu_loras: int | None = Field(None, description="Adapters kept in host memory; default: 2 x max_loras.")
+    lora_dtype: DType = Field("auto", description="Of the adapters' weights; auto is the base model's.")
+    fully_sharded_loras: bool = Field(False, description="Without effect in this version: refused when set.")
+    bias_enabled: bool = Field(False, description="Without effect in this version: refused when set.")
+    lora_extra_vocab_size: int = Field(0, description="Without effect in this version: refused when set.")
+    long_lora_scaling_factors: list[float] | None = Field(
+        None, description="Without effect in this version: refused when set."
+    )
+    on_lora_load_failure: OnLoadFailure = Field(
+        "error", description="base: answer from the base model where an adapter fails to load, and say so."
+    )
+    allow_runtime_lora_updating: bool = Field(
+        False, description="Enable /v1/load_lora_adapter and /v1/unload_lora_adapter. Trusted networks only."
+    )
+    lora_resolver_dir: str | None = Field(
+        None, description="Folder of adapters, served by their folder's name when first asked for."
+    )
+
+    num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
+    num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker; fractions are allowed.")
+    max_ongoing_requests: int = Field(1024, ge=1, description="Requests that one replica takes at a time.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        renamed: dict[str, Any] = {ALIASES.get(name, name): value for name, value in data.items()}
+        if len(renamed) < len(data):
+            both = next(alias for alias, name in ALIASES.items() if alias in data and name in data)
+            raise ValueError(f"{both} and {ALIASES[both]} are the same setting; give one of them.")
+        for name in renamed:
+            if name not in cls.model_fields:
+                raise ValueError(f"unknown argument {name!r}{_nearest(name, list(cls.model_fields))}")
+        return renamed
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [module.name for module in self.lora_modules]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"lora_modules names {name!r} twice; give each adapter its own name.")
+            if name in self.base_names:
+                raise ValueError(f"lora_modules names an adapter {name!r}, which is the base model's name; rename it.")
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("lora_modules needs enable_lora; drop one of the two.")
+        return self
+
+    @property
+    def base_names(self) -> list[str]:
+        return self.served_model_name or [self.model]
+
+    def engine_config(self) -> EngineConfig:
+        """Raises ConfigError where a value is out of its bounds."""
+        own = {field.name for field in dataclasses.fields(EngineConfig)} & set(type(self).model_fields)
+        return EngineConfig(lora=self._lora_config(), **{name: getattr(self, name) for name in own})
+
+    def _lora_config(self) -> LoRAConfig | None:
+        if not self.enable_lora:
+            return None
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoRAConfig)}
+        factors = values["long_lora_scaling_factors"]
+        return LoRAConfig(**values | {"long_lora_scaling_factors": None if factors is None else tuple(factors)})
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f". Known: {', '.join(sorted(known))}."
+
+
+def parse_args(values: dict[str, Any]) -> AppArgs:
+    """AppArgs.model_validate, with a ConfigError that a person can read in place of pydantic's report."""
+    try:
+        return AppArgs.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_in_words(one) for one in error.errors())) from None
+
+
+def _in_words(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
