@@ -46,7 +46,7 @@ class LoRAConfig:
             self._check_max_cpu_loras(self.max_cpu_loras)
         if self.lora_dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(
-                f"lora.lora_dtype is {self.lora_dtype!r}; choose auto (the base model's), float32, bfloat16 or float16.",
+                f"lora.lora_dtype is {self.lora_dtype!r}; it can be auto, float32, bfloat16 or float16.",
                 "lora_dtype",
             )
         for field, remedy in _WITHOUT_EFFECT.items():

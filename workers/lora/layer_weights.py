@@ -1,0 +1,40 @@
+"""One base linear's share of an adapter. Owns nothing but the shapes; model.py reads and checks the values."""
+
+# R rank · D in features · O out features
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoRALayerWeights:
+    """y += scaling * B (A x). Both tensors are contiguous, in the serving dtype, on the CPU.
+
+    scaling is alpha/r, or alpha/sqrt(r) for rsLoRA; it is kept apart from B, since multiplying it in would round B.
+    """
+
+    a_RD: Tensor
+    b_OR: Tensor
+    scaling: float
+
+    def __post_init__(self) -> None:
+        assert self.a_RD.shape[0] == self.b_OR.shape[1]
+
+    @property
+    def rank(self) -> int:
+        return self.a_RD.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.a_RD.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.b_OR.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.a_RD.nbytes + self.b_OR.nbytes
