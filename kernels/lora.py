@@ -18,7 +18,7 @@ def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch)
     LoRAModelManager.activate checks.
     """
     if x_TD.is_cuda:
-        from lorafleet.kernels.lora_triton import apply_lora_triton  # noqa: PLC0415  triton is optional on a CPU
+        from lorafleet.kernels.lora_triton import apply_lora_triton  # triton is optional on a CPU
 
         apply_lora_triton(x_TD, y_TO, packed, batch)
     else:
