@@ -2,25 +2,25 @@
 
 PEFT hands the strings of adapter_config.json to `re`, which can be made to run for years while it holds the GIL. Here a
 plain name never meets a regex engine, and a real regular expression is held to a subset on which `re` and the `regex`
-package agree, and runs in the latter under a deadline, without the GIL.
+package agree, and runs in the latter within a budget of time, without the GIL.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from functools import cached_property
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import regex
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.strict_json import shown
 
-MAX_PATTERN_CHARS = 32_768  # a list of every module of a large model, joined by "|", still fits
-TOTAL_MATCH_S = 0.25  # for all patterns and modules of one adapter
+MAX_PATTERN_CHARS = 16_384  # a list of every module of a large model, joined by "|", still fits
+TOTAL_MATCH_S = 0.5  # for all patterns and modules of one adapter, compiling included
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]*")
-_NAME = re.compile(r"[A-Za-z0-9_]*")
 # What module-name patterns are made of. Left out: flags (ranges under (?i) take seconds to compile), \x and \u escapes,
 # nested sets, and `{` that opens no repeat (the `regex` package reads fuzzy matching there).
 _SUBSET = re.compile(
@@ -35,15 +35,23 @@ _SUBSET = re.compile(
 )
 
 
-class Deadline:
-    """The time that one adapter's patterns may take together."""
+class Budget:
+    """The time that one adapter's patterns may take together. Raises TimeoutError when it is spent."""
 
     def __init__(self, total_s: float = TOTAL_MATCH_S) -> None:
-        self._end = time.monotonic() + total_s
+        self._left_s = total_s
 
     @property
     def left_s(self) -> float:
-        return max(self._end - time.monotonic(), 1e-3)
+        if self._left_s <= 0:
+            raise TimeoutError
+        return self._left_s
+
+    @contextmanager
+    def spend(self) -> Iterator[float]:
+        start = time.perf_counter()
+        yield self.left_s
+        self._left_s -= time.perf_counter() - start
 
 
 class Pattern:
@@ -52,64 +60,55 @@ class Pattern:
     def __init__(self, text: str, field: str) -> None:
         self.text = text
         self.field = field
+        self.is_plain = _PLAIN.fullmatch(text) is not None
+        self._kept: tuple[str, regex.Pattern[str]] | None = None
         if len(text) > MAX_PATTERN_CHARS:
             raise AdapterMalformed(f"{field} has a pattern of {len(text)} characters; at most {MAX_PATTERN_CHARS} fit.")
-        if not text.isascii() or _SUBSET.fullmatch(text) is None:
+        if not text.isascii() or "--" in text or _SUBSET.fullmatch(text) is None:
             raise AdapterUnsupported(
                 f"{field} has the pattern {shown(text)}, which uses more than the regular expressions of module names "
                 f"that are understood here (no flags, no \\x or \\u escapes, no nested sets). List the modules instead."
             )
 
-    @cached_property
-    def is_plain(self) -> bool:
-        return _PLAIN.fullmatch(self.text) is not None
-
-    def fullmatch(self, module: str, deadline: Deadline) -> bool:
+    def fullmatch(self, module: str, budget: Budget) -> bool:
+        """PEFT's rule for target_modules and exclude_modules given as one string."""
         if self.is_plain:
             return _equal_but_for_dots(self.text, module)
-        return self._search(self._whole, module, deadline) is not None
+        return self._match(rf"(?:{self.text})\Z", module, budget) is not None
 
-    def matches_ending(self, module: str, deadline: Deadline) -> bool:
+    def matches_ending(self, module: str, budget: Budget) -> bool:
         """PEFT's rule for rank_pattern and alpha_pattern: re.match(r"(.*\\.)?(key)$", module)."""
-        if self.is_plain:
-            start = len(module) - len(self.text)
-            return (start == 0 or (start > 0 and module[start - 1] == ".")) and _equal_but_for_dots(
-                self.text, module[start:]
-            )
-        return self._search(self._ending, module, deadline) is not None
+        if not self.is_plain:
+            return self._match(rf"(.*\.)?({self.text})$", module, budget) is not None
+        start = len(module) - len(self.text)
+        if start < 0 or (start > 0 and module[start - 1] != "."):
+            return False
+        return _equal_but_for_dots(self.text, module[start:])
 
-    def layer_index(self, module: str, deadline: Deadline) -> int | None:
+    def layer_index(self, module: str, budget: Budget) -> int | None:
         """PEFT's rule for layers_pattern: the first number that follows it as a path segment."""
-        match = self._search(self._layer, module, deadline)
+        match = self._match(rf"(?:^|.*?\.){self.text}\.(?P<idx>\d+)\.", module, budget)
         return None if match is None else int(match["idx"])
 
-    @cached_property
-    def _whole(self) -> regex.Pattern[str]:
-        return self._compile(rf"(?:{self.text})\Z")
-
-    @cached_property
-    def _ending(self) -> regex.Pattern[str]:
-        return self._compile(rf"(.*\.)?({self.text})$")
-
-    @cached_property
-    def _layer(self) -> regex.Pattern[str]:
-        return self._compile(rf"(?:^|.*?\.){self.text}\.(?P<idx>\d+)\.")
-
-    def _compile(self, text: str) -> regex.Pattern[str]:
+    def _match(self, text: str, module: str, budget: Budget) -> regex.Match[str] | None:
         try:
-            re.compile(self.text)  # PEFT would fail on it too; `regex` alone accepts more
-            return regex.compile(text, cache_pattern=False)
-        except (re.error, regex.error, RecursionError, OverflowError):
-            raise AdapterMalformed(f"{self.field} has {shown(self.text)}, which is no regular expression.") from None
-
-    def _search(self, compiled: regex.Pattern[str], module: str, deadline: Deadline) -> regex.Match[str] | None:
-        try:
-            return compiled.match(module, timeout=deadline.left_s, concurrent=True)
+            with budget.spend() as left_s:
+                return self._compiled(text).match(module, timeout=left_s, concurrent=True)
         except (TimeoutError, MemoryError):
             raise AdapterMalformed(
                 f"{self.field} has {shown(self.text)}, which takes more than {TOTAL_MATCH_S} s to match against the "
                 f"module names (catastrophic backtracking). List the modules instead."
             ) from None
+
+    def _compiled(self, text: str) -> regex.Pattern[str]:
+        """`text` is self.text within one of PEFT's rules; a pattern is only ever used in one of them."""
+        if self._kept is None or self._kept[0] != text:
+            try:
+                re.compile(self.text)  # PEFT would fail on it too; `regex` alone accepts more
+                self._kept = (text, regex.compile(text, cache_pattern=False))
+            except (re.error, regex.error, RecursionError, OverflowError):
+                raise AdapterMalformed(f"{self.field} has {shown(self.text)}, no regular expression.") from None
+        return self._kept[1]
 
 
 def ends_with_name(module: str, names: tuple[str, ...]) -> bool:

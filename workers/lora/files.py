@@ -1,0 +1,157 @@
+"""Opens the files of an adapter's folder, and names what is wrong with them; reading their content is others' work.
+
+Nothing outside the folder is opened, nothing but regular files, and nothing larger than the limits. A symlink may stay
+in the folder, or lead to the blobs of the Hugging Face cache entry that the folder is a snapshot of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from lorafleet.workers.errors import AdapterChanged, AdapterMalformed, AdapterMissing, AdapterUnsupported
+from lorafleet.workers.lora.strict_json import shown
+
+CONFIG_NAME = "adapter_config.json"
+SAFETENSORS_NAME = "adapter_model.safetensors"
+BIN_NAME = "adapter_model.bin"
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_WEIGHTS_BYTES = 16 << 30  # rank 64 on every projection of a 405B in float32 is 7.1 GB
+MAX_BIN_BYTES = 2 << 30  # read whole before its shapes are known
+CHUNK_BYTES = 4 << 20  # read, then hashed while it is still in the CPU's cache
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A folder that exists, by its real path."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> AdapterFolder:
+        text = os.fspath(path)
+        if "\0" in text:
+            raise AdapterMissing(f"the path {shown(text)} has a NUL character, so there can be no adapter there.")
+        try:
+            real = Path(text).resolve(strict=True)
+            if stat.S_ISDIR(real.stat().st_mode):
+                return cls(real)
+        except (OSError, RuntimeError, UnicodeError):  # RuntimeError: a loop of symlinks
+            raise AdapterMissing(f"there is no folder at {shown(text)}.") from None
+        raise AdapterMissing(f"{shown(text)} is not a folder; an adapter is a folder with {CONFIG_NAME}.")
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
+
+    def open(self, name: str, max_bytes: int) -> OpenFile:
+        try:
+            real = (self.path / name).resolve(strict=True)
+        except (OSError, RuntimeError):
+            raise AdapterMissing(f"{shown(str(self.path))} has no {name}.") from None
+        if not any(real.is_relative_to(root) for root in (self.path, *self._blobs())):
+            raise AdapterMalformed(f"{name} is a symlink that leaves the adapter's folder.")
+        # O_NONBLOCK: opening a FIFO would wait for its writer. O_NOFOLLOW: `real` was resolved above, for good.
+        try:
+            fd = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise AdapterMissing(f"{name} cannot be opened: {error.strerror}.") from None
+        file = OpenFile(name, os.fdopen(fd, "rb", buffering=0), os.fstat(fd))
+        try:
+            file.check(max_bytes)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _blobs(self) -> list[Path]:
+        """Where the links of a Hugging Face cache entry lead: models--org--name/{snapshots/<revision>/…, blobs/}."""
+        entries = [
+            p.parent for p in self.path.parents if p.name == "snapshots" and p.parent.name.startswith("models--")
+        ]
+        return [entry / "blobs" for entry in entries]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A regular file, and what its inode said when it was opened."""
+
+    name: str
+    stream: BinaryIO
+    opened: os.stat_result
+
+    @property
+    def size(self) -> int:
+        return self.opened.st_size
+
+    def check(self, max_bytes: int) -> None:
+        if not stat.S_ISREG(self.opened.st_mode):
+            raise AdapterMalformed(f"{self.name} is not a regular file.")
+        if self.size > max_bytes:
+            raise AdapterMalformed(f"{self.name} has {self.size} bytes; at most {max_bytes} are read.")
+
+    def read_into(self, target: memoryview, digest: hashlib._Hash) -> None:
+        """Fills target, and adds exactly the bytes it got to digest."""
+        for start in range(0, len(target), CHUNK_BYTES):
+            chunk = target[start : start + CHUNK_BYTES]
+            got = 0
+            while got < len(chunk):
+                count = self._read_some(chunk[got:])
+                if count == 0:
+                    raise AdapterMalformed(f"{self.name} is truncated.")
+                got += count
+            digest.update(chunk)
+
+    def _read_some(self, target: memoryview) -> int:
+        try:
+            return self.stream.readinto(target) or 0  # type: ignore[attr-defined, no-any-return]  # raw: FileIO has it
+        except OSError as error:
+            raise AdapterMalformed(f"{self.name} cannot be read: {error.strerror}.") from None
+
+    def check_unchanged(self) -> None:
+        """Call it after the last read: a file that was written meanwhile may be half old and half new."""
+        now = os.fstat(self.stream.fileno())
+        if (now.st_size, now.st_mtime_ns) != (self.opened.st_size, self.opened.st_mtime_ns):
+            raise AdapterChanged(f"{self.name} changed while it was read. Write adapters elsewhere, then rename them.")
+
+    def close(self) -> None:
+        self.stream.close()
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_config(folder: AdapterFolder) -> bytes:
+    with folder.open(CONFIG_NAME, MAX_CONFIG_BYTES) as file:
+        data = bytearray(file.size)
+        file.read_into(memoryview(data), hashlib.sha256())
+        file.check_unchanged()
+        return bytes(data)
+
+
+def open_weights(folder: AdapterFolder) -> OpenFile:
+    """safetensors wins where both are there, as in PEFT."""
+    for name, max_bytes in ((SAFETENSORS_NAME, MAX_WEIGHTS_BYTES), (BIN_NAME, MAX_BIN_BYTES)):
+        if folder.has(name):
+            return folder.open(name, max_bytes)
+    if folder.has("adapters.safetensors"):
+        raise AdapterUnsupported(
+            "adapters.safetensors is mlx-lm's layout, which is not served yet. Convert it to PEFT's "
+            f"{SAFETENSORS_NAME}."
+        )
+    raise AdapterMissing(f"{shown(str(folder.path))} has neither {SAFETENSORS_NAME} nor {BIN_NAME}.")
+
+
+def new_digest(config: bytes, weights: OpenFile) -> hashlib._Hash:
+    """sha256 of the config and the weights, which the caller adds. Lengths keep the two apart."""
+    digest = hashlib.sha256(b"lorafleet adapter 1\0")
+    digest.update(len(config).to_bytes(8, "little") + config)
+    digest.update(weights.name.encode() + b"\0" + weights.size.to_bytes(8, "little"))
+    return digest

@@ -1,0 +1,219 @@
+"""One adapter's weights in host memory, checked against the base: exact, or an error that names the cause.
+
+Composes the readers: files.py opens, peft_helper.py reads the config, weight_files.py the tensors, peft_names.py names
+them. Knows nothing of slots or tiers: packed_adapter.py and the managers take it from here.
+"""
+
+# R rank · D in features · O out features
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorafleet.workers.errors import (
+    AdapterChanged,
+    AdapterError,
+    AdapterMalformed,
+    AdapterMismatch,
+    AdapterUnsupported,
+    RankTooLarge,
+)
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.files import AdapterFolder, new_digest, open_weights, read_config
+from lorafleet.workers.lora.layer_weights import LoRALayerWeights
+from lorafleet.workers.lora.peft_helper import PEFTHelper
+from lorafleet.workers.lora.peft_names import Pair, pair_names
+from lorafleet.workers.lora.strict_json import shown
+from lorafleet.workers.lora.weight_files import FLOAT_DTYPES, TensorInfo, read_weights
+
+Shapes = Mapping[str, tuple[int, int]]  # module -> (in_features, out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAModel:
+    """modules: "layers.0.self_attn.q_proj" -> its A, B and scaling; only those that the adapter has."""
+
+    name: str
+    digest: str  # sha256 (hex) of config and weights
+    modules: dict[str, LoRALayerWeights]
+
+    @property
+    def rank(self) -> int:
+        """The largest of the modules' ranks."""
+        return max(layer.rank for layer in self.modules.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.num_bytes for layer in self.modules.values())
+
+    @property
+    def target_modules(self) -> list[str]:
+        """Leaf names, sorted."""
+        return sorted({module.rsplit(".", 1)[-1] for module in self.modules})
+
+    @classmethod
+    def from_local_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        shapes: Shapes,
+        config: LoRAConfig,
+        dtype: torch.dtype,
+        name: str,
+        base_name: str = "",
+        expected_digest: str = "",
+    ) -> LoRAModel:
+        """Reads and checks the adapter in the folder `path`, and casts it to `dtype`, the serving dtype.
+
+        shapes: every linear of the base that LoRA can be served on. name, base_name: for messages. expected_digest:
+        where it is given, other bytes than those are AdapterChanged. Raises an AdapterError, never half an adapter.
+        Blocks on the disk, so call it in a thread; most of its time is spent without the GIL.
+        """
+        with _about(name):
+            folder = AdapterFolder.at(path)
+            config_bytes = read_config(folder)
+            helper = PEFTHelper.from_bytes(config_bytes)
+            with open_weights(folder) as file:
+                digest = new_digest(config_bytes, file)
+                weights = read_weights(file, digest)
+                pairs = pair_names(weights.infos, shapes, base_name)
+                layouts = _check_layouts(pairs, weights.infos, shapes, helper, base_name)
+                _check_targets(pairs, shapes, helper)
+                _check_rank_limit(layouts, name, config.max_lora_rank)
+                tensors = weights.load()
+            _check_digest(digest.hexdigest(), expected_digest)
+            modules = {
+                module: LoRALayerWeights(
+                    _serving(pair.a, tensors[pair.a], dtype),
+                    _serving(pair.b, tensors[pair.b], dtype),
+                    _scaling(module, layouts[module], helper, dtype),
+                )
+                for module, pair in pairs.items()
+            }
+        return cls(name, digest.hexdigest(), modules)
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Begins each message with the adapter it is about."""
+    try:
+        yield
+    except RankTooLarge:
+        raise
+    except AdapterError as error:
+        raise type(error)(f"adapter {name!r}: {error.message}", error.param) from error
+
+
+def _peft_name(module: str) -> str:
+    return f"model.{module}"
+
+
+def _check_layouts(
+    pairs: Mapping[str, Pair], infos: Mapping[str, TensorInfo], shapes: Shapes, helper: PEFTHelper, base_name: str
+) -> dict[str, int]:
+    """Every module's rank. Shapes must agree with each other, with the config and with the base."""
+    ranks = {}
+    for module, pair in pairs.items():
+        a, b = _matrix(pair.a, infos), _matrix(pair.b, infos)
+        expected = helper.rank_of(_peft_name(module))
+        _check_base(module, a, b, shapes[module], base_name)
+        if a[0] != b[1]:
+            raise AdapterMalformed(f"{module} has rank {a[0]} in lora_A {list(a)} and rank {b[1]} in lora_B {list(b)}.")
+        if a[0] != expected:
+            raise AdapterMalformed(
+                f"{module} has rank {a[0]} in the weights, and rank {expected} by adapter_config.json (r, rank_pattern)."
+            )
+        ranks[module] = expected
+    return ranks
+
+
+def _matrix(name: str, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
+    info = infos[name]
+    if info.shape == (0,):
+        raise AdapterMalformed(
+            f"the tensor {shown(name)} is empty: a DeepSpeed ZeRO-3 run saved it without gathering it first."
+        )
+    if len(info.shape) != 2 or 0 in info.shape:
+        raise AdapterMalformed(f"the tensor {shown(name)} has shape {shown(list(info.shape))}; it must be a matrix.")
+    if info.dtype not in FLOAT_DTYPES:
+        raise AdapterUnsupported(
+            f"the tensor {shown(name)} is {shown(info.dtype)}; weights in F32, BF16, F16 and F64 are served."
+        )
+    return info.shape[0], info.shape[1]
+
+
+def _check_base(module: str, a: tuple[int, int], b: tuple[int, int], shape: tuple[int, int], base_name: str) -> None:
+    if (a[1], b[0]) == shape:
+        return
+    transposed = (a[0], b[1]) == shape and a[1] == b[0]
+    hint = (
+        "Its matrices are transposed, as mlx-lm writes them: convert them to PEFT's layout."
+        if transposed
+        else "The adapter was made for another model."
+    )
+    base = f"the base model {base_name!r}" if base_name else "the base model"
+    raise AdapterMismatch(
+        f"{module} has lora_A {list(a)} and lora_B {list(b)}; {base} has {shape[0]} inputs and {shape[1]} outputs there, "
+        f"so A must be [r, {shape[0]}] and B [{shape[1]}, r]. {hint}"
+    )
+
+
+def _check_targets(pairs: Mapping[str, Pair], shapes: Shapes, helper: PEFTHelper) -> None:
+    """PEFT only warns about these two, and then serves the base's weights there."""
+    targeted = [module for module in shapes if helper.targets(_peft_name(module))]
+    targeted += [m for m in ("model.embed_tokens", "lm_head") if helper.targets(m, is_linear=False)]
+    missing = [module for module in targeted if module not in pairs]
+    if missing:
+        raise AdapterMalformed(
+            f"adapter_config.json targets {missing[0]} ({len(missing)} modules in all) for which the weights file has "
+            f"no tensors."
+        )
+    stray = sorted(pairs.keys() - set(targeted))
+    if stray:
+        raise AdapterMalformed(
+            f"the weights file has tensors for {stray[0]} ({len(stray)} modules in all), which adapter_config.json does "
+            f"not target (target_modules, exclude_modules, layers_to_transform)."
+        )
+
+
+def _check_rank_limit(ranks: Mapping[str, int], name: str, limit: int) -> None:
+    rank = max(ranks.values())
+    if rank > limit:
+        raise RankTooLarge(
+            f"adapter {name!r} has rank {rank}; this server allows lora.max_lora_rank={limit}. "
+            f"Raise lora.max_lora_rank to {rank} and restart, or retrain at rank <= {limit}."
+        )
+
+
+def _check_digest(digest: str, expected: str) -> None:
+    if expected and digest != expected:
+        raise AdapterChanged(
+            f"the files have the digest {digest[:12]}…, and the adapter was registered with {expected[:12]}…. "
+            f"Load it again (load_inplace) to serve the new version."
+        )
+
+
+def _scaling(module: str, rank: int, helper: PEFTHelper, dtype: torch.dtype) -> float:
+    scaling = helper.scaling_of(_peft_name(module), rank)
+    if abs(scaling) > torch.finfo(dtype).max:
+        raise AdapterMalformed(f"{module} has the scaling {scaling}, which overflows {dtype}.")
+    return scaling
+
+
+def _serving(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the serving dtype and contiguous; in place where it already is. One pass finds NaN, infinity and overflow."""
+    extremes = torch.stack(torch.aminmax(tensor))
+    if not extremes.to(dtype).isfinite().all():
+        if not extremes.isfinite().all():
+            raise AdapterMalformed(f"the tensor {shown(name)} has NaN or infinite values.")
+        raise AdapterMalformed(
+            f"the tensor {shown(name)} has values up to {extremes.abs().max().item():.3g}, which overflow {dtype}, the "
+            f"serving dtype. Serve with lora_dtype=bfloat16 or float32."
+        )
+    return tensor.to(dtype).contiguous()

@@ -1,0 +1,184 @@
+"""What adapter_config.json says: which modules an adapter targets, and each one's rank and scaling.
+
+Owns the checks of the values used; peft_fields.py decides which keys are served at all. Knows nothing of tensors:
+model.py compares both. Module names here are PEFT's: "model.layers.0.self_attn.q_proj".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lorafleet.workers.errors import AdapterMalformed
+from lorafleet.workers.lora.patterns import Budget, Pattern, ends_with_name
+from lorafleet.workers.lora.peft_fields import check_fields
+from lorafleet.workers.lora.strict_json import read_json_object, shown
+
+CONFIG_NAME = "adapter_config.json"
+DEFAULT_TARGETS = ("q_proj", "v_proj")  # PEFT's for every family served here, where target_modules is null
+DEFAULT_RANK = 8
+DEFAULT_ALPHA = 8.0
+MAX_ENTRIES = 16_384  # of a list or a pattern table; a 126-layer model has 882 linears
+
+# PEFT's layer number where layers_pattern is not given. Linear in the name, and ours, so it costs next to nothing.
+_ANY_LAYERS = Pattern("[^.]*", "layers_pattern")
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PEFTHelper:
+    """The checked config of a plain LoRA. Build it by from_dict or from_bytes."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: tuple[tuple[Pattern, int], ...]  # in file order: the first match wins
+    alpha_pattern: tuple[tuple[Pattern, float], ...]
+    target_modules: Names | Pattern  # list of names, or one regular expression
+    all_linear: bool
+    exclude_modules: Names | Pattern | None
+    layers_to_transform: frozenset[int] | None
+    layers_pattern: tuple[Pattern, ...]
+    base_model_name_or_path: str | None
+    budget: Budget = field(default_factory=Budget, compare=False, repr=False)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PEFTHelper:
+        return cls.from_dict(read_json_object(data, CONFIG_NAME))
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, object]) -> PEFTHelper:
+        check_fields(config)
+        targets = config.get("target_modules")
+        helper = cls(
+            r=_rank(config.get("r", DEFAULT_RANK), "r"),
+            lora_alpha=_alpha(config.get("lora_alpha", DEFAULT_ALPHA), "lora_alpha"),
+            use_rslora=_flag(config.get("use_rslora"), "use_rslora"),
+            rank_pattern=tuple((p, _rank(v, p.field)) for p, v in _table(config, "rank_pattern")),
+            alpha_pattern=tuple((p, _alpha(v, p.field)) for p, v in _table(config, "alpha_pattern")),
+            target_modules=DEFAULT_TARGETS if targets is None else _names_or_pattern(targets, "target_modules"),
+            all_linear=isinstance(targets, str) and targets.lower() == "all-linear",
+            exclude_modules=_names_or_pattern(config.get("exclude_modules") or (), "exclude_modules"),
+            layers_to_transform=_layers(config.get("layers_to_transform")),
+            layers_pattern=_layers_pattern(config.get("layers_pattern")),
+            base_model_name_or_path=_base_name(config.get("base_model_name_or_path")),
+        )
+        helper._check_layer_choice()
+        return helper
+
+    def rank_of(self, module: str) -> int:
+        found = (rank for pattern, rank in self.rank_pattern if pattern.matches_ending(module, self.budget))
+        return next(found, self.r)
+
+    def alpha_of(self, module: str) -> float:
+        found = (alpha for pattern, alpha in self.alpha_pattern if pattern.matches_ending(module, self.budget))
+        return next(found, self.lora_alpha)
+
+    def scaling_of(self, module: str, rank: int) -> float:
+        """rank: rank_of(module), which the caller has."""
+        return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets(self, module: str, *, is_linear: bool = True) -> bool:
+        """Whether PEFT would put LoRA on this module. is_linear: one that "all-linear" means, so not the head."""
+        if self._excludes(module):
+            return False
+        if self.all_linear:
+            return is_linear
+        if isinstance(self.target_modules, Pattern):
+            return self.target_modules.fullmatch(module, self.budget)
+        if module in self.target_modules:  # the full name counts whatever layers_to_transform says
+            return True
+        return ends_with_name(module, self.target_modules) and self._is_chosen_layer(module)
+
+    def _excludes(self, module: str) -> bool:
+        if isinstance(self.exclude_modules, Pattern):
+            return self.exclude_modules.fullmatch(module, self.budget)
+        return bool(self.exclude_modules) and ends_with_name(module, self.exclude_modules or ())
+
+    def _is_chosen_layer(self, module: str) -> bool:
+        if self.layers_to_transform is None:
+            return True
+        for pattern in self.layers_pattern or (_ANY_LAYERS,):
+            index = pattern.layer_index(module, self.budget)
+            if index is not None:
+                return index in self.layers_to_transform
+        return False
+
+    def _check_layer_choice(self) -> None:
+        """PEFT refuses both when the adapter is made, so a file that says so was made by something else."""
+        chooses_layers = self.layers_to_transform is not None
+        if chooses_layers and (self.all_linear or isinstance(self.target_modules, Pattern)):
+            raise AdapterMalformed("layers_to_transform is set, but target_modules is not a list of names.")
+        if self.layers_pattern and not chooses_layers:
+            raise AdapterMalformed("layers_pattern is set without layers_to_transform.")
+
+
+def _rank(value: object, name: str) -> int:
+    if type(value) is not int or value < 1:  # `type`, because True is an int to isinstance
+        raise AdapterMalformed(f"{name} is {shown(value)}; a rank is an integer of at least 1.")
+    return value
+
+
+def _alpha(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise AdapterMalformed(f"{name} is {shown(value)}; it must be a finite number.")
+    return float(value)
+
+
+def _flag(value: object, name: str) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise AdapterMalformed(f"{name} is {shown(value)}; it must be true or false.")
+
+
+def _table(config: Mapping[str, object], name: str) -> list[tuple[Pattern, object]]:
+    table = config.get(name)
+    if table is None:
+        return []
+    if not isinstance(table, dict):
+        raise AdapterMalformed(f"{name} is {shown(table)}; it must be an object of module names.")
+    _check_count(len(table), name)
+    return [(Pattern(key, f"{name}[{shown(key)}]"), value) for key, value in table.items()]
+
+
+def _names_or_pattern(value: object, name: str) -> Names | Pattern:
+    if isinstance(value, str):
+        return Pattern(value, name)
+    return _names(value, name)
+
+
+def _names(value: object, name: str) -> Names:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise AdapterMalformed(f"{name} is {shown(value)}; it must be a string or a list of strings.")
+    _check_count(len(value), name)
+    return tuple(value)
+
+
+def _check_count(count: int, name: str) -> None:
+    if count > MAX_ENTRIES:
+        raise AdapterMalformed(f"{name} has {count} entries; at most {MAX_ENTRIES} are read.")
+
+
+def _layers(value: object) -> frozenset[int] | None:
+    if value is None or value == []:
+        return None
+    items = value if isinstance(value, list) else [value]
+    if not all(type(item) is int for item in items):
+        raise AdapterMalformed(f"layers_to_transform is {shown(value)}; it must be a layer number or a list of them.")
+    _check_count(len(items), "layers_to_transform")
+    return frozenset(items)
+
+
+def _layers_pattern(value: object) -> tuple[Pattern, ...]:
+    if value is None or value in ([], ""):
+        return ()
+    names = (value,) if isinstance(value, str) else _names(value, "layers_pattern")
+    return tuple(Pattern(name, "layers_pattern") for name in names)
+
+
+def _base_name(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value or None
+    raise AdapterMalformed(f"base_model_name_or_path is {shown(value)}; it must be a string.")

@@ -1,0 +1,187 @@
+"""Turns an adapter's weights file into named tensors: first their shapes, then, once model.py wants them, their values.
+
+Shapes come first so that a file that does not fit is refused before its gigabytes are read. Owns the two formats; what
+the names and shapes mean is peft_names.py's and model.py's.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import _Hash
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
+from lorafleet.workers.lora.files import SAFETENSORS_NAME, OpenFile
+from lorafleet.workers.lora.strict_json import read_json_object, shown
+
+MAX_TENSORS = 20_000  # plain LoRA on a 126-layer model has 1764
+MAX_HEADER_BYTES = 8 << 20
+MAX_PICKLE_BYTES = 16 << 20  # data.pkl of a .bin: names and shapes, no values
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    shape: tuple[int, ...]
+    dtype: str  # as in safetensors: "F32"
+    start: int = 0  # bytes from the end of the header
+    end: int = 0
+
+
+class WeightsFile(Protocol):
+    infos: Mapping[str, TensorInfo]
+
+    def load(self) -> Mapping[str, Tensor]:
+        """The values, on the CPU. Every byte of the file has gone into the digest when this returns."""
+
+
+def read_weights(file: OpenFile, digest: _Hash) -> WeightsFile:
+    return SafetensorsFile(file, digest) if file.name == SAFETENSORS_NAME else TorchFile(file, digest)
+
+
+class SafetensorsFile:
+    """Reads the bytes once, into memory: a mapped file that shrinks under its reader kills the process."""
+
+    def __init__(self, file: OpenFile, digest: _Hash) -> None:
+        self._file = file
+        self._digest = digest
+        header_bytes = self._header_bytes()
+        self._data_bytes = file.size - 8 - header_bytes
+        header = bytearray(header_bytes)
+        file.read_into(memoryview(header), digest)
+        self.infos: Mapping[str, TensorInfo] = _parse_header(bytes(header), self._data_bytes, file.name)
+
+    def _header_bytes(self) -> int:
+        if self._file.size < 8:
+            raise AdapterMalformed(f"{self._file.name} is truncated: it has {self._file.size} bytes.")
+        prefix = bytearray(8)
+        self._file.read_into(memoryview(prefix), self._digest)
+        (size,) = struct.unpack("<Q", prefix)
+        if size > min(MAX_HEADER_BYTES, self._file.size - 8):
+            raise AdapterMalformed(
+                f"{self._file.name} is not a safetensors file, or truncated: its header would have {size} bytes, "
+                f"the file has {self._file.size}, and a header may have at most {MAX_HEADER_BYTES}."
+            )
+        return int(size)
+
+    def load(self) -> Mapping[str, Tensor]:
+        data = torch.empty(self._data_bytes, dtype=torch.uint8)
+        self._file.read_into(data.numpy().data, self._digest)
+        self._file.check_unchanged()
+        return {name: _view(data, info) for name, info in self.infos.items() if info.dtype in FLOAT_DTYPES}
+
+
+def _view(data: Tensor, info: TensorInfo) -> Tensor:
+    dtype = FLOAT_DTYPES[info.dtype]
+    raw = data[info.start : info.end]
+    if info.start % dtype.itemsize:
+        raw = raw.clone()  # torch reads aligned values only
+    return raw.view(dtype).view(info.shape)
+
+
+def _parse_header(header: bytes, data_bytes: int, name: str) -> dict[str, TensorInfo]:
+    entries = read_json_object(header, f"{name}'s header")
+    metadata = entries.pop("__metadata__", None)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise AdapterMalformed(f"{name}'s header has a __metadata__ that is no object.")
+    if len(entries) > MAX_TENSORS:
+        raise AdapterMalformed(f"{name} has {len(entries)} tensors; at most {MAX_TENSORS} are read.")
+    infos = {key: _parse_entry(key, entry, name) for key, entry in entries.items()}
+    _check_layout(infos, data_bytes, name)
+    return infos
+
+
+def _parse_entry(key: str, entry: object, name: str) -> TensorInfo:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)], **rest} if not rest:
+            if all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, start, end)) and start <= end:
+                return TensorInfo(tuple(shape), dtype, start, end)
+    raise AdapterMalformed(f"{name}'s header describes the tensor {shown(key)} wrongly: {shown(entry)}.")
+
+
+def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -> None:
+    """The format's rule: the tensors fill the rest of the file, one after the other, without holes or overlaps."""
+    position = 0
+    for key, info in sorted(infos.items(), key=lambda item: (item[1].start, item[1].end)):
+        if info.start != position:
+            fault = "overlaps another" if info.start < position else "leaves a hole before it"
+            raise AdapterMalformed(f"{name}: the tensor {shown(key)} {fault} (data_offsets {info.start}, {info.end}).")
+        dtype = FLOAT_DTYPES.get(info.dtype)
+        if dtype is not None and math.prod(info.shape) * dtype.itemsize != info.end - info.start:
+            raise AdapterMalformed(
+                f"{name}: the tensor {shown(key)} has {info.end - info.start} bytes, which do not hold a {info.dtype} "
+                f"of shape {shown(list(info.shape))}."
+            )
+        position = info.end
+    if position != data_bytes:
+        fault = "is truncated" if data_bytes < position else "has bytes that belong to no tensor"
+        raise AdapterMalformed(f"{name} {fault}: its tensors need {position} bytes, and {data_bytes} are there.")
+
+
+class TorchFile:
+    """The legacy adapter_model.bin, by torch.load(weights_only=True) and only in torch's zip format."""
+
+    def __init__(self, file: OpenFile, digest: _Hash) -> None:
+        self._file = file
+        data = bytearray(file.size)
+        file.read_into(memoryview(data), digest)
+        file.check_unchanged()
+        _check_archive(data, file.name)
+        self._tensors = _load_tensors(data, file.name)
+        names = {dtype: short for short, dtype in FLOAT_DTYPES.items()}
+        self.infos: Mapping[str, TensorInfo] = {
+            key: TensorInfo(tuple(t.shape), names.get(t.dtype, str(t.dtype))) for key, t in self._tensors.items()
+        }
+
+    def load(self) -> Mapping[str, Tensor]:
+        return self._tensors
+
+
+def _check_archive(data: bytearray, name: str) -> None:
+    """torch stores its records uncompressed, so that a small file cannot unpack to a large one."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, struct.error):
+        raise AdapterMalformed(
+            f"{name} is not in torch's zip format (a bare pickle is never opened), or truncated. "
+            f"Save the adapter again with safetensors."
+        ) from None
+    if any(r.compress_type != zipfile.ZIP_STORED for r in records) or sum(r.file_size for r in records) > len(data):
+        raise AdapterMalformed(f"{name} has compressed records, which torch does not write.")
+    if any(r.filename.endswith(".pkl") and r.file_size > MAX_PICKLE_BYTES for r in records):
+        raise AdapterMalformed(f"{name} has an index of more than {MAX_PICKLE_BYTES} bytes.")
+
+
+def _load_tensors(data: bytearray, name: str) -> dict[str, Tensor]:
+    try:
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise AdapterUnsupported(
+            f"{name} is damaged, or holds more than tensors, which could run code when it is opened. "
+            f"Save the adapter again with safetensors."
+        ) from None
+    except Exception as error:  # torch raises RuntimeError, ValueError, KeyError, EOFError, AttributeError… on damage
+        raise AdapterMalformed(f"{name} cannot be read by torch ({type(error).__name__}); it is damaged.") from None
+    if not isinstance(loaded, dict):
+        raise AdapterMalformed(f"{name} holds a {type(loaded).__name__}; it must hold a dict of tensors.")
+    if len(loaded) > MAX_TENSORS:
+        raise AdapterMalformed(f"{name} has {len(loaded)} tensors; at most {MAX_TENSORS} are read.")
+    return {_checked_key(key, value, name): value.detach() for key, value in loaded.items()}
+
+
+def _checked_key(key: object, value: object, name: str) -> str:
+    if not isinstance(key, str):
+        raise AdapterMalformed(f"{name} has the key {shown(key)}; tensor names must be strings.")
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        raise AdapterMalformed(f"{name}: {shown(key)} is not a dense tensor.")
+    return key
