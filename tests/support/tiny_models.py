@@ -1,0 +1,168 @@
+"""Tiny random checkpoints and PEFT adapters of every family, made on the spot, and what transformers + PEFT say of
+them: the reference that the engine is compared with."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+logging.getLogger("peft").setLevel(logging.ERROR)
+
+VOCAB = 320
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.15,
+}
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ROPE_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4}),
+    "llama3": ("Llama", {"rope_parameters": ROPE_LLAMA3, "tie_word_embeddings": True}),
+    "llama_bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+    "llama_dynamic": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+            "max_position_embeddings": 32,
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 8, "head_dim": 32}),
+    "mistral_full": ("Mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen2_yarn": ("Qwen2", {"rope_parameters": ROPE_YARN, "max_position_embeddings": 256}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+}
+ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a handful of merges: any text can be encoded, characters may span tokens."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(["the fleet of adapters answers the harbour, the answer is there"] * 8, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|end|>", pad_token="<pad>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def make_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**(COMMON | options | overrides))
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias") or "norm" in parameter_name:
+            torch.nn.init.normal_(parameter, mean=0.0 if parameter_name.endswith("bias") else 1.0, std=0.1)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_adapter(folder: Path, model: Path, *, seed: int = 1, dtype: str = "float32", **options: Any) -> Path:
+    """A PEFT adapter with random B, saved by PEFT itself."""
+    settings = {"r": 8, "lora_alpha": 16, "target_modules": ALL_TARGETS, "lora_dropout": 0.0} | options
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(seed)
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(**settings))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.12)
+    wrapped.to(getattr(torch, dtype)).save_pretrained(folder)
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["base_model_name_or_path"] = model.name
+    path.write_text(json.dumps(config))
+    (folder / "README.md").unlink(missing_ok=True)
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """tokens: greedy. logprobs: of each token, from the full distribution."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Reference:
+    """transformers + PEFT in float32."""
+
+    def __init__(self, model: Path) -> None:
+        self._path = model
+        self._models: dict[Path | None, Any] = {}
+
+    def _model(self, adapter: Path | None) -> Any:
+        if adapter not in self._models:
+            model = AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.float32).eval()
+            if adapter is not None:
+                model = peft.PeftModel.from_pretrained(model, adapter).eval()
+            self._models[adapter] = model
+        return self._models[adapter]
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], num_tokens: int, adapter: Path | None = None) -> Answer:
+        out = self._model(adapter).generate(
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            eos_token_id=None,
+        )
+        tokens = out.sequences[0, len(prompt) :].tolist()
+        scores = [step[0].log_softmax(-1)[token].item() for step, token in zip(out.logits, tokens, strict=True)]
+        return Answer(tokens, scores)
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: list[int], adapter: Path | None = None) -> list[float]:
+        """Of each token but the first, teacher-forced."""
+        logits = self._model(adapter)(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        return [logits[i, token].item() for i, token in enumerate(tokens[1:])]

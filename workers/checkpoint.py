@@ -1,0 +1,271 @@
+"""Reads a Hugging Face config.json into what the engine needs, and refuses by name what it does not do.
+
+Both spellings are read: transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype).
+Weights are read in workers/weights.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorafleet.workers.errors import ConfigError, UnsupportedModel
+from lorafleet.workers.models.rope import RopeConfig, RopeType
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder of the Llama kind. sliding_windows: tokens a query of that layer sees, its own included; None is all.
+
+    dtype: the checkpoint's own, None where config.json does not say. eos_token_ids: of generation_config.json where
+    there is one, else of config.json.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]
+    dtype: torch.dtype | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens that the rope scaling was made for."""
+        if self.rope.rope_type == "yarn":
+            return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * self.rope.factor))
+        if self.rope.rope_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * self.rope.factor)
+        return self.max_position_embeddings
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of every projection that plain LoRA may target, by module path below the model."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        layer = {
+            "self_attn.q_proj": (hidden, self.q_size),
+            "self_attn.k_proj": (hidden, self.kv_size),
+            "self_attn.v_proj": (hidden, self.kv_size),
+            "self_attn.o_proj": (self.q_size, hidden),
+            "mlp.gate_proj": (hidden, inner),
+            "mlp.up_proj": (hidden, inner),
+            "mlp.down_proj": (inner, hidden),
+        }
+        return {f"layers.{i}.{name}": shape for i in range(self.num_layers) for name, shape in layer.items()}
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Raises ConfigError where the folder or file is missing or damaged, UnsupportedModel naming what is not done."""
+    if not folder.is_dir():
+        raise ConfigError(f"model {str(folder)!r} is not a folder; give a local Hugging Face checkpoint.", "model")
+    raw = _read_json(folder / "config.json")
+    names = raw.get("architectures") or []
+    if len(names) != 1 or names[0] not in _FAMILIES:
+        raise UnsupportedModel(
+            f"architecture {', '.join(map(str, names)) or 'missing'} in {folder / 'config.json'} is not supported; "
+            f"supported are {', '.join(sorted(_FAMILIES))}.",
+            "model",
+        )
+    _refuse_options(raw)
+    family = _FAMILIES[names[0]](raw)
+    generation = folder / "generation_config.json"
+    eos = (_read_json(generation) if generation.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    num_heads = _integer(raw, "num_attention_heads", 32)
+    hidden = _integer(raw, "hidden_size", 4096)
+    head_dim = raw.get("head_dim") or family.default_head_dim or hidden // num_heads
+    kv_heads = raw.get("num_key_value_heads", family.default_kv_heads) or num_heads
+    if num_heads % kv_heads:
+        raise UnsupportedModel(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={kv_heads}.")
+    limit = _integer(raw, "max_position_embeddings", family.default_positions)
+    return ModelConfig(
+        architecture=names[0],
+        vocab_size=_integer(raw, "vocab_size", 32000),
+        hidden_size=hidden,
+        intermediate_size=_integer(raw, "intermediate_size", 11008),
+        num_layers=_integer(raw, "num_hidden_layers", 32),
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        max_position_embeddings=limit,
+        rope=_rope(raw, head_dim, limit),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=family.qkv_bias,
+        o_bias=family.o_bias,
+        mlp_bias=family.mlp_bias,
+        qk_norm=family.qk_norm,
+        sliding_windows=family.sliding_windows,
+        dtype=_dtype(raw),
+        eos_token_ids=tuple(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing; give a local Hugging Face checkpoint.", "model") from None
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read as JSON: {e}", "model") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not an object.", "model")
+    return value
+
+
+def _integer(raw: dict[str, Any], key: str, default: int) -> int:
+    value = raw.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json has {key}={value!r}; it must be a positive integer.", "model")
+    return value
+
+
+def _refuse_options(raw: dict[str, Any]) -> None:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unnamed")
+        raise UnsupportedModel(f"quantization_config ({method}) is not supported yet; use an unquantised checkpoint.")
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"hidden_act={activation!r} is not supported; silu is.")
+    if raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise UnsupportedModel(f"partial_rotary_factor={raw['partial_rotary_factor']} is not supported; 1.0 is.")
+
+
+def _dtype(raw: dict[str, Any]) -> torch.dtype | None:
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise UnsupportedModel(f"config.json's dtype {name!r} is not supported; {', '.join(DTYPES)} are.")
+    return DTYPES[name]
+
+
+def _rope(raw: dict[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModel(f"rope_type={kind!r} is not supported; {', '.join(ROPE_TYPES)} are.")
+    if scaling.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise UnsupportedModel(f"partial_rotary_factor={scaling['partial_rotary_factor']} is not supported; 1.0 is.")
+    nested = [key for key, value in scaling.items() if isinstance(value, dict)]
+    if nested:
+        raise UnsupportedModel(f"rope parameters by layer type ({', '.join(nested)}) are not supported.")
+    trained = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    trained = int(trained or max_positions)
+    factor = scaling.get("factor")
+    if factor is None and kind == "yarn":
+        factor = max_positions / trained
+    if factor is None and kind != "default":
+        raise ConfigError(f"config.json's rope scaling {kind!r} has no factor.", "model")
+    optional = {
+        key: float(scaling[key])
+        for key in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        if scaling.get(key) is not None
+    }
+    return RopeConfig(
+        head_dim=head_dim,
+        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        max_position_embeddings=max_positions,
+        rope_type=kind,
+        factor=float(factor or 1.0),
+        original_max_position_embeddings=trained,
+        attention_factor=scaling.get("attention_factor"),
+        mscale=scaling.get("mscale"),
+        mscale_all_dim=scaling.get("mscale_all_dim"),
+        truncate=bool(scaling.get("truncate", True)),
+        **optional,
+    )
+
+
+def _layers(raw: dict[str, Any]) -> int:
+    return _integer(raw, "num_hidden_layers", 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Where one architecture differs from the others, with transformers' defaults for what config.json leaves out."""
+
+    sliding_windows: tuple[int | None, ...]
+    default_positions: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    default_kv_heads: int | None = None  # None: as many as query heads
+    default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
+
+
+def _llama(raw: dict[str, Any]) -> Family:
+    bias = bool(raw.get("attention_bias", False))
+    windows = (None,) * _layers(raw)
+    return Family(windows, 2048, qkv_bias=bias, o_bias=bias, mlp_bias=bool(raw.get("mlp_bias", False)))
+
+
+def _mistral(raw: dict[str, Any]) -> Family:
+    if raw.get("layer_types"):
+        raise UnsupportedModel("Mistral with layer_types is not supported; transformers has other classes for those.")
+    windows = (raw.get("sliding_window", 4096),) * _layers(raw)
+    return Family(windows, 4096 * 32, default_kv_heads=8)
+
+
+def _qwen2(raw: dict[str, Any]) -> Family:
+    return Family(_qwen_windows(raw), 32768, qkv_bias=True, default_kv_heads=32)
+
+
+def _qwen3(raw: dict[str, Any]) -> Family:
+    bias = bool(raw.get("attention_bias", False))
+    return Family(
+        _qwen_windows(raw),
+        32768,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        default_kv_heads=32,
+        default_head_dim=128,
+    )
+
+
+def _qwen_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    kinds = raw.get("layer_types")
+    if not kinds:
+        first = raw.get("max_window_layers", 28)
+        return tuple(window if i >= first else None for i in range(_layers(raw)))
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != _layers(raw):
+        raise UnsupportedModel(f"layer_types {sorted(set(kinds))} over {len(kinds)} layers is not supported.")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+_FAMILIES: dict[str, Callable[[dict[str, Any]], Family]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+}

@@ -1,0 +1,52 @@
+"""What one GPUWorker is told at its start, frozen. YAML and command lines are parsed in cluster/config.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.lora.config import LoRAConfig
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
+OnLoadFailure = Literal["error", "base"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model: str  # local Hugging Face folder: config.json, *.safetensors, tokenizer.json
+    device: Device = "auto"  # auto: cuda where there is a GPU, else cpu
+    dtype: DType = "auto"  # auto: the checkpoint's own
+    max_model_len: int | None = None  # tokens of prompt and answer; None: the model's limit, or the KV cache's if less
+    block_size: int = 16  # tokens a KV block
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations, adapters and KV cache
+    kv_cache_tokens: int | None = None  # size of the KV cache; None: what is left on a GPU, 65536 or less on a CPU
+    max_num_seqs: int = 256  # sequences in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step; lower it to shorten the gaps between streamed tokens
+    enable_prefix_caching: bool = True
+    attention_backend: AttentionName = "auto"
+    lora: LoRAConfig | None = None  # None: no adapters
+    on_lora_load_failure: OnLoadFailure = "error"  # base: answer from the base model, and say so in the response
+    cpu_threads: int | None = None  # torch's intra-op threads; None: torch's own choice
+    seed: int = 0  # seeds the requests that name none
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", name)
+        for name in ("max_model_len", "kv_cache_tokens", "cpu_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1, or left out.", name)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1].", "gpu_memory_utilization"
+            )
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_seqs={self.max_num_seqs} is over max_num_batched_tokens={self.max_num_batched_tokens}: "
+                "a step could not hold one token of each sequence. Lower the first or raise the second.",
+                "max_num_seqs",
+            )

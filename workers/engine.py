@@ -1,0 +1,202 @@
+"""The engine: requests in, one step at a time, tokens out. Single-threaded; knows nothing of sockets or texts.
+
+One step: take in finished adapter loads, let the scheduler choose, run the model, hand out the tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import Future
+
+from lorafleet.workers.errors import ContextOverflow, InvalidRequest, LorafleetError, to_wire
+from lorafleet.workers.config import OnLoadFailure
+from lorafleet.workers.kv_cache import KVCacheManager
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.lora.worker_manager import LoadCounts, WorkerLoRAManager
+from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, FinishReason, TokenOutput
+from lorafleet.workers.runner import ModelRunner, Sampled
+from lorafleet.workers.scheduler import Chunk, Scheduler
+from lorafleet.workers.sequence import Sequence
+
+
+class Engine:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        hello: EngineHello,
+        on_lora_load_failure: OnLoadFailure,
+        seed: int,
+    ) -> None:
+        self.hello = hello
+        self.scheduler = scheduler
+        self.loras: WorkerLoRAManager | None = scheduler.loras
+        self._runner = runner
+        self._kv: KVCacheManager = scheduler.kv
+        self._on_lora_load_failure = on_lora_load_failure
+        self._seeds = random.Random(seed)
+        self._sequences: dict[str, Sequence] = {}
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._steps = 0
+        self._step_seconds = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: EngineRequest) -> None:
+        """Raises LorafleetError where the request can never be served; nothing is queued then."""
+        self._check(request)
+        params, prompt = request.params, request.prompt_token_ids
+        room = self.hello.max_model_len - len(prompt)
+        eos = () if params.ignore_eos else self.hello.eos_token_ids
+        sequence = Sequence(
+            request_id=request.request_id,
+            tokens=list(prompt),
+            num_prompt=len(prompt),
+            params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            lora=request.lora,
+            prompt_logprobs=[] if params.prompt_logprobs is not None else None,
+            stop_ids=frozenset(eos) | frozenset(params.stop_token_ids or ()),
+        )
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Frees what the sequence holds, before the next step. Unknown ids are finished ones."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self.scheduler.finish(sequence)
+
+    def load_adapter(self, lora: LoRARequest) -> Future[AdapterInfo]:
+        if self.loras is None:
+            refused: Future[AdapterInfo] = Future()
+            refused.set_exception(InvalidRequest("this server runs without LoRA; start it with --enable-lora."))
+            return refused
+        return self.loras.load(lora)
+
+    def step(self) -> list[TokenOutput]:
+        """Empty where nothing could run: every waiting request waits for its adapter."""
+        outputs = self._take_in_loads()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return outputs
+        started = time.perf_counter()
+        results = self._runner.step(chunks)
+        for chunk, sampled in zip(chunks, results, strict=True):
+            self.scheduler.commit(chunk)
+            output = self._advance(chunk, sampled)
+            if output is not None:
+                outputs.append(output)
+        self._steps += 1
+        self._step_seconds += time.perf_counter() - started
+        return outputs
+
+    def stats(self) -> EngineStats:
+        slots = self.loras.slots if self.loras is not None else None
+        counts = self.loras.counts if self.loras is not None else LoadCounts()
+        resident = [s.digest for s in slots.slots if s.digest is not None] if slots is not None else []
+        cpu = self.loras.resident_cpu() if self.loras is not None else []
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            kv_blocks_total=self._kv.num_blocks,
+            kv_blocks_free=self._kv.num_free,
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generation_tokens,
+            prefix_cache_queries_total=self._kv.query_tokens,
+            prefix_cache_hits_total=self._kv.hit_tokens,
+            preemptions_total=self.scheduler.num_preemptions,
+            steps_total=self._steps,
+            step_seconds_total=self._step_seconds,
+            lora_slots_total=len(slots.slots) if slots is not None else 0,
+            lora_slots_used=len(resident),
+            lora_cpu_adapters=len(cpu),
+            lora_loads_total=counts.loads,
+            lora_load_failures_total=counts.failures,
+            lora_load_seconds_total=counts.seconds,
+            lora_activations_total=slots.num_activations if slots is not None else 0,
+            lora_evictions_total=slots.num_evictions if slots is not None else 0,
+            resident_slots=resident,
+            resident_cpu=cpu,
+        )
+
+    def close(self) -> None:
+        if self.loras is not None:
+            self.loras.close()
+
+    def _check(self, request: EngineRequest) -> None:
+        prompt, limit = request.prompt_token_ids, self.hello.max_model_len
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use by a request in flight.", "request_id")
+        if not prompt:
+            raise InvalidRequest("the prompt has no tokens; give at least one.", "prompt")
+        if len(prompt) >= limit:
+            raise ContextOverflow(
+                f"the prompt has {len(prompt)} tokens; this server's limit for prompt and answer together is "
+                f"{limit}. Shorten the prompt to at most {limit - 1} tokens, or raise max_model_len.",
+                "prompt",
+            )
+        if min(prompt) < 0 or max(prompt) >= self.hello.vocab_size:
+            wrong = next(t for t in prompt if not 0 <= t < self.hello.vocab_size)
+            raise InvalidRequest(
+                f"the prompt has token id {wrong}; this model's vocabulary has ids 0 to {self.hello.vocab_size - 1}.",
+                "prompt",
+            )
+        request.params.check_vocabulary(self.hello.vocab_size)
+        if request.lora is not None and self.loras is None:
+            raise InvalidRequest("this server runs without LoRA; start it with --enable-lora.", "model")
+        assert request.lora is None or request.lora.digest, "adapters are read once before they are requested"
+
+    def _take_in_loads(self) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        if self.loras is None:
+            return outputs
+        for digest, error in self.loras.poll():
+            waiting = [s for s in self.scheduler.waiting if s.lora is not None and s.lora.digest == digest]
+            outputs += [output for s in waiting if (output := self._without_adapter(s, error)) is not None]
+        return outputs
+
+    def _without_adapter(self, sequence: Sequence, error: LorafleetError) -> TokenOutput | None:
+        if self._on_lora_load_failure == "base" and sequence.num_generated == 0:
+            sequence.lora, sequence.fallback_reason = None, error.message
+            return None
+        self.abort(sequence.request_id)
+        return TokenOutput(request_id=sequence.request_id, finish_reason="error", error=to_wire(error))
+
+    def _advance(self, chunk: Chunk, sampled: Sampled) -> TokenOutput | None:
+        sequence = chunk.sequence
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs += sampled.prompt
+        if sampled.token is None:
+            return None
+        first = sequence.num_generated == 0
+        sequence.tokens.append(sampled.token)
+        self._generation_tokens += 1
+        output = TokenOutput(
+            request_id=sequence.request_id,
+            token_ids=[sampled.token],
+            logprobs=[sampled.logprobs] if sampled.logprobs is not None else None,
+            finish_reason=self._finish_reason(sequence),
+        )
+        if first:
+            self._prompt_tokens += sequence.num_prompt
+            output.num_cached_tokens = sequence.num_cached
+            output.fallback_reason = sequence.fallback_reason
+            if sequence.prompt_logprobs is not None:
+                output.prompt_logprobs = [None, *sequence.prompt_logprobs]
+        if output.finish_reason is not None:
+            if output.finish_reason == "stop":
+                output.stop_token_id = sampled.token
+            self.abort(sequence.request_id)
+        return output
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        generated = sequence.num_generated
+        if sequence.tokens[-1] in sequence.stop_ids and generated >= sequence.params.min_tokens:
+            return "stop"
+        return "length" if generated >= sequence.max_tokens else None

@@ -1,0 +1,128 @@
+"""Hands out KV blocks and remembers which hold a known prefix. Knows tokens and block numbers, not tensors.
+
+A full block is known by (the node before it, its tokens): comparing these exactly, not by a hash, so that no two
+prefixes can be confused. A chain starts at a root that belongs to one adapter digest, so that a reload of the same
+bytes keeps its prefixes and other weights never see them. Blocks that nobody uses stay known until they are needed;
+the least recently used go first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+
+@dataclass(slots=True)
+class SequenceBlocks:
+    """One sequence's blocks. nodes: the chain of known full blocks, as far as it has been committed."""
+
+    root: int
+    table: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Block:
+    users: int = 0
+    key: tuple[int, tuple[int, ...]] | None = None
+
+
+class KVCacheManager:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.query_tokens = 0  # prompt tokens looked up in the prefix cache
+        self.hit_tokens = 0
+        self._blocks = [_Block() for _ in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> (node, block)
+        self._roots: dict[Hashable, int] = {}
+        self._next_node = count()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def open(self, salt: Hashable) -> SequenceBlocks:
+        """salt: what besides the tokens determines the keys and values: the adapter's digest."""
+        if salt not in self._roots:
+            self._roots[salt] = next(self._next_node)
+        return SequenceBlocks(self._roots[salt])
+
+    def reuse_prefix(self, blocks: SequenceBlocks, tokens: Sequence[int]) -> int:
+        """Takes over the known blocks at the start of `tokens`; returns how many tokens they hold.
+
+        The last token is always left to compute, since its logits are needed.
+        """
+        assert not blocks.table
+        if not self.enable_prefix_caching:
+            return 0
+        node, size = blocks.root, self.block_size
+        for start in range(0, len(tokens) - size, size):
+            found = self._known.get((node, tuple(tokens[start : start + size])))
+            if found is None:
+                break
+            node, block = found
+            self._take(block)
+            blocks.table.append(block)
+            blocks.nodes.append(node)
+        hit = len(blocks.table) * size
+        self.query_tokens += len(tokens)
+        self.hit_tokens += hit
+        return hit
+
+    def grow(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
+        """Adds blocks until num_tokens fit. False, with nothing changed, where too few are free."""
+        wanted = self.blocks_for(num_tokens) - len(blocks.table)
+        if wanted > len(self._free):
+            return False
+        for _ in range(wanted):
+            block = next(iter(self._free))
+            self._forget(block)
+            self._take(block)
+            blocks.table.append(block)
+        return True
+
+    def commit(self, blocks: SequenceBlocks, tokens: Sequence[int], num_computed: int) -> None:
+        """Makes the blocks that are now full known to others."""
+        if not self.enable_prefix_caching:
+            return
+        size = self.block_size
+        for i in range(len(blocks.nodes), num_computed // size):
+            parent = blocks.nodes[-1] if blocks.nodes else blocks.root
+            key = (parent, tuple(tokens[i * size : (i + 1) * size]))
+            found = self._known.get(key)
+            if found is None:
+                # A block that another sequence computed at the same time stays the known one; ours stays private.
+                found = (next(self._next_node), blocks.table[i])
+                self._known[key] = found
+                self._blocks[blocks.table[i]].key = key
+            blocks.nodes.append(found[0])
+
+    def release(self, blocks: SequenceBlocks) -> None:
+        """Back to front, so that of an old prefix the end is forgotten before its beginning."""
+        for block in reversed(blocks.table):
+            self._blocks[block].users -= 1
+            if self._blocks[block].users == 0:
+                self._free[block] = None
+                if self._blocks[block].key is None:
+                    self._free.move_to_end(block, last=False)
+        blocks.table.clear()
+        blocks.nodes.clear()
+
+    def _take(self, block: int) -> None:
+        self._blocks[block].users += 1
+        self._free.pop(block, None)
+
+    def _forget(self, block: int) -> None:
+        key = self._blocks[block].key
+        if key is not None:
+            del self._known[key]
+            self._blocks[block].key = None

@@ -1,0 +1,119 @@
+"""Decides which adapters sit in which slot, and puts them there. Knows nothing of files or requests' texts:
+WorkerLoRAManager brings packed adapters, the scheduler says which slots are in use.
+
+A slot is held while a sequence uses it; a held or pinned slot is never overwritten. Each overwriting counts the slot's
+generation up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
+from lorafleet.workers.models.decoder import DecoderModel
+
+
+@dataclass(slots=True)
+class Slot:
+    """holders: sequences in flight. ready: None once the copy to the GPU is known to be done."""
+
+    index: int
+    generation: int = 0
+    digest: str | None = None
+    adapter: PackedAdapter | None = None
+    holders: int = 0
+    pinned: bool = False
+    last_used: int = 0
+    ready: torch.cuda.Event | None = None
+
+
+class LoRAModelManager:
+    def __init__(self, model: DecoderModel, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        linears = model.packed_linears()
+        self.packed_names = [names for names, _ in linears]
+        self.slots = [Slot(i) for i in range(config.max_loras)]
+        self.num_activations = 0
+        self.num_evictions = 0
+        self._of_digest: dict[str, Slot] = {}
+        self._clock = 0
+        self._tables = LoRATables(len(linears), config.max_loras, device)
+        self._linears: list[PackedLoRA] = []
+        for i, (_, linear) in enumerate(linears):
+            linear.lora = PackedLoRA(i, linear.in_features, linear.out_features, self._tables)
+            self._linears.append(linear.lora)
+        self._stride = slot_bytes([(p.in_features, p.out_features) for p in self._linears], config.max_lora_rank, dtype)
+        # One region a slot, so that any max_loras adapters fit without fragmentation and addresses never change.
+        self._arena: torch.Tensor | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._arena = torch.empty(config.max_loras, self._stride, dtype=torch.uint8, device=device)
+            self._copy_stream = torch.cuda.Stream(device)
+
+    def find(self, digest: str) -> Slot | None:
+        """The slot that holds the adapter, whether its copy has finished or not."""
+        return self._of_digest.get(digest)
+
+    def is_ready(self, slot: Slot) -> bool:
+        if slot.ready is not None and slot.ready.query():
+            slot.ready = None
+        return slot.ready is None
+
+    def hold(self, slot: Slot) -> None:
+        self._clock += 1
+        slot.holders += 1
+        slot.last_used = self._clock
+
+    def let_go(self, slot_index: int) -> None:
+        slot = self.slots[slot_index]
+        assert slot.holders > 0
+        slot.holders -= 1
+
+    def free_slot(self) -> Slot | None:
+        """An empty slot, or the least recently used one that nobody holds and that is not pinned.
+
+        One that is being filled is not free: two waiting requests would take it from each other for ever.
+        """
+        usable = [s for s in self.slots if s.holders == 0 and not s.pinned and self.is_ready(s)]
+        return min(usable, key=lambda s: (s.digest is not None, s.last_used), default=None)
+
+    def activate(self, adapter: PackedAdapter, slot: Slot) -> None:
+        """Starts to fill the slot; it may be used once is_ready(slot)."""
+        assert slot.holders == 0 and not slot.pinned
+        assert adapter.block.numel() <= self._stride
+        self.deactivate(slot)
+        block = adapter.block
+        if self._arena is not None and self._copy_stream is not None:
+            block = self._arena[slot.index, : adapter.block.numel()]
+            # The copy waits for the steps already queued: one of them may still read the slot's last adapter.
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._copy_stream):
+                block.copy_(adapter.block, non_blocking=True)
+                slot.ready = torch.cuda.Event()
+                slot.ready.record(self._copy_stream)
+        weights = adapter.slot_weights(block)
+        for linear, w in zip(self._linears, weights, strict=True):
+            linear.set_slot(slot.index, w)
+        self._tables.write_slot(slot.index, weights)
+        self._clock += 1
+        slot.digest, slot.adapter, slot.last_used = adapter.info.digest, adapter, self._clock
+        self._of_digest[adapter.info.digest] = slot
+        self.num_activations += 1
+
+    def deactivate(self, slot: Slot) -> None:
+        assert slot.holders == 0
+        if slot.digest is None:
+            return
+        if slot.ready is not None:
+            slot.ready.synchronize()
+        del self._of_digest[slot.digest]
+        slot.digest, slot.adapter, slot.ready, slot.pinned = None, None, None, False
+        slot.generation += 1
+        self.num_evictions += 1
+        for linear in self._linears:
+            linear.set_slot(slot.index, None)

@@ -1,0 +1,131 @@
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share; ModelConfig says where they differ.
+
+One forward pass takes a step's tokens of all sequences in one row [T, D]; which belong together is the attention
+backend's affair, which adapter each uses is LoRABatch's.
+"""
+
+# T tokens · D hidden size · H query heads · G KV heads · V vocabulary · I intermediate size
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorafleet.kernels.lora_batch import LoRABatch
+from lorafleet.workers.attention.base import AttentionBackend
+from lorafleet.workers.checkpoint import ModelConfig
+from lorafleet.workers.models.layers import PackedLinear, RMSNorm, parameter, silu_and_mul
+from lorafleet.workers.models.rope import RotaryEmbedding, rotate
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What every layer needs of a step. cos and sin are [T, 1, head size / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+    attention: AttentionBackend
+    lora: LoRABatch | None
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = (config.q_size, config.kv_size, config.kv_size)
+        self.qkv_proj = PackedLinear(config.hidden_size, qkv, config.qkv_bias, dtype, device)
+        self.o_proj = PackedLinear(config.q_size, (config.hidden_size,), config.o_bias, dtype, device)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
+
+    def forward(self, x_TD: Tensor, step: StepContext) -> Tensor:
+        heads = self.qkv_proj(x_TD, step.lora).view(x_TD.shape[0], -1, self.head_dim)
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        q, k = rotate(qk, step.cos, step.sin).split((self.num_heads, self.num_kv_heads), dim=1)
+        attended = step.attention.attend(self.layer, q, k, v)
+        out: Tensor = self.o_proj(attended.reshape(x_TD.shape[0], -1), step.lora)
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.gate_up_proj = PackedLinear(config.hidden_size, (inner, inner), config.mlp_bias, dtype, device)
+        self.down_proj = PackedLinear(inner, (config.hidden_size,), config.mlp_bias, dtype, device)
+
+    def forward(self, x_TD: Tensor, step: StepContext) -> Tensor:
+        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x_TD, step.lora)), step.lora)
+        return out
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.self_attn = Attention(config, layer, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.mlp = MLP(config, dtype, device)
+
+    def forward(self, x_TD: Tensor, step: StepContext) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), step)
+        out: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD), step)
+        return out
+
+
+class DecoderModel(nn.Module):
+    """forward() gives the last norm's output for every token; logits() projects chosen rows to the vocabulary."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.lm_head = (
+            self.embed_tokens
+            if config.tie_word_embeddings
+            else parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        )
+        self.rope = RotaryEmbedding(config.rope, device)
+
+    def forward(
+        self,
+        token_T: Tensor,
+        position_T: Tensor,
+        rope_length_T: Tensor | None,
+        attention: AttentionBackend,
+        lora: LoRABatch | None,
+    ) -> Tensor:
+        """token_T, position_T: int64 [T]; rope_length_T as in RotaryEmbedding.cos_sin. Returns [T, D]."""
+        x_TD = F.embedding(token_T, self.embed_tokens)
+        cos, sin = self.rope.cos_sin(position_T, rope_length_T, x_TD.dtype)
+        step = StepContext(cos, sin, attention, lora)
+        for layer in self.layers:
+            x_TD = layer(x_TD, step)
+        out: Tensor = self.norm(x_TD)
+        return out
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """float32 [T, V]."""
+        return F.linear(x_TD, self.lm_head).float()
+
+    def packed_linears(self) -> list[tuple[tuple[str, ...], PackedLinear]]:
+        """Every packed linear with its projections' module paths, in layer order."""
+        found: list[tuple[tuple[str, ...], PackedLinear]] = []
+        for i, layer in enumerate(self.layers):
+            attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
+            found += [
+                (tuple(f"{attn}.{p}_proj" for p in "qkv"), layer.self_attn.qkv_proj),
+                ((f"{attn}.o_proj",), layer.self_attn.o_proj),
+                ((f"{mlp}.gate_proj", f"{mlp}.up_proj"), layer.mlp.gate_up_proj),
+                ((f"{mlp}.down_proj",), layer.mlp.down_proj),
+            ]
+        return found

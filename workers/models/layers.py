@@ -1,0 +1,59 @@
+"""The building blocks of the decoder: norm, the packed linear with its adapters, the gated activation.
+
+Parameters are made empty here; workers/weights.py fills them.
+"""
+
+# T tokens · D in · O out
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorafleet.kernels.lora import apply_lora
+from lorafleet.kernels.lora_batch import LoRABatch
+from lorafleet.kernels.packed_lora import PackedLoRA
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class PackedLinear(nn.Module):
+    """One GEMM for several projections that share an input (q, k, v or gate, up), or for one.
+
+    lora is None until adapters are enabled.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: tuple[int, ...], bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = parameter(sum(out_features), in_features, dtype=dtype, device=device)
+        self.bias = parameter(sum(out_features), dtype=dtype, device=device) if bias else None
+        self.lora: PackedLoRA | None = None
+
+    def forward(self, x_TD: Tensor, batch: LoRABatch | None) -> Tensor:
+        y_TO = F.linear(x_TD, self.weight, self.bias)
+        if batch is not None and self.lora is not None:
+            apply_lora(x_TD, y_TO, self.lora, batch)
+        return y_TO
+
+
+def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
+    """silu(gate) * up, of the two halves of the last dimension."""
+    gate, up = gate_up_T2I.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,125 @@
+"""From logits to tokens and logprobs, for all rows of a step at once; an operator runs only where a row asks for it.
+
+Random draws are a function of (seed, position) alone: no generator has a state that the rest of the batch could move,
+and a preempted sequence draws the same numbers again.
+"""
+
+# B rows (sequences that sample in this step) · V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.sampling_params import SamplingParams
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one row's sampling depends on. tokens: prompt and answer so far; stop_ids: what would end the answer."""
+
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt: int
+    seed: int
+    stop_ids: frozenset[int]
+
+
+def sample(logits_BV: Tensor, rows: list[Row]) -> list[int]:
+    """One token a row. logits_BV: float32, changed in place."""
+    for i, row in enumerate(rows):
+        _edit(logits_BV[i], row)
+    greedy_B = logits_BV.argmax(dim=-1)
+    random = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if random:
+        if len(random) < len(rows):
+            logits_BV = logits_BV[random]
+        greedy_B[random] = _draw(logits_BV, [rows[i] for i in random])
+    chosen: list[int] = greedy_B.tolist()
+    return chosen
+
+
+def logprobs(logits_BV: Tensor, chosen: list[int], num_top: int) -> list[TokenLogprobs]:
+    """Of the raw distribution: call it before sample(), which changes the logits."""
+    logprobs_BV = logits_BV.log_softmax(dim=-1)
+    chosen_B1 = torch.tensor(chosen, device=logits_BV.device).unsqueeze(1)
+    own_B1 = logprobs_BV.gather(1, chosen_B1)
+    # Ties with a smaller token id come first, as they do in topk's and argmax's order.
+    ids_V = torch.arange(logprobs_BV.shape[1], device=logits_BV.device)
+    ahead_BV = (logprobs_BV > own_B1) | ((logprobs_BV == own_B1) & (ids_V < chosen_B1))
+    top = logprobs_BV.topk(num_top, dim=-1)
+    columns = (own_B1.squeeze(1).tolist(), (ahead_BV.sum(-1) + 1).tolist(), top.indices.tolist(), top.values.tolist())
+    return [TokenLogprobs(t, *values) for t, *values in zip(chosen, *columns, strict=True)]
+
+
+def _edit(logits_V: Tensor, row: Row) -> None:
+    """Biases and penalties, in vLLM's order. Writes in place."""
+    params = row.params
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
+        logits_V[ids] += torch.tensor(list(params.logit_bias.values()), device=logits_V.device)
+    if row.stop_ids and len(row.tokens) - row.num_prompt < params.min_tokens:
+        logits_V[torch.tensor(list(row.stop_ids), device=logits_V.device)] = NEVER
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(row.tokens)), device=logits_V.device)
+        value = logits_V[seen]
+        logits_V[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
+    generated = row.tokens[row.num_prompt :]
+    if generated and (params.presence_penalty or params.frequency_penalty):
+        ids, counts = torch.tensor(generated, device=logits_V.device).unique(return_counts=True)
+        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
+    """int64 [B], by the inverse of the cumulative distribution in vocabulary order."""
+    device = logits_BV.device
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+    logits_BV = logits_BV / column([row.params.temperature for row in rows])
+    if any(row.params.min_p > 0 for row in rows):
+        floor_B1 = logits_BV.amax(-1, keepdim=True) + column([row.params.min_p for row in rows]).log()
+        logits_BV = logits_BV.masked_fill(logits_BV < floor_B1, NEVER)
+    if any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows):
+        logits_BV = _keep_best(logits_BV, rows)
+    cumulative_BV = logits_BV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    draw_B1 = torch.tensor([[uniform(row.seed, len(row.tokens))] for row in rows], dtype=torch.float64, device=device)
+    target_B1 = draw_B1 * cumulative_BV[:, -1:]
+    # right=True steps over tokens of probability zero; the last one with any is the upper bound.
+    return torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1)
+
+
+def _keep_best(logits_BV: Tensor, rows: list[Row]) -> Tensor:
+    """top_k, then top_p of what is left: the fewest best tokens that together reach top_p."""
+    vocab = logits_BV.shape[1]
+    device = logits_BV.device
+    k_B1 = torch.tensor([[row.params.top_k if row.params.top_k > 0 else vocab] for row in rows], device=device)
+    p_B1 = torch.tensor([[row.params.top_p] for row in rows], dtype=torch.float32, device=device)
+    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
+    sorted_BV = sorted_BV.masked_fill(torch.arange(vocab, device=device) >= k_B1, NEVER)
+    probability_BV = sorted_BV.softmax(dim=-1)
+    before_BV = probability_BV.cumsum(dim=-1) - probability_BV
+    # Where top_p is off, rounding in the sum must not cut the tail.
+    sorted_BV = sorted_BV.masked_fill((before_BV >= p_B1) & (p_B1 < 1), NEVER)
+    return torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)
+
+
+_MASK = 2**64 - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """In [0, 1), 53 bits, from (seed, position) by two rounds of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    return (_splitmix(_splitmix(seed & _MASK) ^ position) >> 11) * 2.0**-53
+
+
+def _splitmix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

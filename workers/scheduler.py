@@ -1,0 +1,198 @@
+"""Decides what each step computes: which sequences, how many tokens of each, with which KV blocks and adapter slots.
+
+Continuous batching with chunked prefill: running sequences first (decodes take one token each), then waiting ones in
+the order of arrival, as far as the step's tokens, its sequences, the KV blocks and the adapter slots reach. When
+blocks run out the youngest running sequence is preempted and computed anew later (its prefix is often still cached).
+
+More adapters than slots: a waiting request whose adapter has no slot claims one of those in use. No request that
+came after it is admitted to a claimed slot, so the slot drains and is handed over, and no adapter starves.
+Source of the policy: continuous batching as in Orca (OSDI 22), chunked prefill as in Sarathi-Serve (arXiv 2403.02310).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from lorafleet.workers.kv_cache import KVCacheManager
+from lorafleet.workers.lora.model_manager import Slot
+from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
+from lorafleet.workers.models.rope import RopeConfig
+from lorafleet.workers.sequence import Sequence
+
+PREFETCH_SCAN = 1024  # waiting sequences looked at for adapters to load ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """num_tokens of one sequence from num_computed on. samples: the chunk reaches the sequence's last token."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        return self.num_tokens == self.sequence.num_uncomputed
+
+
+class Scheduler:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        loras: WorkerLoRAManager | None,
+        rope: RopeConfig,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.kv = kv
+        self.loras = loras
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._rope = rope
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's chunks, in the order of their tokens. Empty where everything waits for an adapter."""
+        chunks, budget = self._schedule_running()
+        if self.waiting:
+            if self.loras is not None:
+                self.loras.prefetch(self._waiting_adapters())
+            chunks += self._schedule_waiting(budget)
+        return chunks
+
+    def commit(self, chunk: Chunk) -> None:
+        """The chunk has been computed: its full blocks may be shared from now on."""
+        sequence = chunk.sequence
+        assert sequence.blocks is not None
+        sequence.num_computed += chunk.num_tokens
+        self.kv.commit(sequence.blocks, sequence.tokens, sequence.num_computed)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence wherever it is; its blocks and its slot are free from now on."""
+        if sequence.blocks is None:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
+
+    def _schedule_running(self) -> tuple[list[Chunk], int]:
+        chunks: list[Chunk] = []
+        budget = self._max_num_batched_tokens
+        position = 0
+        while position < len(self.running) and budget > 0:
+            sequence = self.running[position]
+            num_tokens = min(sequence.num_uncomputed, budget)
+            if not self._grow_or_preempt(sequence, num_tokens):
+                break  # the sequence itself was the youngest, and with it the last
+            chunks.append(Chunk(sequence, num_tokens))
+            budget -= num_tokens
+            position += 1
+        return chunks, budget
+
+    def _grow_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
+        assert sequence.blocks is not None
+        while not self.kv.grow(sequence.blocks, sequence.num_computed + num_tokens):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed = 0
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs = []
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.blocks is not None
+        self.kv.release(sequence.blocks)
+        sequence.blocks = None
+        if sequence.slot is not None and self.loras is not None:
+            self.loras.slots.let_go(sequence.slot)
+            sequence.slot = None
+
+    def _schedule_waiting(self, budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        passed: deque[Sequence] = deque()
+        blocked: set[str] = set()  # adapters that this pass has found without a usable slot
+        claimed: set[int] = set()  # slots that drain for a request further ahead
+        while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting.popleft()
+            slot = self._slot_for(sequence, blocked, claimed)
+            if sequence.lora is not None and slot is None:
+                passed.append(sequence)
+                continue
+            if not self._admit(sequence, slot):
+                passed.append(sequence)
+                break  # no blocks: whoever came later must not overtake
+            chunks.append(Chunk(sequence, min(sequence.num_uncomputed, budget)))
+            budget -= chunks[-1].num_tokens
+        self.waiting.extendleft(reversed(passed))
+        return chunks
+
+    def _slot_for(self, sequence: Sequence, blocked: set[str], claimed: set[int]) -> Slot | None:
+        lora = sequence.lora
+        if lora is None or lora.digest in blocked:
+            return None
+        assert self.loras is not None, "requests with adapters are refused where LoRA is off"
+        slot = self.loras.slot_for(lora)
+        if slot is None and self.loras.in_cpu(lora.digest):
+            self._claim_slot(claimed)
+        if slot is None or slot.index in claimed or not self.loras.slots.is_ready(slot):
+            blocked.add(lora.digest)
+            return None
+        return slot
+
+    def _claim_slot(self, claimed: set[int]) -> None:
+        """The slot that fewest sequences hold will be free soonest."""
+        assert self.loras is not None
+        open_slots = [s for s in self.loras.slots.slots if s.index not in claimed and not s.pinned]
+        if open_slots:
+            claimed.add(min(open_slots, key=lambda s: s.holders).index)
+
+    def _admit(self, sequence: Sequence, slot: Slot | None) -> bool:
+        """Room for all of its tokens is asked for, so that a prompt does not start only to be preempted."""
+        blocks = self.kv.open(self._cache_salt(sequence))
+        cached = 0 if sequence.wants_prompt_logprobs else self.kv.reuse_prefix(blocks, sequence.tokens)
+        if not self.kv.grow(blocks, len(sequence.tokens)):
+            self.kv.release(blocks)
+            return False
+        sequence.blocks = blocks
+        sequence.num_computed = cached
+        if sequence.num_generated == 0:
+            sequence.num_cached = cached
+        if slot is not None:
+            assert self.loras is not None
+            self.loras.slots.hold(slot)
+            sequence.slot = slot.index
+        self.running.append(sequence)
+        return True
+
+    def _cache_salt(self, sequence: Sequence) -> Hashable:
+        """Keys and values depend on the adapter, and under dynamic rope scaling on the prompt's length too."""
+        digest = sequence.lora.digest if sequence.lora is not None else ""
+        if self._rope.depends_on_length and len(sequence.tokens) > self._rope.max_position_embeddings:
+            return digest, sequence.num_prompt
+        return digest
+
+    def _waiting_adapters(self) -> list[LoRARequest]:
+        found: dict[str, LoRARequest] = {}
+        for sequence, _ in zip(self.waiting, range(PREFETCH_SCAN), strict=False):
+            if sequence.lora is not None:
+                found.setdefault(sequence.lora.digest, sequence.lora)
+        return list(found.values())

@@ -1,0 +1,46 @@
+"""One sequence in the engine: its tokens, how far they are computed, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lorafleet.workers.kv_cache import SequenceBlocks
+from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """tokens: prompt, then answer. num_computed: how many of them have their keys and values in the cache.
+
+    seed is always set: the request's own, or one drawn for it. slot: the adapter's, while it is held. blocks: None
+    while waiting. prompt_logprobs fill up chunk by chunk and go out with the first token.
+    """
+
+    request_id: str
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    lora: LoRARequest | None = None
+    slot: int | None = None
+    blocks: SequenceBlocks | None = None
+    num_computed: int = 0
+    num_cached: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    fallback_reason: str | None = None
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and self.num_generated == 0

@@ -1,0 +1,186 @@
+"""Builds an Engine from an EngineConfig: device, dtype, weights, adapters' slots, KV cache, attention.
+
+Every choice left to "auto" is made here and logged in one line.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.select import make_attention
+from lorafleet.workers.checkpoint import DTYPES, ModelConfig, read_model_config
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.engine import Engine
+from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.kv_cache import KVCacheManager
+from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
+from lorafleet.workers.messages import EngineHello
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.runner import ModelRunner
+from lorafleet.workers.scheduler import Scheduler
+from lorafleet.workers.weights import Progress, load_weights, stored_dtype
+
+log = logging.getLogger(__name__)
+
+CPU_CACHE_TOKENS = 65536
+CPU_CACHE_BYTES = 1 << 30
+
+
+def build_engine(
+    config: EngineConfig,
+    progress: Progress = lambda done, total: None,
+    wake: Callable[[], None] = lambda: None,
+) -> Engine:
+    """Raises ConfigError (UnsupportedModel among them) naming what does not fit. wake: see WorkerLoRAManager."""
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    device = _device(config)
+    folder = Path(config.model)
+    model_config = read_model_config(folder)
+    dtype = _dtype(config, model_config, folder)
+    model = _load_model(model_config, folder, dtype, device, progress)
+    loras = None
+    if config.lora is not None:
+        loras = WorkerLoRAManager(model, config.lora, config.lora.serving_dtype(dtype), device, wake)
+    spec = AttentionSpec(
+        num_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        scale=model_config.head_dim**-0.5,
+        sliding_windows=model_config.sliding_windows,
+        block_size=config.block_size,
+        dtype=dtype,
+        device=device,
+    )
+    num_blocks, max_model_len = _size_cache(config, model, spec)
+    caches = _allocate(spec, num_blocks)
+    scheduler = Scheduler(
+        KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching),
+        loras,
+        model_config.rope,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+    )
+    runner = ModelRunner(model, make_attention(spec, caches, config.attention_backend), config.block_size, device)
+    hello = EngineHello(
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        kv_cache_tokens=num_blocks * config.block_size,
+        eos_token_ids=list(model_config.eos_token_ids),
+    )
+    log.info("engine ready: %s on %s in %s, context %d", folder.name, device, dtype, max_model_len)
+    return Engine(runner, scheduler, hello, config.on_lora_load_failure, config.seed)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError("device=cuda, but torch sees no GPU. Install a CUDA build of torch, or use cpu.", "device")
+    use_gpu = available if config.device == "auto" else config.device == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, folder: Path) -> torch.dtype:
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    dtype = model.dtype or stored_dtype(folder)
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"the checkpoint's weights are {dtype}; set dtype to one of {', '.join(DTYPES)}.", "dtype")
+    return dtype
+
+
+def _load_model(
+    config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> DecoderModel:
+    started = time.monotonic()
+    model = DecoderModel(config, dtype, device)
+    with torch.inference_mode():
+        load_weights(model, folder, progress)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    log.info("weights: %.2f GiB in %.1f s", size / 2**30, time.monotonic() - started)
+    return model
+
+
+def _size_cache(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) -> tuple[int, int]:
+    """KV blocks, and the longest sequence served. One sequence of that length always fits the cache."""
+    limit = model.config.context_limit
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is over the model's own limit of {limit} tokens. Lower it.",
+            "max_model_len",
+        )
+    tokens = config.kv_cache_tokens
+    if tokens is None:
+        fits = _free_bytes(config, model, spec) // _bytes_per_token(spec)
+        tokens = fits if spec.device.type == "cuda" else max(min(fits, CPU_CACHE_TOKENS), config.max_model_len or 0)
+    num_blocks = tokens // spec.block_size
+    tokens = num_blocks * spec.block_size
+    if config.max_model_len is not None and tokens < config.max_model_len:
+        raise ConfigError(
+            f"the KV cache holds {tokens} tokens, less than max_model_len={config.max_model_len}. Lower max_model_len, "
+            "or raise gpu_memory_utilization or kv_cache_tokens.",
+            "max_model_len",
+        )
+    if num_blocks < 1:
+        raise ConfigError(
+            "no memory is left for the KV cache. Raise gpu_memory_utilization, or lower max_loras, max_lora_rank or "
+            "max_num_batched_tokens.",
+            "kv_cache_tokens",
+        )
+    max_model_len = config.max_model_len or min(limit, tokens)
+    if config.max_model_len is None and tokens < limit:
+        log.warning("context cut from the model's %d to %d tokens, the size of the KV cache", limit, tokens)
+    log.info("KV cache: %d tokens, %.2f GiB", tokens, tokens * _bytes_per_token(spec) / 2**30)
+    return num_blocks, max_model_len
+
+
+def _bytes_per_token(spec: AttentionSpec) -> int:
+    return 2 * len(spec.sliding_windows) * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+
+
+def _free_bytes(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) -> int:
+    if spec.device.type != "cuda":
+        return CPU_CACHE_BYTES
+    peak = _measure_peak(config, model, spec)
+    free, total = torch.cuda.mem_get_info(spec.device)
+    held_by_others = total - free - torch.cuda.memory_reserved(spec.device)
+    return int(total * config.gpu_memory_utilization) - held_by_others - peak
+
+
+def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) -> int:
+    """Bytes that torch holds at the height of the largest step, with as small a KV cache as that step needs."""
+    num_tokens = min(config.max_num_batched_tokens, model.config.context_limit)
+    num_blocks = -(-num_tokens // config.block_size)
+    attention = make_attention(spec, _allocate(spec, num_blocks), config.attention_backend)
+    torch.cuda.reset_peak_memory_stats(spec.device)
+    positions = torch.arange(num_tokens, device=spec.device)
+    with torch.inference_mode():
+        attention.plan(AttentionBatch([num_tokens], [num_tokens], [list(range(num_blocks))], positions))
+        hidden_TD = model(torch.zeros_like(positions), positions, positions + 1, attention, None)
+        logits = model.logits(hidden_TD[: config.max_num_seqs])
+        del logits, hidden_TD
+    torch.cuda.synchronize(spec.device)
+    cache_bytes = num_blocks * config.block_size * _bytes_per_token(spec)
+    peak = torch.cuda.max_memory_allocated(spec.device) - cache_bytes
+    del attention
+    torch.cuda.empty_cache()
+    # Sampling copies the logits a few times over (sort, softmax in float64, cumulative sum).
+    sampling = config.max_num_seqs * model.config.vocab_size * 32
+    return peak + sampling + (256 << 20)
+
+
+def _allocate(spec: AttentionSpec, num_blocks: int) -> list[KVCache]:
+    shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+    return [
+        KVCache(
+            torch.zeros(shape, dtype=spec.dtype, device=spec.device),
+            torch.zeros(shape, dtype=spec.dtype, device=spec.device),
+        )
+        for _ in spec.sliding_windows
+    ]

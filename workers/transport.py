@@ -1,0 +1,237 @@
+"""Carries messages between a replica and its GPUWorker: one zmq PAIR over ipc, msgpack, two processes, one machine.
+
+At most one message a step in each direction: the client sends its next batch when the worker has acknowledged the last
+one, and gathers what comes meanwhile; the worker acknowledges once a step. What both say is in workers/messages.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncGenerator
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from lorafleet.workers.errors import EngineDead, from_wire
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.messages import (
+    AdapterReply,
+    ClientBatch,
+    DropAdapter,
+    EngineHello,
+    EngineRequest,
+    EngineStats,
+    LoadAdapter,
+    StepBatch,
+    TokenOutput,
+)
+
+
+class WorkerSocket:
+    """The worker's end. wake() may be called from any thread, everything else from the engine loop's."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._pair = self._context.socket(zmq.PAIR)
+        self._pair.setsockopt(zmq.LINGER, 0)
+        self._pair.set_hwm(0)
+        self._pair.bind(address)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._pair, zmq.POLLIN)
+        self._poller.register(self._wake_receiver, zmq.POLLIN)
+        self._decoder = msgspec.msgpack.Decoder(ClientBatch)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: a wake is pending; closed: nobody sleeps
+            self._wake_sender.send(b"\0")
+
+    def receive(self, wait_ms: int) -> list[ClientBatch]:
+        """What has arrived; waits up to wait_ms, or until wake(), where nothing has."""
+        ready = dict(self._poller.poll(wait_ms))
+        if self._wake_receiver.fileno() in ready:
+            self._wake_receiver.recv(4096)
+        batches: list[ClientBatch] = []
+        while True:
+            try:
+                batches.append(self._decoder.decode(self._pair.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return batches
+
+    def send(self, batch: StepBatch) -> None:
+        self._pair.send(self._encoder.encode(batch))
+
+    def close(self) -> None:
+        self._pair.close()
+        self._context.term()
+        self._wake_sender.close()
+        self._wake_receiver.close()
+
+
+class EngineClient:
+    """The replica's end, in its asyncio loop."""
+
+    def __init__(self, address: str, hello: EngineHello) -> None:
+        self.hello = hello
+        self.stats = EngineStats()
+        self._context = zmq.asyncio.Context()
+        self._pair = self._context.socket(zmq.PAIR)
+        self._pair.setsockopt(zmq.LINGER, 0)
+        self._pair.set_hwm(0)
+        self._pair.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(StepBatch)
+        self._streams: dict[str, asyncio.Queue[TokenOutput | EngineDead]] = {}
+        self._calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
+        self._sequence = 0
+        self._next_call = 0
+        self._gathering = ClientBatch(0)
+        self._unacknowledged = False
+        self._flush_planned = False
+        self._dead: EngineDead | None = None
+        self._receiver = asyncio.get_running_loop().create_task(self._receive())
+
+    @classmethod
+    async def connect(cls, address: str, hello: EngineHello) -> EngineClient:
+        return cls(address, hello)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        """Ends after the output with a finish_reason. Closing it earlier aborts the sequence within a step.
+
+        Raises the LorafleetError that the engine refused the request with, or EngineDead.
+        """
+        self._check_alive()
+        stream: asyncio.Queue[TokenOutput | EngineDead] = asyncio.Queue()
+        self._streams[request.request_id] = stream
+        self._gathering.requests.append(request)
+        self._plan_flush()
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = isinstance(output, EngineDead) or output.finish_reason is not None
+                if isinstance(output, EngineDead):
+                    raise output
+                if output.error is not None:
+                    raise from_wire(output.error)
+                yield output
+        finally:
+            del self._streams[request.request_id]
+            if not finished:
+                self._abort(request.request_id)
+
+    async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
+        """Reads and checks the adapter into the worker's CPU tier. Raises AdapterError saying what is wrong."""
+        info = await self._call(LoadAdapter(self._call_id(), lora))
+        assert info is not None
+        return info
+
+    async def drop_adapter(self, digest: str) -> None:
+        """The worker forgets the adapter; a slot in use is freed when its last sequence ends."""
+        await self._call(DropAdapter(self._call_id(), digest))
+
+    async def close(self) -> None:
+        self._receiver.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._receiver
+        self._die("the engine was closed")
+        self._pair.close()
+        self._context.term()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDead(self._dead.message)
+
+    def _call_id(self) -> int:
+        self._next_call += 1
+        return self._next_call
+
+    async def _call(self, call: LoadAdapter | DropAdapter) -> AdapterInfo | None:
+        self._check_alive()
+        reply: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
+        self._calls[call.call_id] = reply
+        self._gathering.adapter_calls.append(call)
+        self._plan_flush()
+        try:
+            return await reply
+        finally:
+            self._calls.pop(call.call_id, None)
+
+    def _abort(self, request_id: str) -> None:
+        unsent = [r for r in self._gathering.requests if r.request_id == request_id]
+        if unsent:
+            self._gathering.requests.remove(unsent[0])
+        elif self._dead is None:
+            self._gathering.aborts.append(request_id)
+            self._plan_flush()
+
+    def _plan_flush(self) -> None:
+        """At the end of this turn of the loop, so that requests that arrive together travel together."""
+        if not self._unacknowledged and not self._flush_planned:
+            self._flush_planned = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        batch = self._gathering
+        if self._dead is not None or not (batch.requests or batch.aborts or batch.adapter_calls):
+            return
+        self._sequence += 1
+        batch.sequence = self._sequence
+        self._gathering = ClientBatch(0)
+        self._unacknowledged = True
+        # No high-water mark: the send is queued at once, and its future is done.
+        self._pair.send(self._encoder.encode(batch))
+
+    async def _receive(self) -> None:
+        while self._dead is None:
+            batch = self._decoder.decode(await self._pair.recv())
+            if batch.stats is not None:
+                self.stats = batch.stats
+            if batch.acknowledged == self._sequence:
+                self._unacknowledged = False
+                self._flush()
+            for output in batch.outputs:
+                stream = self._streams.get(output.request_id)
+                if stream is not None:
+                    stream.put_nowait(output)
+            for reply in batch.adapter_replies:
+                self._answer(reply)
+            if batch.fatal is not None:
+                self._die(batch.fatal)
+
+    def _answer(self, reply: AdapterReply) -> None:
+        caller = self._calls.get(reply.call_id)
+        if caller is None or caller.done():
+            return
+        if reply.error is not None:
+            caller.set_exception(from_wire(reply.error))
+        else:
+            caller.set_result(reply.info)
+
+    def fail(self, reason: str) -> None:
+        """The worker's process is gone: every stream and call ends with EngineDead."""
+        self._die(reason)
+
+    def _die(self, reason: str) -> None:
+        if self._dead is None:
+            self._dead = EngineDead(reason)
+        for stream in self._streams.values():
+            stream.put_nowait(EngineDead(reason))
+        for caller in self._calls.values():
+            if not caller.done():
+                caller.set_exception(EngineDead(reason))
+
+
+def ipc_address(folder: str) -> str:
+    """An address in a private folder. The path of a Unix socket holds 107 bytes at most."""
+    path = os.path.join(folder, "engine.sock")
+    assert len(path.encode()) <= 107, path
+    return f"ipc://{path}"

@@ -1,0 +1,160 @@
+"""GPUWorker: one GPU's process. Owns the engine and the loop that drives it; cluster/ makes it a Ray actor.
+
+The loop has a thread of its own and blocks only where there is nothing to compute. An exception out of a step ends
+the worker: its state can no longer be trusted, the replica is told and is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.engine import Engine
+from lorafleet.workers.errors import EngineDead, LorafleetError, to_wire
+from lorafleet.workers.lora.request import AdapterInfo
+from lorafleet.workers.messages import (
+    AdapterReply,
+    ClientBatch,
+    DropAdapter,
+    EngineHello,
+    LoadAdapter,
+    StepBatch,
+    TokenOutput,
+)
+from lorafleet.workers.startup import build_engine
+from lorafleet.workers.transport import WorkerSocket
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_MS = 1000  # nothing to do: a message or a finished load ends the wait
+COPY_WAIT_MS = 1  # requests wait for an adapter's copy to the GPU, which nobody announces
+STATS_PERIOD_S = 0.5
+
+
+class GPUWorker:
+    def __init__(self, config: EngineConfig, address: str) -> None:
+        """Loads the model, binds `address` (zmq ipc://…), starts the loop. Raises ConfigError."""
+        self._socket = WorkerSocket(address)
+        self._loop: EngineLoop | None = None
+        try:
+            progress = _ProgressLog()
+            self._engine = build_engine(config, progress, self._socket.wake)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._loop = EngineLoop(self._engine, self._socket)
+        self._loop.start()
+
+    def hello(self) -> EngineHello:
+        return self._engine.hello
+
+    def check_health(self) -> None:
+        """Raises EngineDead when the loop has ended."""
+        if self._loop is None or not self._loop.is_alive():
+            reason = self._loop.failure if self._loop is not None else "it never started"
+            raise EngineDead(f"the engine loop has stopped: {reason or 'it was shut down'}")
+
+    def shutdown(self) -> None:
+        """Ends the loop after the present step; sequences in flight are lost."""
+        if self._loop is not None:
+            self._loop.stop()
+            self._loop.join(timeout=30)
+
+
+class EngineLoop(threading.Thread):
+    def __init__(self, engine: Engine, socket: WorkerSocket) -> None:
+        super().__init__(name="engine-loop", daemon=True)
+        self.failure: str | None = None
+        self._engine = engine
+        self._socket = socket
+        self._stopping = False
+        self._acknowledged = 0
+        self._replies: list[AdapterReply] = []
+        self._stats_due_s = 0.0
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._socket.wake()
+
+    def run(self) -> None:
+        try:
+            waiting_for_adapters = False
+            while not self._stopping:
+                waiting_for_adapters = self._turn(waiting_for_adapters)
+        except Exception as e:
+            self.failure = f"{type(e).__name__}: {e}"
+            log.exception("the engine loop ends")
+            self._socket.send(StepBatch(self._acknowledged, fatal=self.failure))
+        finally:
+            self._engine.close()
+            if self.failure is None:
+                self._socket.close()
+
+    def _turn(self, idle: bool) -> bool:
+        """One step with what goes in and out; True where nothing could run though requests wait."""
+        wait_ms = IDLE_WAIT_MS if not self._engine.has_work else COPY_WAIT_MS if idle else 0
+        batches = self._socket.receive(wait_ms)
+        outputs = [output for batch in batches for output in self._take_in(batch)]
+        stepped = self._engine.step()
+        outputs += stepped
+        self._send(outputs, heard=bool(batches))
+        return not stepped and not batches
+
+    def _take_in(self, batch: ClientBatch) -> list[TokenOutput]:
+        """The refusals."""
+        self._acknowledged = batch.sequence
+        refused: list[TokenOutput] = []
+        for request in batch.requests:
+            try:
+                self._engine.add(request)
+            except LorafleetError as e:
+                refused.append(TokenOutput(request_id=request.request_id, finish_reason="error", error=to_wire(e)))
+        for request_id in batch.aborts:
+            self._engine.abort(request_id)
+        for call in batch.adapter_calls:
+            self._take_call(call)
+        return refused
+
+    def _take_call(self, call: LoadAdapter | DropAdapter) -> None:
+        if isinstance(call, DropAdapter):
+            if self._engine.loras is not None:
+                self._engine.loras.drop(call.digest)
+            self._replies.append(AdapterReply(call.call_id))
+            return
+
+        def answer(done: Future[AdapterInfo]) -> None:  # runs in this thread: poll() sets the futures
+            error = done.exception()
+            if error is None:
+                self._replies.append(AdapterReply(call.call_id, info=done.result()))
+            else:
+                known = error if isinstance(error, LorafleetError) else LorafleetError(repr(error))
+                self._replies.append(AdapterReply(call.call_id, error=to_wire(known)))
+
+        self._engine.load_adapter(call.lora).add_done_callback(answer)
+
+    def _send(self, outputs: list[TokenOutput], heard: bool) -> None:
+        now = time.monotonic()
+        stats_due = now >= self._stats_due_s
+        if not (outputs or heard or self._replies or stats_due):
+            return
+        batch = StepBatch(self._acknowledged, outputs, self._replies)
+        if stats_due or self._replies:
+            batch.stats = self._engine.stats()
+            self._stats_due_s = now + STATS_PERIOD_S
+        self._socket.send(batch)
+        self._replies = []
+
+
+class _ProgressLog:
+    """A line for each tenth of the weights; cluster/cli.py draws a bar where there is a terminal."""
+
+    def __init__(self) -> None:
+        self._tenths = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if done * 10 // total > self._tenths:
+            self._tenths = done * 10 // total
+            log.info("loading weights: %d %%", self._tenths * 10)
