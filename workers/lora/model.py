@@ -127,7 +127,7 @@ def _check_layouts(
             raise AdapterMalformed(f"{module} has rank {a[0]} in lora_A {list(a)} and rank {b[1]} in lora_B {list(b)}.")
         if a[0] != expected:
             raise AdapterMalformed(
-                f"{module} has rank {a[0]} in the weights, and rank {expected} by adapter_config.json (r, rank_pattern)."
+                f"{module} has rank {a[0]} in the weights, and {expected} by adapter_config.json (r, rank_pattern)."
             )
         ranks[module] = expected
     return ranks
@@ -159,8 +159,8 @@ def _check_base(module: str, a: tuple[int, int], b: tuple[int, int], shape: tupl
     )
     base = f"the base model {base_name!r}" if base_name else "the base model"
     raise AdapterMismatch(
-        f"{module} has lora_A {list(a)} and lora_B {list(b)}; {base} has {shape[0]} inputs and {shape[1]} outputs there, "
-        f"so A must be [r, {shape[0]}] and B [{shape[1]}, r]. {hint}"
+        f"{module} has lora_A {list(a)} and lora_B {list(b)}; {base} has {shape[0]} inputs and {shape[1]} outputs "
+        f"there, so A must be [r, {shape[0]}] and B [{shape[1]}, r]. {hint}"
     )
 
 
@@ -177,8 +177,8 @@ def _check_targets(pairs: Mapping[str, Pair], shapes: Shapes, helper: PEFTHelper
     stray = sorted(pairs.keys() - set(targeted))
     if stray:
         raise AdapterMalformed(
-            f"the weights file has tensors for {stray[0]} ({len(stray)} modules in all), which adapter_config.json does "
-            f"not target (target_modules, exclude_modules, layers_to_transform)."
+            f"the weights file has tensors for {stray[0]} ({len(stray)} modules in all), which adapter_config.json "
+            f"does not target (target_modules, exclude_modules, layers_to_transform)."
         )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import regex
+import regex  # type: ignore[import-untyped, unused-ignore]  # its stubs are a package of their own
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.strict_json import shown

@@ -1,0 +1,19 @@
+"""What a resolver is: something that finds an adapter's files by name when nobody has registered them."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from lorafleet.workers.lora.request import LoRARequest
+
+
+@runtime_checkable
+class LoRAResolver(Protocol):
+    """vLLM's interface. Called on an event loop: whatever blocks goes to a thread."""
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        """The adapter called `lora_name` for this base, its files local and complete; None where there is none.
+
+        Raises InvalidAdapterName for a name that no adapter can have, and another AdapterError where there is one that
+        cannot be read. Whether it can be served is found out when it is loaded.
+        """

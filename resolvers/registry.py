@@ -1,0 +1,77 @@
+"""Which resolvers there are, and in which order they are asked.
+
+A resolver is registered by hand, or found as an installed plugin: an entry point of the group "lorafleet.resolvers"
+that makes one without arguments. Sharing downloads and remembering misses is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+
+from lorafleet.resolvers.base import LoRAResolver
+from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.lora.request import LoRARequest
+
+ENTRY_POINT_GROUP = "lorafleet.resolvers"
+
+
+class LoRAResolverRegistry:
+    """Resolvers by name, asked in the order of their registration: the first hit wins."""
+
+    def __init__(self) -> None:
+        self._resolvers: dict[str, LoRAResolver] = {}
+
+    def register(self, name: str, resolver: LoRAResolver) -> None:
+        if name in self._resolvers:
+            raise ConfigError(f"two LoRA resolvers are called {name!r}; give one of them another name.")
+        self._resolvers[name] = resolver
+
+    def get(self, name: str) -> LoRAResolver:
+        if name not in self._resolvers:
+            raise ConfigError(f"there is no LoRA resolver {name!r}; there is {self._listed()}.")
+        return self._resolvers[name]
+
+    def supported(self) -> list[str]:
+        """Names, in the order in which they are asked."""
+        return list(self._resolvers)
+
+    def load_plugins(self, names: Sequence[str]) -> None:
+        """Registers the installed plugins of these names, in this order; ConfigError names one that cannot be."""
+        for name in names:
+            self.register(name, _load(name))
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        for resolver in self._resolvers.values():
+            found = await resolver.resolve_lora(base_model_name, lora_name)
+            if found is not None:
+                return found
+        return None
+
+    def _listed(self) -> str:
+        return ", ".join(self._resolvers) or "none"
+
+
+def _load(name: str) -> LoRAResolver:
+    make = _entry_point(name)
+    try:
+        resolver = make.load()()
+    except Exception as error:  # whatever a stranger's package raises on import
+        raise ConfigError(f"the LoRA resolver {name!r} ({make.value}) cannot be loaded: {error!r}.") from error
+    if not isinstance(resolver, LoRAResolver):
+        raise ConfigError(f"the LoRA resolver {name!r} ({make.value}) has no resolve_lora(base_model_name, lora_name).")
+    return resolver
+
+
+def _entry_point(name: str) -> EntryPoint:
+    installed = entry_points(group=ENTRY_POINT_GROUP)
+    found = [point for point in installed if point.name == name]
+    if not found:
+        there = ", ".join(sorted(point.name for point in installed)) or "none"
+        raise ConfigError(
+            f"no LoRA resolver {name!r} is installed (entry points {ENTRY_POINT_GROUP!r}: {there}). Install it."
+        )
+    if len(found) > 1:
+        values = ", ".join(sorted(point.value for point in found))
+        raise ConfigError(f"more than one package installs the LoRA resolver {name!r}: {values}. Remove all but one.")
+    return found[0]

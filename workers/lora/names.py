@@ -1,0 +1,47 @@
+"""Which names an adapter may have, wherever the name comes from: a request, the command line, a catalogue, a folder.
+
+A name is made of segments, parted by "/" as in "org/adapter"; each is ASCII letters, digits and "._-@", and begins with
+a letter, a digit or "_". So a name is never a way out of a folder, hidden, an option of a command line, or a look-alike
+of another; ":" is left to "base:adapter", "+" to mixing adapters, "=" and "," to lists on the command line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from lorafleet.workers.errors import InvalidAdapterName
+from lorafleet.workers.lora.strict_json import shown
+
+MAX_NAME_CHARS = 256
+
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]*")
+
+
+def check_adapter_name(name: str, base_names: Collection[str] = ()) -> None:
+    """Raises InvalidAdapterName. base_names: what the base model itself is served as."""
+    if not name:
+        raise InvalidAdapterName("the adapter's name is empty.", "lora_name")
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidAdapterName(
+            f"the adapter's name has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed.", "lora_name"
+        )
+    if not all(_SEGMENT.fullmatch(segment) for segment in name.split("/")):
+        raise InvalidAdapterName(f"the adapter's name {shown(name)} {_fault(name)}", "lora_name")
+    if name in base_names:
+        raise InvalidAdapterName(
+            f"the adapter's name {shown(name)} is the base model's own. Choose another.", "lora_name"
+        )
+
+
+def _fault(name: str) -> str:
+    segments = name.split("/")
+    if name.startswith("/"):
+        return "is an absolute path; give the name of an adapter, without a leading '/'."
+    if any(segment in ("", ".", "..") for segment in segments):
+        return "has an empty, '.' or '..' path part."
+    if any(ord(c) < 32 or ord(c) == 127 for c in name):
+        return "has a control character."
+    if any(segment.startswith(".") for segment in segments):
+        return "is hidden (a part of it begins with '.')."
+    return "may have only ASCII letters, digits and '._-@', in parts that begin with a letter, a digit or '_'."
