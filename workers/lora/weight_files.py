@@ -13,8 +13,7 @@ import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import _Hash
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +21,9 @@ from torch import Tensor
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.files import SAFETENSORS_NAME, OpenFile
 from lorafleet.workers.lora.strict_json import read_json_object, shown
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 MAX_TENSORS = 20_000  # plain LoRA on a 126-layer model has 1764
 MAX_HEADER_BYTES = 8 << 20
