@@ -1,0 +1,107 @@
+"""Assembles the HTTP API of a replica: routes, error handlers, and the one layer around them that counts requests.
+
+Pure: all state comes from the Front that `get_front` gives at each request; None means that the replica is starting.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorafleet import __version__
+from lorafleet.workers.errors import LorafleetError, Overloaded
+from lorafleet.workers.openai.chat import chat
+from lorafleet.workers.openai.completions import completions
+from lorafleet.workers.openai.errors import internal_error_response, on_http_exception, on_lorafleet_error
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.generate import generate
+from lorafleet.workers.openai.lora import load_lora_adapter, unload_lora_adapter
+from lorafleet.workers.openai.models import list_models, show_model
+from lorafleet.workers.openai.service import health, metrics, version
+from lorafleet.workers.openai.tokenize import detokenize, tokenize
+
+Handler = Callable[[Front, Request], Awaitable[Response]]
+GetFront = Callable[[], Front | None]
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", chat),
+    ("POST", "/generate", generate),
+    ("GET", "/v1/models", list_models),
+    ("GET", "/v1/models/{model:path}", show_model),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("POST", "/v1/load_lora_adapter", load_lora_adapter),
+    ("POST", "/v1/unload_lora_adapter", unload_lora_adapter),
+    ("GET", "/health", health),
+    ("GET", "/ping", health),
+    ("POST", "/ping", health),
+    ("GET", "/version", version),
+    ("GET", "/metrics", metrics),
+)
+CLIENT_LEFT = 499  # nginx's status for a client that went away before its answer
+
+logger = logging.getLogger("lorafleet.http")
+
+
+def build_api(get_front: GetFront) -> FastAPI:
+    api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False)
+    for method, path, handler in ROUTES:
+        # Plain routes: a handler reads its body itself, so FastAPI's own parsing would be work done twice.
+        api.add_route(path, _endpoint(handler, get_front), methods=[method], name=handler.__name__)
+    api.add_exception_handler(LorafleetError, on_lorafleet_error)
+    api.add_exception_handler(HTTPException, on_http_exception)
+    api.add_middleware(CountRequests, get_front=get_front)
+    return api
+
+
+def _endpoint(handler: Handler, get_front: GetFront) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        front = get_front()
+        if front is None:
+            raise Overloaded("This replica is starting; try again in a moment.")
+        return await handler(front, request)
+
+    return endpoint
+
+
+class CountRequests:
+    """Around every request: counts it by its status, and turns an unforeseen exception into a 500 with a body."""
+
+    def __init__(self, app: ASGIApp, get_front: GetFront) -> None:
+        self._app = app
+        self._get_front = get_front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_LEFT
+
+        async def noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_status)
+        except ClientDisconnect:
+            pass
+        except Exception:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if status != CLIENT_LEFT:
+                raise  # the answer has begun: only breaking the connection tells the client
+            await internal_error_response()(scope, receive, noting_status)
+        finally:
+            front = self._get_front()
+            if front is not None:
+                route = scope.get("route")
+                endpoint = getattr(route, "path", "unknown")
+                front.metrics.count_request(endpoint, scope.get("lorafleet.model", ""), status)

@@ -1,0 +1,53 @@
+"""What the front needs from behind it: an engine and a catalogue of adapters.
+
+The engine client is workers/transport.py's; the catalogue is cluster/catalog.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, TokenOutput
+
+
+class EngineClient(Protocol):
+    @property
+    def hello(self) -> EngineHello: ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """As last heard."""
+        ...
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine stopped; None while it runs."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        """Closing or cancelling it aborts the sequence. The engine's errors are raised as LorafleetError."""
+        ...
+
+    async def load_adapter(self, lora: LoRARequest) -> AdapterInfo: ...
+
+    async def drop_adapter(self, digest: str) -> None: ...
+
+
+class AdapterCatalog(Protocol):
+    """Base model names never come here."""
+
+    def entries(self) -> list[LoRARequest]: ...
+
+    async def resolve(self, name: str) -> LoRARequest:
+        """Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served."""
+        ...
+
+    async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
+        """Acts on every replica. Raises AdapterExists, InvalidAdapterName and every other AdapterError."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Acts on every replica. Raises ModelNotFound."""
+        ...

@@ -1,0 +1,151 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.openai.envelope import Envelope, request_id
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.generation import Sample, collect, make_samples, usage_of
+from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprobs
+from lorafleet.workers.openai.messages import read_messages
+from lorafleet.workers.openai.parsing import read_body
+from lorafleet.workers.openai.prompts import Prompt, encode, fit_max_tokens, render_chat, truncate
+from lorafleet.workers.openai.protocol import ChatRequest
+from lorafleet.workers.openai.responses import EventStream, WholeReply, event, json_response
+from lorafleet.workers.openai.sampling import fitted, read_params
+from lorafleet.workers.openai.streaming import StreamUsage, TextChunk, events, fallback_headers
+from lorafleet.workers.output import Delta
+
+
+async def chat(front: Front, request: Request) -> Response:
+    body = await read_body(request, ChatRequest)
+    model = await front.model(body.model)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = read_params(front, body, max_tokens=asked, logprobs=_num_logprobs(body))
+    prompt = truncate(front, await _read_prompt(front, body), body.truncate_prompt_tokens, asked)
+    fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    envelope = Envelope(request_id(request, "chatcmpl-", body.request_id), kind, front.config.base_id)
+    samples = make_samples(front, envelope.id, [prompt], [model], [fitted(params, fit)])
+    answer = _Answer(front, body, samples, envelope)
+    return answer.stream() if body.stream else WholeReply(answer.whole())
+
+
+async def _read_prompt(front: Front, body: ChatRequest) -> Prompt:
+    text = render_chat(
+        front,
+        read_messages(body.messages),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    token_ids = await encode(front, text, add_special_tokens=bool(body.add_special_tokens))
+    if not token_ids:
+        raise InvalidRequest("The chat template makes an empty prompt of these messages.", "messages")
+    return Prompt(token_ids, text)
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+    return None
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one request is answered with."""
+
+    front: Front
+    body: ChatRequest
+    samples: list[Sample]
+    envelope: Envelope
+
+    async def whole(self) -> Response:
+        answers = await collect(self.samples)
+        content: dict[str, object] = {
+            **self.envelope.whole(self.samples),
+            "choices": [self._choice(sample, delta) for sample, delta in zip(self.samples, answers, strict=True)],
+            "usage": usage_of(self.samples),
+        }
+        if self.body.prompt_logprobs is not None:
+            entries = answers[0].prompt_logprobs or []
+            content["prompt_logprobs"] = vllm_prompt_logprobs(self.front.tokenizer, entries)
+        if self.body.return_token_ids:
+            content["prompt_token_ids"] = self.samples[0].prompt.token_ids
+        return json_response(content, fallback_headers(self.samples))
+
+    def stream(self) -> Response:
+        headers: dict[str, str] = {}
+        usage = StreamUsage(self.body, self.samples)
+        return EventStream(
+            events(
+                self.samples,
+                lambda sample: _ChoiceStream(self, sample, usage),
+                lambda: usage.closing(self.envelope.chunk(self.samples[0])),
+                headers,
+            ),
+            headers,
+        )
+
+    def _choice(self, sample: Sample, delta: Delta) -> dict[str, object]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"index": sample.index, "message": message, **self.extras(delta)}
+
+    def extras(self, delta: Delta) -> dict[str, object]:
+        """What a choice has beside its text, whole or in a chunk."""
+        fields: dict[str, object] = {
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self.body.return_token_ids:
+            fields["token_ids"] = delta.token_ids
+        return fields
+
+    def _logprobs(self, delta: Delta) -> dict[str, object] | None:
+        if not self.body.logprobs or (delta.logprobs is None and self.body.stream):
+            return None
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return chat_logprobs(self.front.tokenizer, delta.logprobs or [], as_ids=as_ids)
+
+
+class _ChoiceStream:
+    """One choice's chunks: the role first, then its text as it comes."""
+
+    def __init__(self, answer: _Answer, sample: Sample, usage: StreamUsage) -> None:
+        body = answer.body
+        self._answer = answer
+        self._sample = sample
+        self._usage = usage
+        self._opened = False
+        self._text_only = not body.logprobs and not body.return_token_ids and not usage.continuous
+        self._envelope = answer.envelope.chunk(sample)
+        self._text = TextChunk(self._chunk({"content": TextChunk.mark}, Delta()))
+
+    def write(self, delta: Delta) -> bytes:
+        opening = b"" if self._opened else self._open()
+        if delta.finish_reason is None and self._text_only:
+            return opening + (self._text.with_text(delta.text) if delta.text else b"")
+        if not (delta.text or delta.token_ids or delta.finish_reason):
+            return opening
+        return opening + event(self._chunk({"content": delta.text} if delta.text else {}, delta))
+
+    def _open(self) -> bytes:
+        self._opened = True
+        chunk = self._chunk({"role": "assistant", "content": ""}, Delta())
+        chunk |= self._answer.envelope.fallback([self._sample])
+        if self._answer.body.return_token_ids:
+            chunk["prompt_token_ids"] = self._sample.prompt.token_ids
+        return event(chunk)
+
+    def _chunk(self, content: dict[str, object], delta: Delta) -> dict[str, object]:
+        choice = {"index": self._sample.index, "delta": content, **self._answer.extras(delta)}
+        usage = self._usage.field(self._sample if self._usage.continuous else None)
+        return {**self._envelope, "choices": [choice], **usage}

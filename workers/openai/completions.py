@@ -1,0 +1,160 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.openai.envelope import Envelope, request_id
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.generation import Sample, collect, make_samples, usage_of
+from lorafleet.workers.openai.logprobs import completion_logprobs, prompt_offsets, vllm_prompt_logprobs
+from lorafleet.workers.openai.parsing import read_body
+from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, read_prompts, truncate
+from lorafleet.workers.openai.protocol import CompletionRequest
+from lorafleet.workers.openai.responses import EventStream, WholeReply, event, json_response
+from lorafleet.workers.openai.sampling import fitted, read_params
+from lorafleet.workers.openai.streaming import StreamUsage, TextChunk, events, fallback_headers
+from lorafleet.workers.output import Delta
+from lorafleet.workers.sampling_params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+async def completions(front: Front, request: Request) -> Response:
+    body = await read_body(request, CompletionRequest)
+    model = await front.model(body.model)
+    scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only
+    asked = 1 if scoring else body.max_tokens
+    params = _read_params(front, body, asked)
+    prompts = await _read_prompts(front, body)
+    fits = [fit_max_tokens(front, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
+    envelope = Envelope(request_id(request, "cmpl-", body.request_id), "text_completion", front.config.base_id)
+    samples = make_samples(front, envelope.id, prompts, [model] * len(prompts), [fitted(params, fit) for fit in fits])
+    answer = _Answer(front, body, samples, envelope, scoring)
+    return answer.stream() if body.stream else WholeReply(answer.whole())
+
+
+def _read_params(front: Front, body: CompletionRequest, max_tokens: int | None) -> SamplingParams:
+    params = read_params(front, body, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        return msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
+    return params
+
+
+async def _read_prompts(front: Front, body: CompletionRequest) -> list[Prompt]:
+    prompts = await read_prompts(front, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    return [truncate(front, prompt, body.truncate_prompt_tokens, body.max_tokens) for prompt in prompts]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one request is answered with. `scoring`: the one generated token is not shown."""
+
+    front: Front
+    body: CompletionRequest
+    samples: list[Sample]
+    envelope: Envelope
+    scoring: bool
+
+    async def whole(self) -> Response:
+        answers = await collect(self.samples)
+        choices = [
+            _Choice(self, sample).choice(delta, first=True) for sample, delta in zip(self.samples, answers, strict=True)
+        ]
+        content = {**self.envelope.whole(self.samples), "choices": choices, "usage": self.usage()}
+        return json_response(content, fallback_headers(self.samples))
+
+    def stream(self) -> Response:
+        headers: dict[str, str] = {}
+        usage = StreamUsage(self.body, self.samples)
+        return EventStream(
+            events(
+                self.samples,
+                lambda sample: _ChoiceStream(self, sample, usage),
+                lambda: usage.closing(self.envelope.chunk(self.samples[0])),
+                headers,
+            ),
+            headers,
+        )
+
+    def usage(self) -> dict[str, object]:
+        return usage_of(self.samples)
+
+
+@dataclass(slots=True)
+class _Choice:
+    answer: _Answer
+    sample: Sample
+    echoed: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        echo = self.answer.body.echo
+        self.echoed = self.sample.prompt.written(self.answer.front.tokenizer) if echo else ""
+
+    def choice(self, delta: Delta, *, first: bool) -> dict[str, object]:
+        """The JSON of one choice or of one chunk of it; what is about the prompt comes in the first."""
+        body, shown = self.answer.body, Delta(finish_reason=delta.finish_reason) if self.answer.scoring else delta
+        if self.answer.scoring and shown.finish_reason is not None:
+            shown.finish_reason = "length"
+        choice: dict[str, object] = {
+            "index": self.sample.index,
+            "text": (self.echoed if first else "") + shown.text,
+            "logprobs": self._logprobs(delta, shown, first),
+            "finish_reason": shown.finish_reason,
+            "stop_reason": shown.stop_reason,
+        }
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = vllm_prompt_logprobs(self.answer.front.tokenizer, delta.prompt_logprobs or [])
+        if body.return_token_ids:
+            choice["token_ids"] = shown.token_ids
+            if first:
+                choice["prompt_token_ids"] = self.sample.prompt.token_ids
+        return choice
+
+    def _logprobs(self, delta: Delta, shown: Delta, first: bool) -> dict[str, object] | None:
+        body, tokenizer = self.answer.body, self.answer.front.tokenizer
+        if body.logprobs is None:
+            return None
+        entries: list[TokenLogprobs | None] = [*(shown.logprobs or [])]
+        offsets: Sequence[int] = [len(self.echoed) + offset for offset in shown.offsets]
+        prompt_ids = self.sample.prompt.token_ids
+        if body.echo and first:
+            entries = [*(delta.prompt_logprobs or [None]), *entries]
+            offsets = [*prompt_offsets(tokenizer, prompt_ids, len(self.echoed)), *offsets]
+        as_ids = bool(body.return_tokens_as_token_ids)
+        return completion_logprobs(tokenizer, entries, offsets, first=prompt_ids[0], as_ids=as_ids)
+
+
+class _ChoiceStream:
+    """One choice's chunks: the first and the last in full, those between as text alone where nothing else was asked."""
+
+    def __init__(self, answer: _Answer, sample: Sample, usage: StreamUsage) -> None:
+        body = answer.body
+        self._choice = _Choice(answer, sample)
+        self._usage = usage
+        self._first = True
+        self._text_only = body.logprobs is None and not body.return_token_ids and not usage.continuous
+        self._envelope = answer.envelope.chunk(sample)
+        plain = self._choice.choice(Delta(text=TextChunk.mark), first=False)
+        self._text = TextChunk({**self._envelope, "choices": [plain], **usage.field()})
+
+    def write(self, delta: Delta) -> bytes:
+        if self._first or delta.finish_reason is not None:
+            return self._write_full(delta)
+        if self._text_only:
+            return self._text.with_text(delta.text) if delta.text else b""
+        return self._write_full(delta) if delta.text or delta.token_ids else b""
+
+    def _write_full(self, delta: Delta) -> bytes:
+        first, self._first = self._first, False
+        sample = self._choice.sample
+        choice = self._choice.choice(delta, first=first)
+        fallback = self._choice.answer.envelope.fallback([sample]) if first else {}
+        usage = self._usage.field(sample if self._usage.continuous else None)
+        return event({**self._envelope, "choices": [choice], **fallback, **usage})

@@ -1,0 +1,44 @@
+"""What stands around the choices in every response and chunk: id, kind, time, and which model answered."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from lorafleet.workers.openai.generation import Sample, fallback_of
+
+
+def request_id(request: Request, prefix: str, given: str | None) -> str:
+    """The body's request_id, the X-Request-Id header, or a new one."""
+    return prefix + (given or request.headers.get("x-request-id") or uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    id: str
+    object: str
+    base_id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def chunk(self, sample: Sample) -> dict[str, object]:
+        """Once the sample has answered something: only then is it known which model does."""
+        model = sample.model.name if sample.fallback_reason is None else self.base_id
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": model,
+            "system_fingerprint": None,
+        }
+
+    def whole(self, samples: Sequence[Sample]) -> dict[str, object]:
+        answered_by_base = next((s for s in samples if s.fallback_reason is not None), samples[0])
+        return {**self.chunk(answered_by_base), **self.fallback(samples)}
+
+    def fallback(self, samples: Sequence[Sample]) -> dict[str, object]:
+        reason = fallback_of(samples)
+        return {} if reason is None else {"lora_fallback": reason}

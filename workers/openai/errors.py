@@ -1,0 +1,98 @@
+"""Which HTTP status and which OpenAI error body each error becomes: one table, used by every route."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.workers.errors import (
+    AdapterChanged,
+    AdapterError,
+    AdapterExists,
+    AdapterMalformed,
+    AdapterMismatch,
+    AdapterMissing,
+    AdapterUnsupported,
+    ContextOverflow,
+    EngineDead,
+    Forbidden,
+    InvalidAdapterName,
+    InvalidRequest,
+    LorafleetError,
+    ModelNotFound,
+    Overloaded,
+    RankTooLarge,
+)
+
+
+class HttpError(NamedTuple):
+    status: int
+    type: str
+    code: str | None
+
+
+_INVALID = "invalid_request_error"
+TABLE: dict[type[LorafleetError], HttpError] = {
+    LorafleetError: HttpError(500, "server_error", "internal_error"),
+    InvalidRequest: HttpError(400, _INVALID, None),
+    ContextOverflow: HttpError(400, _INVALID, "context_length_exceeded"),
+    ModelNotFound: HttpError(404, _INVALID, "model_not_found"),
+    Forbidden: HttpError(403, "permission_error", "forbidden"),
+    AdapterError: HttpError(400, _INVALID, "adapter_error"),
+    AdapterMissing: HttpError(404, _INVALID, "adapter_missing"),
+    AdapterMalformed: HttpError(400, _INVALID, "adapter_malformed"),
+    AdapterUnsupported: HttpError(400, _INVALID, "adapter_unsupported"),
+    AdapterMismatch: HttpError(400, _INVALID, "adapter_mismatch"),
+    RankTooLarge: HttpError(400, _INVALID, "rank_too_large"),
+    AdapterChanged: HttpError(409, _INVALID, "adapter_changed"),
+    AdapterExists: HttpError(400, _INVALID, "adapter_exists"),
+    InvalidAdapterName: HttpError(400, _INVALID, "invalid_adapter_name"),
+    Overloaded: HttpError(503, "server_error", "overloaded"),
+    EngineDead: HttpError(503, "server_error", "engine_dead"),
+}
+
+
+def http_error(error: LorafleetError) -> HttpError:
+    """The entry of the nearest class in the tree."""
+    return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+
+
+def error_body(error: LorafleetError) -> bytes:
+    kind = http_error(error)
+    return _body(error.message, kind.type, error.param, kind.code)
+
+
+def error_response(error: LorafleetError) -> Response:
+    status = http_error(error).status
+    headers = {"retry-after": "1"} if status == 503 else None
+    return Response(error_body(error), status, headers, media_type="application/json")
+
+
+def internal_error_response() -> Response:
+    body = _body("The server failed to answer; its log says why.", "server_error", None, "internal_error")
+    return Response(body, 500, media_type="application/json")
+
+
+async def on_lorafleet_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, LorafleetError)
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, which the router refuses itself."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    message, code = {
+        404: (f"There is no {what} here.", "unknown_url"),
+        405: (f"{what} is not allowed; see the Allow header.", "method_not_supported"),
+    }.get(error.status_code, (str(error.detail), None))
+    headers = dict(error.headers) if error.headers else None
+    return Response(_body(message, _INVALID, None, code), error.status_code, headers, media_type="application/json")
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

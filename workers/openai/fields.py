@@ -1,0 +1,102 @@
+"""Request fields of OpenAI, vLLM and SGLang that this server does not act on: one table.
+
+A field either changes the answer, and then it is refused by name unless its value asks for nothing; or it cannot
+change the answer, and then it is accepted.
+"""
+
+from __future__ import annotations
+
+from lorafleet.workers.errors import InvalidRequest
+
+NO_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",  # there are no tool calls to be parallel
+        "include_reasoning",  # no answer is split into reasoning and content
+    }
+)
+
+# The values that ask for nothing, besides null.
+NO_OP_VALUES: dict[str, tuple[object, ...]] = {
+    # OpenAI
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "web_search_options": (),
+    "moderation": (),
+    # vLLM
+    "echo": (False,),  # of chat
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "spaces_between_special_tokens": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "prompt_embeds": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "logits_processors": ([],),
+    "priority": (0,),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "documents": ([],),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    # SGLang
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "stop_regex": ([],),
+    "no_stop_trim": (False,),
+    "custom_params": ({},),
+    "custom_logit_processor": (),
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
+    "input_embeds": (),
+    "session_params": ({},),
+    "return_hidden_states": (False,),
+    "token_ids_logprob": ([],),
+    "stream_interval": (),
+}
+
+
+def without_no_ops(body: dict[str, object], known: set[str], where: str = "") -> dict[str, object]:
+    """The body's fields that remain to be validated. `known` ones stay, whatever the table says of them."""
+    rest: dict[str, object] = {}
+    for name, value in body.items():
+        if name in known or name not in NO_OP_VALUES:
+            if name in known or name not in NO_EFFECT:
+                rest[name] = value
+        elif value is not None and value not in NO_OP_VALUES[name]:
+            raise InvalidRequest(_refusal(name, NO_OP_VALUES[name]), where + name)
+    return rest
+
+
+def _refusal(name: str, allowed: tuple[object, ...]) -> str:
+    remedy = f"leave it out or set it to {allowed[0]!r}" if allowed else "leave it out"
+    return f"`{name}` is not supported by this server; {remedy}."

@@ -1,0 +1,106 @@
+"""What every route works with: the configuration, the tokenizer, the engine and the adapters of one replica.
+
+Also says which model a name means. Knows nothing of request bodies.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from lorafleet.workers.errors import ConfigError, ModelNotFound
+from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
+from lorafleet.workers.openai.metrics import BASE_LABEL, Metrics
+from lorafleet.workers.tokenizer import Tokenizer
+
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class FrontConfig:
+    served_model_names: tuple[str, ...]  # the first is the id of the base model, the others are aliases
+    model_path: str  # shown as the base model's `root`
+    allow_runtime_lora_updating: bool = False  # opens /v1/load_lora_adapter and /v1/unload_lora_adapter
+    chat_template: str | None = None  # Jinja source; None: the tokenizer's own
+    generation_defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # see below
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970, shown by /v1/models
+
+    @property
+    def base_id(self) -> str:
+        return self.served_model_names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One request's model. `name` is as the client wrote it, so that its answer carries the same name."""
+
+    name: str
+    lora: LoRARequest | None
+
+
+class Front:
+    def __init__(
+        self, config: FrontConfig, tokenizer: Tokenizer, engine: EngineClient, catalog: AdapterCatalog
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.engine = engine
+        self.catalog = catalog
+        self.metrics = Metrics(lambda: engine.stats)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.hello.max_model_len
+
+    @property
+    def context_len(self) -> int:
+        """What prompt and answer of one request may have together, in tokens."""
+        return min(self.engine.hello.max_model_len, self.engine.hello.kv_cache_tokens)
+
+    async def model(self, name: str | None) -> ServedModel:
+        """A base name, an adapter's name, or SGLang's `base:adapter`; no name means the base model, as in vLLM.
+
+        Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served.
+        """
+        if name is None or name in self.config.served_model_names:
+            return ServedModel(name or self.config.base_id, None)
+        try:
+            return ServedModel(name, await self._adapter(name))
+        except ModelNotFound:
+            raise ModelNotFound(f"The model `{name}` does not exist.", "model") from None
+
+    async def _adapter(self, name: str) -> LoRARequest:
+        for base in self.config.served_model_names:
+            if name.startswith(base + ":") and not any(e.lora_name == name for e in self.catalog.entries()):
+                try:
+                    return await self.catalog.resolve(name.removeprefix(base + ":"))
+                except ModelNotFound:
+                    continue
+        return await self.catalog.resolve(name)
+
+    def label(self, model: ServedModel) -> str:
+        """The model's name in metrics."""
+        return BASE_LABEL if model.lora is None else self.metrics.adapter_label(model.lora.lora_name)
+
+
+def read_generation_defaults(model_path: str | Path) -> Mapping[str, float]:
+    """The sampling defaults that the model's authors chose, as vLLM's `--generation-config auto` reads them."""
+    path = Path(model_path) / "generation_config.json"
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return MappingProxyType({})
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no JSON object.")
+    found = {name: content[name] for name in _DEFAULTED if content.get(name) is not None}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{path}: {name} is {value!r}; it must be a number.")
+    return MappingProxyType(found)

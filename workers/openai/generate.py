@@ -1,0 +1,253 @@
+"""SGLang's /generate: text or token ids, one or many; streams repeat the whole text so far, as SGLang's do.
+
+Sampling defaults are SGLang's, not the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.openai.envelope import request_id
+from lorafleet.workers.openai.front import Front, ServedModel
+from lorafleet.workers.openai.generation import Answer, Sample, collect, fallback_of, make_samples, merged
+from lorafleet.workers.openai.logprobs import LOWEST
+from lorafleet.workers.openai.parsing import parse_object, read_body
+from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, read_prompts
+from lorafleet.workers.openai.protocol import SGLangRequest, SGLangSampling
+from lorafleet.workers.openai.responses import DONE, EventStream, WholeReply, event, json_response
+from lorafleet.workers.openai.sampling import fitted, read_logit_bias
+from lorafleet.workers.openai.streaming import fallback_headers
+from lorafleet.workers.output import Delta
+from lorafleet.workers.sampling_params import SamplingParams
+
+DEFAULT_MAX_NEW_TOKENS = 128
+_OUR_NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_SAME_NAMES = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+
+async def generate(front: Front, request: Request) -> Response:
+    body = await read_body(request, SGLangRequest)
+    prompts, is_batch = await _read_prompts(front, body)
+    sampling = _read_sampling(body, len(prompts))
+    models = await _read_models(front, body, sampling)
+    params, scoring = _read_params(front, body, prompts, sampling)
+    rids = _read_rids(request, body, len(prompts))
+    samples = make_samples(front, rids[0], prompts, models, params)
+    ids = [rid for rid, one in zip(rids, params, strict=True) for _ in range(one.n)]
+    results = [_Result(body, sample, rid, scoring) for sample, rid in zip(samples, ids, strict=True)]
+    if body.stream:
+        headers: dict[str, str] = {}
+        return EventStream(_stream(front, results, len(samples) > 1, headers), headers)
+    return WholeReply(_whole(front, results, is_batch or len(samples) > 1))
+
+
+async def _whole(front: Front, results: Sequence[_Result], as_list: bool) -> Response:
+    samples = [result.sample for result in results]
+    answers = await collect(samples)
+    for result, answer in zip(results, answers, strict=True):
+        result.add(answer)
+    content = [result.render(front) for result in results]
+    return json_response(content if as_list else content[0], fallback_headers(samples))
+
+
+async def _stream(
+    front: Front, results: Sequence[_Result], indexed: bool, headers: dict[str, str]
+) -> AsyncGenerator[bytes, None]:
+    samples = [result.sample for result in results]
+    running = len(samples)
+    async with aclosing(merged(samples)) as deltas:
+        async for sample, delta in deltas:
+            headers.update(fallback_headers(samples))
+            result = results[sample.index]
+            result.add(delta)
+            running -= delta.finish_reason is not None
+            chunk = result.render(front) | ({"index": sample.index} if indexed else {})
+            yield event(chunk) + (b"" if running else DONE)
+
+
+async def _read_prompts(front: Front, body: SGLangRequest) -> tuple[list[Prompt], bool]:
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("Give either `text` or `input_ids`.", "text")
+    param, given = ("input_ids", body.input_ids) if body.text is None else ("text", body.text)
+    first = given[0] if isinstance(given, list) and given else given
+    if isinstance(first, str) != (param == "text"):
+        raise InvalidRequest(f"`{param}` holds {'strings or lists' if param == 'text' else 'token ids'} only.", param)
+    is_batch = isinstance(given, list) and not isinstance(first, int)
+    return await read_prompts(front, given, add_special_tokens=True, param=param), is_batch
+
+
+def _read_sampling(body: SGLangRequest, num_prompts: int) -> list[SGLangSampling]:
+    given = _per_prompt(body.sampling_params, num_prompts, "sampling_params")
+    return [_read_one_sampling(one) for one in given]
+
+
+def _read_one_sampling(given: object) -> SGLangSampling:
+    if given is None:
+        return SGLangSampling()
+    if not isinstance(given, dict):
+        raise InvalidRequest("`sampling_params` must be an object, or a list with one for each prompt.", _SAMPLING)
+    return parse_object(given, SGLangSampling, f"{_SAMPLING}.")
+
+
+_SAMPLING = "sampling_params"
+
+
+async def _read_models(front: Front, body: SGLangRequest, sampling: Sequence[SGLangSampling]) -> list[ServedModel]:
+    """The adapter of each prompt: `lora_path` at either place, or `model`, or the base."""
+    outer = _per_prompt(body.lora_path, len(sampling), "lora_path")
+    inner = [_one_of(one.lora_path, i, len(sampling)) for i, one in enumerate(sampling)]
+    models: dict[str | None, ServedModel] = {}
+    names: list[str | None] = []
+    for out, within in zip(outer, inner, strict=True):
+        name = _read_name(out, within)
+        names.append(body.model if name is None else name)
+    for name in names:
+        if name not in models:
+            models[name] = await front.model(name)
+    return [models[name] for name in names]
+
+
+def _read_name(outer: object, inner: object) -> str | None:
+    if outer is not None and inner is not None and outer != inner:
+        raise InvalidRequest("`lora_path` and `sampling_params.lora_path` differ; give one of them.", "lora_path")
+    name = inner if outer is None else outer
+    if name is not None and not isinstance(name, str):
+        raise InvalidRequest("`lora_path` must be an adapter's name, or a list with one or null for each.", "lora_path")
+    return name
+
+
+def _one_of(given: object, i: int, num_prompts: int) -> object:
+    return _per_prompt(given, num_prompts, "sampling_params.lora_path")[i]
+
+
+def _per_prompt(given: Any, num_prompts: int, param: str) -> list[Any]:
+    if not isinstance(given, list):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest(f"`{param}` has {len(given)} entries for {num_prompts} prompts; give one for each.", param)
+    return given
+
+
+def _read_rids(request: Request, body: SGLangRequest, num_prompts: int) -> list[str]:
+    rids = _per_prompt(body.rid, num_prompts, "rid")
+    if any(rid is not None and not isinstance(rid, str) for rid in rids):
+        raise InvalidRequest("`rid` must be a string, or a list with one for each prompt.", "rid")
+    return [request_id(request, "", rid) for rid in rids]
+
+
+def _read_params(
+    front: Front, body: SGLangRequest, prompts: Sequence[Prompt], sampling: Sequence[SGLangSampling]
+) -> tuple[list[SamplingParams], bool]:
+    """(each prompt's, whether max_new_tokens is 0: the prompts are only scored)."""
+    scoring = all(one.max_new_tokens == 0 for one in sampling)
+    params = []
+    for prompt, one in zip(prompts, sampling, strict=True):
+        asked = 1 if scoring else one.max_new_tokens
+        fit = fit_max_tokens(front, len(prompt.token_ids), asked, DEFAULT_MAX_NEW_TOKENS, "max_new_tokens")
+        params.append(fitted(_params_of(front, body, one, asked), fit))
+    return params, scoring
+
+
+def _params_of(front: Front, body: SGLangRequest, one: SGLangSampling, max_tokens: int | None) -> SamplingParams:
+    names = {name: _OUR_NAMES.get(name, name) for name in (*_SAME_NAMES, *_OUR_NAMES)}
+    given: dict[str, Any] = {
+        ours: value for theirs, ours in names.items() if (value := getattr(one, theirs)) is not None
+    }
+    if body.return_logprob:
+        given["logprobs"] = body.top_logprobs_num or 0
+        if _first_scored(body) >= 0:
+            given["prompt_logprobs"] = given["logprobs"]
+    params = SamplingParams(**given, max_tokens=max_tokens, logit_bias=read_logit_bias(one.logit_bias))
+    params.check_vocabulary(front.engine.hello.vocab_size)
+    return params
+
+
+def _first_scored(body: SGLangRequest) -> int:
+    """The first prompt position whose logprobs are wanted; -1 for none."""
+    return -1 if body.logprob_start_len is None else body.logprob_start_len
+
+
+class _Result:
+    """One sample's answer so far."""
+
+    def __init__(self, body: SGLangRequest, sample: Sample, rid: str, scoring: bool) -> None:
+        self.sample = sample
+        self._body = body
+        self._rid = rid
+        self._scoring = scoring
+        self._text = ""
+        self._answer = Answer()
+
+    def add(self, delta: Delta) -> None:
+        self._text += delta.text
+        self._answer.add(delta)
+
+    def render(self, front: Front) -> dict[str, object]:
+        whole = self._answer.whole
+        shown = Delta(finish_reason=whole.finish_reason) if self._scoring else whole
+        meta: dict[str, object] = {
+            "id": self._rid,
+            "finish_reason": self._finish_reason(shown),
+            "prompt_tokens": len(self.sample.prompt.token_ids),
+            "completion_tokens": len(shown.token_ids),
+            "cached_tokens": self.sample.num_cached_tokens,
+        }
+        fallback = fallback_of([self.sample])
+        if fallback is not None:
+            meta["lora_fallback"] = fallback
+        if self._body.return_logprob:
+            meta |= self._logprobs(front, whole, shown)
+        return {"text": "" if self._scoring else self._text, "output_ids": list(shown.token_ids), "meta_info": meta}
+
+    def _finish_reason(self, shown: Delta) -> dict[str, object] | None:
+        if shown.finish_reason is None:
+            return None
+        if self._scoring or shown.finish_reason == "length":
+            return {"type": "length", "length": len(shown.token_ids)}
+        if shown.finish_reason == "stop":
+            matched = shown.token_ids[-1] if shown.stop_reason is None and shown.token_ids else shown.stop_reason
+            return {"type": "stop", "matched": matched}
+        return {"type": shown.finish_reason}
+
+    def _logprobs(self, front: Front, whole: Delta, shown: Delta) -> dict[str, object]:
+        start, with_text = _first_scored(self._body), bool(self._body.return_text_in_logprobs)
+        scored = (whole.prompt_logprobs or [])[start:] if start >= 0 else []
+        ids = self.sample.prompt.token_ids[start:]
+        prompt: list[TokenLogprobs | None] = [None, *scored[1:]] if scored else []  # SGLang pads the first one
+
+        def entry(token_id: int, logprob: float | None) -> list[object]:
+            text = front.tokenizer.token_text(token_id) if with_text else None
+            return [None if logprob is None else max(logprob, LOWEST), token_id, text]
+
+        def best(one: TokenLogprobs | None) -> list[list[object]] | None:
+            return [entry(i, p) for i, p in zip(one.top_ids, one.top_logprobs, strict=True)] if one else None
+
+        answered = shown.logprobs or []
+        fields: dict[str, object] = {
+            "input_token_logprobs": [entry(i, e.logprob if e else None) for i, e in zip(ids, prompt, strict=False)],
+            "output_token_logprobs": [entry(e.token_id, e.logprob) for e in answered],
+        }
+        if self._body.top_logprobs_num:
+            fields["input_top_logprobs"] = [best(e) for e in prompt]
+            fields["output_top_logprobs"] = [best(e) for e in answered]
+        return fields

@@ -1,0 +1,192 @@
+"""Runs one request's sequences on the engine and gives what they answer, as it comes.
+
+One sequence a prompt and sample, numbered prompt-major as OpenAI numbers choices. Closing a generator from here aborts
+its sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from lorafleet.workers.errors import EngineDead, InvalidRequest
+from lorafleet.workers.messages import EngineRequest
+from lorafleet.workers.openai.front import Front, ServedModel
+from lorafleet.workers.openai.metrics import Stopwatch
+from lorafleet.workers.openai.prompts import Prompt
+from lorafleet.workers.openai.sampling import params_of_sample
+from lorafleet.workers.output import Delta, OutputProcessor
+from lorafleet.workers.sampling_params import SamplingParams
+
+MAX_SAMPLES = 2048  # sequences of one request
+
+_numbers = itertools.count()  # clients may give two requests one id; the engine needs them apart
+
+
+class Sample:
+    """One sequence. `params` are its own: n is 1."""
+
+    def __init__(
+        self,
+        front: Front,
+        request_id: str,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        model: ServedModel,
+        *,
+        first_of_prompt: bool,
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.params = params
+        self.model = model
+        self.first_of_prompt = first_of_prompt  # its prompt tokens count in the usage
+        self.num_cached_tokens = 0
+        self.fallback_reason: str | None = None
+        self._front = front
+        self._engine_id = f"{request_id}-{next(_numbers)}"
+        self._processor = OutputProcessor(front.tokenizer, prompt.token_ids, params)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._processor.num_tokens
+
+    async def run(self) -> AsyncGenerator[Delta, None]:
+        """Ends after the delta with a finish_reason."""
+        request = EngineRequest(
+            request_id=self._engine_id,
+            prompt_token_ids=self.prompt.token_ids,
+            params=self.params,
+            lora=self.model.lora,
+        )
+        push = self._processor.push
+        watch = Stopwatch()
+        try:
+            async with aclosing(self._front.engine.generate(request)) as outputs:
+                async for output in outputs:
+                    if output.token_ids:
+                        watch.tick()
+                    delta = push(output)
+                    if delta.num_cached_tokens or delta.fallback_reason:
+                        self._note_facts(delta)
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+            raise EngineDead(f"the engine ended request {self._engine_id} without an answer")
+        finally:
+            self._count(watch)
+
+    def _note_facts(self, delta: Delta) -> None:
+        self.num_cached_tokens = delta.num_cached_tokens or self.num_cached_tokens
+        self.fallback_reason = delta.fallback_reason or self.fallback_reason
+
+    def _count(self, watch: Stopwatch) -> None:
+        num_prompt = len(self.prompt.token_ids) if self.first_of_prompt else 0
+        self._front.metrics.count_sequence(self._front.label(self.model), num_prompt, self.num_tokens, watch)
+
+
+async def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:
+    """Every sample's deltas as they come. The first error ends all."""
+    if len(samples) == 1:
+        sample = samples[0]
+        async with aclosing(sample.run()) as deltas:
+            async for delta in deltas:
+                yield sample, delta
+        return
+    queue: asyncio.Queue[tuple[Sample, Delta | Exception]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(sample, queue)) for sample in samples]
+    try:
+        running = len(samples)
+        while running:
+            sample, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            running -= item.finish_reason is not None
+            yield sample, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(sample: Sample, queue: asyncio.Queue[tuple[Sample, Delta | Exception]]) -> None:
+    try:
+        async with aclosing(sample.run()) as deltas:
+            async for delta in deltas:
+                queue.put_nowait((sample, delta))
+    except Exception as error:
+        queue.put_nowait((sample, error))
+
+
+class Answer:
+    """All that one sample answered, for responses that are not streamed."""
+
+    def __init__(self) -> None:
+        self.whole = Delta()
+        self._texts: list[str] = []
+
+    def add(self, delta: Delta) -> None:
+        whole = self.whole
+        self._texts.append(delta.text)
+        whole.token_ids.extend(delta.token_ids)
+        whole.offsets.extend(delta.offsets)
+        if delta.logprobs is not None:
+            whole.logprobs = whole.logprobs or []
+            whole.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            whole.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+            whole.text = "".join(self._texts)
+
+
+async def collect(samples: Sequence[Sample]) -> list[Delta]:
+    """Every sample's whole answer, in their order."""
+    answers = {sample.index: Answer() for sample in samples}
+    async with aclosing(merged(samples)) as deltas:
+        async for sample, delta in deltas:
+            answers[sample.index].add(delta)
+    return [answers[sample.index].whole for sample in samples]
+
+
+def fallback_of(samples: Sequence[Sample]) -> dict[str, str] | None:
+    """What a response says where the base model answered in an adapter's place."""
+    for sample in samples:
+        if sample.fallback_reason is not None:
+            return {"requested": sample.model.name, "reason": sample.fallback_reason}
+    return None
+
+
+def make_samples(
+    front: Front,
+    request_id: str,
+    prompts: Sequence[Prompt],
+    models: Sequence[ServedModel],
+    params: Sequence[SamplingParams],
+) -> list[Sample]:
+    """`models` and `params` run parallel to the prompts; params.n is how many samples to make of each."""
+    total = sum(one.n for one in params)
+    if total > MAX_SAMPLES:
+        raise InvalidRequest(f"prompts x n is {total}; at most {MAX_SAMPLES} answers in one request.", "n")
+    samples: list[Sample] = []
+    for prompt, model, one in zip(prompts, models, params, strict=True):
+        for i in range(one.n):
+            own = params_of_sample(one, i)
+            samples.append(Sample(front, request_id, len(samples), prompt, own, model, first_of_prompt=i == 0))
+    return samples
+
+
+def usage_of(samples: Sequence[Sample]) -> dict[str, object]:
+    """A prompt counts once, however many samples it has."""
+    asked = [sample for sample in samples if sample.first_of_prompt]
+    prompt = sum(len(sample.prompt.token_ids) for sample in asked)
+    completion = sum(sample.num_tokens for sample in samples)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(sample.num_cached_tokens for sample in asked)},
+    }

@@ -1,0 +1,65 @@
+"""vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, with its wording: clients match on it.
+
+What they do on every replica is the catalogue's work.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from lorafleet.workers.errors import AdapterExists, Forbidden, InvalidRequest, ModelNotFound
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.parsing import read_body
+from lorafleet.workers.openai.protocol import LoadAdapterRequest, UnloadAdapterRequest
+
+logger = logging.getLogger("lorafleet.http")
+
+
+async def load_lora_adapter(front: Front, request: Request) -> Response:
+    _check_allowed(front)
+    body = await read_body(request, LoadAdapterRequest)
+    name, path = body.lora_name, body.lora_path
+    if not name or not path:
+        missing = "lora_path" if name else "lora_name"
+        raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", missing)
+    try:
+        await front.catalog.add(name, path, load_inplace=bool(body.load_inplace))
+    except AdapterExists:
+        raise AdapterExists(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
+            "set 'load_inplace' to True.",
+            "lora_name",
+        ) from None
+    logger.info("adapter %s loaded from %s", name, path)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_lora_adapter(front: Front, request: Request) -> Response:
+    _check_allowed(front)
+    body = await read_body(request, UnloadAdapterRequest)
+    name = body.lora_name
+    if not name:
+        raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
+    try:
+        _check_number(front, name, body.lora_int_id)
+        await front.catalog.remove(name)
+    except ModelNotFound:
+        raise ModelNotFound(f"The lora adapter '{name}' cannot be found.", "lora_name") from None
+    logger.info("adapter %s unloaded", name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _check_number(front: Front, name: str, number: int | None) -> None:
+    """Where the client also says which number it means, no other adapter of that name is unloaded."""
+    if number is not None and not any(e.lora_name == name and e.lora_int_id == number for e in front.catalog.entries()):
+        raise ModelNotFound(name)
+
+
+def _check_allowed(front: Front) -> None:
+    if not front.config.allow_runtime_lora_updating:
+        raise Forbidden(
+            "Loading and unloading adapters at run time is off; start the server with --allow-runtime-lora-updating."
+        )

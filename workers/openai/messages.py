@@ -1,0 +1,67 @@
+"""Checks chat messages and makes them what chat templates expect: a role, a text, and few other names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lorafleet.workers.errors import InvalidRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_PASSED_ON = ("role", "name", "tool_call_id")
+_ALWAYS_EMPTY = ("tool_calls", "function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content")
+
+
+def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if not given:
+        raise InvalidRequest("`messages` is empty; give at least one message.", "messages")
+    return [_read_message(message, f"messages.{i}") for i, message in enumerate(given)]
+
+
+def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    for name, value in message.items():
+        if name in _ALWAYS_EMPTY:
+            if value:
+                raise InvalidRequest(f"`{where}.{name}` is not supported by this server; remove it.", f"{where}.{name}")
+        elif name in _PASSED_ON:
+            if value is not None:
+                read[name] = _string(value, f"{where}.{name}")
+        elif name != "content":
+            raise InvalidRequest(f"`{where}.{name}` is no field of a message; remove it.", f"{where}.{name}")
+    if read.get("role") not in ROLES:
+        raise InvalidRequest(f"`{where}.role` must be one of {', '.join(ROLES)}.", f"{where}.role")
+    read["content"] = _read_content(message.get("content"), read["role"], f"{where}.content")
+    return read
+
+
+def _read_content(content: object, role: str, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"`{where}` must be a string or a list of text parts.", where)
+    return "\n".join(_read_part(part, f"{where}.{i}") for i, part in enumerate(content))
+
+
+def _read_part(part: object, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or "type" not in part:
+        raise InvalidRequest(f"`{where}` must be an object with a type.", where)
+    if part["type"] != "text":
+        raise InvalidRequest(
+            f"`{where}` is of type {part['type']!r}; this model reads text only. Remove the part.", f"{where}.type"
+        )
+    unknown = set(part) - {"type", "text"}
+    if unknown:
+        raise InvalidRequest(
+            f"`{where}.{min(unknown)}` is no field of a text part; remove it.", f"{where}.{min(unknown)}"
+        )
+    return _string(part.get("text"), f"{where}.text")
+
+
+def _string(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"`{where}` must be a string.", where)
+    return value

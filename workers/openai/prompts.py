@@ -1,0 +1,135 @@
+"""From what a request gives as its prompt to token ids that fit the context.
+
+Long texts are tokenized in a thread, since the library lets go of the GIL and the loop has streams to serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lorafleet.workers.errors import ContextOverflow, InvalidRequest
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.tokenizer import Tokenizer
+
+LONG_TEXT = 8192  # characters; shorter ones are tokenized faster than a thread is reached
+MAX_PROMPTS = 2048  # in one request
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None  # as the client wrote it; None where it gave token ids
+
+    def written(self, tokenizer: Tokenizer) -> str:
+        return tokenizer.decode(self.token_ids) if self.text is None else self.text
+
+
+async def encode(front: Front, text: str, *, add_special_tokens: bool) -> list[int]:
+    if len(text) < LONG_TEXT:
+        return front.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(front.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+async def read_prompts(front: Front, given: object, *, add_special_tokens: bool, param: str = "prompt") -> list[Prompt]:
+    """A string, token ids, or a list of either."""
+    if isinstance(given, str) or _is_token_ids(given):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise InvalidRequest(
+            f"`{param}` must be a string, a list of strings, a list of token ids or a list of such lists.", param
+        )
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequest(f"`{param}` has {len(given)} prompts; at most {MAX_PROMPTS} in one request.", param)
+    return [await _read_prompt(front, one, add_special_tokens, param) for one in given]
+
+
+async def _read_prompt(front: Front, given: object, add_special_tokens: bool, param: str) -> Prompt:
+    if isinstance(given, str):
+        prompt = Prompt(await encode(front, given, add_special_tokens=add_special_tokens), given)
+    elif _is_token_ids(given):
+        prompt = Prompt(_checked_ids(front, given, param), None)
+    else:
+        raise InvalidRequest(f"`{param}` mixes kinds or holds something that is no string and no token id.", param)
+    if not prompt.token_ids:
+        raise InvalidRequest(f"`{param}` is empty: a model needs at least one token to begin with.", param)
+    return prompt
+
+
+def _is_token_ids(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(i) is int for i in given)
+
+
+def _checked_ids(front: Front, given: Any, param: str) -> list[int]:
+    vocab_size = front.engine.hello.vocab_size
+    for token_id in given:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"`{param}` names token {token_id}; this model's vocabulary has ids 0 to {vocab_size - 1}.", param
+            )
+    token_ids: list[int] = given
+    return token_ids
+
+
+def render_chat(
+    front: Front,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> str:
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "`continue_final_message` and `add_generation_prompt` exclude each other; set one of them to false.",
+            "continue_final_message",
+        )
+    return front.tokenizer.render_chat(
+        messages,
+        add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
+        continue_final_message=bool(continue_final_message),
+        chat_template=front.config.chat_template,
+        template_kwargs=template_kwargs,
+    )
+
+
+def truncate(front: Front, prompt: Prompt, keep: int | None, max_tokens: int | None) -> Prompt:
+    """vLLM's truncate_prompt_tokens: the last `keep` tokens; -1 keeps as many as leave room for the answer."""
+    if keep is None:
+        return prompt
+    if keep == -1:
+        keep = front.context_len - max(1, max_tokens or 1)
+    if keep < 1:
+        raise InvalidRequest(f"truncate_prompt_tokens={keep} is out of range; give -1 or at least 1.", TRUNCATE)
+    return prompt if len(prompt.token_ids) <= keep else Prompt(prompt.token_ids[-keep:], None)
+
+
+TRUNCATE = "truncate_prompt_tokens"
+
+
+def fit_max_tokens(front: Front, num_prompt: int, asked: int | None, default: int | None, param: str) -> int:
+    """How many tokens the answer may have: as asked, else the default or less, else up to the context's end."""
+    room = front.context_len - num_prompt
+    if room < 1:
+        raise ContextOverflow(
+            f"{_limit(front)} However, your prompt has {num_prompt} tokens, which leaves no room for an answer. "
+            "Shorten the prompt.",
+            param,
+        )
+    if asked is None:
+        return room if default is None else min(room, default)
+    if asked > room:
+        raise ContextOverflow(
+            f"{_limit(front)} However, you requested {num_prompt + asked} tokens ({num_prompt} in the prompt, "
+            f"{asked} for the answer). Shorten the prompt or lower max_tokens to {room}.",
+            param,
+        )
+    return asked
+
+
+def _limit(front: Front) -> str:
+    if front.context_len < front.max_model_len:
+        return f"This server's KV cache holds {front.context_len} tokens (model context: {front.max_model_len})."
+    return f"This model's maximum context length is {front.context_len} tokens."

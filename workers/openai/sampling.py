@@ -1,0 +1,76 @@
+"""From a request's fields to SamplingParams: the request's values, then the model's own defaults, then OpenAI's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.protocol import GenerationRequest
+from lorafleet.workers.sampling_params import SamplingParams
+
+_SAME_NAMES = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+
+
+def read_params(
+    front: Front, body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Of the whole request: `n` is as asked, and max_tokens is not yet fitted to any prompt."""
+    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    if body.best_of is not None and body.best_of != given.get("n", 1):
+        raise InvalidRequest("`best_of` is supported only where it equals n; leave it out.", "best_of")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("`prompt_logprobs` cannot be streamed; set stream to false.", "prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("`stream_options` is allowed only where stream is true.", "stream_options")
+    given |= {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": read_logit_bias(body.logit_bias)}
+    return make_params(front, given)
+
+
+def make_params(front: Front, given: dict[str, Any]) -> SamplingParams:
+    params = SamplingParams(**{**front.config.generation_defaults, **given})
+    params.check_vocabulary(front.engine.hello.vocab_size)
+    return params
+
+
+def read_logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    if not given:
+        return None
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError:
+        raise InvalidRequest("The keys of `logit_bias` must be token ids, as strings.", "logit_bias") from None
+
+
+def fitted(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """With the max_tokens that one prompt leaves room for."""
+    return msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
+
+
+def params_of_sample(params: SamplingParams, sample: int) -> SamplingParams:
+    """Of one of `n` samples: each has a seed of its own."""
+    if params.n == 1:
+        return params
+    seed = params.seed
+    if seed is not None:
+        seed = (seed + sample + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(params, n=1, seed=seed)

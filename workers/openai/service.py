@@ -1,0 +1,26 @@
+"""What a server says of itself: /health, /ping, /version, /metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet import __version__
+from lorafleet.workers.errors import EngineDead
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.responses import json_response
+
+
+async def health(front: Front, _: Request) -> Response:
+    if front.engine.dead is not None:
+        raise EngineDead(f"The engine stopped: {front.engine.dead}. This replica is being replaced; try again.")
+    return Response()
+
+
+async def version(_: Front, __: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+async def metrics(front: Front, _: Request) -> Response:
+    return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)

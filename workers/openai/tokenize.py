@@ -1,0 +1,60 @@
+"""vLLM's /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.messages import read_messages
+from lorafleet.workers.openai.parsing import read_body
+from lorafleet.workers.openai.prompts import encode, render_chat
+from lorafleet.workers.openai.protocol import DetokenizeRequest, TokenizeRequest
+from lorafleet.workers.openai.responses import json_response
+
+
+async def tokenize(front: Front, request: Request) -> Response:
+    body = await read_body(request, TokenizeRequest)
+    await front.model(body.model)
+    text, special = _text(front, body)
+    token_ids = await encode(front, text, add_special_tokens=special)
+    return json_response(
+        {
+            "count": len(token_ids),
+            "max_model_len": front.max_model_len,
+            "tokens": token_ids,
+            "token_strs": [front.tokenizer.token_name(i) for i in token_ids] if body.return_token_strs else None,
+        }
+    )
+
+
+def _text(front: Front, body: TokenizeRequest) -> tuple[str, bool]:
+    """(text, whether special tokens are added): the defaults are completions' and chat's."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("Give either `prompt` or `messages`.", "prompt")
+    if body.messages is None:
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise InvalidRequest(f"`{name}` goes with `messages` only; remove it.", name)
+        return body.prompt or "", body.add_special_tokens is not False
+    text = render_chat(
+        front,
+        read_messages(body.messages),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    return text, bool(body.add_special_tokens)
+
+
+async def detokenize(front: Front, request: Request) -> Response:
+    body = await read_body(request, DetokenizeRequest)
+    await front.model(body.model)
+    vocab_size = front.engine.hello.vocab_size
+    for token_id in body.tokens:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"`tokens` names token {token_id}; this model's vocabulary has ids 0 to {vocab_size - 1}.", "tokens"
+            )
+    return json_response({"prompt": front.tokenizer.decode(body.tokens, skip_special_tokens=False)})
