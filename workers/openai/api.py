@@ -22,6 +22,7 @@ from lorafleet.workers.openai.errors import internal_error_response, on_http_exc
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generate import generate
 from lorafleet.workers.openai.lora import load_lora_adapter, unload_lora_adapter
+from lorafleet.workers.openai.metrics import label_of_request
 from lorafleet.workers.openai.models import list_models, show_model
 from lorafleet.workers.openai.service import health, metrics, version
 from lorafleet.workers.openai.tokenize import detokenize, tokenize
@@ -104,4 +105,4 @@ class CountRequests:
             if front is not None:
                 route = scope.get("route")
                 endpoint = getattr(route, "path", "unknown")
-                front.metrics.count_request(endpoint, scope.get("lorafleet.model", ""), status)
+                front.metrics.count_request(endpoint, label_of_request(scope), status)

@@ -13,6 +13,7 @@ from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generation import Sample, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprobs
 from lorafleet.workers.openai.messages import read_messages
+from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.prompts import Prompt, encode, fit_max_tokens, render_chat, truncate
 from lorafleet.workers.openai.protocol import ChatRequest
@@ -25,6 +26,7 @@ from lorafleet.workers.output import Delta
 async def chat(front: Front, request: Request) -> Response:
     body = await read_body(request, ChatRequest)
     model = await front.model(body.model)
+    label_request(request.scope, front.label(model))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = read_params(front, body, max_tokens=asked, logprobs=_num_logprobs(body))
     prompt = truncate(front, await _read_prompt(front, body), body.truncate_prompt_tokens, asked)

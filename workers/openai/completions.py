@@ -14,6 +14,7 @@ from lorafleet.workers.openai.envelope import Envelope, request_id
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generation import Sample, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import completion_logprobs, prompt_offsets, vllm_prompt_logprobs
+from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, read_prompts, truncate
 from lorafleet.workers.openai.protocol import CompletionRequest
@@ -29,6 +30,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 async def completions(front: Front, request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     model = await front.model(body.model)
+    label_request(request.scope, front.label(model))
     scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only
     asked = 1 if scoring else body.max_tokens
     params = _read_params(front, body, asked)

@@ -20,7 +20,7 @@ def request_id(request: Request, prefix: str, given: str | None) -> str:
 @dataclass(frozen=True, slots=True)
 class Envelope:
     id: str
-    object: str
+    kind: str  # the `object` entry
     base_id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -29,7 +29,7 @@ class Envelope:
         model = sample.model.name if sample.fallback_reason is None else self.base_id
         return {
             "id": self.id,
-            "object": self.object,
+            "object": self.kind,
             "created": self.created,
             "model": model,
             "system_fingerprint": None,

@@ -18,6 +18,7 @@ from lorafleet.workers.openai.envelope import request_id
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Answer, Sample, collect, fallback_of, make_samples, merged
 from lorafleet.workers.openai.logprobs import LOWEST
+from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.parsing import parse_object, read_body
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, read_prompts
 from lorafleet.workers.openai.protocol import SGLangRequest, SGLangSampling
@@ -50,6 +51,7 @@ async def generate(front: Front, request: Request) -> Response:
     prompts, is_batch = await _read_prompts(front, body)
     sampling = _read_sampling(body, len(prompts))
     models = await _read_models(front, body, sampling)
+    label_request(request.scope, front.label(models[0]))
     params, scoring = _read_params(front, body, prompts, sampling)
     rids = _read_rids(request, body, len(prompts))
     samples = make_samples(front, rids[0], prompts, models, params)

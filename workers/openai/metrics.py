@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import (
@@ -24,6 +25,8 @@ from lorafleet.workers.messages import EngineStats
 BASE_LABEL = "base"
 OTHER_LABEL = "other"
 MAX_ADAPTER_LABELS = 100
+
+_LABEL = "lorafleet.model"
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -52,6 +55,16 @@ _COUNTERS = {
     "lora_activations_total": "Adapters copied from CPU memory into a slot.",
     "lora_evictions_total": "Adapters that gave their slot to another one.",
 }
+
+
+def label_request(scope: MutableMapping[str, Any], label: str) -> None:
+    """Tells the counting layer around a request which model it named."""
+    scope[_LABEL] = label
+
+
+def label_of_request(scope: MutableMapping[str, Any]) -> str:
+    """Empty where no model was named, or an unknown one."""
+    return str(scope.get(_LABEL, ""))
 
 
 class Stopwatch:
