@@ -53,7 +53,8 @@ def _times_b(
     return acc
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+# Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
+@triton.jit(do_not_specialize=["split_stride", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
 def _expand_kernel(
     p_ptr: tl.tensor,
     y_ptr: tl.tensor,

@@ -30,7 +30,8 @@ FEATURES_A_SPLIT = 512  # of D; about four steps of the loop
 MAX_SPLITS = 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+# Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
 def _shrink_kernel(
     x_ptr: tl.tensor,
     p_ptr: tl.tensor,

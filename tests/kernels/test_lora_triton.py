@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from tests.kernels.interpreter import needs_triton, run_interpreted
+from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
 from tests.kernels.lora_cases import MIXES, build, make_inputs, make_packed, reference, slots_of_tokens
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # qkv, o, gate_up and down of an 8B Llama, and sizes that no block divides.
 SHAPES = [(4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)), (77, (130, 1, 15))]
@@ -43,7 +41,7 @@ def test_step_whose_adapters_skip_the_linear_launches_nothing() -> None:
 
 
 class TestOnGPU:
-    pytestmark = gpu
+    pytestmark = needs_gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("mix", MIXES)
@@ -57,7 +55,7 @@ class TestOnGPU:
         slots = slots_of_tokens(mix, 67, len(packed.slots))
         x, y = make_inputs(packed, len(slots))
         want, before = reference(x, y, packed, slots), y.clone()
-        _poison_free_memory()
+        poison_free_memory()
         apply_lora_triton(x, y, packed, build(slots, "cuda"))
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(y.double(), want, atol=tolerance, rtol=tolerance)
@@ -72,7 +70,7 @@ class TestOnGPU:
         slots = slots_of_tokens("zipf", num_tokens, len(packed.slots))
         x, y = make_inputs(packed, num_tokens)
         want = reference(x, y, packed, slots)
-        _poison_free_memory()
+        poison_free_memory()
         apply_lora_triton(x, y, packed, build(slots, "cuda"))
         torch.testing.assert_close(y.double(), want, atol=3e-2, rtol=3e-2)
 
@@ -84,7 +82,7 @@ class TestOnGPU:
         slots = [0, 1, -1, 0, 1]
         x, y = make_inputs(packed, len(slots))
         want, before = reference(x, y, packed, slots), y.clone()
-        _poison_free_memory()
+        poison_free_memory()
         apply_lora_triton(x, y, packed, build(slots, "cuda"))
         torch.testing.assert_close(y.double(), want, atol=3e-2, rtol=3e-2)
         assert torch.equal(y[1, 512:], before[1, 512:]), "a slice that the adapter leaves alone was touched"
@@ -105,11 +103,3 @@ class TestOnGPU:
             alone = y[t : t + 1].clone()
             apply_lora_triton(x[t : t + 1].contiguous(), alone, packed, build([slots[t]], "cuda"))
             assert torch.equal(first[t : t + 1], alone)
-
-
-def _poison_free_memory() -> None:
-    """Fills what the allocator will hand out next with NaN, so that an element of P read but not written shows."""
-    sizes = [1 << n for n in range(9, 25)]
-    blocks = [torch.full((size // 4,), torch.nan, device="cuda") for size in sizes for _ in range(2)]
-    torch.cuda.synchronize()
-    del blocks

@@ -1,4 +1,4 @@
-"""Runs a snippet under Triton's interpreter in a process of its own: the variable must be set before kernels import."""
+"""What the kernels' tests share: marks, the interpreter in a process of its own, poisoned GPU memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
 def run_interpreted(code: str) -> None:
-    """Fails with the snippet's own output. Use fp32 or fp16 and tiny shapes: bf16 is silently wrong there."""
+    """Runs a snippet under Triton's interpreter, whose variable must be set before the kernels are imported.
+
+    Use fp32 or fp16 and tiny shapes: bf16 is silently wrong there.
+    """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -29,3 +34,10 @@ def run_interpreted(code: str) -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+def poison_free_memory() -> None:
+    """Fills what the allocator hands out next with NaN, so that an element that is read but never written shows."""
+    blocks = [torch.full(((1 << n) // 4,), torch.nan, device="cuda") for n in range(9, 26) for _ in range(2)]
+    torch.cuda.synchronize()
+    del blocks

@@ -1,0 +1,106 @@
+"""Random paged batches for the attention tests, and the naive attention that they are compared with."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+PAGE = 16
+# Each: (query tokens, context with them) of every sequence.
+BATCHES: dict[str, list[tuple[int, int]]] = {
+    "one_token": [(1, 1)],
+    "decodes": [(1, 5), (1, 16), (1, 17), (1, 100), (1, 63)],
+    "like_decodes": [(1, 33), (1, 34), (1, 31)],
+    "long_decodes": [(1, 1300), (1, 512), (1, 513), (1, 3)],
+    "prefills": [(5, 5), (40, 40), (16, 16)],
+    "equal_prefills": [(24, 24)] * 3,
+    "chunk": [(16, 77)],
+    "mixed": [(1, 9), (30, 30), (1, 700), (3, 50), (67, 131), (1, 1), (2, 2)],
+}
+WINDOW = 11
+HEADS = {"gqa": (4, 2), "mha": (2, 2), "mqa": (4, 1), "odd_group": (6, 2)}
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCase:
+    """A batch whose past is in the cache and whose new tokens are not yet. Blocks nobody owns hold NaN."""
+
+    query_lens: list[int]
+    context_lens: list[int]
+    block_tables: list[list[int]]
+    k_NPGD: Tensor
+    v_NPGD: Tensor
+    q_THD: Tensor
+    k_TGD: Tensor
+    v_TGD: Tensor
+    slot_mapping_T: Tensor
+    past: list[tuple[Tensor, Tensor]] = field(repr=False)  # each sequence's keys and values, all of its context
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    def write_new_tokens(self) -> None:
+        rows = (-1, *self.k_NPGD.shape[2:])
+        self.k_NPGD.view(rows)[self.slot_mapping_T] = self.k_TGD
+        self.v_NPGD.view(rows)[self.slot_mapping_T] = self.v_TGD
+
+
+def make_case(
+    lens: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: str = "cpu"
+) -> PagedCase:
+    rng = random.Random(len(lens))
+    generator = torch.Generator().manual_seed(len(lens))
+    num_heads, kv_heads = heads
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    counts = [-(-context // PAGE) for _, context in lens]
+    free = list(range(sum(counts) + 3))
+    rng.shuffle(free)
+    tables = [[free.pop() for _ in range(count)] for count in counts]
+    cache = torch.full((2, sum(counts) + 3, PAGE, kv_heads, head_dim), torch.nan, dtype=dtype)
+    rows = cache.view(2, -1, kv_heads, head_dim)
+    slots: list[int] = []
+    new_k, new_v, past = [], [], []
+    for (query, context), table in zip(lens, tables, strict=True):
+        where = [table[i // PAGE] * PAGE + i % PAGE for i in range(context)]
+        k, v = normal(context, kv_heads, head_dim), normal(context, kv_heads, head_dim)
+        old = where[: context - query]
+        rows[0, old], rows[1, old] = k[: context - query], v[: context - query]
+        slots += where[context - query :]
+        new_k.append(k[context - query :])
+        new_v.append(v[context - query :])
+        past.append((k.to(device), v.to(device)))
+    cache = cache.to(device)
+    return PagedCase(
+        query_lens=[query for query, _ in lens],
+        context_lens=[context for _, context in lens],
+        block_tables=tables,
+        k_NPGD=cache[0],
+        v_NPGD=cache[1],
+        q_THD=normal(len(slots), num_heads, head_dim).to(device),
+        k_TGD=torch.cat(new_k).to(device),
+        v_TGD=torch.cat(new_v).to(device),
+        slot_mapping_T=torch.tensor(slots).to(device),
+        past=past,
+    )
+
+
+def naive_attention(case: PagedCase, scale: float, window: int | None) -> Tensor:
+    """All scores in float64 from the sequences' own keys: knows nothing of blocks."""
+    outs = []
+    for (k, v), q, context in zip(case.past, case.q_THD.split(case.query_lens), case.context_lens, strict=True):
+        group = q.shape[1] // k.shape[1]
+        k_LHD, v_LHD = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+        position_Q1 = torch.arange(context - len(q), context, device=q.device)[:, None]
+        key_L = torch.arange(context, device=q.device)
+        seen_QL = (key_L <= position_Q1) & (key_L > position_Q1 - (window or context))
+        scores_HQL = torch.einsum("qhd,lhd->hql", q.double(), k_LHD) * scale
+        weights_HQL = scores_HQL.masked_fill(~seen_QL, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hql,lhd->qhd", weights_HQL, v_LHD))
+    return torch.cat(outs)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, make_case, naive_attention
+from tests.kernels.harness import needs_gpu
+
+from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
+from lorafleet.workers.attention.torch_backend import TorchAttention, _split
+
+needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs flashinfer")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+LAYER_WINDOWS = {"full": (None, None), "window": (WINDOW, WINDOW), "window_by_layer": (None, WINDOW)}
+
+
+def make_spec(
+    heads: tuple[int, int], windows: tuple[int | None, ...], head_dim: int, dtype: torch.dtype, device: str
+) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        scale=1.3 * head_dim**-0.5,
+        sliding_windows=windows,
+        block_size=PAGE,
+        dtype=dtype,
+        device=torch.device(device),
+    )
+
+
+def check_batch(make: type[AttentionBackend], spec: AttentionSpec, lens: list[tuple[int, int]]) -> None:
+    """Every layer has the same past, so only its window tells its answer apart."""
+    case = make_case(lens, (spec.num_heads, spec.num_kv_heads), spec.head_dim, spec.dtype, spec.device.type)
+    caches = [KVCache(case.k_NPGD.clone(), case.v_NPGD.clone()) for _ in spec.sliding_windows]
+    backend = make(spec, caches)
+    backend.plan(AttentionBatch(case.query_lens, case.context_lens, case.block_tables, case.slot_mapping_T))
+    tolerance = TOLERANCE[spec.dtype]
+    for layer, window in enumerate(spec.sliding_windows):
+        out = backend.attend(layer, case.q_THD, case.k_TGD, case.v_TGD)
+        assert out.dtype == spec.dtype
+        assert out.shape == case.q_THD.shape
+        want = naive_attention(case, spec.scale, window)
+        torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("windows", LAYER_WINDOWS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_torch_equals_naive_attention(name: str, heads: str, windows: str) -> None:
+    spec = make_spec(HEADS[heads], LAYER_WINDOWS[windows], 24, torch.float32, "cpu")
+    check_batch(TorchAttention, spec, BATCHES[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", BATCHES)
+def test_torch_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    check_batch(TorchAttention, make_spec((4, 2), (None, WINDOW), 32, dtype, "cpu"), BATCHES[name])
+
+
+def test_torch_takes_one_backend_through_many_steps() -> None:
+    """Scratch memory grows and is reused; nothing of an earlier step may leak into a later one."""
+    spec = make_spec((4, 2), (None,), 16, torch.float32, "cpu")
+    cache = KVCache(torch.full((160, PAGE, 2, 16), torch.nan), torch.full((160, PAGE, 2, 16), torch.nan))
+    backend = TorchAttention(spec, [cache])
+    for name in ("decodes", "mixed", "one_token", "long_decodes", "decodes"):
+        case = make_case(BATCHES[name], (4, 2), 16, torch.float32)
+        cache.k_NPGD[: len(case.k_NPGD)], cache.v_NPGD[: len(case.v_NPGD)] = case.k_NPGD, case.v_NPGD
+        backend.plan(AttentionBatch(case.query_lens, case.context_lens, case.block_tables, case.slot_mapping_T))
+        out = backend.attend(0, case.q_THD, case.k_TGD, case.v_TGD)
+        torch.testing.assert_close(out.double(), naive_attention(case, spec.scale, None), atol=1e-5, rtol=1e-5)
+
+
+def test_like_sequences_share_a_group_and_a_long_one_does_not_pad_the_others() -> None:
+    def groups(lens: list[tuple[int, int]]) -> list[list[int]]:
+        return _split(AttentionBatch([q for q, _ in lens], [c for _, c in lens], [], torch.empty(0)))
+
+    assert groups([(1, 60 + i) for i in range(16)]) == [list(range(16))]
+    assert groups([(1, 50), (1, 9000), (1, 60)]) == [[0, 2], [1]]
+    assert groups([(1, 700), (400, 400), (1, 690)]) == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize("windows", LAYER_WINDOWS)
+@pytest.mark.parametrize("heads", ["gqa", "mha", "mqa"])
+@pytest.mark.parametrize("name", BATCHES)
+class TestOnGPU:
+    pytestmark = needs_gpu
+
+    def test_triton(self, name: str, heads: str, windows: str) -> None:
+        from lorafleet.workers.attention.triton_backend import TritonAttention
+
+        spec = make_spec(HEADS[heads], LAYER_WINDOWS[windows], 64, torch.bfloat16, "cuda")
+        check_batch(TritonAttention, spec, BATCHES[name])
+
+    @needs_flashinfer
+    def test_flashinfer(self, name: str, heads: str, windows: str) -> None:
+        spec = make_spec(HEADS[heads], LAYER_WINDOWS[windows], 128, torch.bfloat16, "cuda")
+        check_batch(FlashInferAttention, spec, BATCHES[name])
+
+    def test_torch_on_cuda(self, name: str, heads: str, windows: str) -> None:
+        spec = make_spec(HEADS[heads], LAYER_WINDOWS[windows], 64, torch.float32, "cuda")
+        check_batch(TorchAttention, spec, BATCHES[name])

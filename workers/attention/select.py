@@ -1,0 +1,76 @@
+"""Chooses the attention backend for a device, dtype and head size."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Literal
+
+from lorafleet.workers.attention.base import AttentionBackend, AttentionSpec, KVCache
+from lorafleet.workers.attention.flashinfer_backend import DTYPES, HEAD_DIMS, FlashInferAttention
+from lorafleet.workers.attention.torch_backend import TorchAttention
+from lorafleet.workers.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+BackendName = Literal["torch", "triton", "flashinfer"]
+BEST_FIRST: tuple[BackendName, ...] = ("flashinfer", "triton", "torch")
+
+
+def make_attention(
+    spec: AttentionSpec, caches: list[KVCache], name: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
+) -> AttentionBackend:
+    """auto: torch on a CPU; on CUDA FlashInfer where it is installed and serves the model, else Triton.
+
+    A backend asked for by name is never replaced by another: ConfigError says why it cannot serve and which can.
+    """
+    able = [backend for backend in BEST_FIRST if refusal(backend, spec) is None]
+    if name != "auto":
+        if (reason := refusal(name, spec)) is not None:
+            raise ConfigError(f"attention backend {name!r} cannot serve this model: {reason}. Use {_either(able)}.")
+        able = [name]
+    for backend in able:
+        try:
+            made = _make(backend, spec, caches)
+        except Exception as error:
+            # FlashInfer compiles here, with a compiler and headers that may be missing.
+            others = [b for b in BEST_FIRST if b != backend and refusal(b, spec) is None]
+            if name != "auto" or backend == able[-1]:
+                message = f"attention backend {backend!r} did not start: {error}. Use {_either(others)}."
+                raise ConfigError(message) from error
+            log.warning("attention backend %s did not start, trying the next: %s", backend, error)
+            continue
+        log.info("attention backend: %s (asked for: %s)", backend, name)
+        return made
+    raise AssertionError("torch serves everything")
+
+
+def refusal(name: BackendName, spec: AttentionSpec) -> str | None:
+    """Why a backend cannot serve, or None if it can."""
+    if name == "torch":
+        return None
+    if spec.device.type != "cuda":
+        return f"it needs a CUDA GPU, and the device is {spec.device.type!r}"
+    if importlib.util.find_spec(name) is None:
+        package = {"triton": "triton", "flashinfer": "flashinfer-python"}[name]
+        return f"it is not installed (pip install {package})"
+    if name == "flashinfer":
+        if spec.dtype not in DTYPES:
+            return f"it has no {str(spec.dtype).removeprefix('torch.')} kernels, only float16 and bfloat16"
+        if spec.head_dim not in HEAD_DIMS:
+            return f"it has no kernels for head_dim {spec.head_dim}, only {', '.join(map(str, HEAD_DIMS))}"
+    return None
+
+
+def _make(name: BackendName, spec: AttentionSpec, caches: list[KVCache]) -> AttentionBackend:
+    if name == "flashinfer":
+        return FlashInferAttention(spec, caches)
+    if name == "triton":
+        from lorafleet.workers.attention.triton_backend import TritonAttention  # triton is optional on a CPU
+
+        return TritonAttention(spec, caches)
+    return TorchAttention(spec, caches)
+
+
+def _either(names: list[BackendName]) -> str:
+    return " or ".join(repr(name) for name in ["auto", *names])
