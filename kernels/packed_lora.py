@@ -76,6 +76,7 @@ class PackedLoRA:
         self.address_SA = tables.address_LSA[index]
         self.rank_SP = tables.rank_LSP[index]
         self.scale_SP = tables.scale_LSP[index]
+        self.dtype: torch.dtype | None = None  # of A and B; one for all slots, None before the first
         self.slots: list[SlotWeights | None] = [None] * self.rank_SP.shape[0]
         self._stacked: tuple[tuple[int, ...], StackedSlots | None] = ((), None)
         self._max_total_rank: tuple[tuple[int, ...], int] = ((), 0)
@@ -83,6 +84,7 @@ class PackedLoRA:
     def set_slot(self, slot: int, weights: SlotWeights | None) -> None:
         """The device tables are written for the whole model at once: LoRATables.write_slot."""
         if weights is not None:
+            self.dtype = weights.a_RD.dtype
             assert weights.a_RD.shape == (sum(weights.ranks), self.in_features)
             assert all(b is None or b.shape[0] == o for b, o in zip(weights.b, self.out_features, strict=True))
         self.slots[slot] = weights

@@ -9,8 +9,8 @@ import random
 import time
 from concurrent.futures import Future
 
-from lorafleet.workers.errors import ContextOverflow, InvalidRequest, LorafleetError, to_wire
 from lorafleet.workers.config import OnLoadFailure
+from lorafleet.workers.errors import ContextOverflow, InvalidRequest, LorafleetError, to_wire
 from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.lora.worker_manager import LoadCounts, WorkerLoRAManager

@@ -32,9 +32,7 @@ class Sampled:
 
 
 class ModelRunner:
-    def __init__(
-        self, model: DecoderModel, attention: AttentionBackend, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: DecoderModel, attention: AttentionBackend, block_size: int, device: torch.device) -> None:
         self.model = model
         self.attention = attention
         self.block_size = block_size

@@ -34,7 +34,7 @@ CPU_CACHE_BYTES = 1 << 30
 
 def build_engine(
     config: EngineConfig,
-    progress: Progress = lambda done, total: None,
+    progress: Progress | None = None,
     wake: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Raises ConfigError (UnsupportedModel among them) naming what does not fit. wake: see WorkerLoRAManager."""
@@ -96,7 +96,7 @@ def _dtype(config: EngineConfig, model: ModelConfig, folder: Path) -> torch.dtyp
 
 
 def _load_model(
-    config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress
+    config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None
 ) -> DecoderModel:
     started = time.monotonic()
     model = DecoderModel(config, dtype, device)

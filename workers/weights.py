@@ -47,7 +47,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
         return dtype
 
 
-def load_weights(model: DecoderModel, folder: Path, progress: Progress = lambda done, total: None) -> None:
+def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = None) -> None:
     """Raises ConfigError naming the tensor for a missing, unknown or misshapen one."""
     targets = _targets(model)
     seen: set[str] = set()
@@ -64,7 +64,8 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress = lambda 
                 )
             target.copy_(tensor)
             seen.add(name)
-            progress(len(seen), len(targets))
+            if progress is not None:
+                progress(len(seen), len(targets))
     missing = sorted(set(targets) - seen)
     if missing:
         raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}.", "model")
@@ -88,13 +89,15 @@ def _targets(model: DecoderModel) -> dict[str, Tensor]:
     targets = {"model.embed_tokens.weight": model.embed_tokens.data, "model.norm.weight": model.norm.weight.data}
     if not model.config.tie_word_embeddings:
         targets["lm_head.weight"] = model.lm_head.data
-    for i, layer in enumerate(model.layers):
+    for i, layer in enumerate(model.decoder_layers()):
         prefix = f"model.layers.{i}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            targets[f"{prefix}.{norm}.weight"] = getattr(layer, norm).weight.data
-        if model.config.qk_norm:
-            targets[f"{prefix}.self_attn.q_norm.weight"] = layer.self_attn.q_norm.weight.data
-            targets[f"{prefix}.self_attn.k_norm.weight"] = layer.self_attn.k_norm.weight.data
+        norms = {
+            "input_layernorm": layer.input_layernorm,
+            "post_attention_layernorm": layer.post_attention_layernorm,
+            "self_attn.q_norm": layer.self_attn.q_norm,
+            "self_attn.k_norm": layer.self_attn.k_norm,
+        }
+        targets |= {f"{prefix}.{name}.weight": norm.weight.data for name, norm in norms.items() if norm is not None}
     for names, linear in model.packed_linears():
         rows = linear.weight.data.split(linear.out_features)
         biases = linear.bias.data.split(linear.out_features) if linear.bias is not None else ()

@@ -8,7 +8,9 @@ backend's affair, which adapter each uses is LoRABatch's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +110,7 @@ class DecoderModel(nn.Module):
         x_TD = F.embedding(token_T, self.embed_tokens)
         cos, sin = self.rope.cos_sin(position_T, rope_length_T, x_TD.dtype)
         step = StepContext(cos, sin, attention, lora)
-        for layer in self.layers:
+        for layer in self.decoder_layers():
             x_TD = layer(x_TD, step)
         out: Tensor = self.norm(x_TD)
         return out
@@ -117,10 +119,13 @@ class DecoderModel(nn.Module):
         """float32 [T, V]."""
         return F.linear(x_TD, self.lm_head).float()
 
+    def decoder_layers(self) -> Iterator[DecoderLayer]:
+        return (cast(DecoderLayer, layer) for layer in self.layers)
+
     def packed_linears(self) -> list[tuple[tuple[str, ...], PackedLinear]]:
         """Every packed linear with its projections' module paths, in layer order."""
         found: list[tuple[tuple[str, ...], PackedLinear]] = []
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.decoder_layers()):
             attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
             found += [
                 (tuple(f"{attn}.{p}_proj" for p in "qkv"), layer.self_attn.qkv_proj),

@@ -1,0 +1,67 @@
+"""Fixtures that several folders share. Models and adapters are made once a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from tiny_models import Reference, make_adapter, make_model
+
+# Every kind of plain LoRA that PEFT can save, by name.
+ADAPTER_KINDS: dict[str, dict[str, object]] = {
+    "all": {},
+    "qv": {"target_modules": ["q_proj", "v_proj"], "r": 3},
+    "rslora": {"use_rslora": True, "r": 16, "lora_alpha": 5},
+    "patterns": {
+        "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 5},
+        "alpha_pattern": {"down_proj": 3, r"layers\.[01].*": 7},
+    },
+    "layers": {"layers_to_transform": [0, 2], "target_modules": ["o_proj", "gate_proj"], "r": 1, "lora_alpha": 2.5},
+    "regex": {"target_modules": r".*\.(k|down)_proj", "r": 7},
+    "linear": {"target_modules": "all-linear", "exclude_modules": ["q_proj"], "dtype": "bfloat16"},
+    "large": {"r": 64, "lora_alpha": 8, "dtype": "float16"},
+}
+
+
+class Fleet:
+    """One base model, an adapter of every kind, and the reference for both."""
+
+    def __init__(self, root: Path, family: str) -> None:
+        self.family = family
+        self.base = make_model(root / family, family)
+        self.adapters = {
+            kind: make_adapter(root / f"{family}-{kind}", self.base, seed=10 + i, **options)
+            for i, (kind, options) in enumerate(ADAPTER_KINDS.items())
+        }
+        self.reference = Reference(self.base)
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fleet]:
+    root = tmp_path_factory.mktemp("fleet")
+    made: dict[str, Fleet] = {}
+
+    def get(family: str) -> Fleet:
+        if family not in made:
+            made[family] = Fleet(root, family)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture
+def prompt() -> Callable[[int], list[int]]:
+    """Random token ids, the same for the same length; no special tokens."""
+
+    def make(length: int) -> list[int]:
+        return torch.randint(5, 300, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+    return make

@@ -1,0 +1,198 @@
+"""Tiers and slots under pressure, through the engine: more adapters than slots, failing loads, pins, drops."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from tiny_models import make_adapter
+
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.engine import Engine
+from lorafleet.workers.errors import AdapterChanged, AdapterError
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.messages import EngineRequest, TokenOutput
+from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.startup import build_engine
+
+MANY = 6
+
+
+@pytest.fixture(scope="module")
+def adapters(fleet, tmp_path_factory) -> list[Path]:
+    root = tmp_path_factory.mktemp("many")
+    base = fleet("llama3").base
+    return [make_adapter(root / f"a{i}", base, seed=50 + i, r=2 + i) for i in range(MANY)]
+
+
+@pytest.fixture
+def engine(fleet):
+    engines: list[Engine] = []
+
+    def make(**options) -> Engine:
+        lora = LoRAConfig(**{"max_loras": 2, "max_cpu_loras": 3} | options.pop("lora", {}))
+        config = EngineConfig(model=str(fleet("llama3").base), kv_cache_tokens=4096, lora=lora, **options)
+        engines.append(build_engine(config))
+        return engines[-1]
+
+    yield make
+    for made in engines:
+        made.close()
+
+
+def loaded(engine: Engine, path: Path, number: int = 1) -> LoRARequest:
+    future = engine.load_adapter(LoRARequest(path.name, number, str(path)))
+    while not future.done():
+        engine.step()
+    return LoRARequest(path.name, number, str(path), future.result().digest)
+
+
+def submit(engine: Engine, name: str, lora: LoRARequest | None, tokens: list[int], max_tokens: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engine.add(EngineRequest(request_id=name, prompt_token_ids=tokens, params=params, lora=lora))
+
+
+def run(engine: Engine, until=lambda outputs: False, limit_s: float = 60) -> list[TokenOutput]:
+    outputs: list[TokenOutput] = []
+    deadline = time.monotonic() + limit_s
+    while engine.has_work and not until(outputs):
+        assert time.monotonic() < deadline, "the engine hangs"
+        outputs += engine.step()
+    return outputs
+
+
+def finished(outputs: list[TokenOutput]) -> list[str]:
+    return [o.request_id for o in outputs if o.finish_reason is not None]
+
+
+def test_more_adapters_than_slots_all_get_their_own_answers(engine, adapters, fleet, prompt):
+    small = engine()
+    loras = [loaded(small, path, i) for i, path in enumerate(adapters)]
+    for round_number in range(3):
+        for i, lora in enumerate(loras):
+            submit(small, f"{i}-{round_number}", lora, prompt(8 + i), 6)
+    answers: dict[str, list[int]] = {}
+    for output in run(small):
+        answers.setdefault(output.request_id, []).extend(output.token_ids)
+    for i, path in enumerate(adapters):
+        expected = fleet("llama3").reference.greedy(prompt(8 + i), 6, path).tokens
+        assert all(answers[f"{i}-{r}"] == expected for r in range(3))
+    assert small.stats().lora_cpu_adapters <= 3
+
+
+def test_a_busy_adapter_does_not_starve_a_cold_one(engine, adapters, prompt):
+    small = engine(max_num_seqs=4, max_num_batched_tokens=64)
+    hot = [loaded(small, path, i) for i, path in enumerate(adapters[:2])]
+    cold = loaded(small, adapters[2], 2)
+    outputs: list[TokenOutput] = []
+    for i in range(4):
+        submit(small, f"early{i}", hot[i % 2], prompt(5), 10)
+    outputs += small.step()
+    submit(small, "cold", cold, prompt(5), 2)
+    for i in range(40):  # an unbroken stream of requests for the two adapters that hold the slots
+        submit(small, f"late{i}", hot[i % 2], prompt(5), 10)
+    ended = finished(run(small))
+    # It waits for the early ones of one slot at most, then goes before nearly all that came later.
+    assert ended.index("cold") < 12
+
+
+def test_a_cold_adapter_does_not_delay_resident_ones(engine, adapters, prompt):
+    small = engine()
+    warm = loaded(small, adapters[0])
+    cold = loaded(small, adapters[1], 2)
+    small.loras.drop(cold.digest)
+    submit(small, "cold", cold, prompt(5), 2)
+    submit(small, "base", None, prompt(5), 3)
+    submit(small, "warm", warm, prompt(5), 3)
+    first_step = small.step()
+    assert {o.request_id for o in first_step} == {"base", "warm"}
+    assert sorted(finished(run(small))) == ["base", "cold", "warm"]
+
+
+def test_a_slot_in_use_is_never_given_away(engine, adapters, prompt):
+    small = engine(lora={"max_loras": 1, "max_cpu_loras": 2})
+    first, second = (loaded(small, path, i) for i, path in enumerate(adapters[:2]))
+    submit(small, "first", first, prompt(5), 30)
+    small.step()
+    submit(small, "second", second, prompt(5), 2)
+    slot = small.loras.slots.slots[0]
+    while small.has_work:
+        small.step()
+        if any(s.request_id == "first" for s in small.scheduler.running):
+            assert (slot.digest, slot.generation) == (first.digest, 0)
+    assert (slot.digest, slot.generation) == (second.digest, 1)
+
+
+def test_a_pinned_adapter_keeps_its_slot(engine, adapters, prompt):
+    small = engine()
+    pinned, *others = [loaded(small, path, i) for i, path in enumerate(adapters[:4])]
+    with pytest.raises(AdapterError, match="in no slot"):
+        small.loras.pin(pinned.digest)
+    submit(small, "p", pinned, prompt(5), 1)
+    run(small)
+    small.loras.pin(pinned.digest)
+    for i, lora in enumerate(others):
+        submit(small, str(i), lora, prompt(5), 2)
+    run(small)
+    assert small.loras.slots.find(pinned.digest) is not None
+    with pytest.raises(AdapterError, match="would pin all 2 slots"):
+        small.loras.pin(others[-1].digest)
+
+
+def test_a_dropped_adapter_leaves_every_tier_when_its_last_request_ends(engine, adapters, prompt):
+    small = engine()
+    lora = loaded(small, adapters[0])
+    submit(small, "r", lora, prompt(5), 5)
+    small.step()
+    small.loras.drop(lora.digest)
+    assert small.loras.slots.find(lora.digest) is not None
+    run(small)
+    small.step()
+    assert small.loras.slots.find(lora.digest) is None
+    assert lora.digest not in small.loras.resident_cpu()
+
+
+def broken_later(engine: Engine, source: Path, folder: Path) -> LoRARequest:
+    """An adapter that was fine when it was registered; since then its files are gone from memory and disk."""
+    shutil.copytree(source, folder)
+    lora = loaded(engine, folder)
+    engine.loras.drop(lora.digest)
+    shutil.rmtree(folder)
+    return lora
+
+
+def test_an_adapter_that_fails_to_load_is_an_error_for_its_requests_only(engine, adapters, prompt, tmp_path):
+    small = engine()
+    gone = broken_later(small, adapters[0], tmp_path / "gone")
+    submit(small, "gone", gone, prompt(5), 3)
+    submit(small, "base", None, prompt(5), 3)
+    last = {o.request_id: o for o in run(small) if o.finish_reason}
+    assert last["base"].finish_reason == "length"
+    assert last["gone"].finish_reason == "error"
+    assert "gone" in last["gone"].error.message
+    assert small.stats().lora_load_failures_total == 1
+
+
+def test_the_base_answers_for_a_failed_adapter_only_where_asked_and_says_so(engine, adapters, prompt, tmp_path, fleet):
+    small = engine(on_lora_load_failure="base")
+    gone = broken_later(small, adapters[0], tmp_path / "gone")
+    submit(small, "gone", gone, prompt(5), 3)
+    outputs = run(small)
+    assert outputs[0].fallback_reason
+    tokens = [t for o in outputs for t in o.token_ids]
+    assert tokens == fleet("llama3").reference.greedy(prompt(5), 3).tokens
+
+
+def test_other_bytes_under_a_registered_path_are_refused(engine, adapters, prompt, tmp_path):
+    small = engine()
+    shutil.copytree(adapters[0], tmp_path / "a")
+    lora = loaded(small, tmp_path / "a")
+    small.loras.drop(lora.digest)
+    shutil.rmtree(tmp_path / "a")
+    shutil.copytree(adapters[1], tmp_path / "a")
+    submit(small, "r", lora, prompt(5), 3)
+    [output] = run(small)
+    assert output.error.kind == AdapterChanged.__name__

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import random
+
+from lorafleet.workers.kv_cache import KVCacheManager
+
+TOKENS = list(range(100, 140))
+
+
+def filled(kv: KVCacheManager, salt: str, tokens: list[int]):
+    blocks = kv.open(salt)
+    assert kv.grow(blocks, len(tokens))
+    kv.commit(blocks, tokens, len(tokens))
+    return blocks
+
+
+def test_a_finished_prefix_is_found_again_but_for_its_last_token():
+    kv = KVCacheManager(num_blocks=16, block_size=4, enable_prefix_caching=True)
+    first = filled(kv, "a", TOKENS[:16])
+    table = list(first.table)
+    kv.release(first)
+    again = kv.open("a")
+    assert kv.reuse_prefix(again, TOKENS[:16]) == 12
+    assert again.table == table[:3]
+
+
+def test_another_adapter_never_sees_the_prefix():
+    kv = KVCacheManager(num_blocks=16, block_size=4, enable_prefix_caching=True)
+    kv.release(filled(kv, "a", TOKENS))
+    assert kv.reuse_prefix(kv.open("b"), TOKENS) == 0
+    assert kv.reuse_prefix(kv.open("a"), TOKENS) == 36
+
+
+def test_a_shared_block_is_not_given_away_while_anyone_uses_it():
+    kv = KVCacheManager(num_blocks=4, block_size=4, enable_prefix_caching=True)
+    first = filled(kv, "a", TOKENS[:8])
+    second = kv.open("a")
+    assert kv.reuse_prefix(second, TOKENS[:9]) == 8
+    kv.release(first)
+    assert kv.num_free == 2
+    greedy = kv.open("b")
+    assert not kv.grow(greedy, 12)
+    assert greedy.table == []
+    assert kv.grow(greedy, 8)
+    assert not set(greedy.table) & set(second.table)
+
+
+def test_an_overwritten_block_is_forgotten():
+    kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=True)
+    kv.release(filled(kv, "a", TOKENS[:8]))
+    kv.release(filled(kv, "b", TOKENS[:8]))
+    assert kv.reuse_prefix(kv.open("a"), TOKENS[:9]) == 0
+
+
+def test_switched_off_it_finds_nothing():
+    kv = KVCacheManager(num_blocks=4, block_size=4, enable_prefix_caching=False)
+    kv.release(filled(kv, "a", TOKENS[:8]))
+    assert kv.reuse_prefix(kv.open("a"), TOKENS[:9]) == 0
+
+
+def test_random_use_never_leaks_or_mixes_blocks():
+    rng = random.Random(3)
+    kv = KVCacheManager(num_blocks=24, block_size=4, enable_prefix_caching=True)
+    content: dict[int, tuple[str, tuple[int, ...]]] = {}  # block -> what a real cache would hold
+    live = []
+    for _ in range(3000):
+        if live and (rng.random() < 0.45 or kv.num_free < 4):
+            blocks, _ = live.pop(rng.randrange(len(live)))
+            kv.release(blocks)
+            continue
+        salt, tokens = rng.choice("ab"), [rng.choice((1, 2)) for _ in range(rng.randrange(1, 20))]
+        blocks = kv.open(salt)
+        hit = kv.reuse_prefix(blocks, tokens)
+        for i in range(hit // 4):
+            assert content[blocks.table[i]] == (salt, tuple(tokens[: (i + 1) * 4]))
+        if not kv.grow(blocks, len(tokens)):
+            kv.release(blocks)
+            continue
+        for i in range(hit // 4, len(blocks.table)):
+            content[blocks.table[i]] = (salt, tuple(tokens[: (i + 1) * 4]))
+        kv.commit(blocks, tokens, len(tokens))
+        live.append((blocks, tokens))
+    for blocks, _ in live:
+        kv.release(blocks)
+    assert kv.num_free == 24

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorafleet.workers.sampler import Row, logprobs, sample, uniform
+from lorafleet.workers.sampling_params import SamplingParams
+
+VOCAB = 50
+
+
+def row(tokens=(1, 2, 3), num_prompt=3, seed=0, stop_ids=(), **params) -> Row:
+    return Row(SamplingParams(**params), list(tokens), num_prompt, seed, frozenset(stop_ids))
+
+
+def logits(rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+def draws(count: int, **params) -> torch.Tensor:
+    rows = [row(seed=i, **params) for i in range(count)]
+    return torch.tensor(sample(logits().repeat(count, 1), rows))
+
+
+def test_greedy_takes_the_most_likely_token():
+    assert sample(logits(), [row(temperature=0)]) == [int(logits().argmax())]
+
+
+def test_draws_follow_the_distribution():
+    found = torch.bincount(draws(20000, temperature=0.8), minlength=VOCAB) / 20000
+    assert (found - (logits()[0] / 0.8).softmax(-1)).abs().max() < 0.012
+
+
+def test_uniform_numbers_are_uniform_and_fixed():
+    numbers = torch.tensor([uniform(seed, position) for seed in range(100) for position in range(100)])
+    counts = torch.histc(numbers.float(), 10, 0, 1)
+    assert (counts - 1000).abs().max() < 150
+    assert uniform(42, 7) == uniform(42, 7) != uniform(42, 8)
+    assert 0 <= uniform(-(2**63), 0) < 1
+
+
+def test_top_k_keeps_the_k_best():
+    best = set(logits()[0].topk(5).indices.tolist())
+    assert set(draws(2000, temperature=2.0, top_k=5).tolist()) == best
+
+
+def test_top_p_keeps_the_fewest_that_reach_p():
+    probability, order = logits()[0].softmax(-1).sort(descending=True)
+    wanted = int((probability.cumsum(0) < 0.6).sum()) + 1
+    assert set(draws(4000, top_p=0.6).tolist()) == set(order[:wanted].tolist())
+
+
+def test_min_p_drops_what_is_unlikely_beside_the_best():
+    probability = logits()[0].softmax(-1)
+    allowed = set(torch.nonzero(probability >= 0.3 * probability.max()).flatten().tolist())
+    assert set(draws(4000, min_p=0.3).tolist()) == allowed
+
+
+def test_tiny_top_p_is_greedy():
+    assert set(draws(50, top_p=1e-6).tolist()) == {int(logits().argmax())}
+
+
+def test_logit_bias_forces_and_forbids():
+    best = int(logits().argmax())
+    assert sample(logits(), [row(temperature=0, logit_bias={7: 100.0})]) == [7]
+    assert sample(logits(), [row(temperature=0, logit_bias={best: -100.0})]) != [best]
+
+
+def test_penalties_follow_their_formulas():
+    base = logits()[0]
+    tokens, num_prompt = [4, 4, 9, 9, 11], 2
+    for params, expected in [
+        ({"presence_penalty": 1.5}, {9: base[9] - 1.5, 11: base[11] - 1.5, 4: base[4]}),
+        ({"frequency_penalty": 0.5}, {9: base[9] - 1.0, 11: base[11] - 0.5, 4: base[4]}),
+        (
+            {"repetition_penalty": 2.0},
+            {t: base[t] / 2 if base[t] > 0 else base[t] * 2 for t in (4, 9, 11)} | {12: base[12]},
+        ),
+    ]:
+        edited = logits()
+        sample(edited, [row(tokens, num_prompt, temperature=0, **params)])
+        for token, value in expected.items():
+            assert edited[0, token] == pytest.approx(float(value)), params
+
+
+def test_a_stop_token_cannot_come_before_min_tokens():
+    best = int(logits().argmax())
+    assert sample(logits(), [row(temperature=0, min_tokens=2, stop_ids=[best])]) != [best]
+    late = row(tokens=(1, 2, 3, 4, 5), num_prompt=3, temperature=0, min_tokens=2, stop_ids=[best])
+    assert sample(logits(), [late]) == [best]
+
+
+def test_rows_of_a_batch_do_not_touch_each_other():
+    rows = [
+        row(temperature=0),
+        row(temperature=1.0, seed=5, top_k=3),
+        row(temperature=0.7, seed=6),
+        row(temperature=0, repetition_penalty=1.3),
+    ]
+    together = sample(logits(4), rows)
+    alone = [sample(logits(4)[i : i + 1], [r])[0] for i, r in enumerate(rows)]
+    assert together == alone
+
+
+def test_logprobs_are_of_the_raw_distribution_with_ranks():
+    raw = logits()[0].log_softmax(-1)
+    order = raw.argsort(descending=True).tolist()
+    [found] = logprobs(logits(), [order[3]], 2)
+    assert found.logprob == pytest.approx(float(raw[order[3]]))
+    assert found.rank == 4
+    assert found.top_ids == order[:2]
+    assert found.top_logprobs == pytest.approx(raw[order[:2]].tolist())
