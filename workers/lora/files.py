@@ -60,13 +60,13 @@ class AdapterFolder:
             fd = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise AdapterMissing(f"{name} cannot be opened: {error.strerror}.") from None
-        file = OpenFile(name, os.fdopen(fd, "rb", buffering=0), os.fstat(fd))
         try:
-            file.check(max_bytes)
+            opened = os.fstat(fd)
+            _check_regular(name, opened, max_bytes)
+            return OpenFile(name, os.fdopen(fd, "rb", buffering=0), opened)
         except BaseException:
-            file.close()
+            os.close(fd)
             raise
-        return file
 
     def _blobs(self) -> list[Path]:
         """Where the links of a Hugging Face cache entry lead: models--org--name/{snapshots/<revision>/…, blobs/}."""
@@ -87,12 +87,6 @@ class OpenFile:
     @property
     def size(self) -> int:
         return self.opened.st_size
-
-    def check(self, max_bytes: int) -> None:
-        if not stat.S_ISREG(self.opened.st_mode):
-            raise AdapterMalformed(f"{self.name} is not a regular file.")
-        if self.size > max_bytes:
-            raise AdapterMalformed(f"{self.name} has {self.size} bytes; at most {max_bytes} are read.")
 
     def read_into(self, target: memoryview, digest: hashlib._Hash) -> None:
         """Fills target, and adds exactly the bytes it got to digest."""
@@ -126,6 +120,13 @@ class OpenFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_regular(name: str, opened: os.stat_result, max_bytes: int) -> None:
+    if not stat.S_ISREG(opened.st_mode):
+        raise AdapterMalformed(f"{name} is not a regular file.")
+    if opened.st_size > max_bytes:
+        raise AdapterMalformed(f"{name} has {opened.st_size} bytes; at most {max_bytes} are read.")
 
 
 def read_config(folder: AdapterFolder) -> bytes:

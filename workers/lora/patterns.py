@@ -18,7 +18,7 @@ from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.strict_json import shown
 
 MAX_PATTERN_CHARS = 16_384  # a list of every module of a large model, joined by "|", still fits
-TOTAL_MATCH_S = 0.5  # for all patterns and modules of one adapter, compiling included
+TOTAL_MATCH_S = 0.25  # for all patterns and modules of one adapter, compiling included
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]*")
 # What module-name patterns are made of. Left out: flags (ranges under (?i) take seconds to compile), \x and \u escapes,

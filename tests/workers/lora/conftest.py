@@ -1,0 +1,124 @@
+"""Adapters made by PEFT itself, on tiny random bases."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.model import LoRAModel
+
+NUM_LAYERS = 3
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def make_base(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)) if family == "llama" else Qwen2ForCausalLM(Qwen2Config(**SIZES))
+
+
+def shapes_of(base: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    linears = {n.removeprefix("model."): m for n, m in base.named_modules() if isinstance(m, torch.nn.Linear)}
+    return {n: (m.in_features, m.out_features) for n, m in linears.items() if n != "lm_head"}
+
+
+@contextmanager
+def peft_warnings_ignored() -> Iterator[None]:
+    """PEFT's own, on odd configs and with the newest transformers; ours stay errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@dataclass(frozen=True)
+class AdapterDir:
+    """A folder with an adapter, and ways to damage it."""
+
+    path: Path
+    family: str = "llama"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(json.loads((self.path / "adapter_config.json").read_text()))
+
+    def set(self, **changes: object) -> AdapterDir:
+        (self.path / "adapter_config.json").write_text(json.dumps(self.config | changes))
+        return self
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return load_file(self.path / "adapter_model.safetensors")
+
+    def write(self, tensors: dict[str, Tensor]) -> AdapterDir:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, self.path / "adapter_model.safetensors")
+        return self
+
+    def map(self, change: Callable[[str, Tensor], tuple[str, Tensor]]) -> AdapterDir:
+        return self.write(dict(change(k, v) for k, v in self.tensors.items()))
+
+    def load(self, dtype: torch.dtype = torch.float32, expected_digest: str = "", **config: Any) -> LoRAModel:
+        return LoRAModel.from_local_checkpoint(
+            self.path,
+            shapes=shapes_of(make_base(self.family)),
+            config=LoRAConfig(**config),
+            dtype=dtype,
+            name="sql",
+            base_name="tiny",
+            expected_digest=expected_digest,
+        )
+
+    def peft_deltas(self) -> dict[str, Tensor]:
+        """What PEFT adds to each weight of the base when it loads this folder."""
+        with peft_warnings_ignored():
+            loaded = PeftModel.from_pretrained(make_base(self.family), str(self.path))
+        layers = {n: m for n, m in loaded.base_model.model.named_modules() if isinstance(m, LoraLayer)}
+        return {n.removeprefix("model."): m.get_delta_weight("default").detach() for n, m in layers.items()}
+
+
+MakeAdapter = Callable[..., AdapterDir]
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path) -> MakeAdapter:
+    def make(family: str = "llama", dtype: torch.dtype = torch.float32, **fields: Any) -> AdapterDir:
+        settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+        with peft_warnings_ignored():
+            model = get_peft_model(make_base(family), LoraConfig(**(settings | fields)))
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        path = tmp_path / "sql"
+        model.save_pretrained(str(path))
+        # PEFT sorts the keys it writes, also those whose order decides; an adapter is what its file says.
+        patterns = {k: v for k, v in fields.items() if k in ("rank_pattern", "alpha_pattern")}
+        adapter = AdapterDir(path, family).set(**patterns)
+        return adapter if dtype is torch.float32 else adapter.map(lambda k, v: (k, v.to(dtype)))
+
+    return make
+
+
+@pytest.fixture
+def adapter(make_adapter: MakeAdapter) -> AdapterDir:
+    """Rank 4 on q_proj and v_proj of a three-layer Llama."""
+    return make_adapter()

@@ -1,0 +1,51 @@
+"""Pattern gives PEFT's own answers, on patterns that people write."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from peft.utils.other import get_pattern_key
+
+from lorafleet.workers.errors import AdapterUnsupported
+from lorafleet.workers.lora.patterns import Budget, Pattern
+
+MODULES = [f"model.layers.{i}.{m}" for i in (0, 1, 11) for m in ("self_attn.q_proj", "mlp.gate_proj")]
+PATTERNS = [
+    "q_proj",
+    "proj",
+    "",
+    ".q_proj",
+    "q.proj",
+    "1.self_attn.q_proj",
+    "layers.1.self_attn.q_proj",
+    "model.layers.1.mlp.gate_proj",
+    "model",
+    ".*",
+    ".*q_proj",
+    "(q|gate)_proj",
+    r"model\.layers\.(1|11)\..*",
+    r"^model\.layers\.\d\.[a-z_]+\.(?P<name>q|k)_proj$",
+    r"[^.]+_proj",
+    r"(?:.*?(?:self_attn|mlp).*?(?:q_proj|gate_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.(?:(?:gate_proj)))",
+    r"(?!.*mlp).*_proj",
+    r".*(?<!gate)_proj",
+    r"layers\.1{2}\..*",
+    r"[]a-z.0-9_]*",
+]
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_rules_equal_peft(text: str) -> None:
+    pattern = Pattern(text, "rank_pattern")
+    for module in MODULES:
+        assert pattern.fullmatch(module, Budget()) == (re.fullmatch(text, module) is not None)
+        assert pattern.matches_ending(module, Budget()) == (get_pattern_key([text], module) == text)
+
+
+@pytest.mark.parametrize(
+    "text", ["(?i)q_proj", r"\x71", r"\N{DIGIT ONE}", "[[a-z]]", "q_proj{e<=2}", "[a--b]", "qﬁ", "(?R)", "(?#x)", r"\K"]
+)
+def test_what_re_and_regex_may_read_differently_is_refused(text: str) -> None:
+    with pytest.raises(AdapterUnsupported, match="rank_pattern"):
+        Pattern(text, "rank_pattern")
