@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -104,6 +105,9 @@ class AppArgs(BaseModel):
     lora_resolver_dir: str | None = Field(
         None, description="Folder of adapters, served by their folder's name when first asked for."
     )
+    lora_resolvers: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+        [], description="Installed resolver plugins to ask for unknown adapters, in this order, after the folder."
+    )
 
     num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
     num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker; fractions are allowed.")
@@ -114,7 +118,7 @@ class AppArgs(BaseModel):
     def _known_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        renamed: dict[str, Any] = {ALIASES.get(name, name): value for name, value in data.items()}
+        renamed: dict[str, Any] = {str(ALIASES.get(name, name)): value for name, value in data.items()}
         if len(renamed) < len(data):
             both = next(alias for alias, name in ALIASES.items() if alias in data and name in data)
             raise ValueError(f"{both} and {ALIASES[both]} are the same setting; give one of them.")
@@ -169,3 +173,19 @@ def _in_words(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"])
     message = str(error["msg"]).removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
+
+
+def check_paths(args: AppArgs) -> None:
+    """For a server on this machine: raises ConfigError for the mistakes that can be told before anything is started."""
+    _require(Path(args.model) / "config.json", f"model {args.model!r} is not a local Hugging Face folder")
+    for module in args.lora_modules:
+        _require(Path(module.path) / "adapter_config.json", f"adapter {module.name!r} cannot be served")
+    if args.lora_resolver_dir is not None:
+        _require(Path(args.lora_resolver_dir), f"lora_resolver_dir {args.lora_resolver_dir!r} does not exist")
+    if args.chat_template is not None:
+        _require(Path(args.chat_template), f"chat_template {args.chat_template!r} does not exist")
+
+
+def _require(path: Path, complaint: str) -> None:
+    if not path.exists():
+        raise ConfigError(f"{complaint}: there is no {path}. Check the path.")

@@ -72,7 +72,7 @@ class Directory(Protocol):
     async def leave(self, replica_id: str) -> None: ...
     async def watch(self, replica_id: str, epoch: str, version: int) -> Catalogue: ...
     async def lookup(self, epoch: str, name: str) -> LoRARequest | None: ...
-    async def publish(self, epoch: str, entry: LoRARequest, *, replace: bool) -> LoRARequest: ...
+    async def publish(self, epoch: str, entry: LoRARequest, *, replace: bool, wait: bool) -> LoRARequest: ...
     async def seed(self, epoch: str, entry: LoRARequest) -> LoRARequest | None: ...
     async def retract(self, epoch: str, name: str) -> None: ...
     async def report(self, replica_id: str, load: Load) -> None: ...
@@ -135,8 +135,8 @@ class AdapterDirectory:
         self._check(epoch)
         return self._catalogue.entries.get(name)
 
-    async def publish(self, epoch: str, entry: LoRARequest, *, replace: bool) -> LoRARequest:
-        """Adds or replaces a name, for every replica. AdapterExists where the name is taken."""
+    async def publish(self, epoch: str, entry: LoRARequest, *, replace: bool, wait: bool) -> LoRARequest:
+        """Adds or replaces a name. AdapterExists where the name is taken. wait: until every replica knows of it."""
         self._check(epoch)
         present = self._catalogue.entries.get(entry.lora_name)
         if present is not None and not replace:
@@ -146,7 +146,8 @@ class AdapterDirectory:
                 "lora_name",
             )
         self._put(entry)
-        await self._acknowledged(self._catalogue.version)
+        if wait:
+            await self._acknowledged(self._catalogue.version)
         return entry
 
     async def seed(self, epoch: str, entry: LoRARequest) -> LoRARequest | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from lorafleet.cluster.directory import AdapterDirectory, Catalogue, Load, Progress, RouteTable
 from lorafleet.workers.lora.request import LoRARequest
@@ -20,6 +21,8 @@ from lorafleet.workers.lora.request import LoRARequest
 NAMESPACE = "lorafleet"
 IDLE_EXIT_S = 30.0
 MAX_CALLS = 10_000  # at a time: every replica and router holds one or two
+
+T = TypeVar("T")
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -80,8 +83,8 @@ class RemoteDirectory:
     async def lookup(self, epoch: str, name: str) -> LoRARequest | None:
         return await _result(self._actor.lookup.remote(epoch, name))
 
-    async def publish(self, epoch: str, entry: LoRARequest, *, replace: bool) -> LoRARequest:
-        return await _result(self._actor.publish.remote(epoch, entry, replace=replace))
+    async def publish(self, epoch: str, entry: LoRARequest, *, replace: bool, wait: bool) -> LoRARequest:
+        return await _result(self._actor.publish.remote(epoch, entry, replace=replace, wait=wait))
 
     async def seed(self, epoch: str, entry: LoRARequest) -> LoRARequest | None:
         return await _result(self._actor.seed.remote(epoch, entry))
@@ -98,12 +101,23 @@ class RemoteDirectory:
     async def note(self, progress: Progress) -> None:
         await _result(self._actor.note.remote(progress))
 
-    async def progress(self, after: int) -> list[Progress]:
-        return await _result(self._actor.progress.remote(after))
+    def note_soon(self, progress: Progress) -> None:
+        """note, from code that is not asyncio and does not care for the outcome."""
+        self._actor.note.remote(progress)
 
 
-async def _result(reference: Any) -> Any:
+def read_progress(name: str, after: int) -> list[Progress]:
+    """What was noted since the first `after` notes; nothing while there is no directory yet."""
+    try:
+        actor = ray.get_actor(name, namespace=NAMESPACE)
+        notes: list[Progress] = ray.get(actor.progress.remote(after), timeout=5)
+    except (ValueError, RayError):
+        return []
+    return notes
+
+
+async def _result(reference: Awaitable[T]) -> T:
     try:
         return await reference
     except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        raise error.cause from None

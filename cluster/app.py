@@ -1,0 +1,68 @@
+"""The Ray Serve application: `serve run` imports `lorafleet.cluster.app:build`."""
+
+# Annotations stay objects here (no `from __future__ import annotations`): Serve looks at the type of build's argument.
+
+import dataclasses
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from lorafleet.cluster import ingress
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.directory_actor import directory_name
+from lorafleet.cluster.replica import EngineReplica
+from lorafleet.cluster.router import AdapterRouter, AffinityRouter
+from lorafleet.workers.config import Device, EngineConfig
+from lorafleet.workers.errors import ConfigError
+
+FRONT_CPUS = 0.1  # the HTTP front's share; Ray counts it, nothing enforces it
+HEALTH_PERIOD_S = 2.0
+HEALTH_TIMEOUT_S = 15.0
+DRAIN_S = 20.0  # a replica that is told to stop waits this long for its requests
+MAX_START_ATTEMPTS = 3
+
+
+def build(args: AppArgs) -> Application:
+    """Replicas of one base model and, with direct streaming, the router before them."""
+    config = dataclasses.replace(args.engine_config(), device=_device(args))
+    directory = directory_name("lorafleet", args.model)
+    replicas = _deployment(args, config, directory).bind(args, config, directory)
+    if not ingress.direct_streaming():
+        return replicas
+    return ingress.with_ingress_router(replicas, AdapterRouter.bind(replicas))
+
+
+def _device(args: AppArgs) -> Device:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray's own omission
+    num_gpus = resources.get("GPU", 0)
+    if args.device == "cpu" or (args.device == "auto" and num_gpus == 0):
+        return "cpu"
+    if num_gpus < args.num_replicas:
+        raise ConfigError(
+            f"num_replicas={args.num_replicas} on device={args.device} needs as many GPUs; this Ray cluster has "
+            f"{num_gpus:g}. Lower num_replicas, add GPUs, or use device=cpu."
+        )
+    return "cuda"
+
+
+def _deployment(args: AppArgs, config: EngineConfig, directory: str) -> serve.Deployment:
+    worker = {"CPU": args.num_cpus} | ({"GPU": 1} if config.device == "cuda" else {})
+    return serve.deployment(
+        name="EngineReplica",
+        num_replicas=args.num_replicas,
+        max_ongoing_requests=args.max_ongoing_requests,
+        max_constructor_retry_count=MAX_START_ATTEMPTS,
+        ray_actor_options={"num_cpus": FRONT_CPUS},
+        placement_group_bundles=[{"CPU": FRONT_CPUS}, worker],
+        placement_group_strategy="STRICT_PACK",  # they speak over a Unix socket
+        request_router_config=RequestRouterConfig(
+            request_router_class=AffinityRouter,
+            request_router_kwargs={"directory": directory},
+        ),
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=DRAIN_S,
+    )(serve.ingress()(EngineReplica))

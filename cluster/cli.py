@@ -1,0 +1,108 @@
+"""The `lorafleet` command. The options of `serve` are the fields of AppArgs, so that YAML and command line agree."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import typing
+from typing import Annotated, Any
+
+import typer
+from pydantic.fields import FieldInfo
+
+from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
+from lorafleet.workers.errors import LorafleetError
+
+# vLLM takes several values after one of these flags
+SEVERAL_VALUES = ("--lora-modules", "--lora-paths", "--served-model-name", "--lora-resolvers")
+PANELS = {"model": "Model", "device": "Engine", "enable_lora": "Adapters", "num_replicas": "Cluster"}  # first fields
+
+app = typer.Typer(help="Serve one base model and many LoRA adapters.", no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `serve` a subcommand."""
+
+
+def _serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    direct_streaming: Annotated[
+        bool, typer.Option(help="Tokens go from the replica through HAProxy; off: through Serve's own slower proxy.")
+    ] = True,
+    **options: Any,
+) -> None:
+    """Start a local Ray, the replicas and the HTTP server; Ctrl-C stops them all."""
+    try:
+        args = parse_args({name: value for name, value in options.items() if value not in (None, [])})
+        args.engine_config()
+        check_paths(args)
+        from lorafleet.cluster.local import serve_locally  # here, so that --help and mistakes need not wait for Ray
+
+        serve_locally(args, host, port, direct_streaming=direct_streaming)
+    except LorafleetError as error:
+        typer.echo(f"lorafleet: {error.message}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _option(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+    flags = [f"--{one.replace('_', '-')}" for one in (name, *(a for a, target in ALIASES.items() if target == name))]
+    kind = _plain_type(field.annotation)
+    if kind is bool:
+        flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
+    default = ... if field.is_required() else None
+    shown = None if field.is_required() or field.default in (None, []) else str(field.default)
+    annotation = Annotated[
+        kind if field.is_required() else kind | None,
+        typer.Option(*flags, help=field.description, show_default=shown or False, rich_help_panel=panel),
+    ]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _plain_type(annotation: Any) -> Any:
+    """What typer understands: `int | None` is int, Annotated is its inside, a list of anything is list[str]."""
+    if typing.get_origin(annotation) is Annotated:
+        return _plain_type(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return _plain_type(next(one for one in typing.get_args(annotation) if one is not type(None)))
+    if typing.get_origin(annotation) is list:
+        return list[float] if typing.get_args(annotation)[0] is float else list[str]
+    return annotation
+
+
+def _with_options(function: Any) -> Any:
+    """The function with one more keyword option for each field of AppArgs."""
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    panel = ""
+    options = []
+    for name, field in AppArgs.model_fields.items():
+        panel = PANELS.get(name, panel)
+        options.append(_option(name, field, panel))
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*options, *own)]
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {one.name: one.annotation for one in parameters}
+    return function
+
+
+app.command("serve")(_with_options(_serve))
+
+
+def spread_values(arguments: list[str]) -> list[str]:
+    """`--lora-modules a=x b=y` as `--lora-modules a=x --lora-modules b=y`."""
+    spread: list[str] = []
+    flag, values = "", 0
+    for argument in arguments:
+        if argument.startswith("-"):
+            flag, values = (argument if argument in SEVERAL_VALUES else ""), 0
+        elif flag:
+            values += 1
+            if values > 1:
+                spread.append(flag)
+        spread.append(argument)
+    return spread
+
+
+def main() -> None:
+    app(spread_values(sys.argv[1:]))

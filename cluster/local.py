@@ -1,0 +1,218 @@
+"""`lorafleet serve`: a Ray of its own on this machine, the application on it, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from types import FrameType
+from typing import Any, NoReturn
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from lorafleet.cluster import serve_environment
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.processes import adopt_orphans, end_descendants
+from lorafleet.workers.errors import ConfigError, LorafleetError
+
+APP_NAME = "lorafleet"
+OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
+HTTP_S = 60.0  # how long HTTP may take after the replicas are up
+POLL_S = 0.2
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Stopped(BaseException):
+    """SIGINT or SIGTERM came."""
+
+
+def serve_locally(args: AppArgs, host: str, port: int, *, direct_streaming: bool) -> NoReturn:
+    """Runs until SIGINT or SIGTERM, and ends the process. Raises ConfigError before anything was started."""
+    host = _check_address(host, port, direct_streaming)
+    adopt_orphans()
+    run_dir = tempfile.mkdtemp(prefix="lf-", dir="/tmp")
+    status = 0
+    try:
+        _catch_signals()
+        os.environ["LORAFLEET_RUN_DIR"] = run_dir  # the replicas' sockets go there
+        serve_environment.prepare(run_dir, direct_streaming=direct_streaming)
+        _start(args, host, port)
+        _announce(args, host, port)
+        while True:
+            time.sleep(3600)
+    except Stopped:
+        console.print("stopping")
+    except LorafleetError as error:
+        console.print(f"lorafleet: {error.message}", markup=False, style="red")
+        status = 1
+    finally:
+        _ignore_signals()
+        shutil.rmtree(run_dir, ignore_errors=True)
+        _exit(status)
+
+
+def _check_address(host: str, port: int, direct_streaming: bool) -> str:
+    host = "127.0.0.1" if host == "localhost" else host
+    if direct_streaming and host not in ("127.0.0.1", "0.0.0.0"):
+        raise ConfigError(
+            f"host={host}: with direct streaming the replicas listen where the server does, and are reached over the "
+            "loopback interface. Use 127.0.0.1 or 0.0.0.0, or --no-direct-streaming."
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port or --host."
+            ) from None
+    return host
+
+
+def _start(args: AppArgs, host: str, port: int) -> None:
+    console.print("starting Ray")
+    import ray  # these read the environment when they are imported
+    from ray import serve
+
+    from lorafleet.cluster.app import FRONT_CPUS, build
+    from lorafleet.cluster.directory_actor import directory_name
+
+    num_cpus = max(os.cpu_count() or 1, math.ceil(args.num_replicas * (FRONT_CPUS + args.num_cpus)) + 1)
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=num_cpus,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    _catch_signals()  # ray.init puts its own handlers in place
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    console.print(f"starting {args.num_replicas} replica{'s' if args.num_replicas > 1 else ''} of {args.model}")
+    serve.start(http_options={"host": host, "port": port})
+    target = serve.RunTarget(build(args), name=APP_NAME, route_prefix="/")
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    _wait_for_replicas(directory_name(APP_NAME, args.model))
+    console.print("starting HTTP")
+    _wait_for_http(args, host, port)
+
+
+def _wait_for_replicas(directory: str) -> None:
+    """Prints what the replicas tell. Raises ConfigError with a replica's own words when it fails."""
+    from ray import serve
+
+    from lorafleet.cluster.directory_actor import read_progress
+
+    num_read = 0
+    with Progress(TextColumn("  {task.description}"), BarColumn(), console=console, transient=True) as bars:
+        show = _Show(bars)
+        while True:
+            application = serve.status().applications.get(APP_NAME)
+            notes = read_progress(directory, num_read)
+            num_read += len(notes)
+            for note in notes:
+                if note.failed:
+                    raise ConfigError(note.text)
+                show.line(note.replica_id, note.text)
+            if application is not None and application.status == "RUNNING":
+                return
+            if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise ConfigError(application.message.strip().splitlines()[-1])
+            time.sleep(POLL_S)
+
+
+class _Show:
+    """Lines as they come, and a bar for each replica whose weights are being loaded."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._bar_of: dict[str, Any] = {}
+
+    def line(self, replica_id: str, text: str) -> None:
+        head, _, percent = text.removesuffix(" %").rpartition(" ")
+        if not text.endswith(" %") or not console.is_terminal:
+            console.print(f"  {replica_id}: {text}")
+            return
+        if replica_id not in self._bar_of:
+            self._bar_of[replica_id] = self._bars.add_task(f"{replica_id}: {head}", total=100)
+        self._bars.update(self._bar_of[replica_id], completed=float(percent))
+
+
+def _wait_for_http(args: AppArgs, host: str, port: int) -> None:
+    """Until one token has come the whole way: HAProxy hears of new replicas only after they are up."""
+    body = {"model": args.base_names[0], "prompt": "a", "max_tokens": 1}
+    deadline = time.monotonic() + HTTP_S
+    while True:
+        try:
+            request = urllib.request.Request(
+                f"{_url(host, port)}/v1/completions",
+                msgspec.json.encode(body),
+                {"content-type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=HTTP_S):
+                return
+        except urllib.error.HTTPError as error:
+            cause = f"{error.code} {error.read(500).decode(errors='replace')}"
+        except OSError as error:
+            cause = str(error)
+        if time.monotonic() > deadline:
+            raise ConfigError(f"the replicas are up, but {_url(host, port)} did not answer in {HTTP_S:.0f} s: {cause}")
+        time.sleep(POLL_S)
+
+
+def _announce(args: AppArgs, host: str, port: int) -> None:
+    names = [module.name for module in args.lora_modules]
+    console.print(f"ready: {_url(host, port)}")
+    console.print(f"base model: {', '.join(args.base_names)}")
+    console.print(f"adapters: {', '.join(names) or 'none'}")
+    if host == "0.0.0.0":
+        console.print("0.0.0.0 is open to the network, and so are the replicas' own ports from 30000 on")
+    model = names[0] if names else args.base_names[0]
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    console.print("try:")
+    console.print(
+        f"  curl {_url(host, port)}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", markup=False
+    )
+    console.print("Ctrl-C stops everything")
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+
+
+def _exit(status: int) -> NoReturn:
+    """Ends every process started from here, then this one, without Ray's own exit handlers, which wait for them.
+
+    Serve's shutdown would take about ten seconds and drain nothing, since it kills HAProxy first.
+    """
+    end_descendants()
+    console.print("stopped")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _catch_signals() -> None:
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, _raise_stopped)
+
+
+def _ignore_signals() -> None:
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+
+
+def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
+    _ignore_signals()  # one is enough: a second must not break into the clean-up
+    raise Stopped

@@ -1,0 +1,54 @@
+"""Sees to it that a command leaves no process behind, on Linux: adopts orphaned descendants, and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+ON_LINUX = sys.platform == "linux"
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent dies becomes this process's child, and so can be found."""
+    if ON_LINUX:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants(patience_s: float = 2.0) -> None:
+    """SIGTERM, and SIGKILL for what is still there after patience_s."""
+    for signal_number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 5.0)):
+        deadline = time.monotonic() + wait_s
+        signalled: set[int] = set()
+        while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
+            for pid in set(pids) - signalled:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal_number)
+            signalled.update(pids)
+            time.sleep(0.05)
+
+
+def descendants(root: int) -> list[int]:
+    """Living ones, by /proc; reaps this process's own dead children on the way."""
+    if not ON_LINUX:
+        return []
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found, queue = [], [root]
+    while queue:
+        for child in children.get(queue.pop(), []):
+            found.append(child)
+            queue.append(child)
+    return found

