@@ -74,12 +74,13 @@ def test_torch_takes_one_backend_through_many_steps() -> None:
 
 
 def test_like_sequences_share_a_group_and_a_long_one_does_not_pad_the_others() -> None:
-    def groups(lens: list[tuple[int, int]]) -> list[list[int]]:
-        return _split(AttentionBatch([q for q, _ in lens], [c for _, c in lens], [], torch.empty(0)))
+    def groups(lens: list[tuple[int, int]], most_keys: int = 100_000) -> list[list[int]]:
+        return _split(AttentionBatch([q for q, _ in lens], [c for _, c in lens], [], torch.empty(0)), most_keys)
 
     assert groups([(1, 60 + i) for i in range(16)]) == [list(range(16))]
     assert groups([(1, 50), (1, 9000), (1, 60)]) == [[0, 2], [1]]
     assert groups([(1, 700), (400, 400), (1, 690)]) == [[0, 2], [1]]
+    assert groups([(1, 100)] * 5, most_keys=200) == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.parametrize("windows", LAYER_WINDOWS)
@@ -95,6 +96,7 @@ class TestOnGPU:
         check_batch(TritonAttention, spec, BATCHES[name])
 
     @needs_flashinfer
+    @pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
     def test_flashinfer(self, name: str, heads: str, windows: str) -> None:
         spec = make_spec(HEADS[heads], LAYER_WINDOWS[windows], 128, torch.bfloat16, "cuda")
         check_batch(FlashInferAttention, spec, BATCHES[name])
