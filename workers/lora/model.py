@@ -24,6 +24,7 @@ from lorafleet.workers.errors import (
     AdapterUnsupported,
     RankTooLarge,
 )
+from lorafleet.workers.lora.casting import cast, max_magnitude
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.files import AdapterFolder, new_digest, open_weights, read_config
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
@@ -207,13 +208,13 @@ def _scaling(module: str, rank: int, helper: PEFTHelper, dtype: torch.dtype) -> 
 
 
 def _serving(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the serving dtype and contiguous; in place where it already is. One pass finds NaN, infinity and overflow."""
-    extremes = torch.stack(torch.aminmax(tensor))
-    if not extremes.to(dtype).isfinite().all():
-        if not extremes.isfinite().all():
+    """In the serving dtype and contiguous. Rounding keeps the order, so the largest value decides for all."""
+    largest = max_magnitude(tensor)
+    if not largest.to(dtype).isfinite():
+        if not largest.isfinite():
             raise AdapterMalformed(f"the tensor {shown(name)} has NaN or infinite values.")
         raise AdapterMalformed(
-            f"the tensor {shown(name)} has values up to {extremes.abs().max().item():.3g}, which overflow {dtype}, the "
+            f"the tensor {shown(name)} has values up to {largest.item():.3g}, which overflow {dtype}, the "
             f"serving dtype. Serve with lora_dtype=bfloat16 or float32."
         )
-    return tensor.to(dtype).contiguous()
+    return cast(tensor, dtype)
