@@ -37,7 +37,7 @@ class WorkerSocket:
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
         self._pair = self._context.socket(zmq.PAIR)
-        self._pair.setsockopt(zmq.LINGER, 0)
+        self._pair.setsockopt(zmq.LINGER, 1000)  # ms: the message that says why the worker ends must arrive
         self._pair.set_hwm(0)
         self._pair.bind(address)
         self._wake_receiver, self._wake_sender = socket.socketpair()

@@ -38,10 +38,8 @@ class GPUWorker:
     def __init__(self, config: EngineConfig, address: str) -> None:
         """Loads the model, binds `address` (zmq ipc://…), starts the loop. Raises ConfigError."""
         self._socket = WorkerSocket(address)
-        self._loop: EngineLoop | None = None
         try:
-            progress = _ProgressLog()
-            self._engine = build_engine(config, progress, self._socket.wake)
+            self._engine = build_engine(config, _ProgressLog(), self._socket.wake)
         except BaseException:
             self._socket.close()
             raise
@@ -53,15 +51,13 @@ class GPUWorker:
 
     def check_health(self) -> None:
         """Raises EngineDead when the loop has ended."""
-        if self._loop is None or not self._loop.is_alive():
-            reason = self._loop.failure if self._loop is not None else "it never started"
-            raise EngineDead(f"the engine loop has stopped: {reason or 'it was shut down'}")
+        if self._loop.failure is not None or not self._loop.is_alive():
+            raise EngineDead(f"the engine loop has stopped: {self._loop.failure or 'it was shut down'}")
 
     def shutdown(self) -> None:
         """Ends the loop after the present step; sequences in flight are lost."""
-        if self._loop is not None:
-            self._loop.stop()
-            self._loop.join(timeout=30)
+        self._loop.stop()
+        self._loop.join(timeout=30)
 
 
 class EngineLoop(threading.Thread):
@@ -90,8 +86,7 @@ class EngineLoop(threading.Thread):
             self._socket.send(StepBatch(self._acknowledged, fatal=self.failure))
         finally:
             self._engine.close()
-            if self.failure is None:
-                self._socket.close()
+            self._socket.close()
 
     def _turn(self, idle: bool) -> bool:
         """One step with what goes in and out; True where nothing could run though requests wait."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from tiny_models import FAMILIES
 
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from tiny_models import FAMILIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 TOLERANCE = 1e-3
@@ -33,7 +33,9 @@ def test_base_model_answers_as_transformers_does(fleet, prompt, family):
 @pytest.mark.parametrize("family", ["llama3", "llama_bias", "mistral", "qwen2", "qwen3"])
 def test_mixed_adapters_answer_as_peft_does(fleet, prompt, family):
     made = fleet(family)
-    llm = LLM(str(made.base), enable_lora=True, max_loras=3, max_num_batched_tokens=48, kv_cache_tokens=4096)
+    llm = LLM(
+        str(made.base), enable_lora=True, max_loras=3, max_num_batched_tokens=48, max_num_seqs=8, kv_cache_tokens=4096
+    )
     jobs = [(prompt(n), kind) for n in (3, 17, 40) for kind in (None, *made.adapters)]
     random.Random(0).shuffle(jobs)
     requests = {kind: LoRARequest(kind, i + 1, str(path)) for i, (kind, path) in enumerate(made.adapters.items())}

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_models import make_adapter
 
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.engine import Engine
@@ -17,6 +16,7 @@ from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineRequest, TokenOutput
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
+from tiny_models import make_adapter
 
 MANY = 6
 
@@ -55,10 +55,10 @@ def submit(engine: Engine, name: str, lora: LoRARequest | None, tokens: list[int
     engine.add(EngineRequest(request_id=name, prompt_token_ids=tokens, params=params, lora=lora))
 
 
-def run(engine: Engine, until=lambda outputs: False, limit_s: float = 60) -> list[TokenOutput]:
+def run(engine: Engine, limit_s: float = 60) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
     deadline = time.monotonic() + limit_s
-    while engine.has_work and not until(outputs):
+    while engine.has_work:
         assert time.monotonic() < deadline, "the engine hangs"
         outputs += engine.step()
     return outputs

@@ -1,0 +1,115 @@
+"""GPUWorker and EngineClient over a real ipc socket, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.errors import AdapterMissing, ContextOverflow, EngineDead
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.messages import EngineRequest, TokenOutput
+from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.transport import EngineClient, ipc_address
+from lorafleet.workers.worker import GPUWorker
+
+
+@pytest.fixture(scope="module")
+def worker(fleet, tmp_path_factory):
+    address = ipc_address(str(tmp_path_factory.mktemp("ipc")))
+    config = EngineConfig(model=str(fleet("llama3").base), kv_cache_tokens=2048, lora=LoRAConfig(max_loras=2))
+    made = GPUWorker(config, address)
+    made.address = address
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+async def client(worker) -> AsyncIterator[EngineClient]:
+    made = await EngineClient.connect(worker.address, worker.hello())
+    yield made
+    await made.close()
+
+
+def request(name: str, ids: list[int], max_tokens: int, lora: LoRARequest | None = None) -> EngineRequest:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return EngineRequest(request_id=name, prompt_token_ids=ids, params=params, lora=lora)
+
+
+async def tokens_of(client: EngineClient, asked: EngineRequest) -> list[int]:
+    return [token async for output in client.generate(asked) for token in output.token_ids]
+
+
+async def test_many_requests_and_adapters_at_once(client, fleet, prompt):
+    made = fleet("llama3")
+    loras = {}
+    for i, kind in enumerate(("all", "qv", "regex")):
+        lora = LoRARequest(kind, i + 1, str(made.adapters[kind]))
+        info = await client.load_adapter(lora)
+        loras[kind] = LoRARequest(kind, i + 1, str(made.adapters[kind]), info.digest)
+    kinds = [None, *loras] * 3
+    asked = [request(f"m{i}", prompt(10 + i), 8, loras.get(kind)) for i, kind in enumerate(kinds)]
+    answers = await asyncio.gather(*(tokens_of(client, one) for one in asked))
+    for i, (kind, answer) in enumerate(zip(kinds, answers, strict=True)):
+        assert answer == made.reference.greedy(prompt(10 + i), 8, made.adapters.get(kind)).tokens
+
+
+async def test_leaving_a_stream_frees_its_sequence_within_a_step(client, worker, prompt):
+    stream = client.generate(request("left", prompt(5), 400))
+    await anext(stream)
+    steps = worker._engine.stats().steps_total
+    await stream.aclose()
+    for _ in range(5000):
+        if not worker._engine.stats().num_running:
+            break
+        await asyncio.sleep(0.001)
+    assert worker._engine.stats().steps_total - steps < 50  # of 400: the abort overtook the answer
+    assert worker._engine.stats().kv_blocks_free == worker._engine.stats().kv_blocks_total
+
+
+async def test_refusals_come_back_as_the_errors_they_are(client, prompt, tmp_path):
+    with pytest.raises(ContextOverflow, match="600 tokens"):
+        await tokens_of(client, request("long", prompt(600), 5))
+    with pytest.raises(AdapterMissing):
+        await client.load_adapter(LoRARequest("none", 1, str(tmp_path / "none")))
+    assert len(await tokens_of(client, request("fine", prompt(5), 3))) == 3
+
+
+async def test_at_most_one_message_a_step_in_each_direction(client, worker, prompt, monkeypatch):
+    sent: list[int] = []
+    real = client._pair.send
+    monkeypatch.setattr(client._pair, "send", lambda data: (sent.append(client._sequence), real(data))[1])
+    before = worker._engine.stats().steps_total
+
+    async def late(i: int) -> list[int]:
+        await asyncio.sleep(i * 0.0005)
+        return await tokens_of(client, request(f"s{i}", prompt(5), 30))
+
+    await asyncio.gather(*(late(i) for i in range(30)))
+    assert len(sent) <= worker._engine.stats().steps_total - before + 1
+
+
+async def test_a_dead_loop_ends_every_stream_and_fails_the_health_check(fleet, prompt, tmp_path, monkeypatch):
+    config = EngineConfig(model=str(fleet("llama3").base), kv_cache_tokens=1024)
+    worker = GPUWorker(config, ipc_address(str(tmp_path)))
+    client = await EngineClient.connect(ipc_address(str(tmp_path)), worker.hello())
+    worker.check_health()
+    stream = client.generate(request("dies", prompt(5), 300))
+    first: TokenOutput = await anext(stream)
+    assert first.token_ids
+
+    def explode(chunks: object) -> None:
+        raise RuntimeError(f"device lost at {chunks is not None}")
+
+    monkeypatch.setattr(worker._engine._runner, "step", explode)
+    with pytest.raises(EngineDead, match="device lost"):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineDead, match="device lost"):
+        worker.check_health()
+    with pytest.raises(EngineDead):
+        await tokens_of(client, request("after", prompt(5), 3))
+    await client.close()
