@@ -22,16 +22,17 @@ HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 15.0
 DRAIN_S = 20.0  # a replica that is told to stop waits this long for its requests
 MAX_START_ATTEMPTS = 3
+MAX_ROUTED = 10_000  # requests waiting for a router's answer
 
 
 def build(args: AppArgs) -> Application:
     """Replicas of one base model and, with direct streaming, the router before them."""
     config = dataclasses.replace(args.engine_config(), device=_device(args))
     directory = directory_name("lorafleet", args.model)
-    replicas = _deployment(args, config, directory).bind(args, config, directory)
+    replicas = _replicas(args, config, directory).bind(args, config, directory)
     if not ingress.direct_streaming():
         return replicas
-    return ingress.with_ingress_router(replicas, AdapterRouter.bind(replicas))
+    return ingress.with_ingress_router(replicas, _router().bind(replicas))
 
 
 def _device(args: AppArgs) -> Device:
@@ -47,7 +48,7 @@ def _device(args: AppArgs) -> Device:
     return "cuda"
 
 
-def _deployment(args: AppArgs, config: EngineConfig, directory: str) -> serve.Deployment:
+def _replicas(args: AppArgs, config: EngineConfig, directory: str) -> serve.Deployment:
     worker = {"CPU": args.num_cpus} | ({"GPU": 1} if config.device == "cuda" else {})
     return serve.deployment(
         name="EngineReplica",
@@ -58,7 +59,7 @@ def _deployment(args: AppArgs, config: EngineConfig, directory: str) -> serve.De
         placement_group_bundles=[{"CPU": FRONT_CPUS}, worker],
         placement_group_strategy="STRICT_PACK",  # they speak over a Unix socket
         request_router_config=RequestRouterConfig(
-            request_router_class=AffinityRouter,
+            request_router_class=AffinityRouter,  # type: ignore[arg-type]  # Serve's annotation is of what it stores
             request_router_kwargs={"directory": directory},
         ),
         health_check_period_s=HEALTH_PERIOD_S,
@@ -66,3 +67,9 @@ def _deployment(args: AppArgs, config: EngineConfig, directory: str) -> serve.De
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=DRAIN_S,
     )(serve.ingress()(EngineReplica))
+
+
+def _router() -> serve.Deployment:
+    return serve.deployment(name="AdapterRouter", max_ongoing_requests=MAX_ROUTED, ray_actor_options={"num_cpus": 0})(
+        serve.ingress()(AdapterRouter)
+    )

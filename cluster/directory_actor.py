@@ -109,7 +109,7 @@ class RemoteDirectory:
 def read_progress(name: str, after: int) -> list[Progress]:
     """What was noted since the first `after` notes; nothing while there is no directory yet."""
     try:
-        actor = ray.get_actor(name, namespace=NAMESPACE)
+        actor: Any = ray.get_actor(name, namespace=NAMESPACE)
         notes: list[Progress] = ray.get(actor.progress.remote(after), timeout=5)
     except (ValueError, RayError):
         return []

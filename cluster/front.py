@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 
 from lorafleet.cluster.catalog import DirectoryCatalog
 from lorafleet.cluster.config import AppArgs
 from lorafleet.resolvers.base import LoRAResolver
 from lorafleet.resolvers.filesystem import FilesystemResolver
 from lorafleet.resolvers.registry import LoRAResolverRegistry
+from lorafleet.workers.openai.api import build_api
+from lorafleet.workers.openai.front import Front, FrontConfig, read_generation_defaults
+from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
 
 
-def make_api(args: AppArgs, engine: EngineClient, catalog: DirectoryCatalog) -> FastAPI:
-    api = FastAPI()
+def make_api(args: AppArgs, tokenizer: Tokenizer, engine: EngineClient, catalog: DirectoryCatalog) -> FastAPI:
+    front = Front(front_config(args), tokenizer, engine, catalog)
+    return build_api(lambda: front)
 
-    @api.get("/health")
-    async def health() -> str:
-        return "ok"
 
-    @api.get("/v1/models")
-    async def models() -> Any:
-        return {"data": [{"id": name} for name in args.base_names] + [{"id": e.lora_name} for e in catalog.entries()]}
-
-    @api.post("/v1/completions")
-    async def completions(request: Request) -> Any:
-        name = (await request.json())["model"]
-        return {"digest": "" if name in args.base_names else (await catalog.resolve(name)).digest}
-
-    return api
+def front_config(args: AppArgs) -> FrontConfig:
+    return FrontConfig(
+        served_model_names=tuple(args.base_names),
+        model_path=args.model,
+        allow_runtime_lora_updating=args.allow_runtime_lora_updating,
+        chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
+        generation_defaults=read_generation_defaults(args.model),
+    )
 
 
 def make_resolver(args: AppArgs) -> LoRAResolver | None:

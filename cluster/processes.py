@@ -31,15 +31,21 @@ def end_descendants(patience_s: float = 2.0) -> None:
                     os.kill(pid, signal_number)
             signalled.update(pids)
             time.sleep(0.05)
+    _reap(time.monotonic() + 1.0)
+
+
+def _reap(deadline: float) -> None:
+    """Collects the dead children, so that none is left as a zombie where nobody else would do it."""
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.02)
 
 
 def descendants(root: int) -> list[int]:
-    """Living ones, by /proc; reaps this process's own dead children on the way."""
+    """Living ones, by /proc."""
     if not ON_LINUX:
         return []
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

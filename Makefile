@@ -1,0 +1,41 @@
+# One command each; `make demo` needs nothing but Python 3.11 or newer and a network to install from.
+
+PYTHON ?= python3
+HOST ?= 127.0.0.1
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ADAPTERS := $(foreach name,shout json pirate,$(name)=demo/adapters/$(name))
+
+.PHONY: install demo test lint bench clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "lorafleet needs Python 3.11 or newer: make install PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# exec: Ctrl-C must reach the server itself, not a shell before it
+demo: install
+	@exec $(BIN)/lorafleet serve --model demo/model --served-model-name demo --lora-modules $(ADAPTERS) \
+		--host $(HOST) --port $(PORT) --allow-runtime-lora-updating
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python benchmarks/http_frontend.py
+	if [ -f benchmarks/cpu_engine.py ]; then $(BIN)/python benchmarks/cpu_engine.py; fi
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
