@@ -104,7 +104,9 @@ def make_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "float3
     return folder
 
 
-def make_adapter(folder: Path, model: Path, *, seed: int = 1, dtype: str = "float32", **options: Any) -> Path:
+def make_adapter(
+    folder: Path, model: Path, *, seed: int = 1, dtype: str = "float32", std: float = 0.12, **options: Any
+) -> Path:
     """A PEFT adapter with random B, saved by PEFT itself."""
     settings = {"r": 8, "lora_alpha": 16, "target_modules": ALL_TARGETS, "lora_dropout": 0.0} | options
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -112,7 +114,7 @@ def make_adapter(folder: Path, model: Path, *, seed: int = 1, dtype: str = "floa
     wrapped = peft.get_peft_model(base, peft.LoraConfig(**settings))
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.12)
+            torch.nn.init.normal_(parameter, std=std)
     wrapped.to(getattr(torch, dtype)).save_pretrained(folder)
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -131,17 +133,19 @@ class Answer:
 
 
 class Reference:
-    """transformers + PEFT in float32."""
+    """transformers + PEFT, in float32 unless said."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self._path = model
+        self._dtype = dtype
+        self._device = device
         self._models: dict[Path | None, Any] = {}
 
     def _model(self, adapter: Path | None) -> Any:
         if adapter not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.float32).eval()
+            model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype).eval().to(self._device)
             if adapter is not None:
-                model = peft.PeftModel.from_pretrained(model, adapter).eval()
+                model = peft.PeftModel.from_pretrained(model, adapter).eval().to(self._device)
             self._models[adapter] = model
         return self._models[adapter]
 
@@ -164,5 +168,6 @@ class Reference:
     @torch.inference_mode()
     def logprobs(self, tokens: list[int], adapter: Path | None = None) -> list[float]:
         """Of each token but the first, teacher-forced."""
-        logits = self._model(adapter)(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        ids = torch.tensor([tokens], device=self._device)
+        logits = self._model(adapter)(input_ids=ids).logits[0].float().log_softmax(-1).cpu()
         return [logits[i, token].item() for i, token in enumerate(tokens[1:])]

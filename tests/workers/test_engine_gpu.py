@@ -1,0 +1,76 @@
+"""The whole engine on a GPU in bf16 against transformers + PEFT on the same weights: teacher-forced logprobs of mixed
+adapters. Layers have the size of an 8B Llama; there are only four of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from tiny_models import Reference, make_adapter, make_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+SHAPE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "vocab_size": 32000,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}
+ADAPTERS = {
+    "all": {"r": 16, "lora_alpha": 32},
+    "qv": {"r": 7, "target_modules": ["q_proj", "v_proj"]},
+    "large": {"r": 64, "use_rslora": True, "target_modules": "all-linear"},
+    "down": {"r": 1, "target_modules": ["down_proj", "k_proj"], "layers_to_transform": [1, 3]},
+}
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    root = tmp_path_factory.mktemp("big")
+    base = make_model(root / "base", "llama3", dtype="bfloat16", **SHAPE)
+    paths = {
+        name: make_adapter(root / name, base, seed=i, std=0.02, **o) for i, (name, o) in enumerate(ADAPTERS.items())
+    }
+    return base, paths
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "triton", "torch"])
+def test_mixed_adapters_agree_with_peft_in_bf16(big, prompt, backend):
+    if backend == "flashinfer":
+        pytest.importorskip("flashinfer")
+    base, paths = big
+    llm = LLM(
+        str(base),
+        enable_lora=True,
+        max_loras=3,
+        attention_backend=backend,
+        max_num_batched_tokens=256,
+        max_num_seqs=64,
+        kv_cache_tokens=32768,
+    )
+    jobs = [(prompt(n), name) for n in (5, 100, 300) for name in (None, *paths)]
+    requests = {name: LoRARequest(name, i + 1, str(path)) for i, (name, path) in enumerate(paths.items())}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": p} for p, _ in jobs], params, [requests.get(name) for _, name in jobs])
+    exact, half = Reference(base, device="cuda"), Reference(base, dtype=torch.bfloat16, device="cuda")
+    ours: dict[str | None, list[float]] = {}
+    theirs: dict[str | None, list[float]] = {}
+    for (p, name), output in zip(jobs, outputs, strict=True):
+        [completion] = output.outputs
+        tokens = p + completion.token_ids
+        path = paths.get(name)
+        truth = torch.tensor(exact.logprobs(tokens, path)[len(p) - 1 :])
+        found = torch.tensor([entry.logprob for entry in completion.logprobs])
+        bf16 = torch.tensor(half.logprobs(tokens, path)[len(p) - 1 :])
+        ours.setdefault(name, []).append((found - truth).abs().mean().item())
+        theirs.setdefault(name, []).append((bf16 - truth).abs().mean().item())
+    for name in ours:
+        mean_ours, mean_theirs = sum(ours[name]) / 3, sum(theirs[name]) / 3
+        print(f"{backend} {name}: error {mean_ours:.4f}, of transformers in bf16 {mean_theirs:.4f}")
+        assert mean_ours < 1.5 * mean_theirs + 0.002
