@@ -10,7 +10,7 @@ from starlette.responses import Response
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.openai.envelope import Envelope, request_id
 from lorafleet.workers.openai.front import Front
-from lorafleet.workers.openai.generation import Sample, collect, make_samples, usage_of
+from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprobs
 from lorafleet.workers.openai.messages import read_messages
 from lorafleet.workers.openai.metrics import label_request
@@ -33,7 +33,7 @@ async def chat(front: Front, request: Request) -> Response:
     fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = Envelope(request_id(request, "chatcmpl-", body.request_id), kind, front.config.base_id)
-    samples = make_samples(front, envelope.id, [prompt], [model], [fitted(params, fit)])
+    samples = make_samples(front, envelope.id, [Task(prompt, model, fitted(params, fit))])
     answer = _Answer(front, body, samples, envelope)
     return answer.stream() if body.stream else WholeReply(answer.whole())
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.openai.envelope import Envelope, request_id
 from lorafleet.workers.openai.front import Front
-from lorafleet.workers.openai.generation import Sample, collect, make_samples, usage_of
+from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import completion_logprobs, prompt_offsets, vllm_prompt_logprobs
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.parsing import read_body
@@ -37,8 +37,8 @@ async def completions(front: Front, request: Request) -> Response:
     prompts = await _read_prompts(front, body)
     fits = [fit_max_tokens(front, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
     envelope = Envelope(request_id(request, "cmpl-", body.request_id), "text_completion", front.config.base_id)
-    samples = make_samples(front, envelope.id, prompts, [model] * len(prompts), [fitted(params, fit) for fit in fits])
-    answer = _Answer(front, body, samples, envelope, scoring)
+    tasks = [Task(prompt, model, fitted(params, fit), scoring) for prompt, fit in zip(prompts, fits, strict=True)]
+    answer = _Answer(front, body, make_samples(front, envelope.id, tasks), envelope)
     return answer.stream() if body.stream else WholeReply(answer.whole())
 
 
@@ -56,20 +56,19 @@ async def _read_prompts(front: Front, body: CompletionRequest) -> list[Prompt]:
 
 @dataclass(slots=True)
 class _Answer:
-    """What one request is answered with. `scoring`: the one generated token is not shown."""
+    """What one request is answered with."""
 
     front: Front
     body: CompletionRequest
     samples: list[Sample]
     envelope: Envelope
-    scoring: bool
 
     async def whole(self) -> Response:
         answers = await collect(self.samples)
         choices = [
             _Choice(self, sample).choice(delta, first=True) for sample, delta in zip(self.samples, answers, strict=True)
         ]
-        content = {**self.envelope.whole(self.samples), "choices": choices, "usage": self.usage()}
+        content = {**self.envelope.whole(self.samples), "choices": choices, "usage": usage_of(self.samples)}
         return json_response(content, fallback_headers(self.samples))
 
     def stream(self) -> Response:
@@ -85,9 +84,6 @@ class _Answer:
             headers,
         )
 
-    def usage(self) -> dict[str, object]:
-        return usage_of(self.samples)
-
 
 @dataclass(slots=True)
 class _Choice:
@@ -101,30 +97,28 @@ class _Choice:
 
     def choice(self, delta: Delta, *, first: bool) -> dict[str, object]:
         """The JSON of one choice or of one chunk of it; what is about the prompt comes in the first."""
-        body, shown = self.answer.body, Delta(finish_reason=delta.finish_reason) if self.answer.scoring else delta
-        if self.answer.scoring and shown.finish_reason is not None:
-            shown.finish_reason = "length"
+        body = self.answer.body
         choice: dict[str, object] = {
             "index": self.sample.index,
-            "text": (self.echoed if first else "") + shown.text,
-            "logprobs": self._logprobs(delta, shown, first),
-            "finish_reason": shown.finish_reason,
-            "stop_reason": shown.stop_reason,
+            "text": (self.echoed if first else "") + delta.text,
+            "logprobs": self._logprobs(delta, first),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
         }
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = vllm_prompt_logprobs(self.answer.front.tokenizer, delta.prompt_logprobs or [])
         if body.return_token_ids:
-            choice["token_ids"] = shown.token_ids
+            choice["token_ids"] = delta.token_ids
             if first:
                 choice["prompt_token_ids"] = self.sample.prompt.token_ids
         return choice
 
-    def _logprobs(self, delta: Delta, shown: Delta, first: bool) -> dict[str, object] | None:
+    def _logprobs(self, delta: Delta, first: bool) -> dict[str, object] | None:
         body, tokenizer = self.answer.body, self.answer.front.tokenizer
         if body.logprobs is None:
             return None
-        entries: list[TokenLogprobs | None] = [*(shown.logprobs or [])]
-        offsets: Sequence[int] = [len(self.echoed) + offset for offset in shown.offsets]
+        entries: list[TokenLogprobs | None] = [*(delta.logprobs or [])]
+        offsets: Sequence[int] = [len(self.echoed) + offset for offset in delta.offsets]
         prompt_ids = self.sample.prompt.token_ids
         if body.echo and first:
             entries = [*(delta.prompt_logprobs or [None]), *entries]

@@ -16,7 +16,7 @@ from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.openai.envelope import request_id
 from lorafleet.workers.openai.front import Front, ServedModel
-from lorafleet.workers.openai.generation import Answer, Sample, collect, fallback_of, make_samples, merged
+from lorafleet.workers.openai.generation import Answer, Sample, Task, collect, fallback_of, make_samples, merged
 from lorafleet.workers.openai.logprobs import LOWEST
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.parsing import parse_object, read_body
@@ -27,6 +27,7 @@ from lorafleet.workers.openai.sampling import fitted, read_logit_bias
 from lorafleet.workers.openai.streaming import fallback_headers
 from lorafleet.workers.output import Delta
 from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _OUR_NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -52,11 +53,11 @@ async def generate(front: Front, request: Request) -> Response:
     sampling = _read_sampling(body, len(prompts))
     models = await _read_models(front, body, sampling)
     label_request(request.scope, front.label(models[0]))
-    params, scoring = _read_params(front, body, prompts, sampling)
+    tasks = [_make_task(front, body, *one) for one in zip(prompts, models, sampling, strict=True)]
     rids = _read_rids(request, body, len(prompts))
-    samples = make_samples(front, rids[0], prompts, models, params)
-    ids = [rid for rid, one in zip(rids, params, strict=True) for _ in range(one.n)]
-    results = [_Result(body, sample, rid, scoring) for sample, rid in zip(samples, ids, strict=True)]
+    samples = make_samples(front, rids[0], tasks)
+    ids = [rid for rid, task in zip(rids, tasks, strict=True) for _ in range(task.params.n)]
+    results = [_Result(body, sample, rid) for sample, rid in zip(samples, ids, strict=True)]
     if body.stream:
         headers: dict[str, str] = {}
         return EventStream(_stream(front, results, len(samples) > 1, headers), headers)
@@ -157,17 +158,11 @@ def _read_rids(request: Request, body: SGLangRequest, num_prompts: int) -> list[
     return [request_id(request, "", rid) for rid in rids]
 
 
-def _read_params(
-    front: Front, body: SGLangRequest, prompts: Sequence[Prompt], sampling: Sequence[SGLangSampling]
-) -> tuple[list[SamplingParams], bool]:
-    """(each prompt's, whether max_new_tokens is 0: the prompts are only scored)."""
-    scoring = all(one.max_new_tokens == 0 for one in sampling)
-    params = []
-    for prompt, one in zip(prompts, sampling, strict=True):
-        asked = 1 if scoring else one.max_new_tokens
-        fit = fit_max_tokens(front, len(prompt.token_ids), asked, DEFAULT_MAX_NEW_TOKENS, "max_new_tokens")
-        params.append(fitted(_params_of(front, body, one, asked), fit))
-    return params, scoring
+def _make_task(front: Front, body: SGLangRequest, prompt: Prompt, model: ServedModel, one: SGLangSampling) -> Task:
+    scoring = one.max_new_tokens == 0
+    asked = 1 if scoring else one.max_new_tokens
+    fit = fit_max_tokens(front, len(prompt.token_ids), asked, DEFAULT_MAX_NEW_TOKENS, "max_new_tokens")
+    return Task(prompt, model, fitted(_params_of(front, body, one, asked), fit), scoring)
 
 
 def _params_of(front: Front, body: SGLangRequest, one: SGLangSampling, max_tokens: int | None) -> SamplingParams:
@@ -192,11 +187,10 @@ def _first_scored(body: SGLangRequest) -> int:
 class _Result:
     """One sample's answer so far."""
 
-    def __init__(self, body: SGLangRequest, sample: Sample, rid: str, scoring: bool) -> None:
+    def __init__(self, body: SGLangRequest, sample: Sample, rid: str) -> None:
         self.sample = sample
         self._body = body
         self._rid = rid
-        self._scoring = scoring
         self._text = ""
         self._answer = Answer()
 
@@ -206,50 +200,54 @@ class _Result:
 
     def render(self, front: Front) -> dict[str, object]:
         whole = self._answer.whole
-        shown = Delta(finish_reason=whole.finish_reason) if self._scoring else whole
         meta: dict[str, object] = {
             "id": self._rid,
-            "finish_reason": self._finish_reason(shown),
+            "finish_reason": _finish_reason(whole),
             "prompt_tokens": len(self.sample.prompt.token_ids),
-            "completion_tokens": len(shown.token_ids),
+            "completion_tokens": self.sample.num_tokens,
             "cached_tokens": self.sample.num_cached_tokens,
         }
         fallback = fallback_of([self.sample])
         if fallback is not None:
             meta["lora_fallback"] = fallback
         if self._body.return_logprob:
-            meta |= self._logprobs(front, whole, shown)
-        return {"text": "" if self._scoring else self._text, "output_ids": list(shown.token_ids), "meta_info": meta}
+            start = _first_scored(self._body)
+            meta |= _logprobs(front.tokenizer, self._body, whole, self.sample.prompt.token_ids, start)
+        return {"text": self._text, "output_ids": whole.token_ids, "meta_info": meta}
 
-    def _finish_reason(self, shown: Delta) -> dict[str, object] | None:
-        if shown.finish_reason is None:
-            return None
-        if self._scoring or shown.finish_reason == "length":
-            return {"type": "length", "length": len(shown.token_ids)}
-        if shown.finish_reason == "stop":
-            matched = shown.token_ids[-1] if shown.stop_reason is None and shown.token_ids else shown.stop_reason
-            return {"type": "stop", "matched": matched}
-        return {"type": shown.finish_reason}
 
-    def _logprobs(self, front: Front, whole: Delta, shown: Delta) -> dict[str, object]:
-        start, with_text = _first_scored(self._body), bool(self._body.return_text_in_logprobs)
-        scored = (whole.prompt_logprobs or [])[start:] if start >= 0 else []
-        ids = self.sample.prompt.token_ids[start:]
-        prompt: list[TokenLogprobs | None] = [None, *scored[1:]] if scored else []  # SGLang pads the first one
+def _finish_reason(whole: Delta) -> dict[str, object] | None:
+    if whole.finish_reason is None:
+        return None
+    if whole.finish_reason == "length":
+        return {"type": "length", "length": len(whole.token_ids)}
+    if whole.finish_reason == "stop":  # eos is named by its id
+        matched = whole.token_ids[-1] if whole.stop_reason is None and whole.token_ids else whole.stop_reason
+        return {"type": "stop", "matched": matched}
+    return {"type": whole.finish_reason}
 
-        def entry(token_id: int, logprob: float | None) -> list[object]:
-            text = front.tokenizer.token_text(token_id) if with_text else None
-            return [None if logprob is None else max(logprob, LOWEST), token_id, text]
 
-        def best(one: TokenLogprobs | None) -> list[list[object]] | None:
-            return [entry(i, p) for i, p in zip(one.top_ids, one.top_logprobs, strict=True)] if one else None
+def _logprobs(
+    tokenizer: Tokenizer, body: SGLangRequest, whole: Delta, prompt_ids: Sequence[int], start: int
+) -> dict[str, object]:
+    """Each as [logprob, token id, text or null]; the first prompt token wanted has none, as in SGLang."""
 
-        answered = shown.logprobs or []
-        fields: dict[str, object] = {
-            "input_token_logprobs": [entry(i, e.logprob if e else None) for i, e in zip(ids, prompt, strict=False)],
-            "output_token_logprobs": [entry(e.token_id, e.logprob) for e in answered],
-        }
-        if self._body.top_logprobs_num:
-            fields["input_top_logprobs"] = [best(e) for e in prompt]
-            fields["output_top_logprobs"] = [best(e) for e in answered]
-        return fields
+    def entry(token_id: int, logprob: float | None) -> list[object]:
+        text = tokenizer.token_text(token_id) if body.return_text_in_logprobs else None
+        return [None if logprob is None else max(logprob, LOWEST), token_id, text]
+
+    def best(one: TokenLogprobs | None) -> list[list[object]] | None:
+        return [entry(i, p) for i, p in zip(one.top_ids, one.top_logprobs, strict=True)] if one else None
+
+    scored = whole.prompt_logprobs[start:] if whole.prompt_logprobs and start >= 0 else []
+    prompt: list[TokenLogprobs | None] = [None, *scored[1:]] if scored else []
+    answered = whole.logprobs or []
+    wanted_ids = prompt_ids[start:] if prompt else []
+    fields: dict[str, object] = {
+        "input_token_logprobs": [entry(i, e.logprob if e else None) for i, e in zip(wanted_ids, prompt, strict=True)],
+        "output_token_logprobs": [entry(e.token_id, e.logprob) for e in answered],
+    }
+    if body.top_logprobs_num:
+        fields["input_top_logprobs"] = [best(e) for e in prompt]
+        fields["output_top_logprobs"] = [best(e) for e in answered]
+    return fields

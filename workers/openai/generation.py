@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from lorafleet.workers.errors import EngineDead, InvalidRequest
 from lorafleet.workers.messages import EngineRequest
@@ -25,34 +26,40 @@ MAX_SAMPLES = 2048  # sequences of one request
 _numbers = itertools.count()  # clients may give two requests one id; the engine needs them apart
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt and what to do with it. params.n: how many samples to make of it.
+
+    scoring: only the prompt's logprobs are wanted. The engine makes one token, which is not shown.
+    """
+
+    prompt: Prompt
+    model: ServedModel
+    params: SamplingParams
+    scoring: bool = False
+
+
 class Sample:
-    """One sequence. `params` are its own: n is 1."""
+    """One sequence. `params` are its own: n is 1. `counts_prompt`: it is its prompt's first, which the usage counts."""
 
     def __init__(
-        self,
-        front: Front,
-        request_id: str,
-        index: int,
-        prompt: Prompt,
-        params: SamplingParams,
-        model: ServedModel,
-        *,
-        first_of_prompt: bool,
+        self, front: Front, request_id: str, index: int, task: Task, params: SamplingParams, *, counts_prompt: bool
     ) -> None:
         self.index = index
-        self.prompt = prompt
+        self.prompt = task.prompt
+        self.model = task.model
         self.params = params
-        self.model = model
-        self.first_of_prompt = first_of_prompt  # its prompt tokens count in the usage
+        self.counts_prompt = counts_prompt
         self.num_cached_tokens = 0
         self.fallback_reason: str | None = None
+        self._scoring = task.scoring
         self._front = front
         self._engine_id = f"{request_id}-{next(_numbers)}"
-        self._processor = OutputProcessor(front.tokenizer, prompt.token_ids, params)
+        self._processor = OutputProcessor(front.tokenizer, self.prompt.token_ids, params)
 
     @property
     def num_tokens(self) -> int:
-        return self._processor.num_tokens
+        return 0 if self._scoring else self._processor.num_tokens
 
     async def run(self) -> AsyncGenerator[Delta, None]:
         """Ends after the delta with a finish_reason."""
@@ -72,7 +79,7 @@ class Sample:
                     delta = push(output)
                     if delta.num_cached_tokens or delta.fallback_reason:
                         self._note_facts(delta)
-                    yield delta
+                    yield _score_alone(delta) if self._scoring else delta
                     if delta.finish_reason is not None:
                         return
             raise EngineDead(f"the engine ended request {self._engine_id} without an answer")
@@ -84,7 +91,7 @@ class Sample:
         self.fallback_reason = delta.fallback_reason or self.fallback_reason
 
     def _count(self, watch: Stopwatch) -> None:
-        num_prompt = len(self.prompt.token_ids) if self.first_of_prompt else 0
+        num_prompt = len(self.prompt.token_ids) if self.counts_prompt else 0
         self._front.metrics.count_sequence(self._front.label(self.model), num_prompt, self.num_tokens, watch)
 
 
@@ -119,6 +126,10 @@ async def _pump(sample: Sample, queue: asyncio.Queue[tuple[Sample, Delta | Excep
                 queue.put_nowait((sample, delta))
     except Exception as error:
         queue.put_nowait((sample, error))
+
+
+def _score_alone(delta: Delta) -> Delta:
+    return Delta(prompt_logprobs=delta.prompt_logprobs, finish_reason="length")
 
 
 class Answer:
@@ -160,28 +171,21 @@ def fallback_of(samples: Sequence[Sample]) -> dict[str, str] | None:
     return None
 
 
-def make_samples(
-    front: Front,
-    request_id: str,
-    prompts: Sequence[Prompt],
-    models: Sequence[ServedModel],
-    params: Sequence[SamplingParams],
-) -> list[Sample]:
-    """`models` and `params` run parallel to the prompts; params.n is how many samples to make of each."""
-    total = sum(one.n for one in params)
+def make_samples(front: Front, request_id: str, tasks: Sequence[Task]) -> list[Sample]:
+    total = sum(task.params.n for task in tasks)
     if total > MAX_SAMPLES:
         raise InvalidRequest(f"prompts x n is {total}; at most {MAX_SAMPLES} answers in one request.", "n")
     samples: list[Sample] = []
-    for prompt, model, one in zip(prompts, models, params, strict=True):
-        for i in range(one.n):
-            own = params_of_sample(one, i)
-            samples.append(Sample(front, request_id, len(samples), prompt, own, model, first_of_prompt=i == 0))
+    for task in tasks:
+        for i in range(task.params.n):
+            params = params_of_sample(task.params, i)
+            samples.append(Sample(front, request_id, len(samples), task, params, counts_prompt=i == 0))
     return samples
 
 
 def usage_of(samples: Sequence[Sample]) -> dict[str, object]:
     """A prompt counts once, however many samples it has."""
-    asked = [sample for sample in samples if sample.first_of_prompt]
+    asked = [sample for sample in samples if sample.counts_prompt]
     prompt = sum(len(sample.prompt.token_ids) for sample in asked)
     completion = sum(sample.num_tokens for sample in samples)
     return {
