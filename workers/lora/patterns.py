@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import regex  # type: ignore[import-untyped, unused-ignore]  # its stubs are a package of their own
@@ -111,9 +111,18 @@ class Pattern:
         return self._kept[1]
 
 
-def ends_with_name(module: str, names: tuple[str, ...]) -> bool:
+class NameList:
     """PEFT's rule for lists of names: the module itself, or its last path segments."""
-    return any(module == name or module.endswith(f".{name}") for name in names)
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = frozenset(names)
+        self._endings = tuple(f".{name}" for name in self._names)
+
+    def has(self, module: str) -> bool:
+        return module in self._names
+
+    def has_ending(self, module: str) -> bool:
+        return module in self._names or module.endswith(self._endings)
 
 
 def _equal_but_for_dots(pattern: str, module: str) -> bool:

@@ -7,15 +7,16 @@ model.py compares both. Module names here are PEFT's: "model.layers.0.self_attn.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lorafleet.workers.errors import AdapterMalformed
-from lorafleet.workers.lora.patterns import Budget, Pattern, ends_with_name
+from lorafleet.workers.lora.files import CONFIG_NAME, AdapterFolder, read_config
+from lorafleet.workers.lora.patterns import Budget, NameList, Pattern
 from lorafleet.workers.lora.peft_fields import check_fields
 from lorafleet.workers.lora.strict_json import read_json_object, shown
 
-CONFIG_NAME = "adapter_config.json"
 DEFAULT_TARGETS = ("q_proj", "v_proj")  # PEFT's for every family served here, where target_modules is null
 DEFAULT_RANK = 8
 DEFAULT_ALPHA = 8.0
@@ -24,25 +25,28 @@ MAX_ENTRIES = 16_384  # of a list or a pattern table; a 126-layer model has 882 
 # PEFT's layer number where layers_pattern is not given. Linear in the name, and ours, so it costs next to nothing.
 _ANY_LAYERS = Pattern("[^.]*", "layers_pattern")
 
-Names = tuple[str, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class PEFTHelper:
-    """The checked config of a plain LoRA. Build it by from_dict or from_bytes."""
+    """The checked config of a plain LoRA. Build it by from_file, from_bytes or from_dict."""
 
     r: int
     lora_alpha: float
     use_rslora: bool
     rank_pattern: tuple[tuple[Pattern, int], ...]  # in file order: the first match wins
     alpha_pattern: tuple[tuple[Pattern, float], ...]
-    target_modules: Names | Pattern  # list of names, or one regular expression
+    target_modules: NameList | Pattern  # list of names, or one regular expression
     all_linear: bool
-    exclude_modules: Names | Pattern | None
+    exclude_modules: NameList | Pattern
     layers_to_transform: frozenset[int] | None
     layers_pattern: tuple[Pattern, ...]
     base_model_name_or_path: str | None
     budget: Budget = field(default_factory=Budget, compare=False, repr=False)
+
+    @classmethod
+    def from_file(cls, adapter_path: str | os.PathLike[str]) -> PEFTHelper:
+        """adapter_path: the adapter's folder."""
+        return cls.from_bytes(read_config(AdapterFolder.at(adapter_path)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PEFTHelper:
@@ -58,7 +62,7 @@ class PEFTHelper:
             use_rslora=_flag(config.get("use_rslora"), "use_rslora"),
             rank_pattern=tuple((p, _rank(v, p.field)) for p, v in _table(config, "rank_pattern")),
             alpha_pattern=tuple((p, _alpha(v, p.field)) for p, v in _table(config, "alpha_pattern")),
-            target_modules=DEFAULT_TARGETS if targets is None else _names_or_pattern(targets, "target_modules"),
+            target_modules=_names_or_pattern(DEFAULT_TARGETS if targets is None else targets, "target_modules"),
             all_linear=isinstance(targets, str) and targets.lower() == "all-linear",
             exclude_modules=_names_or_pattern(config.get("exclude_modules") or (), "exclude_modules"),
             layers_to_transform=_layers(config.get("layers_to_transform")),
@@ -88,14 +92,14 @@ class PEFTHelper:
             return is_linear
         if isinstance(self.target_modules, Pattern):
             return self.target_modules.fullmatch(module, self.budget)
-        if module in self.target_modules:  # the full name counts whatever layers_to_transform says
+        if self.target_modules.has(module):  # the full name counts whatever layers_to_transform says
             return True
-        return ends_with_name(module, self.target_modules) and self._is_chosen_layer(module)
+        return self.target_modules.has_ending(module) and self._is_chosen_layer(module)
 
     def _excludes(self, module: str) -> bool:
         if isinstance(self.exclude_modules, Pattern):
             return self.exclude_modules.fullmatch(module, self.budget)
-        return bool(self.exclude_modules) and ends_with_name(module, self.exclude_modules or ())
+        return self.exclude_modules.has_ending(module)
 
     def _is_chosen_layer(self, module: str) -> bool:
         if self.layers_to_transform is None:
@@ -143,13 +147,13 @@ def _table(config: Mapping[str, object], name: str) -> list[tuple[Pattern, objec
     return [(Pattern(key, f"{name}[{shown(key)}]"), value) for key, value in table.items()]
 
 
-def _names_or_pattern(value: object, name: str) -> Names | Pattern:
+def _names_or_pattern(value: object, name: str) -> NameList | Pattern:
     if isinstance(value, str):
         return Pattern(value, name)
-    return _names(value, name)
+    return NameList(_names(value, name))
 
 
-def _names(value: object, name: str) -> Names:
+def _names(value: object, name: str) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise AdapterMalformed(f"{name} is {shown(value)}; it must be a string or a list of strings.")
     _check_count(len(value), name)

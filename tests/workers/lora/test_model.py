@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lorafleet.workers.lora.peft_helper import PEFTHelper
+
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -131,6 +133,28 @@ def test_null_targets_are_peft_s_default(adapter: Any) -> None:
 def test_prefix_variants_are_understood(adapter: Any, old: str, new: str) -> None:
     expected = adapter.peft_deltas()
     check_equal(adapter.map(lambda k, v: (k.replace(old, new), v)), expected)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": "ALL-LINEAR", "exclude_modules": r".*\.mlp\..*"},
+        {"target_modules": ALL, "layers_to_transform": [0, 1], "layers_pattern": ["h", "layer.?"]},
+    ],
+)
+def test_targets_left_as_they_were_written(make_adapter: Any, fields: dict[str, Any]) -> None:
+    adapter = make_adapter(**fields).set(**fields)
+    check_equal(adapter)
+
+
+def test_config_can_be_read_alone(make_adapter: Any) -> None:
+    adapter = make_adapter(use_rslora=True, rank_pattern={"v_proj": 16}, lora_alpha=8)
+    helper = PEFTHelper.from_file(adapter.path)
+    module = "model.layers.0.self_attn.v_proj"
+    assert (helper.rank_of(module), helper.scaling_of(module, 16)) == (16, 2.0)
+    assert helper.targets(module)
+    assert not helper.targets("lm_head", is_linear=False)
 
 
 @pytest.mark.parametrize("key", ["eva_config", "corda_config", "loftq_config", "auto_mapping", "lora_ga_config"])
