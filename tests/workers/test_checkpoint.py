@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorafleet.workers.checkpoint import read_model_config
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.errors import ConfigError, UnsupportedModel
+from lorafleet.workers.llm import LLM, SamplingParams
+from lorafleet.workers.startup import build_engine
+from tiny_models import make_model
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return make_model(tmp_path / "model", "llama3")
+
+
+def edit(model: Path, **changes: object) -> Path:
+    path = model / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": []}, "missing"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(model, changes, named):
+    with pytest.raises(UnsupportedModel, match=named):
+        read_model_config(edit(model, **changes))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (lambda m: (m / "config.json").unlink(), "config.json is missing"),
+        (lambda m: (m / "config.json").write_text("{"), "cannot be read as JSON"),
+        (lambda m: (m / "config.json").write_text("[]"), "holds a list"),
+        (lambda m: edit(m, hidden_size="64"), "hidden_size='64'"),
+        (lambda m: (m / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"\x10" * 100), "model.safetensors cannot be read"),
+        (lambda m: edit(m, num_hidden_layers=4), "layers.3"),
+        (lambda m: edit(m, num_hidden_layers=2), "layers.2"),
+        (lambda m: edit(m, intermediate_size=128), r"has shape \[64, 96\]"),
+    ],
+)
+def test_a_damaged_checkpoint_names_its_cause(model, break_it, named):
+    break_it(model)
+    with pytest.raises(ConfigError, match=named):
+        build_engine(EngineConfig(model=str(model)))
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        read_model_config(tmp_path / "nowhere")
+
+
+def test_the_spelling_of_transformers_4_means_the_same(model):
+    new = read_model_config(model)
+    rope = json.loads((model / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    old = edit(model, rope_parameters=..., dtype=..., rope_theta=theta, rope_scaling=rope, torch_dtype="float32")
+    assert read_model_config(old) == new
+
+
+def test_a_sharded_checkpoint_is_the_same_model(model, prompt):
+    ask = {"prompt_token_ids": prompt(9)}, SamplingParams(temperature=0, max_tokens=5)
+    whole = LLM(str(model), kv_cache_tokens=512).generate(*ask)[0].outputs[0].token_ids
+    tensors = load_file(model / "model.safetensors")
+    names = sorted(tensors)
+    halves = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, model / file)
+    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "model.safetensors").unlink()
+    assert LLM(str(model), kv_cache_tokens=512).generate(*ask)[0].outputs[0].token_ids == whole
+
+
+def test_dtype_auto_is_the_checkpoints_own(tmp_path):
+    half = make_model(tmp_path / "half", "llama3", dtype="bfloat16")
+    assert read_model_config(half).dtype == torch.bfloat16
+    engine = build_engine(EngineConfig(model=str(edit(half, dtype=...)), kv_cache_tokens=512))
+    assert engine._runner.model.embed_tokens.dtype == torch.bfloat16
+
+
+def test_context_over_the_models_limit_is_refused_with_both_numbers(model):
+    with pytest.raises(ConfigError, match="max_model_len=4096 is over the model's own limit of 512"):
+        build_engine(EngineConfig(model=str(model), max_model_len=4096))
+
+
+def test_context_over_the_cache_is_refused_with_both_numbers(model):
+    with pytest.raises(ConfigError, match="holds 64 tokens, less than max_model_len=128"):
+        build_engine(EngineConfig(model=str(model), max_model_len=128, kv_cache_tokens=64))
+
+
+def test_context_shrinks_to_the_cache_where_none_is_asked_for(model):
+    assert build_engine(EngineConfig(model=str(model), kv_cache_tokens=64)).hello.max_model_len == 64
