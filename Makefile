@@ -25,7 +25,7 @@ demo: install
 		--host $(HOST) --port $(PORT) --allow-runtime-lora-updating
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/pytest
 
 lint: install
 	$(BIN)/ruff format --check

@@ -54,7 +54,7 @@ def _option(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
         flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
     default = ... if field.is_required() else None
     shown = None if field.is_required() or field.default in (None, []) else str(field.default)
-    annotation: Any = Annotated[  # type: ignore[valid-type]  # made at run time, for typer
+    annotation: Any = Annotated[
         kind if field.is_required() else kind | None,
         typer.Option(*flags, help=field.description, show_default=shown or False, rich_help_panel=panel),
     ]

@@ -1,0 +1,55 @@
+import pytest
+
+from lorafleet.cluster.cli import spread_values
+from lorafleet.cluster.config import LoRAModule, parse_args
+from lorafleet.workers.errors import ConfigError
+
+
+def test_the_engine_and_lora_settings_arrive_by_name() -> None:
+    args = parse_args({"model": "m", "max_num_seqs": 7, "max_loras": 3, "lora_dtype": "float32"})
+    config = args.engine_config()
+    assert config.lora is not None
+    assert (config.max_num_seqs, config.lora.max_loras, config.lora.lora_dtype) == (7, 3, "float32")
+
+
+def test_without_lora_there_is_no_lora_config() -> None:
+    assert parse_args({"model": "m", "enable_lora": False}).engine_config().lora is None
+
+
+def test_modules_are_read_in_every_spelling() -> None:
+    given = ["a=/x", '{"name": "b", "path": "/y", "base_model_name": "m"}', {"lora_name": "c", "lora_path": "/z"}]
+    modules = parse_args({"model": "m", "lora_paths": given}).lora_modules
+    assert modules == [
+        LoRAModule(name="a", path="/x"),
+        LoRAModule(name="b", path="/y", base_model_name="m"),
+        LoRAModule(name="c", path="/z"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"model": "m", "max_lora_rnak": 8}, "did you mean 'max_lora_rank'"),
+        ({"model": "m", "zzz": 8}, "unknown argument 'zzz'"),
+        ({"modle": "m"}, "did you mean 'model'"),
+        ({"model": "m", "num_replicas": "two"}, "num_replicas"),
+        ({"model": "m", "device": "tpu"}, "device"),
+        ({"model": "m", "lora_modules": ["nothing"]}, "name=path"),
+        ({"model": "m", "lora_modules": ["{nothing"]}, "not valid JSON"),
+        ({"model": "m", "lora_modules": [{"name": "a", "path": "x", "rank": 3}]}, "rank"),
+        ({"model": "m", "lora_modules": ["a=x", "a=y"]}, "twice"),
+        ({"model": "m", "lora_modules": ["m=x"]}, "base model's name"),
+        ({"model": "m", "lora_modules": ["a=x"], "enable_lora": False}, "enable_lora"),
+        ({"model": "m", "max_loras": 2, "max_loras_per_batch": 3}, "same setting"),
+    ],
+)
+def test_a_mistake_is_an_error_that_names_it(values: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse_args(values)
+
+
+def test_several_values_may_follow_one_flag() -> None:
+    assert spread_values(["serve", "--lora-modules", "a=x", "b=y", "--port", "1"]) == [
+        *("serve", "--lora-modules", "a=x", "--lora-modules", "b=y", "--port", "1")
+    ]
+    assert spread_values(["serve", "--host", "a", "b"]) == ["serve", "--host", "a", "b"]

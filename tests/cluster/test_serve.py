@@ -1,0 +1,149 @@
+"""The whole application, as `lorafleet serve` starts it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.cluster.harness import (
+    descendants_named,
+    free_port,
+    running_server,
+    start_server,
+    stop_server,
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def resolver_dir(tiny_model: Path) -> Path:
+    folder = tiny_model.parent / "resolved"
+    shutil.copytree(tiny_model.parent / "a2", folder / "cold")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(tiny_model: Path, resolver_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Two replicas, one adapter from the start, direct streaming."""
+    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--num-replicas", "2"]
+    arguments += ["--lora-modules", f"a0={tiny_model.parent / 'a0'}", "--allow-runtime-lora-updating"]
+    arguments += ["--lora-resolver-dir", str(resolver_dir), "--kv-cache-tokens", "4096"]
+    log_file = tmp_path_factory.mktemp("log") / "serve.log"
+    with running_server(arguments, log_file) as url, httpx.Client(base_url=url, timeout=60) as http:
+        yield http
+
+
+def answer(client: httpx.Client, model: str) -> httpx.Response:
+    body = {"model": model, "prompt": "hello", "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    return client.post("/v1/completions", json=body)
+
+
+def logprobs(client: httpx.Client, model: str) -> list[float]:
+    response = answer(client, model)
+    assert response.status_code == 200, response.text
+    return [round(one, 4) for one in response.json()["choices"][0]["logprobs"]["token_logprobs"]]
+
+
+def test_adapters_answer_differently_from_the_base(client: httpx.Client) -> None:
+    assert logprobs(client, "base") != logprobs(client, "a0")
+
+
+def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
+    response = answer(client, "nobody")
+    assert (response.status_code, response.json()["error"]["param"]) == (404, "model")
+
+
+def test_a_resolved_adapter_is_served_when_first_asked_for(client: httpx.Client) -> None:
+    assert logprobs(client, "cold") not in (logprobs(client, "base"), logprobs(client, "a0"))
+
+
+def test_loading_replacing_and_unloading_reach_every_replica_before_they_return(
+    client: httpx.Client, tiny_model: Path
+) -> None:
+    def everywhere(model: str) -> set[object]:
+        with ThreadPoolExecutor(8) as pool:
+            responses = list(pool.map(lambda _: answer(client, model), range(16)))
+        return {
+            str(r.json()["choices"][0]["logprobs"]["token_logprobs"]) if r.status_code == 200 else r.status_code
+            for r in responses
+        }
+
+    def change(action: str, **body: object) -> None:
+        response = client.post(f"/v1/{action}_lora_adapter", json={"lora_name": "hot", **body})
+        assert response.status_code == 200, response.text
+
+    change("load", lora_path=str(tiny_model.parent / "a0"))
+    first = everywhere("hot")
+    assert len(first) == 1 and 404 not in first
+    change("load", lora_path=str(tiny_model.parent / "a1"), load_inplace=True)
+    second = everywhere("hot")
+    assert len(second) == 1 and second != first
+    change("unload")
+    assert everywhere("hot") == {404}
+    assert "hot" not in client.get("/v1/models").text
+
+
+def test_a_body_over_the_proxys_buffer_is_answered(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json={"prompt": "x" * (9 << 20), "model": "a0"})
+    assert response.status_code == 400 and "token" in response.text, response.text[:300]
+
+
+def test_a_dead_worker_is_replaced(client: httpx.Client) -> None:
+    workers = descendants_named(os.getpid(), "WorkerActor")
+    assert len(workers) == 2
+    before = logprobs(client, "a0")
+    os.kill(workers[0], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while len(set(descendants_named(os.getpid(), "WorkerActor")) - {workers[0]}) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert logprobs(client, "a0") == before
+
+
+def test_a_bad_adapter_fails_the_start_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--model",
+        str(tiny_model),
+        "--max-lora-rank",
+        "4",
+        "--lora-modules",
+        f"big={tiny_model.parent / 'a2'}",
+    ]
+    log_file = tmp_path / "serve.log"
+    process = start_server([*arguments, "--port", str(free_port())], log_file)
+    assert process.wait(120) == 1
+    printed = log_file.read_text()
+    assert "'big'" in printed and "rank" in printed and "Traceback" not in printed
+
+
+def test_a_missing_model_fails_at_once(tmp_path: Path) -> None:
+    process = start_server(["--model", str(tmp_path / "nowhere")], tmp_path / "serve.log")
+    assert process.wait(30) == 1
+    assert "nowhere" in (tmp_path / "serve.log").read_text()
+
+
+@pytest.mark.parametrize("started_s", [0.5, 4.0, 8.0])
+def test_a_signal_during_the_start_leaves_nothing(tiny_model: Path, tmp_path: Path, started_s: float) -> None:
+    process = start_server(["--model", str(tiny_model), "--port", str(free_port())], tmp_path / "serve.log")
+    time.sleep(started_s)
+    status, left = stop_server(process, signal.SIGTERM)
+    assert left == []
+    assert status == 0 or started_s < 1, (tmp_path / "serve.log").read_text()
+
+
+def test_the_plain_path_answers_too(tiny_model: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--no-direct-streaming"]
+    arguments += ["--lora-modules", f"a0={tiny_model.parent / 'a0'}"]
+    with (
+        running_server(arguments, tmp_path / "serve.log", signal.SIGTERM) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        assert logprobs(client, "base") != logprobs(client, "a0")
