@@ -48,22 +48,25 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 CLIENT_LEFT = 499  # nginx's status for a client that went away before its answer
 
+_ENDPOINT = "lorafleet.endpoint"  # in the ASGI scope: the route's path, which bounds the metrics' labels
+
 logger = logging.getLogger("lorafleet.http")
 
 
 def build_api(get_front: GetFront) -> FastAPI:
-    api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False)
+    api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False, openapi_url=None)
     for method, path, handler in ROUTES:
         # Plain routes: a handler reads its body itself, so FastAPI's own parsing would be work done twice.
-        api.add_route(path, _endpoint(handler, get_front), methods=[method], name=handler.__name__)
+        api.add_route(path, _endpoint(handler, path, get_front), methods=[method], name=handler.__name__)
     api.add_exception_handler(LorafleetError, on_lorafleet_error)
     api.add_exception_handler(HTTPException, on_http_exception)
     api.add_middleware(CountRequests, get_front=get_front)
     return api
 
 
-def _endpoint(handler: Handler, get_front: GetFront) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(handler: Handler, path: str, get_front: GetFront) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
+        request.scope[_ENDPOINT] = path
         front = get_front()
         if front is None:
             raise Overloaded("This replica is starting; try again in a moment.")
@@ -103,6 +106,4 @@ class CountRequests:
         finally:
             front = self._get_front()
             if front is not None:
-                route = scope.get("route")
-                endpoint = getattr(route, "path", "unknown")
-                front.metrics.count_request(endpoint, label_of_request(scope), status)
+                front.metrics.count_request(scope.get(_ENDPOINT, "unknown"), label_of_request(scope), status)

@@ -35,7 +35,7 @@ async def chat(front: Front, request: Request) -> Response:
     envelope = Envelope(request_id(request, "chatcmpl-", body.request_id), kind, front.config.base_id)
     samples = make_samples(front, envelope.id, [Task(prompt, model, fitted(params, fit))])
     answer = _Answer(front, body, samples, envelope)
-    return answer.stream() if body.stream else WholeReply(answer.whole())
+    return answer.stream() if body.stream else WholeReply(answer.whole)
 
 
 async def _read_prompt(front: Front, body: ChatRequest) -> Prompt:

@@ -39,7 +39,7 @@ async def completions(front: Front, request: Request) -> Response:
     envelope = Envelope(request_id(request, "cmpl-", body.request_id), "text_completion", front.config.base_id)
     tasks = [Task(prompt, model, fitted(params, fit), scoring) for prompt, fit in zip(prompts, fits, strict=True)]
     answer = _Answer(front, body, make_samples(front, envelope.id, tasks), envelope)
-    return answer.stream() if body.stream else WholeReply(answer.whole())
+    return answer.stream() if body.stream else WholeReply(answer.whole)
 
 
 def _read_params(front: Front, body: CompletionRequest, max_tokens: int | None) -> SamplingParams:

@@ -61,7 +61,7 @@ async def generate(front: Front, request: Request) -> Response:
     if body.stream:
         headers: dict[str, str] = {}
         return EventStream(_stream(front, results, len(samples) > 1, headers), headers)
-    return WholeReply(_whole(front, results, is_batch or len(samples) > 1))
+    return WholeReply(lambda: _whole(front, results, is_batch or len(samples) > 1))
 
 
 async def _whole(front: Front, results: Sequence[_Result], as_list: bool) -> Response:

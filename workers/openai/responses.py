@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import msgspec
@@ -74,13 +74,13 @@ class EventStream(Response):
 class WholeReply(Response):
     """Awaits the response that `work` makes."""
 
-    def __init__(self, work: Awaitable[Response]) -> None:
+    def __init__(self, work: Callable[[], Awaitable[Response]]) -> None:
         super().__init__()
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with _while_client_stays(receive):
-            response = await self._work
+            response = await self._work()
             await response(scope, receive, send)
 
 
@@ -101,7 +101,8 @@ async def _while_client_stays(receive: Receive) -> AsyncIterator[None]:
 
     def on_leaving(watcher: asyncio.Task[None]) -> None:
         nonlocal left
-        if inside and not watcher.cancelled() and watcher.exception() is None:
+        failed = watcher.cancelled() or watcher.exception() is not None
+        if inside and not failed:
             left = True
             task.cancel()
 
