@@ -62,6 +62,11 @@ class Front:
         """What prompt and answer of one request may have together, in tokens."""
         return min(self.engine.hello.max_model_len, self.engine.hello.kv_cache_tokens)
 
+    @property
+    def dead(self) -> str | None:
+        """Why the engine stopped; None while it runs, or where the client cannot tell."""
+        return getattr(self.engine, "dead", None)
+
     async def model(self, name: str | None) -> ServedModel:
         """A base name, an adapter's name, or SGLang's `base:adapter`; no name means the base model, as in vLLM.
 

@@ -13,8 +13,8 @@ from lorafleet.workers.openai.responses import json_response
 
 
 async def health(front: Front, _: Request) -> Response:
-    if front.engine.dead is not None:
-        raise EngineDead(f"The engine stopped: {front.engine.dead}. This replica is being replaced; try again.")
+    if front.dead is not None:
+        raise EngineDead(f"The engine stopped: {front.dead}. This replica is being replaced; try again.")
     return Response()
 
 

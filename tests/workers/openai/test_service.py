@@ -71,11 +71,12 @@ async def test_a_client_that_leaves_aborts_its_sequences(
     http: httpx.AsyncClient, engine: Any, path: str, n: int, hold_after: int, stream: bool
 ) -> None:
     engine.hold_after = hold_after
-    body: dict[str, Any] = {
+    bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "a", "n": n},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "n": n},
         "/generate": {"text": "a", "sampling_params": {"n": n}},
-    }[path]
+    }
+    body = bodies[path]
     task = asyncio.create_task(http.post(path, json=body | {"stream": stream}))
     await until(lambda: len(engine.running) == n)
     await asyncio.sleep(0.02)
