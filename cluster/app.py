@@ -32,7 +32,7 @@ def build(args: AppArgs) -> Application:
     replicas = _replicas(args, config, directory).bind(args, config, directory)
     if not ingress.direct_streaming():
         return replicas
-    return ingress.with_ingress_router(replicas, _router().bind(replicas))
+    return ingress.with_ingress_router(replicas, router().bind(replicas))
 
 
 def _device(args: AppArgs) -> Device:
@@ -69,7 +69,8 @@ def _replicas(args: AppArgs, config: EngineConfig, directory: str) -> serve.Depl
     )(serve.ingress()(EngineReplica))
 
 
-def _router() -> serve.Deployment:
+def router() -> serve.Deployment:
+    """What HAProxy asks for a replica."""
     return serve.deployment(name="AdapterRouter", max_ongoing_requests=MAX_ROUTED, ray_actor_options={"num_cpus": 0})(
         serve.ingress()(AdapterRouter)
     )

@@ -1,0 +1,281 @@
+"""What the HTTP front costs: 64 clients stream 100 tokens each from an engine that answers instantly.
+
+    python benchmarks/http_frontend.py [--clients 64] [--seconds 10]
+
+Three servers in turn, each in a process of its own: `bare`, a uvicorn/FastAPI SSE server that sends 100 prepared
+chunks; `direct`, the real front in a Serve replica behind HAProxy; `plain`, the same behind Serve's own proxy. Prints
+requests a second, server CPU time a request, and the ratios to `bare`; writes benchmarks/results/http_frontend.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import uvicorn
+import uvloop
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+from lorafleet.workers.errors import ModelNotFound
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, TokenOutput
+
+NUM_TOKENS = 100
+PORT = 8765
+ROOT = Path(__file__).resolve().parent.parent
+BODY = {"model": "base", "prompt": "Hello", "max_tokens": NUM_TOKENS, "stream": True}
+CHUNK = {
+    "id": "cmpl-0",
+    "object": "text_completion",
+    "created": 0,
+    "model": "base",
+    "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}],
+}
+END_OF_BODY = b"0\r\n\r\n"
+
+
+class InstantEngine:
+    """Shaped like workers.transport.EngineClient; every token is there at once."""
+
+    def __init__(self) -> None:
+        self.hello = EngineHello(vocab_size=32_000, max_model_len=8192, kv_cache_tokens=1 << 20, eos_token_ids=[])
+        self.stats = EngineStats()
+        self.dead: str | None = None
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        for number in range(1, NUM_TOKENS + 1):
+            reason = "length" if number == NUM_TOKENS else None
+            yield TokenOutput(request_id=request.request_id, token_ids=[40], finish_reason=reason)
+
+    async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
+        raise NotImplementedError
+
+    async def drop_adapter(self, digest: str) -> None:
+        raise NotImplementedError
+
+
+class NoAdapters:
+    def entries(self) -> list[LoRARequest]:
+        return []
+
+    async def resolve(self, name: str) -> LoRARequest:
+        raise ModelNotFound(name)
+
+    async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
+        raise NotImplementedError
+
+    async def remove(self, name: str) -> None:
+        raise NotImplementedError
+
+
+class InstantReplica:
+    """cluster.replica.EngineReplica without a worker: the same front, the same way into Serve."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        from lorafleet.workers.openai.api import build_api
+        from lorafleet.workers.openai.front import Front, FrontConfig
+        from lorafleet.workers.tokenizer import Tokenizer
+
+        config = FrontConfig(served_model_names=("base",), model_path=self._model)
+        front = Front(config, Tokenizer.from_folder(self._model), InstantEngine(), NoAdapters())
+        return build_api(lambda: front)
+
+
+def serve_bare() -> None:
+    chunks = [f"data: {json.dumps(CHUNK)}\n\n".encode()] * NUM_TOKENS + [b"data: [DONE]\n\n"]
+    api = FastAPI()
+
+    async def stream() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    @api.post("/v1/completions")
+    async def completions(request: Request) -> StreamingResponse:
+        await request.json()
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    uvicorn.run(api, port=PORT, log_level="error", access_log=False)
+
+
+def serve_with_ray(model: str, *, direct: bool) -> None:
+    """Until it is killed. The deployments are made as in cluster/app.py."""
+    from lorafleet.cluster import serve_environment
+
+    with tempfile.TemporaryDirectory(prefix="lf-", dir="/tmp") as run_dir:
+        serve_environment.prepare(run_dir, direct_streaming=direct)
+        import ray
+        from ray import serve
+        from ray.serve.config import RequestRouterConfig
+
+        from lorafleet.cluster import app, ingress
+        from lorafleet.cluster.router import AffinityRouter
+
+        ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False, logging_level="ERROR")
+        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+        replicas = serve.deployment(
+            name="InstantReplica",
+            max_ongoing_requests=1024,
+            ray_actor_options={"num_cpus": 0.1},
+            request_router_config=RequestRouterConfig(
+                request_router_class=AffinityRouter,  # type: ignore[arg-type]  # as in cluster/app.py
+                request_router_kwargs={"directory": "benchmark"},
+            ),
+        )(serve.ingress()(InstantReplica)).bind(model)
+        serve.run(ingress.with_ingress_router(replicas, app.router().bind(replicas)) if direct else replicas)
+        signal.pause()
+
+
+class Client(asyncio.Protocol):
+    """One connection that asks again as soon as it has an answer."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._num_events = 0
+        self.num_answers = 0
+        self.failed = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_events += data.count(b"data: ")
+        if data.endswith(END_OF_BODY):
+            if self._num_events < NUM_TOKENS:
+                self.failed = f"{self._num_events} events, the last of them {data[:300]!r}"
+            self._num_events = 0
+            self.num_answers += 1
+            self._transport.write(self._request)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.failed = self.failed or f"connection lost: {exc}"
+
+
+async def load(num_clients: int, seconds: float) -> dict[str, float]:
+    """Answers and seconds, after a warm-up of a fifth of the time."""
+    body = json.dumps(BODY).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    loop = asyncio.get_running_loop()
+    clients = [Client(f"{head}\r\n\r\n".encode() + body) for _ in range(num_clients)]
+    for client in clients:
+        await loop.create_connection(lambda client=client: client, "127.0.0.1", PORT)  # type: ignore[misc]  # mypy: lambda with default
+    await asyncio.sleep(seconds / 5)
+    print("measure", flush=True)
+    started, before = time.perf_counter(), sum(client.num_answers for client in clients)
+    await asyncio.sleep(seconds)
+    answers, elapsed = sum(client.num_answers for client in clients) - before, time.perf_counter() - started
+    failed = next((client.failed for client in clients if client.failed), "")
+    assert not failed, failed
+    return {"requests": answers, "seconds": elapsed, "client_cpu_s": time.process_time()}
+
+
+def measure(arguments: argparse.Namespace, server: str) -> dict[str, float]:
+    with _child(arguments, "--serve", server) as process:
+        _wait_until_it_answers(process)
+        with _child(arguments, "--load") as loader:
+            assert loader.stdout is not None
+            loader.stdout.readline()
+            before = _cpu_s(process.pid)
+            result: dict[str, float] = json.loads(loader.stdout.readline())
+            cpu_s = _cpu_s(process.pid) - before
+    return {
+        "requests_per_s": result["requests"] / result["seconds"],
+        "server_cpu_ms_per_request": 1000 * cpu_s / result["requests"],
+        "server_cores": cpu_s / result["seconds"],
+        "client_cores": result["client_cpu_s"] / (1.2 * result["seconds"]),
+    }
+
+
+@contextlib.contextmanager
+def _child(arguments: argparse.Namespace, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, __file__, "--clients", str(arguments.clients), "--seconds", str(arguments.seconds)]
+    process = subprocess.Popen([*command, "--model", arguments.model, *more], stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        family = [*psutil.Process(process.pid).children(recursive=True), process]
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
+        time.sleep(1)
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes]) -> None:
+    import httpx
+
+    deadline = time.monotonic() + 120
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline, "the server did not start"
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.post(f"http://127.0.0.1:{PORT}/v1/completions", json=BODY, timeout=30).status_code == 200:
+                return
+        time.sleep(0.3)
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of the process and all below it."""
+    total = 0.0
+    for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            times = one.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--model", default=str(ROOT / "demo" / "model"), help="folder of the tokenizer")
+    parser.add_argument("--only", choices=("bare", "direct", "plain"))
+    parser.add_argument("--serve", choices=("bare", "direct", "plain"), help=argparse.SUPPRESS)
+    parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.load:
+        print(json.dumps(uvloop.run(load(arguments.clients, arguments.seconds))), flush=True)
+    elif arguments.serve == "bare":
+        serve_bare()
+    elif arguments.serve:
+        serve_with_ray(arguments.model, direct=arguments.serve == "direct")
+    else:
+        compare(arguments)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    servers = [arguments.only] if arguments.only else ["bare", "direct", "plain"]
+    num_cores = os.cpu_count() or 1
+    print(f"{arguments.clients} clients, {NUM_TOKENS} tokens a stream, {num_cores} cores shared by clients and servers")
+    print(f"{'server':8}{'requests/s':>12}{'x bare':>8}{'CPU ms/request':>16}{'server cores':>14}{'client cores':>14}")
+    results: dict[str, Any] = {}
+    for server in servers:
+        one = results[server] = measure(arguments, server)
+        one["ratio_to_bare"] = one["requests_per_s"] / results.get("bare", one)["requests_per_s"]
+        print(
+            f"{server:8}{one['requests_per_s']:12.0f}{one['ratio_to_bare']:8.2f}"
+            f"{one['server_cpu_ms_per_request']:16.2f}{one['server_cores']:14.2f}{one['client_cores']:14.2f}",
+            flush=True,
+        )
+    target = ROOT / "benchmarks" / "results" / "http_frontend.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps({"cores": num_cores, "clients": arguments.clients, "servers": results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
