@@ -132,6 +132,7 @@ def serve_with_ray(model: str, *, direct: bool) -> None:
             name="InstantReplica",
             max_ongoing_requests=1024,
             ray_actor_options={"num_cpus": 0.1},
+            logging_config=app.QUIET,
             request_router_config=RequestRouterConfig(
                 request_router_class=AffinityRouter,  # type: ignore[arg-type]  # as in cluster/app.py
                 request_router_kwargs={"directory": "benchmark"},

@@ -8,6 +8,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from lorafleet.cluster import ingress
 from lorafleet.cluster.config import AppArgs
@@ -22,6 +23,7 @@ HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 15.0
 DRAIN_S = 20.0  # a replica that is told to stop waits this long for its requests
 MAX_START_ATTEMPTS = 3
+QUIET = LoggingConfig(enable_access_log=False)  # a line for every request costs 0.1 ms; /metrics counts them
 MAX_ROUTED = 10_000  # requests waiting for a router's answer
 
 
@@ -66,6 +68,7 @@ def _replicas(args: AppArgs, config: EngineConfig, directory: str) -> serve.Depl
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=DRAIN_S,
+        logging_config=QUIET,
     )(serve.ingress()(EngineReplica))
 
 
