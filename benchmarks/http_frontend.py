@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -165,17 +166,23 @@ class Client(asyncio.Protocol):
             self._transport.write(self._request)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.failed = self.failed or f"connection lost: {exc}"
+        """Between two answers that is HAProxy's right: it does so when its configuration changes."""
+        if exc is not None or self._num_events:
+            self.failed = f"connection lost after {self._num_events} events: {exc}"
+        else:
+            self._connecting = asyncio.get_running_loop().create_task(self.connect())
+
+    async def connect(self) -> None:
+        await asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", PORT)
 
 
 async def load(num_clients: int, seconds: float) -> dict[str, float]:
     """Answers and seconds, after a warm-up of a fifth of the time."""
     body = json.dumps(BODY).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    loop = asyncio.get_running_loop()
     clients = [Client(f"{head}\r\n\r\n".encode() + body) for _ in range(num_clients)]
     for client in clients:
-        await loop.create_connection(lambda client=client: client, "127.0.0.1", PORT)  # type: ignore[misc]  # mypy: lambda with default
+        await client.connect()
     await asyncio.sleep(seconds / 5)
     print("measure", flush=True)
     started, before = time.perf_counter(), sum(client.num_answers for client in clients)
@@ -186,7 +193,7 @@ async def load(num_clients: int, seconds: float) -> dict[str, float]:
     return {"requests": answers, "seconds": elapsed, "client_cpu_s": time.process_time()}
 
 
-def measure(arguments: argparse.Namespace, server: str) -> dict[str, float]:
+def measure(arguments: argparse.Namespace, server: str) -> dict[str, Any]:
     with _child(arguments, "--serve", server) as process:
         _wait_until_it_answers(process)
         with _child(arguments, "--load") as loader:
@@ -194,12 +201,15 @@ def measure(arguments: argparse.Namespace, server: str) -> dict[str, float]:
             loader.stdout.readline()
             before = _cpu_s(process.pid)
             result: dict[str, float] = json.loads(loader.stdout.readline())
-            cpu_s = _cpu_s(process.pid) - before
+            spent = _cpu_s(process.pid)
+            spent.subtract(before)
+    cpu_s = spent.total()
     return {
         "requests_per_s": result["requests"] / result["seconds"],
         "server_cpu_ms_per_request": 1000 * cpu_s / result["requests"],
         "server_cores": cpu_s / result["seconds"],
         "client_cores": result["client_cpu_s"] / (1.2 * result["seconds"]),
+        "cpu_ms_by_process": {name: round(1000 * one / result["requests"], 3) for name, one in spent.items()},
     }
 
 
@@ -230,13 +240,15 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.3)
 
 
-def _cpu_s(pid: int) -> float:
-    """User and system time of the process and all below it."""
-    total = 0.0
+def _cpu_s(pid: int) -> Counter[str]:
+    """User and system time of the process and all below it, by what they are."""
+    total: Counter[str] = Counter()
     for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
             times = one.cpu_times()
-            total += times.user + times.system
+            title = (one.cmdline() or [one.name()])[0]
+            name = next((word for word in ("InstantReplica", "AdapterRouter", "haproxy") if word in title), "other")
+            total[name] += times.user + times.system
     return total
 
 
@@ -263,14 +275,18 @@ def compare(arguments: argparse.Namespace) -> None:
     servers = [arguments.only] if arguments.only else ["bare", "direct", "plain"]
     num_cores = os.cpu_count() or 1
     print(f"{arguments.clients} clients, {NUM_TOKENS} tokens a stream, {num_cores} cores shared by clients and servers")
-    print(f"{'server':8}{'requests/s':>12}{'x bare':>8}{'CPU ms/request':>16}{'server cores':>14}{'client cores':>14}")
+    print(
+        f"{'server':8}{'requests/s':>12}{'x bare':>8}{'CPU ms/request':>16}{'server cores':>14}{'client cores':>14}"
+        "  CPU ms/request by process"
+    )
     results: dict[str, Any] = {}
     for server in servers:
         one = results[server] = measure(arguments, server)
         one["ratio_to_bare"] = one["requests_per_s"] / results.get("bare", one)["requests_per_s"]
         print(
             f"{server:8}{one['requests_per_s']:12.0f}{one['ratio_to_bare']:8.2f}"
-            f"{one['server_cpu_ms_per_request']:16.2f}{one['server_cores']:14.2f}{one['client_cores']:14.2f}",
+            f"{one['server_cpu_ms_per_request']:16.2f}{one['server_cores']:14.2f}{one['client_cores']:14.2f}  "
+            f"{one['cpu_ms_by_process']}",
             flush=True,
         )
     target = ROOT / "benchmarks" / "results" / "http_frontend.json"
