@@ -200,8 +200,7 @@ class LLM:
         number = next(self._ids)
         result = RequestOutput(str(number), text, ids, [], lora_request=lora)
         for i in range(params.n):
-            seed = None if params.seed is None else params.seed + i
-            one = msgspec.structs.replace(params, n=1, seed=seed)
+            one = params.of_sample(i)
             request_id = f"{number}-{i}"
             self._engine.add(EngineRequest(request_id=request_id, prompt_token_ids=ids, params=one, lora=lora))
             result.outputs.append(CompletionOutput(i))

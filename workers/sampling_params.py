@@ -80,6 +80,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
+    def of_sample(self, sample: int) -> SamplingParams:
+        """The parameters of one of `n` samples: each has a seed of its own."""
+        if self.n == 1:
+            return self
+        seed = None if self.seed is None else (self.seed + sample + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequest where a token id named here does not exist."""
         for name, ids in (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids or [])):

@@ -102,6 +102,11 @@ class EngineClient:
     async def connect(cls, address: str, hello: EngineHello) -> EngineClient:
         return cls(address, hello)
 
+    @property
+    def dead(self) -> str | None:
+        """Why nothing can be generated any more; None while the worker lives."""
+        return None if self._dead is None else self._dead.message
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         """Ends after the output with a finish_reason. Closing it earlier aborts the sequence within a step.
 
@@ -141,7 +146,7 @@ class EngineClient:
         self._receiver.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._receiver
-        self._die("the engine was closed")
+        self.fail("the engine was closed")
         self._pair.close()
         self._context.term()
 
@@ -205,7 +210,7 @@ class EngineClient:
             for reply in batch.adapter_replies:
                 self._answer(reply)
             if batch.fatal is not None:
-                self._die(batch.fatal)
+                self.fail(batch.fatal)
 
     def _answer(self, reply: AdapterReply) -> None:
         caller = self._calls.get(reply.call_id)
@@ -217,10 +222,7 @@ class EngineClient:
             caller.set_result(reply.info)
 
     def fail(self, reason: str) -> None:
-        """The worker's process is gone: every stream and call ends with EngineDead."""
-        self._die(reason)
-
-    def _die(self, reason: str) -> None:
+        """The worker is gone: every stream and call ends with EngineDead, and so do later ones."""
         if self._dead is None:
             self._dead = EngineDead(reason)
         for stream in self._streams.values():

@@ -102,7 +102,8 @@ class OpenFile:
 
     def _read_some(self, target: memoryview) -> int:
         try:
-            return self.stream.readinto(target) or 0  # type: ignore[attr-defined, no-any-return]  # raw: FileIO has it
+            count: int | None = self.stream.readinto(target)  # type: ignore[attr-defined]  # raw: FileIO has it
+            return count or 0
         except OSError as error:
             raise AdapterMalformed(f"{self.name} cannot be read: {error.strerror}.") from None
 

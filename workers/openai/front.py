@@ -64,8 +64,8 @@ class Front:
 
     @property
     def dead(self) -> str | None:
-        """Why the engine stopped; None while it runs, or where the client cannot tell."""
-        return getattr(self.engine, "dead", None)
+        """Why the engine stopped; None while it runs."""
+        return self.engine.dead
 
     async def model(self, name: str | None) -> ServedModel:
         """A base name, an adapter's name, or SGLang's `base:adapter`; no name means the base model, as in vLLM.

@@ -17,7 +17,6 @@ from lorafleet.workers.messages import EngineRequest
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.metrics import Stopwatch
 from lorafleet.workers.openai.prompts import Prompt
-from lorafleet.workers.openai.sampling import params_of_sample
 from lorafleet.workers.output import Delta, OutputProcessor
 from lorafleet.workers.sampling_params import SamplingParams
 
@@ -178,7 +177,7 @@ def make_samples(front: Front, request_id: str, tasks: Sequence[Task]) -> list[S
     samples: list[Sample] = []
     for task in tasks:
         for i in range(task.params.n):
-            params = params_of_sample(task.params, i)
+            params = task.params.of_sample(i)
             samples.append(Sample(front, request_id, len(samples), task, params, counts_prompt=i == 0))
     return samples
 

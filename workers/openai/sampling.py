@@ -64,13 +64,3 @@ def read_logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
 def fitted(params: SamplingParams, max_tokens: int) -> SamplingParams:
     """With the max_tokens that one prompt leaves room for."""
     return msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
-
-
-def params_of_sample(params: SamplingParams, sample: int) -> SamplingParams:
-    """Of one of `n` samples: each has a seed of its own."""
-    if params.n == 1:
-        return params
-    seed = params.seed
-    if seed is not None:
-        seed = (seed + sample + 2**63) % 2**64 - 2**63
-    return msgspec.structs.replace(params, n=1, seed=seed)
