@@ -136,7 +136,7 @@ def serve_with_ray(model: str, *, direct: bool) -> None:
             logging_config=app.QUIET,
             request_router_config=RequestRouterConfig(
                 request_router_class=AffinityRouter,  # type: ignore[arg-type]  # as in cluster/app.py
-                request_router_kwargs={"directory": "benchmark"},
+                request_router_kwargs={"model": model},
             ),
         )(serve.ingress()(InstantReplica)).bind(model)
         serve.run(ingress.with_ingress_router(replicas, app.router().bind(replicas)) if direct else replicas)

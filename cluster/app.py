@@ -12,7 +12,6 @@ from ray.serve.schema import LoggingConfig
 
 from lorafleet.cluster import ingress
 from lorafleet.cluster.config import AppArgs
-from lorafleet.cluster.directory_actor import directory_name
 from lorafleet.cluster.replica import EngineReplica
 from lorafleet.cluster.router import AdapterRouter, AffinityRouter
 from lorafleet.workers.config import Device, EngineConfig
@@ -30,8 +29,7 @@ MAX_ROUTED = 10_000  # requests waiting for a router's answer
 def build(args: AppArgs) -> Application:
     """Replicas of one base model and, with direct streaming, the router before them."""
     config = dataclasses.replace(args.engine_config(), device=_device(args))
-    directory = directory_name("lorafleet", args.model)
-    replicas = _replicas(args, config, directory).bind(args, config, directory)
+    replicas = _replicas(args, config).bind(args, config)
     if not ingress.direct_streaming():
         return replicas
     return ingress.with_ingress_router(replicas, router().bind(replicas))
@@ -50,7 +48,7 @@ def _device(args: AppArgs) -> Device:
     return "cuda"
 
 
-def _replicas(args: AppArgs, config: EngineConfig, directory: str) -> serve.Deployment:
+def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
     worker = {"CPU": args.num_cpus} | ({"GPU": 1} if config.device == "cuda" else {})
     return serve.deployment(
         name="EngineReplica",
@@ -62,7 +60,7 @@ def _replicas(args: AppArgs, config: EngineConfig, directory: str) -> serve.Depl
         placement_group_strategy="STRICT_PACK",  # they speak over a Unix socket
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter,  # type: ignore[arg-type]  # Serve's annotation is of what it stores
-            request_router_kwargs={"directory": directory},
+            request_router_kwargs={"model": args.model},
         ),
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,

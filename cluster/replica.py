@@ -23,7 +23,7 @@ from ray import serve
 from lorafleet.cluster.catalog import DirectoryCatalog, drop_unnamed
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.directory import Catalogue, Load
-from lorafleet.cluster.directory_actor import get_or_create
+from lorafleet.cluster.directory_actor import directory_name, get_or_create
 from lorafleet.cluster.front import make_api, make_resolver
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.worker_actor import WorkerHandle
@@ -45,15 +45,16 @@ class StartFailed(RuntimeError):
 class EngineReplica:
     """cluster/app.py makes the deployment of it."""
 
-    def __init__(self, args: AppArgs, config: EngineConfig, directory: str) -> None:
+    def __init__(self, args: AppArgs, config: EngineConfig) -> None:
         self._args = args
         self._config = _with_threads(config, args.num_replicas)
         self._engine: EngineClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
-        self._replica_id = serve.get_replica_context().replica_id.unique_id
-        self._directory = directory
-        self._membership = Membership(get_or_create(directory), self._replica_id, self._on_change)
+        context = serve.get_replica_context()
+        self._replica_id = context.replica_id.unique_id
+        self._directory = directory_name(context.app_name, args.model)
+        self._membership = Membership(get_or_create(self._directory), self._replica_id, self._on_change)
         self._worker = WorkerHandle(args.num_cpus, 1 if config.device == "cuda" else 0)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from lorafleet.cluster import ingress
-from lorafleet.cluster.directory_actor import get_or_create
+from lorafleet.cluster.directory_actor import directory_name, get_or_create
 from lorafleet.cluster.model_name import find_adapter
 from lorafleet.cluster.routing import ReplicaChooser
 
@@ -31,7 +31,7 @@ class AffinityRouter(RequestRouter):
     """Ray Serve's extension point. Never refuses: any replica answers any adapter correctly."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        self._directory_name: str = kwargs["directory"]
+        self._directory_name = directory_name(self.app_name, kwargs["model"])
         self._chooser = ReplicaChooser()
         self._following: asyncio.Task[None] | None = None
 
