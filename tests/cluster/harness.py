@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-START_S = 180.0  # Ray, torch and transformers are imported by several processes on few cores
+START_S = 300.0  # Ray, torch and transformers are imported by several processes on few cores; FlashInfer may compile
 STOP_S = 30.0
 
 

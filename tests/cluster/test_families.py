@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from openai import AsyncOpenAI
+
 from tests.cluster.harness import running_server
 
 pytestmark = pytest.mark.timeout(300)

@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from tests.cluster.harness import running_server
 
+from tests.cluster.harness import running_server
 from tiny_models import ALL_TARGETS, make_adapter, tokenizer
 
 pytestmark = pytest.mark.timeout(600)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from tests.cluster.harness import (
     descendants_named,
     free_port,

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.lora_cases import MIXES, RANKS_OF_SLOTS, build, make_inputs, make_packed, reference, slots_of_tokens
 
 from lorafleet.kernels.lora import apply_lora
 from lorafleet.kernels.lora_batch import BASE_SLOT, TILE_TOKENS, LoRABatch
 from lorafleet.kernels.lora_torch import _apply_grouped, _apply_stacked, apply_lora_torch
+from tests.kernels.lora_cases import MIXES, RANKS_OF_SLOTS, build, make_inputs, make_packed, reference, slots_of_tokens
 
 FORMS = {"stacked": _apply_stacked, "grouped": _apply_grouped, "either": apply_lora_torch, "entry": apply_lora}
 

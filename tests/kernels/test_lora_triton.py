@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
 from tests.kernels.lora_cases import MIXES, build, make_inputs, make_packed, reference, slots_of_tokens
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, PagedCase, make_case, naive_attention
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 

@@ -4,12 +4,12 @@ import importlib.util
 
 import pytest
 import torch
-from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, make_case, naive_attention
-from tests.kernels.harness import needs_gpu
 
 from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
 from lorafleet.workers.attention.torch_backend import TorchAttention, _split
+from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, make_case, naive_attention
+from tests.kernels.harness import needs_gpu
 
 needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs flashinfer")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
