@@ -114,33 +114,32 @@ def serve_bare() -> None:
     uvicorn.run(api, port=PORT, log_level="error", access_log=False)
 
 
-def serve_with_ray(model: str, *, direct: bool) -> None:
+def serve_with_ray(model: str, run_dir: str, *, direct: bool) -> None:
     """Until it is killed. The deployments are made as in cluster/app.py."""
     from lorafleet.cluster import serve_environment
 
-    with tempfile.TemporaryDirectory(prefix="lf-", dir="/tmp") as run_dir:
-        serve_environment.prepare(run_dir, direct_streaming=direct)
-        import ray
-        from ray import serve
-        from ray.serve.config import RequestRouterConfig
+    serve_environment.prepare(run_dir, direct_streaming=direct)
+    import ray
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
 
-        from lorafleet.cluster import app, ingress
-        from lorafleet.cluster.router import AffinityRouter
+    from lorafleet.cluster import app, ingress
+    from lorafleet.cluster.router import AffinityRouter
 
-        ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False, logging_level="ERROR")
-        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-        replicas = serve.deployment(
-            name="InstantReplica",
-            max_ongoing_requests=1024,
-            ray_actor_options={"num_cpus": 0.1},
-            logging_config=app.QUIET,
-            request_router_config=RequestRouterConfig(
-                request_router_class=AffinityRouter,  # type: ignore[arg-type]  # as in cluster/app.py
-                request_router_kwargs={"model": model},
-            ),
-        )(serve.ingress()(InstantReplica)).bind(model)
-        serve.run(ingress.with_ingress_router(replicas, app.router().bind(replicas)) if direct else replicas)
-        signal.pause()
+    ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False, logging_level="ERROR")
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+    replicas = serve.deployment(
+        name="InstantReplica",
+        max_ongoing_requests=1024,
+        ray_actor_options={"num_cpus": 0.1},
+        logging_config=app.QUIET,
+        request_router_config=RequestRouterConfig(
+            request_router_class=AffinityRouter,  # type: ignore[arg-type]  # as in cluster/app.py
+            request_router_kwargs={"model": model},
+        ),
+    )(serve.ingress()(InstantReplica)).bind(model)
+    serve.run(ingress.with_ingress_router(replicas, app.router().bind(replicas)) if direct else replicas)
+    signal.pause()
 
 
 class Client(asyncio.Protocol):
@@ -194,7 +193,10 @@ async def load(num_clients: int, seconds: float) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace, server: str) -> dict[str, Any]:
-    with _child(arguments, "--serve", server) as process:
+    with (
+        tempfile.TemporaryDirectory(prefix="lf-", dir="/tmp", ignore_cleanup_errors=True) as run_dir,
+        _child(arguments, "--serve", server, "--run-dir", run_dir) as process,
+    ):
         _wait_until_it_answers(process)
         with _child(arguments, "--load") as loader:
             assert loader.stdout is not None
@@ -259,6 +261,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "demo" / "model"), help="folder of the tokenizer")
     parser.add_argument("--only", choices=("bare", "direct", "plain"))
     parser.add_argument("--serve", choices=("bare", "direct", "plain"), help=argparse.SUPPRESS)
+    parser.add_argument("--run-dir", help=argparse.SUPPRESS)
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
@@ -266,7 +269,7 @@ def main() -> None:
     elif arguments.serve == "bare":
         serve_bare()
     elif arguments.serve:
-        serve_with_ray(arguments.model, direct=arguments.serve == "direct")
+        serve_with_ray(arguments.model, arguments.run_dir, direct=arguments.serve == "direct")
     else:
         compare(arguments)
 

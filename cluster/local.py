@@ -58,8 +58,7 @@ def serve_locally(args: AppArgs, host: str, port: int, *, direct_streaming: bool
         status = 1
     finally:
         _ignore_signals()
-        shutil.rmtree(run_dir, ignore_errors=True)
-        _exit(status)
+        _exit(status, run_dir)
 
 
 def _check_address(host: str, port: int, direct_streaming: bool) -> str:
@@ -191,12 +190,13 @@ def _url(host: str, port: int) -> str:
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
 
-def _exit(status: int) -> NoReturn:
+def _exit(status: int, run_dir: str) -> NoReturn:
     """Ends every process started from here, then this one, without Ray's own exit handlers, which wait for them.
 
     Serve's shutdown would take about ten seconds and drain nothing, since it kills HAProxy first.
     """
     end_descendants()
+    shutil.rmtree(run_dir, ignore_errors=True)
     console.print("stopped")
     sys.stdout.flush()
     sys.stderr.flush()

@@ -63,7 +63,7 @@ def _direct_streaming(run_dir: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{run_dir}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{run_dir}/admin.sock",
-        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a log line parsed in Python for every request; nobody reads them here
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a line parsed in Python for every request
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": run_dir,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{run_dir}/state",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
