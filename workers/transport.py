@@ -66,7 +66,9 @@ class WorkerSocket:
                 return batches
 
     def send(self, batch: StepBatch) -> None:
-        self._pair.send(self._encoder.encode(batch))
+        """Dropped where nobody is connected: the replica has gone, and its requests with it."""
+        with contextlib.suppress(zmq.Again):
+            self._pair.send(self._encoder.encode(batch), zmq.NOBLOCK)
 
     def close(self) -> None:
         self._pair.close()
