@@ -34,7 +34,7 @@ lint: install
 
 bench: install
 	$(BIN)/python benchmarks/http_frontend.py
-	if [ -f benchmarks/cpu_engine.py ]; then $(BIN)/python benchmarks/cpu_engine.py; fi
+	$(BIN)/python benchmarks/cpu_engine.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results

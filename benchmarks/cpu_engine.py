@@ -101,7 +101,7 @@ def main() -> None:
     seconds = measure(arms, args.repeats)
     tokens_per_s = {name: args.requests * args.tokens / value for name, value in seconds.items()}
     base = tokens_per_s["lorafleet, base"]
-    print(f"{args.requests} requests x {args.tokens} tokens, float32, {args.threads} threads, {platform.processor()}")
+    print(f"{args.requests} requests x {args.tokens} tokens, float32, {args.threads} threads, {platform.machine()}")
     for name, value in tokens_per_s.items():
         print(f"{name:34} {value:9.0f} tokens/s   lorafleet's base is {base / value:5.2f} x")
     if args.json:

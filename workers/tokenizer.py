@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import decoders, normalizers
 
 from lorafleet.workers.errors import ConfigError, InvalidRequest, UnsupportedModel
 
@@ -58,6 +58,7 @@ class Tokenizer:
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._bytes = [self._bytes_of(i) for i in range(self.vocab_size)]
         self._visible_bytes = [b"" if i in self.special_ids else b for i, b in enumerate(self._bytes)]
+        self._most_characters = self._most_characters_a_token()
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -76,6 +77,10 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest(f"the text cannot be tokenized: {error}", "prompt") from error
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of len(encode(text)), at no cost: a text far over the context need not be tokenized."""
+        return 0 if self._most_characters is None else len(text) // self._most_characters
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids that the tokenizer does not know decode to nothing."""
@@ -136,6 +141,14 @@ class Tokenizer:
     def token_name(self, token_id: int) -> str:
         """The vocabulary's own spelling, such as `Ġhello`."""
         return self._backend.id_to_token(token_id) or ""
+
+    def _most_characters_a_token(self) -> int | None:
+        """None where the tokenizer may drop characters, so that nothing can be said."""
+        normalizer = self._backend.normalizer
+        if not self.is_byte_level or not isinstance(normalizer, normalizers.NFC | None):
+            return None
+        longest = max(map(len, self._bytes), default=1)
+        return longest if normalizer is None else 3 * longest  # NFC makes one character of three at most
 
     def _bytes_of(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)

@@ -82,3 +82,9 @@ def test_a_folder_without_tokenizer_is_a_config_error(tmp_path: Path) -> None:
 def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="cannot be tokenized"):
         tokenizer.encode("\ud800")
+
+
+def test_fewest_tokens_is_a_lower_bound_that_costs_nothing(tokenizer: Tokenizer) -> None:
+    for text in ("", "x", "hello world " * 50, "日本語🎉" * 40, "the stop is near " * 30):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.fewest_tokens("x" * 10_000_000) > 100_000

@@ -46,7 +46,8 @@ async def _read_prompt(front: Front, body: ChatRequest) -> Prompt:
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,
     )
-    token_ids = await encode(front, text, add_special_tokens=bool(body.add_special_tokens))
+    named = "messages" if body.truncate_prompt_tokens is None else None
+    token_ids = await encode(front, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
     if not token_ids:
         raise InvalidRequest("The chat template makes an empty prompt of these messages.", "messages")
     return Prompt(token_ids, text)

@@ -50,7 +50,8 @@ def _read_params(front: Front, body: CompletionRequest, max_tokens: int | None) 
 
 
 async def _read_prompts(front: Front, body: CompletionRequest) -> list[Prompt]:
-    prompts = await read_prompts(front, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
+    prompts = await read_prompts(front, body.prompt, add_special_tokens=special, must_fit=fits)
     return [truncate(front, prompt, body.truncate_prompt_tokens, body.max_tokens) for prompt in prompts]
 
 

@@ -27,14 +27,23 @@ class Prompt:
         return tokenizer.decode(self.token_ids) if self.text is None else self.text
 
 
-async def encode(front: Front, text: str, *, add_special_tokens: bool) -> list[int]:
+async def encode(front: Front, text: str, *, add_special_tokens: bool, must_fit: str | None = None) -> list[int]:
+    """must_fit: the field to name where the text is so long that it is refused without being tokenized."""
+    fewest = front.tokenizer.fewest_tokens(text)
+    if must_fit is not None and fewest >= front.context_len:
+        raise ContextOverflow(
+            f"{_limit(front)} However, your prompt of {len(text)} characters has at least {fewest} tokens. Shorten it.",
+            must_fit,
+        )
     if len(text) < LONG_TEXT:
         return front.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(front.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
-async def read_prompts(front: Front, given: object, *, add_special_tokens: bool, param: str = "prompt") -> list[Prompt]:
-    """A string, token ids, or a list of either."""
+async def read_prompts(
+    front: Front, given: object, *, add_special_tokens: bool, param: str = "prompt", must_fit: bool = True
+) -> list[Prompt]:
+    """A string, token ids, or a list of either. must_fit: false where the prompt will be truncated."""
     if isinstance(given, str) or _is_token_ids(given):
         given = [given]
     if not isinstance(given, list) or not given:
@@ -43,12 +52,13 @@ async def read_prompts(front: Front, given: object, *, add_special_tokens: bool,
         )
     if len(given) > MAX_PROMPTS:
         raise InvalidRequest(f"`{param}` has {len(given)} prompts; at most {MAX_PROMPTS} in one request.", param)
-    return [await _read_prompt(front, one, add_special_tokens, param) for one in given]
+    return [await _read_prompt(front, one, add_special_tokens, param, must_fit) for one in given]
 
 
-async def _read_prompt(front: Front, given: object, add_special_tokens: bool, param: str) -> Prompt:
+async def _read_prompt(front: Front, given: object, add_special_tokens: bool, param: str, must_fit: bool) -> Prompt:
     if isinstance(given, str):
-        prompt = Prompt(await encode(front, given, add_special_tokens=add_special_tokens), given)
+        named = param if must_fit else None
+        prompt = Prompt(await encode(front, given, add_special_tokens=add_special_tokens, must_fit=named), given)
     elif _is_token_ids(given):
         prompt = Prompt(_checked_ids(front, given, param), None)
     else:
