@@ -178,7 +178,7 @@ def _announce(args: AppArgs, host: str, port: int) -> None:
     if host == "0.0.0.0":
         console.print("0.0.0.0 is open to the network, and so are the replicas' own ports from 30000 on")
     model = names[0] if names else args.base_names[0]
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What colour is a lime?"}}]}}'
     console.print("try:")
     console.print(
         f"  curl {_url(host, port)}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", markup=False
