@@ -9,6 +9,7 @@ from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig
 
 Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
 OnLoadFailure = Literal["error", "base"]
@@ -19,6 +20,7 @@ class EngineConfig:
     model: str  # local Hugging Face folder: config.json, *.safetensors, tokenizer.json
     device: Device = "auto"  # auto: cuda where there is a GPU, else cpu
     dtype: DType = "auto"  # auto: the checkpoint's own
+    load_format: LoadFormat = "safetensors"  # dummy: random weights in config.json's shape, to measure speed with
     max_model_len: int | None = None  # tokens of prompt and answer; None: the model's limit, or the KV cache's if less
     block_size: int = 16  # tokens a KV block
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations, adapters and KV cache

@@ -32,7 +32,7 @@ class Engine:
         self.hello = hello
         self.scheduler = scheduler
         self.loras: WorkerLoRAManager | None = scheduler.loras
-        self._runner = runner
+        self.runner = runner
         self._kv: KVCacheManager = scheduler.kv
         self._on_lora_load_failure = on_lora_load_failure
         self._seeds = random.Random(seed)
@@ -86,7 +86,7 @@ class Engine:
         if not chunks:
             return outputs
         started = time.perf_counter()
-        results = self._runner.step(chunks)
+        results = self.runner.step(chunks)
         for chunk, sampled in zip(chunks, results, strict=True):
             self.scheduler.commit(chunk)
             output = self._advance(chunk, sampled)

@@ -24,7 +24,7 @@ from lorafleet.workers.messages import EngineHello
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.runner import ModelRunner
 from lorafleet.workers.scheduler import Scheduler
-from lorafleet.workers.weights import Progress, load_weights, stored_dtype
+from lorafleet.workers.weights import Progress, fill_randomly, load_weights, stored_dtype
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def build_engine(
     folder = Path(config.model)
     model_config = read_model_config(folder)
     dtype = _dtype(config, model_config, folder)
-    model = _load_model(model_config, folder, dtype, device, progress)
+    model = _load_model(config, model_config, dtype, device, progress)
     loras = None
     if config.lora is not None:
         loras = WorkerLoRAManager(model, config.lora, config.lora.serving_dtype(dtype), device, wake)
@@ -89,19 +89,22 @@ def _device(config: EngineConfig) -> torch.device:
 def _dtype(config: EngineConfig, model: ModelConfig, folder: Path) -> torch.dtype:
     if config.dtype != "auto":
         return DTYPES[config.dtype]
-    dtype = model.dtype or stored_dtype(folder)
+    dtype = model.dtype or (torch.float32 if config.load_format == "dummy" else stored_dtype(folder))
     if dtype not in DTYPES.values():
         raise ConfigError(f"the checkpoint's weights are {dtype}; set dtype to one of {', '.join(DTYPES)}.", "dtype")
     return dtype
 
 
 def _load_model(
-    config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None
 ) -> DecoderModel:
     started = time.monotonic()
-    model = DecoderModel(config, dtype, device)
+    model = DecoderModel(model_config, dtype, device)
     with torch.inference_mode():
-        load_weights(model, folder, progress)
+        if config.load_format == "dummy":
+            fill_randomly(model)
+        else:
+            load_weights(model, Path(config.model), progress)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     log.info("weights: %.2f GiB in %.1f s", size / 2**30, time.monotonic() - started)
     return model

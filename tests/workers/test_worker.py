@@ -104,7 +104,7 @@ async def test_a_dead_loop_ends_every_stream_and_fails_the_health_check(fleet, p
     def explode(chunks: object) -> None:
         raise RuntimeError(f"device lost at {chunks is not None}")
 
-    monkeypatch.setattr(worker._engine._runner, "step", explode)
+    monkeypatch.setattr(worker._engine.runner, "step", explode)
     with pytest.raises(EngineDead, match="device lost"):
         async for _ in stream:
             pass
