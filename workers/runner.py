@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
-from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch
+from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.sampler import Row, logprobs, sample
@@ -32,8 +32,16 @@ class Sampled:
 
 
 class ModelRunner:
-    def __init__(self, model: DecoderModel, attention: AttentionBackend, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        attention: AttentionBackend,
+        caches: list[KVCache],
+        block_size: int,
+        device: torch.device,
+    ) -> None:
         self.model = model
+        self.caches = caches
         self.attention = attention
         self.block_size = block_size
         self.device = device
@@ -79,13 +87,18 @@ class ModelRunner:
                 query_lens=[chunk.num_tokens for chunk in chunks],
                 context_lens=[chunk.sequence.num_computed + chunk.num_tokens for chunk in chunks],
                 block_tables=[chunk.sequence.blocks.table for chunk in chunks if chunk.sequence.blocks is not None],
-                slot_mapping_T=self._integers(slot_mapping),
             )
         )
         lora = LoRABatch.build(slot_of_token, self.device)
         lengths_T = self._integers(rope_lengths) if self.model.config.rope.depends_on_length else None
         hidden_TD: Tensor = self.model(
-            self._integers(tokens), self._integers(positions), lengths_T, self.attention, lora
+            self._integers(tokens),
+            self._integers(positions),
+            lengths_T,
+            self._integers(slot_mapping),
+            self.caches,
+            self.attention,
+            lora,
         )
         return hidden_TD
 

@@ -67,7 +67,8 @@ def build_engine(
         config.max_num_seqs,
         config.max_num_batched_tokens,
     )
-    runner = ModelRunner(model, make_attention(spec, caches, config.attention_backend), config.block_size, device)
+    attention = make_attention(spec, caches, config.attention_backend)
+    runner = ModelRunner(model, attention, caches, config.block_size, device)
     hello = EngineHello(
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
@@ -160,18 +161,19 @@ def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec
     """Bytes that torch holds at the height of the largest step, with as small a KV cache as that step needs."""
     num_tokens = min(config.max_num_batched_tokens, model.config.context_limit)
     num_blocks = -(-num_tokens // config.block_size)
-    attention = make_attention(spec, _allocate(spec, num_blocks), config.attention_backend)
+    caches = _allocate(spec, num_blocks)
+    attention = make_attention(spec, caches, config.attention_backend)
     torch.cuda.reset_peak_memory_stats(spec.device)
     positions = torch.arange(num_tokens, device=spec.device)
     with torch.inference_mode():
-        attention.plan(AttentionBatch([num_tokens], [num_tokens], [list(range(num_blocks))], positions))
-        hidden_TD = model(torch.zeros_like(positions), positions, positions + 1, attention, None)
+        attention.plan(AttentionBatch([num_tokens], [num_tokens], [list(range(num_blocks))]))
+        hidden_TD = model(torch.zeros_like(positions), positions, positions + 1, positions, caches, attention, None)
         logits = model.logits(hidden_TD[: config.max_num_seqs])
         del logits, hidden_TD
     torch.cuda.synchronize(spec.device)
     cache_bytes = num_blocks * config.block_size * _bytes_per_token(spec)
     peak = torch.cuda.max_memory_allocated(spec.device) - cache_bytes
-    del attention
+    del attention, caches
     torch.cuda.empty_cache()
     # Sampling copies the logits a few times over (sort, softmax in float64, cumulative sum).
     sampling = config.max_num_seqs * model.config.vocab_size * 32

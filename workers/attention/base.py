@@ -1,4 +1,7 @@
-"""What every attention backend offers to the models: write this step's keys and values, attend over the cache."""
+"""What every attention backend offers to the models: attention over the paged cache.
+
+This step's keys and values are in the cache by then: kernels/rope_store.py writes them.
+"""
 
 # T tokens of the step · B sequences · H query heads · G KV heads · D head size · N KV blocks · P block size
 
@@ -35,14 +38,12 @@ class AttentionBatch:
 
     query_lens: tokens each sequence computes now (1 for a decode); they sum to T. context_lens: tokens in the cache
     once this step's are written, so a query token i of sequence b stands at context_lens[b] - query_lens[b] + i.
-    block_tables: each sequence's KV blocks in order. slot_mapping_T: int64 on the device, block * P + offset, where
-    each token's key and value are written.
+    block_tables: each sequence's KV blocks in order.
     """
 
     query_lens: list[int]
     context_lens: list[int]
     block_tables: list[list[int]]
-    slot_mapping_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,12 @@ class KVCache:
     k_NPGD: Tensor
     v_NPGD: Tensor
 
-    def write(self, k_TGD: Tensor, v_TGD: Tensor, slot_mapping_T: Tensor) -> None:
-        self.k_NPGD.view(-1, *self.k_NPGD.shape[2:]).index_copy_(0, slot_mapping_T, k_TGD)
-        self.v_NPGD.view(-1, *self.v_NPGD.shape[2:]).index_copy_(0, slot_mapping_T, v_TGD)
-
 
 class AttentionBackend(Protocol):
     """Made once with (AttentionSpec, one KVCache a layer). plan() runs once a step, attend() once a layer."""
 
     def plan(self, batch: AttentionBatch) -> None: ...
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Writes k and v to the cache, then returns causal attention [T, H, D] in q's dtype."""
+    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
+        """Causal attention [T, H, D] in q's dtype over the layer's cache, which holds this step's tokens already."""
         ...

@@ -7,7 +7,7 @@ Measured on an H200 (D=128, 32 heads, 8 KV heads, block 16, bf16): decode 16 us 
 for 128 x 1024; without tensor cores 1.5 times that. Prefill 438 TFLOP/s with FA3, 305 with FA2.
 """
 
-# T tokens of the step · B sequences · H query heads · G KV heads · D head size
+# T tokens of the step · H query heads · D head size
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class FlashInferAttention:
             w: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for w in windows
         }
         self._planned = self._decode
-        self._slot_mapping_T = torch.empty(0, dtype=torch.int64, device=spec.device)
         self._compile()
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -57,7 +56,6 @@ class FlashInferAttention:
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
         decode_only = max(batch.query_lens) == 1
         self._planned = self._decode if decode_only else self._prefill
-        self._slot_mapping_T = batch.slot_mapping_T
         query_starts = torch.tensor([0, *accumulate(batch.query_lens)], dtype=torch.int32)
         for window, wrapper in self._planned.items():
             fixed: dict[str, Any] = {
@@ -71,12 +69,7 @@ class FlashInferAttention:
             else:
                 wrapper.plan(query_starts, block_starts, blocks, last_block_len, *shape, causal=True, **fixed)
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        cache = self._caches[layer]
-        cache.write(k_TGD, v_TGD, self._slot_mapping_T)
-        return self._run(layer, q_THD)
-
-    def _run(self, layer: int, q_THD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
         cache = self._caches[layer]
         wrapper = self._planned[self._spec.sliding_windows[layer]]
         out_THD: Tensor = wrapper.run(q_THD.contiguous(), (cache.k_NPGD, cache.v_NPGD))
@@ -86,7 +79,7 @@ class FlashInferAttention:
         """Runs each wrapper once over block 0 of the first layer that uses it, whatever lies there."""
         spec = self._spec
         for tokens in (1, 2):
-            self.plan(AttentionBatch([tokens], [tokens], [[0]], self._slot_mapping_T))
+            self.plan(AttentionBatch([tokens], [tokens], [[0]]))
             q_THD = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
             for window in self._planned:
-                self._run(spec.sliding_windows.index(window), q_THD)
+                self.attend(spec.sliding_windows.index(window), q_THD)

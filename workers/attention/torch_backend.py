@@ -32,13 +32,11 @@ class TorchAttention:
     def __init__(self, spec: AttentionSpec, caches: list[KVCache]) -> None:
         assert len(caches) == len(spec.sliding_windows)
         self._spec = spec
-        self._caches = caches
         rows = [(c.k_NPGD.view(-1, spec.head_dim), c.v_NPGD.view(-1, spec.head_dim)) for c in caches]
         self._k_rows = [k for k, _ in rows]
         self._v_rows = [v for _, v in rows]
         self._groups: list[_Group] = []
         self._group_keys = GROUP_BYTES // (spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize)
-        self._slot_mapping_T = torch.empty(0, dtype=torch.int64, device=spec.device)
         # Gathered K and V land in memory that is kept: fresh megabytes a layer would cost more in page faults.
         self._k_scratch = torch.empty(0, spec.head_dim, dtype=spec.dtype, device=spec.device)
         self._v_scratch = torch.empty_like(self._k_scratch)
@@ -47,15 +45,13 @@ class TorchAttention:
         starts = [0]
         for n in batch.query_lens:
             starts.append(starts[-1] + n)
-        self._slot_mapping_T = batch.slot_mapping_T
         self._groups = [_Group.build(members, starts, batch, self._spec) for members in _split(batch, self._group_keys)]
         rows = max((len(g.kv_rows) for g in self._groups), default=0)
         if rows > len(self._k_scratch):
             self._k_scratch = self._k_scratch.new_empty(rows + rows // 4, self._spec.head_dim)
             self._v_scratch = torch.empty_like(self._k_scratch)
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        self._caches[layer].write(k_TGD, v_TGD, self._slot_mapping_T)
+    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
         if len(self._groups) == 1 and self._groups[0].is_whole_step:
             return self._attend_group(layer, self._groups[0], q_THD)
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
 """Paged attention by the project's own Triton kernel, kernels/paged_attention.py: any CUDA GPU, dtype and head size."""
 
-# T tokens of the step · H query heads · G KV heads · D head size
+# T tokens of the step · H query heads · D head size
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class TritonAttention:
         assert len(caches) == len(spec.sliding_windows)
         self._spec = spec
         self._caches = caches
-        self._step: tuple[PagedBatch, Tensor] | None = None
+        self._paged: PagedBatch | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
         spec = self._spec
-        paged = PagedBatch.build(
+        self._paged = PagedBatch.build(
             batch.query_lens,
             batch.context_lens,
             batch.block_tables,
@@ -28,12 +28,9 @@ class TritonAttention:
             spec.dtype,
             spec.device,
         )
-        self._step = (paged, batch.slot_mapping_T)
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        assert self._step is not None, "plan() comes first"
-        paged, slot_mapping_T = self._step
+    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
+        assert self._paged is not None, "plan() comes first"
         cache = self._caches[layer]
-        cache.write(k_TGD, v_TGD, slot_mapping_T)
         window = self._spec.sliding_windows[layer]
-        return paged_attention(q_THD, cache.k_NPGD, cache.v_NPGD, paged, self._spec.scale, window)
+        return paged_attention(q_THD, cache.k_NPGD, cache.v_NPGD, self._paged, self._spec.scale, window)

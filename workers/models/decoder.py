@@ -17,18 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorafleet.kernels.lora_batch import LoRABatch
-from lorafleet.workers.attention.base import AttentionBackend
+from lorafleet.kernels.rope_store import rotate_and_store
+from lorafleet.workers.attention.base import AttentionBackend, KVCache
 from lorafleet.workers.checkpoint import ModelConfig
 from lorafleet.workers.models.layers import PackedLinear, RMSNorm, parameter, silu_and_mul
-from lorafleet.workers.models.rope import RotaryEmbedding, rotate
+from lorafleet.workers.models.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What every layer needs of a step. cos and sin are [T, 1, head size / 2]."""
+    """What every layer needs of a step.
+
+    cos and sin are [T, 1, head size / 2]. caches: one a layer. slot_mapping_T: int64, block * block size + offset,
+    where each token's key and value are written.
+    """
 
     cos: Tensor
     sin: Tensor
+    slot_mapping_T: Tensor
+    caches: list[KVCache]
     attention: AttentionBackend
     lora: LoRABatch | None
 
@@ -37,7 +44,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.eps = config.rms_norm_eps
         qkv = (config.q_size, config.kv_size, config.kv_size)
         self.qkv_proj = PackedLinear(config.hidden_size, qkv, config.qkv_bias, dtype, device)
         self.o_proj = PackedLinear(config.q_size, (config.hidden_size,), config.o_bias, dtype, device)
@@ -45,13 +52,19 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
 
     def forward(self, x_TD: Tensor, step: StepContext) -> Tensor:
-        heads = self.qkv_proj(x_TD, step.lora).view(x_TD.shape[0], -1, self.head_dim)
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = rotate(qk, step.cos, step.sin).split((self.num_heads, self.num_kv_heads), dim=1)
-        attended = step.attention.attend(self.layer, q, k, v)
+        cache = step.caches[self.layer]
+        q_THD = rotate_and_store(
+            self.qkv_proj(x_TD, step.lora),
+            step.cos,
+            step.sin,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            cache.k_NPGD,
+            cache.v_NPGD,
+            step.slot_mapping_T,
+            self.eps,
+        )
+        attended = step.attention.attend(self.layer, q_THD)
         out: Tensor = self.o_proj(attended.reshape(x_TD.shape[0], -1), step.lora)
         return out
 
@@ -103,13 +116,18 @@ class DecoderModel(nn.Module):
         token_T: Tensor,
         position_T: Tensor,
         rope_length_T: Tensor | None,
+        slot_mapping_T: Tensor,
+        caches: list[KVCache],
         attention: AttentionBackend,
         lora: LoRABatch | None,
     ) -> Tensor:
-        """token_T, position_T: int64 [T]; rope_length_T as in RotaryEmbedding.cos_sin. Returns [T, D]."""
+        """token_T, position_T: int64 [T]; rope_length_T as in RotaryEmbedding.cos_sin. Returns [T, D].
+
+        slot_mapping_T and caches as in StepContext; attention has planned this step.
+        """
         x_TD = F.embedding(token_T, self.embed_tokens)
         cos, sin = self.rope.cos_sin(position_T, rope_length_T, x_TD.dtype)
-        step = StepContext(cos, sin, attention, lora)
+        step = StepContext(cos, sin, slot_mapping_T, caches, attention, lora)
         for layer in self.decoder_layers():
             x_TD = layer(x_TD, step)
         out: Tensor = self.norm(x_TD)

@@ -4,7 +4,7 @@ Formulas as in transformers' rope utilities, which the checkpoints were trained 
 2104.09864; YaRN, arXiv 2309.00071; dynamic NTK scaling and linear interpolation as published by their authors.
 """
 
-# T tokens · F = head size / 2 frequencies · D head size
+# T tokens · F = head size / 2 frequencies
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RopeConfig:
 
 
 class RotaryEmbedding:
-    """cos and sin of each token's angles."""
+    """cos and sin of each token's angles; kernels/rope_store.py rotates by them."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self.config = config
@@ -65,12 +65,6 @@ class RotaryEmbedding:
         if self.attention_scaling != 1.0:
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
-
-
-def rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    """Rotates each pair (x[i], x[i + D/2]), the layout of Hugging Face checkpoints."""
-    first, second = x_THD.chunk(2, dim=-1)
-    return torch.cat((first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F), dim=-1)
 
 
 def _powers(config: RopeConfig) -> Tensor:

@@ -34,12 +34,13 @@ def make_spec(
 def check_batch(make: type[AttentionBackend], spec: AttentionSpec, lens: list[tuple[int, int]]) -> None:
     """Every layer has the same past, so only its window tells its answer apart."""
     case = make_case(lens, (spec.num_heads, spec.num_kv_heads), spec.head_dim, spec.dtype, spec.device.type)
+    case.write_new_tokens()
     caches = [KVCache(case.k_NPGD.clone(), case.v_NPGD.clone()) for _ in spec.sliding_windows]
     backend = make(spec, caches)
-    backend.plan(AttentionBatch(case.query_lens, case.context_lens, case.block_tables, case.slot_mapping_T))
+    backend.plan(AttentionBatch(case.query_lens, case.context_lens, case.block_tables))
     tolerance = TOLERANCE[spec.dtype]
     for layer, window in enumerate(spec.sliding_windows):
-        out = backend.attend(layer, case.q_THD, case.k_TGD, case.v_TGD)
+        out = backend.attend(layer, case.q_THD)
         assert out.dtype == spec.dtype
         assert out.shape == case.q_THD.shape
         want = naive_attention(case, spec.scale, window)
@@ -67,15 +68,16 @@ def test_torch_takes_one_backend_through_many_steps() -> None:
     backend = TorchAttention(spec, [cache])
     for name in ("decodes", "mixed", "one_token", "long_decodes", "decodes"):
         case = make_case(BATCHES[name], (4, 2), 16, torch.float32)
+        case.write_new_tokens()
         cache.k_NPGD[: len(case.k_NPGD)], cache.v_NPGD[: len(case.v_NPGD)] = case.k_NPGD, case.v_NPGD
-        backend.plan(AttentionBatch(case.query_lens, case.context_lens, case.block_tables, case.slot_mapping_T))
-        out = backend.attend(0, case.q_THD, case.k_TGD, case.v_TGD)
+        backend.plan(AttentionBatch(case.query_lens, case.context_lens, case.block_tables))
+        out = backend.attend(0, case.q_THD)
         torch.testing.assert_close(out.double(), naive_attention(case, spec.scale, None), atol=1e-5, rtol=1e-5)
 
 
 def test_like_sequences_share_a_group_and_a_long_one_does_not_pad_the_others() -> None:
     def groups(lens: list[tuple[int, int]], most_keys: int = 100_000) -> list[list[int]]:
-        return _split(AttentionBatch([q for q, _ in lens], [c for _, c in lens], [], torch.empty(0)), most_keys)
+        return _split(AttentionBatch([q for q, _ in lens], [c for _, c in lens], []), most_keys)
 
     assert groups([(1, 60 + i) for i in range(16)]) == [list(range(16))]
     assert groups([(1, 50), (1, 9000), (1, 60)]) == [[0, 2], [1]]
