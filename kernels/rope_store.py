@@ -1,4 +1,7 @@
-"""Between the GEMM of q, k and v and attention: per-head norm, rotation, the write of k and v to the paged cache."""
+"""Between the GEMM of q, k and v and attention: per-head norm, rotation, the write of k and v to the paged cache.
+
+On CUDA all of it is one launch of kernels/rope_store_triton.py.
+"""
 
 # T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F = D / 2
 # N KV blocks · P block size
@@ -23,13 +26,21 @@ def rotate_and_store(
 ) -> Tensor:
     """Returns the rotated queries [T, H, D]; writes each token's key and value to its place in the cache.
 
-    q_norm and k_norm are both weights of RMS norms over D, or both None. slot_mapping_T is int64, block * P + offset.
+    q_norm and k_norm are both weights of RMS norms over D, or both None. slot_mapping_T is int64, block * P + offset;
+    on CUDA a negative one (the padding of a CUDA graph) stores nothing.
     """
     num_tokens, width = qkv_TE.shape
     num_kv_heads, head_dim = k_NPGD.shape[2:]
     num_heads = width // head_dim - 2 * num_kv_heads
     assert num_heads > 0 and width == (num_heads + 2 * num_kv_heads) * head_dim
-    assert slot_mapping_T.shape[0] == num_tokens
+    assert slot_mapping_T.shape == (num_tokens,)
+    assert k_NPGD.shape == v_NPGD.shape
+    if qkv_TE.is_cuda:
+        from lorafleet.kernels.rope_store_triton import rotate_and_store_triton  # triton is optional on a CPU
+
+        return rotate_and_store_triton(
+            qkv_TE, cos_T1F, sin_T1F, q_norm_D, k_norm_D, k_NPGD, v_NPGD, slot_mapping_T, eps
+        )
     qk, v = qkv_TE.view(num_tokens, -1, head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if q_norm_D is not None and k_norm_D is not None:
         q, k = qk.split((num_heads, num_kv_heads), dim=1)

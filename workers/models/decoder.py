@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.rope_store import rotate_and_store
+from lorafleet.kernels.silu_mul import silu_mul
 from lorafleet.workers.attention.base import AttentionBackend, KVCache
 from lorafleet.workers.checkpoint import ModelConfig
-from lorafleet.workers.models.layers import PackedLinear, RMSNorm, parameter, silu_and_mul
+from lorafleet.workers.models.layers import PackedLinear, RMSNorm, parameter
 from lorafleet.workers.models.rope import RotaryEmbedding
 
 
@@ -77,7 +78,7 @@ class MLP(nn.Module):
         self.down_proj = PackedLinear(inner, (config.hidden_size,), config.mlp_bias, dtype, device)
 
     def forward(self, x_TD: Tensor, step: StepContext) -> Tensor:
-        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x_TD, step.lora)), step.lora)
+        out: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x_TD, step.lora)), step.lora)
         return out
 
 
@@ -89,9 +90,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.mlp = MLP(config, dtype, device)
 
-    def forward(self, x_TD: Tensor, step: StepContext) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), step)
-        out: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD), step)
+    def forward(self, x_TD: Tensor, residual_TD: Tensor, step: StepContext) -> Tensor:
+        """From the input norm's output to what the MLP adds to the residual, which the next norm adds.
+
+        The attention's part is added here, in place: an add costs nothing in the norm that follows it.
+        """
+        attended_TD = self.self_attn(x_TD, step)
+        out: Tensor = self.mlp(self.post_attention_layernorm.add(attended_TD, residual_TD), step)
         return out
 
 
@@ -125,13 +130,14 @@ class DecoderModel(nn.Module):
 
         slot_mapping_T and caches as in StepContext; attention has planned this step.
         """
-        x_TD = F.embedding(token_T, self.embed_tokens)
-        cos, sin = self.rope.cos_sin(position_T, rope_length_T, x_TD.dtype)
+        residual_TD = F.embedding(token_T, self.embed_tokens)
+        cos, sin = self.rope.cos_sin(position_T, rope_length_T, residual_TD.dtype)
         step = StepContext(cos, sin, slot_mapping_T, caches, attention, lora)
-        for layer in self.decoder_layers():
-            x_TD = layer(x_TD, step)
-        out: Tensor = self.norm(x_TD)
-        return out
+        first, *later = [*(layer.input_layernorm for layer in self.decoder_layers()), self.norm]
+        x_TD: Tensor = first(residual_TD)
+        for layer, next_norm in zip(self.decoder_layers(), later, strict=True):
+            x_TD = next_norm.add(layer(x_TD, residual_TD, step), residual_TD)
+        return x_TD
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """float32 [T, V]."""

@@ -1,4 +1,4 @@
-"""The building blocks of the decoder: norm, the packed linear with its adapters, the gated activation.
+"""The building blocks of the decoder: norm, the packed linear with its adapters.
 
 Parameters are made empty here; workers/weights.py fills them.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lorafleet.kernels.lora import apply_lora
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.packed_lora import PackedLoRA
+from lorafleet.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -27,7 +28,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual += x, in place; returns its norm."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class PackedLinear(nn.Module):
@@ -51,9 +56,3 @@ class PackedLinear(nn.Module):
         if batch is not None and self.lora is not None:
             apply_lora(x_TD, y_TO, self.lora, batch)
         return y_TO
-
-
-def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
-    """silu(gate) * up, of the two halves of the last dimension."""
-    gate, up = gate_up_T2I.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)

@@ -1,0 +1,28 @@
+"""RMS norm, alone or with the residual's add before it. On CUDA either is one launch of kernels/rms_norm_triton.py.
+
+Source: arXiv 1910.07467.
+"""
+
+# T tokens · D hidden size
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    if x_TD.is_cuda:
+        from lorafleet.kernels.rms_norm_triton import rms_norm_triton  # triton is optional on a CPU
+
+        return rms_norm_triton(x_TD, None, weight_D, eps)
+    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """residual += x, in place; returns the norm of that sum, as rounded to the residual's dtype."""
+    if x_TD.is_cuda:
+        from lorafleet.kernels.rms_norm_triton import rms_norm_triton
+
+        return rms_norm_triton(x_TD, residual_TD, weight_D, eps)
+    return F.rms_norm(residual_TD.add_(x_TD), weight_D.shape, weight_D, eps)

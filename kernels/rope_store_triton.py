@@ -1,0 +1,128 @@
+"""Per-head norm, rotation and the paged write of keys and values in one launch. kernels/rope_store.py is its twin.
+
+Idea: one program takes BLOCK_HEADS heads of one token, whichever they are: queries are normed, rotated and stored to
+the output, keys the same but to the cache, values go to the cache as they are. Each head is held as its two halves,
+whose elements pair up, so nothing is exchanged but the norm's sum. All arithmetic is fp32 and rounds once, when stored.
+
+Memory: qkv [T, E] rows are H query heads, G keys, G values; cos and sin [T, F]; out [T, H, D]; caches [N, P, G, D],
+where a token's row is its slot_mapping. A head size that is no power of two (80, 96) is padded in registers.
+"""
+
+# T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F = D / 2
+# N KV blocks · P block size
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_HEADS = 8
+
+
+# slot_mapping may start anywhere in a larger buffer: its alignment must not ask for another kernel.
+@triton.jit(do_not_specialize=["slot_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
+def _rotate_and_store_kernel(
+    qkv_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    has_norm: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_f: tl.constexpr,
+) -> None:
+    half: tl.constexpr = head_dim // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
+    f = tl.arange(0, block_f)[None, :]
+    inside = (head < heads + 2 * kv_heads) & (f < half)
+    is_q = head < heads
+    is_k = (head >= heads) & (head < heads + kv_heads)
+    is_v = head >= heads + kv_heads
+    at = (token * (heads + 2 * kv_heads) + head) * head_dim + f
+    first = tl.load(qkv_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv_ptr + at + half, mask=inside, other=0.0).to(tl.float32)
+    x, y = first, second
+    if has_norm:
+        mean = tl.sum(x * x + y * y, 1, keep_dims=True) / head_dim
+        inverse = tl.rsqrt(mean + eps)
+        x *= inverse * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, f, f < half)
+        y *= inverse * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, f + half, f < half)
+    cos = tl.load(cos_ptr + token * half + f, mask=f < half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * half + f, mask=f < half, other=0.0).to(tl.float32)
+    first = tl.where(is_v, first, x * cos - y * sin).to(out_ptr.dtype.element_ty)
+    second = tl.where(is_v, second, y * cos + x * sin).to(out_ptr.dtype.element_ty)
+
+    out_at = (token * heads + head) * head_dim + f
+    tl.store(out_ptr + out_at, first, mask=inside & is_q)
+    tl.store(out_ptr + out_at + half, second, mask=inside & is_q)
+    slot = tl.load(slot_ptr + token)
+    if slot < 0:
+        return
+    k_at = (slot * kv_heads + head - heads) * head_dim + f
+    tl.store(k_ptr + k_at, first, mask=inside & is_k)
+    tl.store(k_ptr + k_at + half, second, mask=inside & is_k)
+    v_at = k_at - kv_heads * head_dim
+    tl.store(v_ptr + v_at, first, mask=inside & is_v)
+    tl.store(v_ptr + v_at + half, second, mask=inside & is_v)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _norm_weight(
+    q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, is_q: tl.tensor, at: tl.tensor, mask: tl.tensor
+) -> tl.tensor:
+    q = tl.load(q_norm_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    k = tl.load(k_norm_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(is_q, q, k)
+
+
+def rotate_and_store_triton(
+    qkv_TE: Tensor,
+    cos_T1F: Tensor,
+    sin_T1F: Tensor,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    k_NPGD: Tensor,
+    v_NPGD: Tensor,
+    slot_mapping_T: Tensor,
+    eps: float,
+) -> Tensor:
+    """As rotate_and_store, which has checked the shapes; a token with a negative slot_mapping is not stored."""
+    kv_heads, head_dim = k_NPGD.shape[2:]
+    all_heads = qkv_TE.shape[1] // head_dim
+    heads = all_heads - 2 * kv_heads
+    for tensor in (qkv_TE, cos_T1F, sin_T1F, k_NPGD, v_NPGD, slot_mapping_T):
+        assert tensor.is_contiguous()
+    assert (q_norm_D is None) == (k_norm_D is None)
+    assert cos_T1F.shape == sin_T1F.shape == (qkv_TE.shape[0], 1, head_dim // 2)
+    out_THD = torch.empty(qkv_TE.shape[0], heads, head_dim, dtype=qkv_TE.dtype, device=qkv_TE.device)
+    _rotate_and_store_kernel[(qkv_TE.shape[0], triton.cdiv(all_heads, BLOCK_HEADS))](
+        qkv_TE,
+        cos_T1F,
+        sin_T1F,
+        q_norm_D,
+        k_norm_D,
+        k_NPGD,
+        v_NPGD,
+        slot_mapping_T,
+        out_THD,
+        eps,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        has_norm=q_norm_D is not None,
+        block_heads=BLOCK_HEADS,
+        block_f=triton.next_power_of_2(head_dim // 2),
+        num_warps=2,
+    )
+    return out_THD

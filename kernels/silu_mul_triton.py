@@ -1,0 +1,38 @@
+"""silu(gate) * up in one launch. kernels/silu_mul.py has its twin.
+
+Idea: elementwise; one program takes BLOCK_I columns of one token, reads them from both halves and rounds once.
+
+Memory: gate_up [T, 2I], a row is gate then up; out [T, I].
+"""
+
+# T tokens · I intermediate size
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_I = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _silu_mul_kernel(gate_up_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.constexpr, block_i: tl.constexpr) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * block_i + tl.arange(0, block_i)
+    inside = i < size
+    gate = tl.load(gate_up_ptr + token * (2 * size) + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + token * (2 * size) + size + i, mask=inside, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + token * size + i, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul_triton(gate_up_T2I: Tensor) -> Tensor:
+    num_tokens, width = gate_up_T2I.shape
+    assert width % 2 == 0
+    assert gate_up_T2I.is_contiguous()
+    out_TI = torch.empty(num_tokens, width // 2, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
+    grid = (num_tokens, triton.cdiv(width // 2, BLOCK_I))
+    _silu_mul_kernel[grid](gate_up_T2I, out_TI, size=width // 2, block_i=BLOCK_I, num_warps=4)
+    return out_TI

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.rms_norm import add_rms_norm, rms_norm
+from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+EPS = 1e-5
+
+
+def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(shape[-1])
+    x, residual, weight = (torch.randn(s, generator=generator).to(dtype) for s in (shape, shape, shape[-1:]))
+    return x.to(device), (8 * residual).to(device), weight.to(device)
+
+
+def reference(x: Tensor, weight: Tensor) -> Tensor:
+    x64 = x.double()
+    return x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def assert_near(out: Tensor, want: Tensor) -> None:
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+
+
+def check_norm(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    assert out.shape == x.shape and out.dtype == x.dtype
+    assert_near(out, reference(x, weight))
+
+
+def check_add(x: Tensor, before: Tensor, residual: Tensor, weight: Tensor, out: Tensor) -> None:
+    """The sum is the very one that torch rounds to, and the norm is the norm of that."""
+    assert torch.equal(residual, before + x)
+    check_norm(residual, weight, out)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 100)], ids=str)
+def test_on_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual, weight = make_inputs(shape, dtype)
+    before = residual.clone()
+    check_norm(x, weight, rms_norm(x, weight, EPS))
+    check_add(x, before, residual, weight, add_rms_norm(x, residual, weight, EPS))
+
+
+def test_interpreted_kernel() -> None:
+    run_interpreted("""
+        import torch
+        from lorafleet.kernels.rms_norm_triton import rms_norm_triton
+        from tests.kernels.test_rms_norm import EPS, check_add, check_norm, make_inputs
+
+        for shape in ((3, 64), (2, 77), (1, 1)):
+            x, residual, weight = make_inputs(shape, torch.float32)
+            before = residual.clone()
+            check_norm(x, weight, rms_norm_triton(x, None, weight, EPS))
+            check_add(x, before, residual, weight, rms_norm_triton(x, residual, weight, EPS))
+    """)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 7, 256, 2049])
+@pytest.mark.parametrize("size", [1, 77, 128, 896, 4096, 5120, 18432])
+class TestOnGPU:
+    pytestmark = needs_gpu
+
+    def test_norm(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
+        x, _, weight = make_inputs((num_tokens, size), dtype, "cuda")
+        poison_free_memory()
+        check_norm(x, weight, rms_norm(x, weight, EPS))
+
+    def test_add(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
+        x, residual, weight = make_inputs((num_tokens, size), dtype, "cuda")
+        before = residual.clone()
+        poison_free_memory()
+        check_add(x, before, residual, weight, add_rms_norm(x, residual, weight, EPS))
+
+    def test_a_row_gets_the_same_bits_alone(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
+        x, residual, weight = make_inputs((num_tokens, size), dtype, "cuda")
+        last = add_rms_norm(x[-1:], residual[-1:].clone(), weight, EPS)
+        assert torch.equal(add_rms_norm(x, residual, weight, EPS)[-1:], last)

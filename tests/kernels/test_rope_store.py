@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.rope_store import rotate_and_store
+from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+HEADS = {"gqa": (4, 2), "mha": (3, 3), "mqa": (5, 1), "llama_8b": (32, 8)}
+PAGE = 16
+EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A cache of NaN with places for twice the tokens, in any order."""
+
+    qkv: Tensor
+    cos: Tensor
+    sin: Tensor
+    norms: tuple[Tensor, Tensor] | tuple[None, None]
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+
+    def arguments(self) -> tuple[Tensor | float | None, ...]:
+        """Of rotate_and_store, and of the kernel behind it."""
+        return (self.qkv, self.cos, self.sin, *self.norms, self.k, self.v, self.slots, EPS)
+
+
+def make_case(
+    num_tokens: int, heads: tuple[int, int], head_dim: int, norm: bool, dtype: torch.dtype, device: str = "cpu"
+) -> Case:
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    blocks = -(-2 * num_tokens // PAGE)
+    angle = 100 * torch.rand(num_tokens, 1, head_dim // 2, generator=generator)
+    cache = torch.full((2, blocks, PAGE, heads[1], head_dim), torch.nan, dtype=dtype, device=device)
+    return Case(
+        qkv=normal(num_tokens, (heads[0] + 2 * heads[1]) * head_dim),
+        cos=angle.cos().to(dtype).to(device),
+        sin=angle.sin().to(dtype).to(device),
+        norms=(normal(head_dim), normal(head_dim)) if norm else (None, None),
+        k=cache[0],
+        v=cache[1],
+        slots=torch.randperm(blocks * PAGE, generator=generator)[:num_tokens].to(device),
+    )
+
+
+def check(case: Case, q: Tensor) -> None:
+    """Against complex numbers in float64; places that no token maps to must still hold NaN."""
+    num_kv_heads, head_dim = case.k.shape[2:]
+    num_heads = case.qkv.shape[1] // head_dim - 2 * num_kv_heads
+    heads = case.qkv.double().view(len(case.qkv), -1, head_dim)
+    want_q, want_k, want_v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    assert q.dtype == case.qkv.dtype
+    tolerance = TOLERANCE[q.dtype]
+    stored = case.slots >= 0
+    want = [(q, rotated(case, want_q, case.norms[0]))]
+    places = case.slots[stored]
+    rows = [cache.view(-1, num_kv_heads, head_dim) for cache in (case.k, case.v)]
+    want += [(rows[0][places], rotated(case, want_k, case.norms[1])[stored]), (rows[1][places], want_v[stored])]
+    for found, wanted in want:
+        torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+    for row in rows:
+        untouched = torch.ones(len(row), dtype=torch.bool, device=row.device).index_fill_(0, places, False)
+        assert row[untouched].isnan().all()
+
+
+def rotated(case: Case, x: Tensor, norm: Tensor | None) -> Tensor:
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.complex(case.cos.double(), case.sin.double())
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("heads", HEADS)
+def test_on_a_cpu(heads: str, norm: bool, dtype: torch.dtype) -> None:
+    case = make_case(9, HEADS[heads], 24, norm, dtype)
+    check(case, rotate_and_store(*case.arguments()))
+
+
+def test_interpreted_kernel() -> None:
+    run_interpreted("""
+        import torch
+        from lorafleet.kernels.rope_store_triton import rotate_and_store_triton
+        from tests.kernels.test_rope_store import check, make_case
+
+        for heads, head_dim, norm in (((4, 2), 16, False), ((4, 2), 24, True), ((5, 1), 2, True), ((9, 3), 10, False)):
+            case = make_case(3, heads, head_dim, norm, torch.float32)
+            case.slots[1] = -1
+            check(case, rotate_and_store_triton(*case.arguments()))
+    """)
+
+
+class TestOnGPU:
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("norm", [False, True])
+    @pytest.mark.parametrize("head_dim", [2, 64, 80, 96, 128, 256])
+    @pytest.mark.parametrize("heads", HEADS)
+    @pytest.mark.parametrize("num_tokens", [1, 19, 1000])
+    def test_equals_the_formula(
+        self, num_tokens: int, heads: str, head_dim: int, norm: bool, dtype: torch.dtype
+    ) -> None:
+        case = make_case(num_tokens, HEADS[heads], head_dim, norm, dtype, "cuda")
+        poison_free_memory()
+        check(case, rotate_and_store(*case.arguments()))
+
+    def test_padding_of_a_graph_is_not_stored(self) -> None:
+        case = make_case(16, (32, 8), 128, False, torch.bfloat16, "cuda")
+        case.slots[10:] = -1
+        check(case, rotate_and_store(*case.arguments()))
+
+    def test_replays_in_a_graph_with_other_slots(self) -> None:
+        case, other = (make_case(16, (32, 8), 128, True, torch.bfloat16, "cuda") for _ in range(2))
+        other.slots.copy_(other.slots.flip(0))
+        rotate_and_store(*case.arguments())  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            q = rotate_and_store(*case.arguments())
+        case.slots.copy_(other.slots)
+        case.qkv.copy_(-other.qkv)
+        for cache in (case.k, case.v):
+            cache.fill_(torch.nan)
+        graph.replay()
+        check(case, q)
+
+    def test_slots_may_start_anywhere_in_a_buffer(self) -> None:
+        case = make_case(5, (32, 8), 128, False, torch.bfloat16, "cuda")
+        buffer = torch.zeros(6, dtype=torch.int64, device="cuda")
+        buffer[1:] = case.slots
+        check(case, rotate_and_store(*case.arguments()[:7], buffer[1:], EPS))

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.silu_mul import silu_mul
+from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def make_input(num_tokens: int, size: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Gates far on both sides of zero among them."""
+    x = 4 * torch.randn(num_tokens, 2 * size, generator=torch.Generator().manual_seed(size))
+    x[0, 0], x[-1, size - 1] = -200.0, 200.0
+    return x.to(dtype).to(device)
+
+
+def check(gate_up: Tensor, out: Tensor) -> None:
+    gate, up = gate_up.double().chunk(2, dim=1)
+    assert out.dtype == gate_up.dtype
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.double(), gate / (1 + (-gate).exp()) * up, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_on_a_cpu(dtype: torch.dtype) -> None:
+    gate_up = make_input(3, 50, dtype)
+    check(gate_up, silu_mul(gate_up.clone()))
+
+
+def test_interpreted_kernel() -> None:
+    run_interpreted("""
+        import torch
+        from lorafleet.kernels import silu_mul_triton
+        from tests.kernels.test_silu_mul import check, make_input
+
+        silu_mul_triton.BLOCK_I = 32
+        for num_tokens, size in ((3, 64), (2, 77), (1, 1)):
+            gate_up = make_input(num_tokens, size, torch.float32)
+            check(gate_up, silu_mul_triton.silu_mul_triton(gate_up))
+    """)
+
+
+class TestOnGPU:
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("num_tokens", [1, 7, 256, 2049])
+    @pytest.mark.parametrize("size", [1, 77, 1024, 4864, 14336])
+    def test_equals_the_formula(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
+        gate_up = make_input(num_tokens, size, dtype, "cuda")
+        poison_free_memory()
+        check(gate_up, silu_mul(gate_up))
