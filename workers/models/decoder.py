@@ -91,9 +91,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, dtype, device)
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor, step: StepContext) -> Tensor:
-        """From the input norm's output to what the MLP adds to the residual, which the next norm adds.
-
-        The attention's part is added here, in place: an add costs nothing in the norm that follows it.
+        """x is the input norm's output. Returns the MLP's, not yet added to the residual: the next layer's norm does
+        that, as here the second norm adds what attention gives, in place and in one launch.
         """
         attended_TD = self.self_attn(x_TD, step)
         out: Tensor = self.mlp(self.post_attention_layernorm.add(attended_TD, residual_TD), step)
