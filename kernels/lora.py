@@ -1,14 +1,28 @@
-"""The one entry to batched LoRA: adds every token's own adapter to a base linear's output."""
+"""The entries to batched LoRA: a base linear with every token's own adapter, and the adapters' part alone."""
 
 # T tokens · D in · O out
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.lora_torch import apply_lora_torch
 from lorafleet.kernels.packed_lora import PackedLoRA
+
+
+def linear_with_lora(
+    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, packed: PackedLoRA, batch: LoRABatch
+) -> Tensor:
+    """x @ W.T + bias + scale * B[slot[t]] @ (A[slot[t]] @ x[t]); all contiguous."""
+    if x_TD.is_cuda and packed.dtype in (None, x_TD.dtype):
+        from lorafleet.kernels.lora_triton import linear_triton  # triton is optional on a CPU
+
+        return linear_triton(x_TD, weight_OD, bias_O, packed, batch)
+    y_TO = F.linear(x_TD, weight_OD, bias_O)
+    apply_lora(x_TD, y_TO, packed, batch)
+    return y_TO
 
 
 def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:

@@ -1,18 +1,18 @@
-"""Triton shrink: every token's own LoRA A, P = A[slot] @ x, for one packed linear.
+"""Triton shrink: every token's own LoRA A and scale, P = scale * A[slot] @ x, for one packed linear.
 
-Idea: one program takes one tile (at most TILE_TOKENS tokens of one slot), BLOCK_R rows of that slot's stacked A and one
-split of the input features. The splits keep a lone decode token from walking all of D in one program; each split
-stores its own partial sum and expand adds them in order, so no atomics and the same bits on every run. The number of
-splits depends on D alone: a token's result does not depend on who else is in the batch.
+Idea: one program takes one tile (tokens of one slot) and one split of the input features, so that a lone decode token
+does not walk all of D in one program. Each split stores its own partial sum and who reads P adds them in order, so no
+atomics and the same bits on every run. The number of splits depends on D alone: a token's result does not depend on
+who else is in the batch. Little shared memory, so that a program finds room beside a GEMM's.
 
-Memory: x [T, D] rows are gathered through order_M, so tokens need not lie together. A [rank, D] is row-major at the
-address that the slot's table row holds; rows past the slot's own rank are neither read nor written. P [K, M, C] fp32,
-row m is token order_M[m]; columns past the slot's rank stay unwritten and are never read.
+Memory: x [T, D] rows are gathered through order_T, so tokens need not lie together. A [rank, D] is row-major at the
+address that the slot's table row holds; rows past the slot's own rank are not read. P [K, T, C] fp32, row t is token t.
+A slice's columns start at a multiple of CHUNK_RANKS and are zero between its rank and the next multiple; columns past
+the slot's last slice, and base tokens' rows, stay unwritten and are never read.
 Source: SGMV, Punica, arXiv 2310.18547.
 """
 
-# T tokens in the step · M of them with an adapter · D in · R rank · C columns of P, the largest total rank of the batch
-# K splits of D · S slots · A addresses of a slot
+# T tokens in the step · D in · C columns of P · K splits of D · S slots
 
 from __future__ import annotations
 
@@ -21,98 +21,121 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorafleet.kernels.lora_batch import TILE_TOKENS, LoRABatch
+from lorafleet.kernels.lora_batch import CHUNK_RANKS, LoRABatch, round_to_chunk
 from lorafleet.kernels.packed_lora import MAX_SLICES, PackedLoRA
 
-BLOCK_R = 32  # rows of A a program takes; one size for every batch keeps the arithmetic the same
+MAX_BLOCK_C = 64  # columns of P at a time
 BLOCK_D = 128
 FEATURES_A_SPLIT = 512  # of D; about four steps of the loop
 MAX_SPLITS = 16
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
-@triton.jit(do_not_specialize=["num_rows", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_tokens", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
 def _shrink_kernel(
     x_ptr: tl.tensor,
     p_ptr: tl.tensor,
     address_ptr: tl.tensor,
     rank_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     order_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
     num_features: tl.tensor,
-    num_rows: tl.tensor,
+    num_tokens: tl.tensor,
     num_columns: tl.tensor,
     split_features: tl.tensor,
     address_stride: tl.constexpr,
     rank_stride: tl.constexpr,
     tile_tokens: tl.constexpr,
-    block_r: tl.constexpr,
+    chunk: tl.constexpr,
+    block_c: tl.constexpr,
     block_d: tl.constexpr,
+    stages: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
-    split = tl.program_id(2)
+    split = tl.program_id(1)
     slot = tl.load(tiles_ptr + tile * 3)
     start = tl.load(tiles_ptr + tile * 3 + 1)
     length = tl.load(tiles_ptr + tile * 3 + 2)
-    rank = 0
-    for slice_index in tl.static_range(rank_stride):
-        rank += tl.load(rank_ptr + slot * rank_stride + slice_index)
-    first_row = tl.program_id(1) * block_r
-    if first_row >= rank:
-        return
-
+    rank_0 = tl.load(rank_ptr + slot * rank_stride)
+    rank_1 = tl.load(rank_ptr + slot * rank_stride + 1)
+    rank_2 = tl.load(rank_ptr + slot * rank_stride + 2)
+    column_1 = tl.cdiv(rank_0, chunk) * chunk
+    column_2 = column_1 + tl.cdiv(rank_1, chunk) * chunk
+    columns = column_2 + tl.cdiv(rank_2, chunk) * chunk
+    columns = tl.where(length > 0, columns, 0)
     a_address = tl.multiple_of(tl.load(address_ptr + slot * address_stride), 16)
     a_ptr = tl.multiple_of(a_address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
     m = tl.arange(0, tile_tokens)
-    r = first_row + tl.arange(0, block_r)
     d = tl.arange(0, block_d)
-    token = tl.load(order_ptr + start + m, mask=m < length, other=0)
+    mine = (m < length)[:, None]
+    token = tl.load(order_ptr + start + m, mask=m < length, other=0).to(tl.int64)
     x_row = x_ptr + token[:, None] * num_features
-    a_row = a_ptr + r[None, :].to(tl.int64) * num_features
-
-    acc = tl.zeros((tile_tokens, block_r), dtype=tl.float32)
-    first = split * split_features
-    for at in range(first, min(first + split_features, num_features), block_d):
-        inside = at + d < num_features
-        x = tl.load(x_row + (at + d)[None, :], mask=(m < length)[:, None] & inside[None, :], other=0.0)
-        a = tl.load(a_row + (at + d)[:, None], mask=(r < rank)[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(x, a, acc, input_precision="ieee")
-    p_row = p_ptr + (split.to(tl.int64) * num_rows + start + m)[:, None] * num_columns
-    tl.store(p_row + r[None, :], acc, mask=(m < length)[:, None] & (r < rank)[None, :])
+    p_row = p_ptr + (split.to(tl.int64) * num_tokens + token[:, None]) * num_columns
+    first_feature = split * split_features
+    end_feature = min(first_feature + split_features, num_features)
+    for first in tl.range(0, columns, block_c, num_stages=1):
+        c = first + tl.arange(0, block_c)
+        # Column of P -> row of A: slices are padded to whole chunks in P and not in A.
+        index = tl.where(c >= column_2, 2, tl.where(c >= column_1, 1, 0))
+        r = c - tl.where(index == 2, column_2, tl.where(index == 1, column_1, 0))
+        rank = tl.where(index == 2, rank_2, tl.where(index == 1, rank_1, rank_0))
+        a_first = tl.where(index == 2, rank_0 + rank_1, tl.where(index == 1, rank_0, 0))
+        own = (r < rank)[None, :]
+        a_row = a_ptr + (a_first + r)[None, :].to(tl.int64) * num_features
+        scale = tl.load(scale_ptr + slot * rank_stride + index)
+        acc = tl.zeros((tile_tokens, block_c), dtype=tl.float32)
+        for at in tl.range(first_feature, end_feature, block_d, num_stages=stages):
+            inside = at + d < num_features
+            x = tl.load(x_row + (at + d)[None, :], mask=mine & inside[None, :], other=0.0)
+            a = tl.load(a_row + (at + d)[:, None], mask=own & inside[:, None], other=0.0)
+            acc = tl.dot(x, a, acc, input_precision="ieee")
+        tl.store(p_row + c[None, :], acc * scale[None, :], mask=mine & (c < columns)[None, :])
 
 
 def num_splits(in_features: int) -> int:
     return min(MAX_SPLITS, -(-in_features // FEATURES_A_SPLIT))
 
 
-def shrink(x_TD: Tensor, packed: PackedLoRA, batch: LoRABatch) -> Tensor:
-    """Partial sums of A[slot] @ x for the tokens with an adapter, in the order of batch.order_M.
+def num_columns(packed: PackedLoRA, batch: LoRABatch) -> int:
+    """Of P; the same for every content of a static batch."""
+    num_slices = len(packed.out_features)
+    if batch.max_rank is not None:
+        return num_slices * round_to_chunk(batch.max_rank)
+    return round_to_chunk(packed.max_total_rank(batch.slots)) + (num_slices - 1) * CHUNK_RANKS
 
-    Returns fp32 [K, M, C], not yet scaled; expand() sums over K. Columns past a row's own total rank are garbage.
+
+def shrink(x_TD: Tensor, packed: PackedLoRA, batch: LoRABatch) -> Tensor:
+    """Partial sums of scale * A[slot] @ x for the tokens with an adapter: fp32 [K, T, C], laid out as said above.
+
     Slots are trusted here, since checking would sync the GPU: LoRAModelManager.activate checks.
     """
-    columns = packed.max_total_rank(batch.slots)
-    assert columns > 0, "a step whose adapters all leave this linear alone must not launch its kernels"
     assert x_TD.is_contiguous()
     assert x_TD.shape == (batch.num_tokens, packed.in_features)
     assert packed.address_SA.stride() == (1 + MAX_SLICES, 1)
-    rows, splits = batch.order_M.shape[0], num_splits(packed.in_features)
-    p_KMC = torch.empty(splits, rows, columns, dtype=torch.float32, device=x_TD.device)
-    _shrink_kernel[(batch.tiles_K3.shape[0], triton.cdiv(columns, BLOCK_R), splits)](
+    assert packed.rank_SP.stride() == packed.scale_SP.stride() == (MAX_SLICES, 1)
+    splits, columns = num_splits(packed.in_features), num_columns(packed, batch)
+    p_KTC = torch.empty(splits, batch.num_tokens, columns, dtype=torch.float32, device=x_TD.device)
+    block_c = min(MAX_BLOCK_C, triton.next_power_of_2(columns))
+    plan = batch.plan
+    _shrink_kernel[(plan.tiles_K3.shape[0], splits)](
         x_TD,
-        p_KMC,
+        p_KTC,
         packed.address_SA,
         packed.rank_SP,
-        batch.order_M,
-        batch.tiles_K3,
+        packed.scale_SP,
+        plan.order_T,
+        plan.tiles_K3,
         packed.in_features,
-        rows,
+        batch.num_tokens,
         columns,
         triton.cdiv(triton.cdiv(packed.in_features, splits), BLOCK_D) * BLOCK_D,
         address_stride=1 + MAX_SLICES,
         rank_stride=MAX_SLICES,
-        tile_tokens=TILE_TOKENS,
-        block_r=BLOCK_R,
+        tile_tokens=batch.tile_tokens,
+        chunk=CHUNK_RANKS,
+        block_c=block_c,
         block_d=BLOCK_D,
+        stages=2 if block_c > 16 else 3,
     )
-    return p_KMC
+    return p_KTC

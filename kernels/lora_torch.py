@@ -42,7 +42,7 @@ def _apply_grouped(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABa
     for slot, (start, end) in zip(batch.slots, batch.spans, strict=True):
         weights = packed.slots[slot]
         if weights is not None:
-            rows = batch.order_M[start:end]
+            rows = batch.order_T[start:end]
             y_TO.index_add_(0, rows, lora_delta(x_TD[rows], weights, packed.out_features))
 
 

@@ -73,7 +73,7 @@ def _normal(shape: tuple[int, ...], std: float, dtype: torch.dtype, generator: t
 
 def reference(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, slot_of_token: Sequence[int]) -> Tensor:
     """A loop over tokens in float64; shares no code with the kernels."""
-    y_TO = y_TO.double()
+    y_TO = y_TO.to(torch.float64, copy=True)
     for t, slot in enumerate(slot_of_token):
         weights = packed.slots[slot] if slot != BASE_SLOT else None
         column, row = 0, 0

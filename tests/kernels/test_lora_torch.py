@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -57,9 +59,33 @@ def test_tiles_cover_each_adapter_token_once_and_never_mix_slots() -> None:
     slots = slots_of_tokens("some_base", 200, 5)
     batch = build(slots)
     seen: list[int] = []
-    for slot, start, length in batch.tiles_K3.tolist():
-        tokens = batch.order_M[start : start + length].tolist()
+    for slot, start, length in batch.plan.tiles_K3.tolist():
+        tokens = batch.plan.order_T[start : start + length].tolist()
         assert 1 <= len(tokens) <= TILE_TOKENS
         assert {slots[t] for t in tokens} == {slot}
         seen += tokens
     assert sorted(seen) == [t for t, slot in enumerate(slots) if slot != BASE_SLOT]
+
+
+def test_static_batch_keeps_its_memory_and_takes_any_mix() -> None:
+    batch = LoRABatch.static(40, 5, 24, torch.device("cpu"))
+    address = batch.plan.buffer.data_ptr()
+    for mix in MIXES:
+        slots = slots_of_tokens(mix, 33, 5)
+        batch.fill(slots, [24, 8, 16, 3, 0])
+        plan = batch.plan
+        assert plan.buffer.data_ptr() == address
+        assert sorted(plan.order_T.tolist()) == list(range(40))
+        tiles = [tile for tile in plan.tiles_K3.tolist() if tile[2]]
+        assert sum(length for _, _, length in tiles) == sum(slot != BASE_SLOT for slot in slots)
+    batch.fill([BASE_SLOT] * 40, [0] * 5)
+    assert not batch.plan.tiles_K3.any()
+
+
+def test_static_batch_has_room_for_the_worst_mix() -> None:
+    for num_tokens, num_slots in ((1, 4), (7, 3), (64, 8), (64, 64), (256, 64), (2048, 5)):
+        batch = LoRABatch.static(num_tokens, num_slots, 64, torch.device("cpu"))
+        rng = random.Random(num_tokens)
+        for _ in range(20):
+            batch.fill([rng.randrange(-1, num_slots) for _ in range(num_tokens)], [64] * num_slots)
+        batch.fill([t % num_slots for t in range(num_tokens)], [64] * num_slots)

@@ -1,10 +1,23 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
+from lorafleet.kernels.lora import linear_with_lora
+from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
 from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
-from tests.kernels.lora_cases import MIXES, build, make_inputs, make_packed, reference, slots_of_tokens
+from tests.kernels.lora_cases import (
+    MIXES,
+    RANKS_OF_SLOTS,
+    build,
+    make_inputs,
+    make_packed,
+    reference,
+    slots_of_tokens,
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # qkv, o, gate_up and down of an 8B Llama, and sizes that no block divides.
@@ -27,6 +40,33 @@ def test_interpreted_kernels_equal_the_loop() -> None:
                 torch.testing.assert_close(y.double(), want, atol=tolerance, rtol=tolerance)
                 base = torch.tensor([s == -1 for s in slots])
                 assert torch.equal(y[base], before[base])
+    """)
+
+
+def test_interpreted_kernels_of_a_static_batch_equal_the_loop() -> None:
+    run_interpreted("""
+        import torch
+        from lorafleet.kernels.lora_batch import LoRABatch
+        from lorafleet.kernels.lora_triton import apply_lora_triton
+        from tests.kernels.lora_cases import make_inputs, make_packed, reference, slots_of_tokens
+
+        dtype = torch.float16
+        for ranks in (((3, 17), None, (0, 16), (2, 1)), ((8, 16), (16, 24), None, (8, 0))):
+            packed = make_packed(64, (32, 16), ranks, dtype)
+            rank_of_slot = [max(r, default=0) for r in (pair or () for pair in ranks)]
+            x, y = make_inputs(packed, 20)
+            batch = LoRABatch.static(20, 4, 32, torch.device("cpu"))
+            for mix in ("some_base", "all_different", "one"):
+                slots = slots_of_tokens(mix, 17, 4)
+                batch.fill(slots, rank_of_slot)
+                got = y.clone()
+                apply_lora_triton(x, got, packed, batch)
+                want = reference(x, y, packed, slots + [-1] * 3)
+                torch.testing.assert_close(got.double(), want, atol=6e-3, rtol=6e-3)
+                assert torch.equal(got[17:], y[17:])
+            batch.fill([-1] * 20, rank_of_slot)
+            apply_lora_triton(x, got := y.clone(), packed, batch)
+            assert torch.equal(got, y)
     """)
 
 
@@ -104,3 +144,64 @@ class TestOnGPU:
             alone = y[t : t + 1].clone()
             apply_lora_triton(x[t : t + 1].contiguous(), alone, packed, build([slots[t]], "cuda"))
             assert torch.equal(first[t : t + 1], alone)
+
+    @pytest.mark.parametrize("num_tokens", [1, 8, 64, 256])
+    @pytest.mark.parametrize("ranks", [RANKS_OF_SLOTS, ((8, 8, 8), (16, 16, 16), None, (64, 64, 64), (24, 0, 16))])
+    @pytest.mark.parametrize(("in_features", "out_features"), SHAPES[:-1], ids=str)
+    def test_one_graph_serves_any_mix(
+        self,
+        in_features: int,
+        out_features: tuple[int, ...],
+        ranks: Sequence[tuple[int, int, int] | None],
+        num_tokens: int,
+    ) -> None:
+        packed = make_packed(in_features, out_features, ranks, torch.bfloat16, "cuda")
+        rank_of_slot = [max(r or (0,)) for r in ranks]
+        x, _ = make_inputs(packed, num_tokens)
+        weight = torch.randn(sum(out_features), in_features, device="cuda").div(in_features**0.5).bfloat16()
+        base = x.double() @ weight.double().T
+        batch = LoRABatch.static(num_tokens, len(ranks), max(rank_of_slot), torch.device("cuda"))
+        poison_free_memory()
+        run = captured(lambda: linear_with_lora(x, weight, None, packed, batch))
+        batch.fill([BASE_SLOT] * num_tokens, rank_of_slot)
+        base_bits = run()
+        torch.testing.assert_close(base_bits.double(), base, atol=3e-2, rtol=3e-2)
+        for mix in MIXES:
+            slots = slots_of_tokens(mix, num_tokens, len(ranks))
+            batch.fill(slots, rank_of_slot)
+            poison_free_memory()
+            first = run()
+            want = reference(x, base, packed, slots)
+            torch.testing.assert_close(first.double(), want, atol=3e-2, rtol=3e-2)
+            assert torch.equal(first, run())
+            is_base = torch.tensor([slot == BASE_SLOT for slot in slots], device="cuda")
+            assert torch.equal(first[is_base], base_bits[is_base])
+            for t in (0, num_tokens - 1):
+                alone = [slot if i == t else BASE_SLOT for i, slot in enumerate(slots)]
+                batch.fill(alone, rank_of_slot)
+                assert torch.equal(run()[t], first[t]), "the result depends on who shares the batch"
+
+    def test_bias_and_an_eager_batch(self) -> None:
+        packed = make_packed(512, (256, 128, 128), dtype=torch.bfloat16, device="cuda")
+        slots = slots_of_tokens("some_base", 40, len(packed.slots))
+        x, _ = make_inputs(packed, len(slots))
+        weight = torch.randn(512, 512, device="cuda").div(512**0.5).bfloat16()
+        bias = torch.randn(512, device="cuda").bfloat16()
+        want = reference(x, x.double() @ weight.double().T + bias.double(), packed, slots)
+        got = linear_with_lora(x, weight, bias, packed, build(slots, "cuda"))
+        torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
+
+
+def captured(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+
+    def replay() -> Tensor:
+        out.fill_(torch.nan)
+        graph.replay()
+        return out.clone()
+
+    return replay
