@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import tempfile
 import time
@@ -19,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 
@@ -57,27 +59,33 @@ ADAPTER_BYTES = 2 * LAYERS * RANK * sum(i + o for i, o in SHAPES.values())
 KV_BYTES_A_TOKEN = 2 * LAYERS * 2 * KV
 
 
-def write_adapter(folder: Path, seed: int) -> Path:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+def write_adapters(folder: Path, count: int) -> list[Path]:
+    """They share one file of weights and differ in lora_alpha: distinct digests, slots and bytes on the GPU."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
     tensors = {}
     for layer in range(LAYERS):
         for name, (inputs, outputs) in SHAPES.items():
             for leaf, shape in (("lora_A", (RANK, inputs)), ("lora_B", (outputs, RANK))):
                 value = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) * 0.02
                 tensors[f"base_model.model.model.layers.{layer}.{name}.{leaf}.weight"] = value.cpu()
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    leaves = [name.split(".")[1] for name in SHAPES]
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": leaves}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    save_file(tensors, folder / "weights")
+    paths = [folder / f"a{i}" for i in range(count)]
+    for i, path in enumerate(paths):
+        path.mkdir()
+        (path / "adapter_model.safetensors").hardlink_to(folder / "weights")
+        leaves = [name.split(".")[1] for name in SHAPES]
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK + i, "target_modules": leaves}
+        (path / "adapter_config.json").write_text(json.dumps(config))
+    return paths
 
 
-def load(engine: Engine, path: Path, number: int) -> LoRARequest:
-    future: Future[AdapterInfo] = engine.load_adapter(LoRARequest(path.name, number, str(path)))
-    while not future.done():
+def load(engine: Engine, paths: list[Path]) -> list[LoRARequest]:
+    asked = [LoRARequest(path.name, i + 1, str(path)) for i, path in enumerate(paths)]
+    futures: list[Future[AdapterInfo]] = [engine.load_adapter(lora) for lora in asked]
+    while not all(future.done() for future in futures):
         engine.step()
-    return LoRARequest(path.name, number, str(path), future.result().digest)
+        time.sleep(0.001)
+    return [msgspec.structs.replace(lora, digest=f.result().digest) for lora, f in zip(asked, futures, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +98,10 @@ class Measured:
 
 
 def measure(engine: Engine, batch: int, loras: list[LoRARequest], bandwidth: float, weights: int) -> Measured:
-    params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
     steps: list[float] = []
     prefill_s = 0.0
     for repeat in range(2):  # the first one compiles and warms up
+        params = SamplingParams(temperature=0, max_tokens=GENERATED if repeat else 4, ignore_eos=True)
         generator = torch.Generator().manual_seed(1000 * batch + repeat)
         for i in range(batch):
             prompt = torch.randint(10, 128000, (PROMPT,), generator=generator).tolist()
@@ -133,6 +141,7 @@ def copy_bandwidth() -> float:
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 64])
@@ -157,10 +166,13 @@ def main() -> None:
                 lora=lora,
             )
         )
-        loras = [load(engine, write_adapter(Path(folder, f"a{i}"), i), i + 1) for i in range(most)]
+        loras = load(engine, write_adapters(Path(folder), most)) if most else []
         model = engine.runner.model
         read = sum(p.numel() * p.element_size() for p in model.parameters()) - model.embed_tokens.nbytes
-        print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, weights read a step {read / 2**30:.2f} GiB")
+        print(
+            f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, "
+            f"weights read a step {read / 2**30:.2f} GiB"
+        )
         print("batch  adapters  ms a step   floor ms   prefill tokens/s")
         rows = []
         for count in args.adapters:

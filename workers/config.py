@@ -29,6 +29,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048  # tokens in one step; lower it to shorten the gaps between streamed tokens
     enable_prefix_caching: bool = True
     attention_backend: AttentionName = "auto"
+    async_scheduling: bool | None = None  # launch a step before the last one's tokens are known; None: on a GPU
+    enforce_eager: bool = False  # no CUDA graphs; to find faults with
     lora: LoRAConfig | None = None  # None: no adapters
     on_lora_load_failure: OnLoadFailure = "error"  # base: answer from the base model, and say so in the response
     cpu_threads: int | None = None  # torch's intra-op threads; None: torch's own choice

@@ -1,6 +1,8 @@
 """The engine: requests in, one step at a time, tokens out. Single-threaded; knows nothing of sockets or texts.
 
-One step: take in finished adapter loads, let the scheduler choose, run the model, hand out the tokens.
+One step: take in finished adapter loads, let the scheduler choose, launch the model, hand out tokens. Where steps
+overlap, those are the tokens of the step before, so that the host's work is hidden behind the device's: a sequence goes
+on before its last token is known, which the device keeps for it, and what it computed beyond its end is thrown away.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from lorafleet.workers.config import OnLoadFailure
 from lorafleet.workers.errors import ContextOverflow, InvalidRequest, LorafleetError, to_wire
@@ -15,9 +18,17 @@ from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.lora.worker_manager import LoadCounts, WorkerLoRAManager
 from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, FinishReason, TokenOutput
-from lorafleet.workers.runner import ModelRunner, Sampled
+from lorafleet.workers.runner import LaunchedStep, ModelRunner, Sampled
 from lorafleet.workers.scheduler import Chunk, Scheduler
-from lorafleet.workers.sequence import Sequence
+from lorafleet.workers.sequence import UNKNOWN, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A launched step. ends: how many tokens of each chunk's sequence are computed after it."""
+
+    step: LaunchedStep
+    ends: list[int]
 
 
 class Engine:
@@ -28,7 +39,11 @@ class Engine:
         hello: EngineHello,
         on_lora_load_failure: OnLoadFailure,
         seed: int,
+        overlap: bool,
     ) -> None:
+        self.stalled = False  # the last step could do nothing: every waiting request waits for its adapter
+        self._overlap = overlap
+        self._under_way: _UnderWay | None = None
         self.hello = hello
         self.scheduler = scheduler
         self.loras: WorkerLoRAManager | None = scheduler.loras
@@ -44,7 +59,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._under_way is not None
 
     def add(self, request: EngineRequest) -> None:
         """Raises LorafleetError where the request can never be served; nothing is queued then."""
@@ -80,19 +95,21 @@ class Engine:
         return self.loras.load(lora)
 
     def step(self) -> list[TokenOutput]:
-        """Empty where nothing could run: every waiting request waits for its adapter."""
-        outputs = self._take_in_loads()
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return outputs
+        """Launches a step and gives the tokens of the one before, where steps overlap, else its own."""
         started = time.perf_counter()
-        results = self.runner.step(chunks)
-        for chunk, sampled in zip(chunks, results, strict=True):
-            self.scheduler.commit(chunk)
-            output = self._advance(chunk, sampled)
-            if output is not None:
-                outputs.append(output)
-        self._steps += 1
+        outputs = self._take_in_loads()
+        if self._under_way is not None and not self._may_run_ahead():
+            outputs += self._collect()
+        chunks = self.scheduler.schedule()
+        self.stalled = not chunks and self._under_way is None
+        if self.stalled:
+            return outputs
+        launched = self._launch(chunks) if chunks else None
+        outputs += self._collect()
+        self._under_way = launched
+        if not self._overlap or any(chunk.sequence.needs_history for chunk in chunks):
+            outputs += self._collect()
+        self._steps += launched is not None
         self._step_seconds += time.perf_counter() - started
         return outputs
 
@@ -152,6 +169,31 @@ class Engine:
             raise InvalidRequest("this server runs without LoRA; start it with --enable-lora.", "model")
         assert request.lora is None or request.lora.digest, "adapters are read once before they are requested"
 
+    def _may_run_ahead(self) -> bool:
+        """Whether the next step can be scheduled without the tokens of the one under way."""
+        if self.scheduler.may_preempt:
+            return False
+        return not any(sequence.needs_history for sequence in self.scheduler.running)
+
+    def _launch(self, chunks: list[Chunk]) -> _UnderWay:
+        step = self.runner.launch(chunks, self._under_way.step if self._under_way is not None else None)
+        for chunk in chunks:
+            self.scheduler.launched(chunk)
+        return _UnderWay(step, [chunk.sequence.num_computed for chunk in chunks])
+
+    def _collect(self) -> list[TokenOutput]:
+        """The tokens of the step under way. What came for sequences that have ended meanwhile is dropped."""
+        if self._under_way is None:
+            return []
+        under_way, self._under_way = self._under_way, None
+        outputs: list[TokenOutput] = []
+        for chunk, end, sampled in zip(under_way.step.chunks, under_way.ends, under_way.step.collect(), strict=True):
+            if self._sequences.get(chunk.sequence.request_id) is chunk.sequence:
+                output = self._advance(chunk.sequence, end, sampled)
+                if output is not None:
+                    outputs.append(output)
+        return outputs
+
     def _take_in_loads(self) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
         if self.loras is None:
@@ -168,22 +210,24 @@ class Engine:
         self.abort(sequence.request_id)
         return TokenOutput(request_id=sequence.request_id, finish_reason="error", error=to_wire(error))
 
-    def _advance(self, chunk: Chunk, sampled: Sampled) -> TokenOutput | None:
-        sequence = chunk.sequence
+    def _advance(self, sequence: Sequence, end: int, sampled: Sampled) -> TokenOutput | None:
+        """end: how many of the sequence's tokens the step had computed; the sampled one comes behind them."""
+        self.scheduler.commit(sequence, end)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += sampled.prompt
         if sampled.token is None:
             return None
-        first = sequence.num_generated == 0
-        sequence.tokens.append(sampled.token)
+        assert sequence.tokens[end] == UNKNOWN
+        sequence.tokens[end] = sampled.token
+        num_generated = end + 1 - sequence.num_prompt
         self._generation_tokens += 1
         output = TokenOutput(
             request_id=sequence.request_id,
             token_ids=[sampled.token],
             logprobs=[sampled.logprobs] if sampled.logprobs is not None else None,
-            finish_reason=self._finish_reason(sequence),
+            finish_reason=self._finish_reason(sequence, sampled.token, num_generated),
         )
-        if first:
+        if num_generated == 1:
             self._prompt_tokens += sequence.num_prompt
             output.num_cached_tokens = sequence.num_cached
             output.fallback_reason = sequence.fallback_reason
@@ -195,8 +239,7 @@ class Engine:
             self.abort(sequence.request_id)
         return output
 
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        generated = sequence.num_generated
-        if sequence.tokens[-1] in sequence.stop_ids and generated >= sequence.params.min_tokens:
+    def _finish_reason(self, sequence: Sequence, token: int, num_generated: int) -> FinishReason | None:
+        if token in sequence.stop_ids and num_generated >= sequence.params.min_tokens:
             return "stop"
-        return "length" if generated >= sequence.max_tokens else None
+        return "length" if num_generated >= sequence.max_tokens else None

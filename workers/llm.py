@@ -93,6 +93,8 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         attention_backend: AttentionName = "auto",
+        enforce_eager: bool = False,
+        async_scheduling: bool | None = None,
         cpu_threads: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -115,6 +117,8 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
                 enable_prefix_caching=enable_prefix_caching,
                 attention_backend=attention_backend,
+                enforce_eager=enforce_eager,
+                async_scheduling=async_scheduling,
                 lora=_lora_config(enable_lora, lora_config, given),
                 cpu_threads=cpu_threads,
                 seed=seed,

@@ -80,6 +80,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether biases or penalties may change the logits."""
+        return bool(
+            self.logit_bias
+            or self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+        )
+
     def of_sample(self, sample: int) -> SamplingParams:
         """The parameters of one of `n` samples: each has a seed of its own."""
         if self.n == 1:

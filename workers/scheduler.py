@@ -20,7 +20,7 @@ from lorafleet.workers.lora.model_manager import Slot
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.models.rope import RopeConfig
-from lorafleet.workers.sequence import Sequence
+from lorafleet.workers.sequence import UNKNOWN, Sequence
 
 PREFETCH_SCAN = 1024  # waiting sequences looked at for adapters to load ahead
 
@@ -71,12 +71,21 @@ class Scheduler:
             chunks += self._schedule_waiting(budget)
         return chunks
 
-    def commit(self, chunk: Chunk) -> None:
-        """The chunk has been computed: its full blocks may be shared from now on."""
-        sequence = chunk.sequence
+    @property
+    def may_preempt(self) -> bool:
+        """Whether the next step might run out of blocks: then it must know every token of the last."""
+        return self.kv.num_free < len(self.running)
+
+    def launched(self, chunk: Chunk) -> None:
+        """The chunk's step is under way: the next one goes on behind it."""
+        chunk.sequence.num_computed += chunk.num_tokens
+        if chunk.sequence.num_uncomputed == 0:
+            chunk.sequence.tokens.append(UNKNOWN)
+
+    def commit(self, sequence: Sequence, num_known: int) -> None:
+        """The first num_known tokens have been computed and are known: their full blocks may be shared from now on."""
         assert sequence.blocks is not None
-        sequence.num_computed += chunk.num_tokens
-        self.kv.commit(sequence.blocks, sequence.tokens, sequence.num_computed)
+        self.kv.commit(sequence.blocks, sequence.tokens, num_known)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is; its blocks and its slot are free from now on."""
@@ -92,6 +101,9 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget > 0:
             sequence = self.running[position]
+            if sequence.num_generated >= sequence.max_tokens:
+                position += 1  # its last token is under way
+                continue
             num_tokens = min(sequence.num_uncomputed, budget)
             if not self._grow_or_preempt(sequence, num_tokens):
                 break  # the sequence itself was the youngest, and with it the last

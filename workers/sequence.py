@@ -9,10 +9,13 @@ from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.sampling_params import SamplingParams
 
+UNKNOWN = -1  # a token that the device has sampled, or will, and the host has not read yet
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """tokens: prompt, then answer. num_computed: how many of them have their keys and values in the cache.
+    """tokens: prompt, then answer; the last is UNKNOWN while the step that samples it is under way. num_computed: how
+    many of them have their keys and values in the cache, or will after that step.
 
     seed is always set: the request's own, or one drawn for it. slot: the adapter's, while it is held. blocks: None
     while waiting. prompt_logprobs fill up chunk by chunk and go out with the first token.
@@ -40,6 +43,12 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a step must know the tokens of the one before on the host: penalties, minima, logprobs."""
+        p = self.params
+        return p.logprobs is not None or self.prompt_logprobs is not None or p.edits_logits
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -16,6 +16,7 @@ from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCa
 from lorafleet.workers.attention.select import make_attention
 from lorafleet.workers.checkpoint import DTYPES, ModelConfig, read_model_config
 from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.decode_graphs import DecodeGraphs, graph_sizes
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.kv_cache import KVCacheManager
@@ -59,7 +60,7 @@ def build_engine(
         device=device,
     )
     num_blocks, max_model_len = _size_cache(config, model, spec)
-    caches = _allocate(spec, num_blocks)
+    caches = _allocate(spec, num_blocks + 1)  # the last block is for the padding of captured steps
     scheduler = Scheduler(
         KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching),
         loras,
@@ -68,7 +69,12 @@ def build_engine(
         config.max_num_batched_tokens,
     )
     attention = make_attention(spec, caches, config.attention_backend)
-    runner = ModelRunner(model, attention, caches, config.block_size, device)
+    graphs = None
+    if device.type == "cuda" and not config.enforce_eager and not model_config.rope.depends_on_length:
+        sizes = graph_sizes(config.max_num_seqs)
+        graphs = DecodeGraphs(model, caches, attention, sizes, num_blocks, config.lora, max_model_len, device)
+    runner = ModelRunner(model, attention, caches, config.block_size, device, loras, graphs)
+    overlap = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
     hello = EngineHello(
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
@@ -76,7 +82,7 @@ def build_engine(
         eos_token_ids=list(model_config.eos_token_ids),
     )
     log.info("engine ready: %s on %s in %s, context %d", folder.name, device, dtype, max_model_len)
-    return Engine(runner, scheduler, hello, config.on_lora_load_failure, config.seed)
+    return Engine(runner, scheduler, hello, config.on_lora_load_failure, config.seed, overlap)
 
 
 def _device(config: EngineConfig) -> torch.device:

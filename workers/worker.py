@@ -96,7 +96,7 @@ class EngineLoop(threading.Thread):
         stepped = self._engine.step()
         outputs += stepped
         self._send(outputs, heard=bool(batches))
-        return not stepped and not batches
+        return self._engine.stalled and not batches
 
     def _take_in(self, batch: ClientBatch) -> list[TokenOutput]:
         """The refusals."""

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lorafleet.workers.sampler import Row, logprobs, sample, uniform
+from lorafleet.workers import sampler
+from lorafleet.workers.sampler import Row, logprobs, uniform
 from lorafleet.workers.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -11,6 +12,10 @@ VOCAB = 50
 
 def row(tokens=(1, 2, 3), num_prompt=3, seed=0, stop_ids=(), **params) -> Row:
     return Row(SamplingParams(**params), list(tokens), num_prompt, seed, frozenset(stop_ids))
+
+
+def sample(logits_BV: torch.Tensor, rows: list[Row]) -> list[int]:
+    return sampler.sample(logits_BV, rows).tolist()
 
 
 def logits(rows: int = 1) -> torch.Tensor:

@@ -101,10 +101,10 @@ async def test_a_dead_loop_ends_every_stream_and_fails_the_health_check(fleet, p
     first: TokenOutput = await anext(stream)
     assert first.token_ids
 
-    def explode(chunks: object) -> None:
-        raise RuntimeError(f"device lost at {chunks is not None}")
+    def explode(chunks: object, last: object) -> None:
+        raise RuntimeError(f"device lost at {(chunks, last) is not None}")
 
-    monkeypatch.setattr(worker._engine.runner, "step", explode)
+    monkeypatch.setattr(worker._engine.runner, "launch", explode)
     with pytest.raises(EngineDead, match="device lost"):
         async for _ in stream:
             pass

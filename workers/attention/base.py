@@ -59,6 +59,11 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: AttentionBatch) -> None: ...
 
+    def for_graph(self, num_seqs: int, max_context: int) -> AttentionBackend | None:
+        """A backend for captured decode steps of just num_seqs sequences of at most max_context tokens, whose plan()
+        writes to fixed memory; None where this kind has none."""
+        ...
+
     def attend(self, layer: int, q_THD: Tensor) -> Tensor:
         """Causal attention [T, H, D] in q's dtype over the layer's cache, which holds this step's tokens already."""
         ...

@@ -33,7 +33,8 @@ class FlashInferAttention:
         assert len(caches) == len(spec.sliding_windows)
         self._spec = spec
         self._caches = caches
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+        self._workspace = workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+        self._graph_blocks: Tensor | None = None
         windows = set(spec.sliding_windows)
         self._decode: dict[int | None, Any] = {
             w: BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True) for w in windows
@@ -44,26 +45,22 @@ class FlashInferAttention:
         self._planned = self._decode
         self._compile()
 
+    def for_graph(self, num_seqs: int, max_context: int) -> FlashInferGraphAttention:
+        # Sequences that share a prefix name its blocks more than once, so the cache's size is no bound.
+        most = num_seqs * -(-max_context // self._spec.block_size)
+        if self._graph_blocks is None or len(self._graph_blocks) < most:
+            self._graph_blocks = torch.zeros(most, dtype=torch.int32, device=self._spec.device)
+        return FlashInferGraphAttention(self._spec, self._caches, self._workspace, self._graph_blocks, num_seqs)
+
     def plan(self, batch: AttentionBatch) -> None:
         spec = self._spec
-        # Lengths stay on the host, where FlashInfer plans: from the device it would have to wait for them.
-        num_blocks = [-(-length // spec.block_size) for length in batch.context_lens]
-        used = (table[:n] for table, n in zip(batch.block_tables, num_blocks, strict=True))
-        blocks = torch.tensor(list(chain.from_iterable(used)), dtype=torch.int32).to(spec.device, non_blocking=True)
-        block_starts = torch.tensor([0, *accumulate(num_blocks)], dtype=torch.int32)
-        filled = [(length - 1) % spec.block_size + 1 for length in batch.context_lens]
-        last_block_len = torch.tensor(filled, dtype=torch.int32)
-        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
+        block_starts, blocks, last_block_len = _pages(batch, spec)
+        shape = _shape(spec)
         decode_only = max(batch.query_lens) == 1
         self._planned = self._decode if decode_only else self._prefill
         query_starts = torch.tensor([0, *accumulate(batch.query_lens)], dtype=torch.int32)
         for window, wrapper in self._planned.items():
-            fixed: dict[str, Any] = {
-                "window_left": -1 if window is None else window - 1,  # theirs does not count the token itself
-                "sm_scale": spec.scale,
-                "q_data_type": spec.dtype,
-                "kv_data_type": spec.dtype,
-            }
+            fixed = _options(spec, window)
             if decode_only:
                 wrapper.plan(block_starts, blocks, last_block_len, *shape, **fixed)
             else:
@@ -83,3 +80,72 @@ class FlashInferAttention:
             q_THD = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
             for window in self._planned:
                 self.attend(spec.sliding_windows.index(window), q_THD)
+
+
+class FlashInferGraphAttention:
+    """Decodes of a fixed number of sequences; plan() rewrites the memory that the captured kernels read.
+
+    blocks: int32, shared by all sizes, as one graph runs at a time.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, caches: list[KVCache], workspace: Tensor, blocks: Tensor, num_seqs: int
+    ) -> None:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        self._spec = spec
+        self._caches = caches
+
+        def integers(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=spec.device)
+
+        self._wrappers: dict[int | None, Any] = {
+            window: BatchDecodeWithPagedKVCacheWrapper(
+                workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                paged_kv_indptr_buffer=integers(num_seqs + 1),
+                paged_kv_indices_buffer=blocks,
+                paged_kv_last_page_len_buffer=integers(num_seqs),
+            )
+            for window in set(spec.sliding_windows)
+        }
+
+    def plan(self, batch: AttentionBatch) -> None:
+        pages = _pages(batch, self._spec)
+        for window, wrapper in self._wrappers.items():
+            wrapper.plan(*pages, *_shape(self._spec), **_options(self._spec, window))
+
+    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  this is one
+        return None
+
+    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
+        cache = self._caches[layer]
+        wrapper = self._wrappers[self._spec.sliding_windows[layer]]
+        out_THD: Tensor = wrapper.run(q_THD.contiguous(), (cache.k_NPGD, cache.v_NPGD))
+        return out_THD
+
+
+def _pages(batch: AttentionBatch, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each sequence's blocks begin, the blocks (on the device), how full each last block is."""
+    # Lengths stay on the host, where FlashInfer plans: from the device it would have to wait for them.
+    num_blocks = [-(-length // spec.block_size) for length in batch.context_lens]
+    used = (table[:n] for table, n in zip(batch.block_tables, num_blocks, strict=True))
+    blocks = torch.tensor(list(chain.from_iterable(used)), dtype=torch.int32).to(spec.device, non_blocking=True)
+    starts = torch.tensor([0, *accumulate(num_blocks)], dtype=torch.int32)
+    filled = [(length - 1) % spec.block_size + 1 for length in batch.context_lens]
+    return starts, blocks, torch.tensor(filled, dtype=torch.int32)
+
+
+def _shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size
+
+
+def _options(spec: AttentionSpec, window: int | None) -> dict[str, Any]:
+    return {
+        "window_left": -1 if window is None else window - 1,  # theirs does not count the token itself
+        "sm_scale": spec.scale,
+        "q_data_type": spec.dtype,
+        "kv_data_type": spec.dtype,
+    }

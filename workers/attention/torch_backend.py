@@ -51,6 +51,9 @@ class TorchAttention:
             self._k_scratch = self._k_scratch.new_empty(rows + rows // 4, self._spec.head_dim)
             self._v_scratch = torch.empty_like(self._k_scratch)
 
+    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  there is none
+        return None
+
     def attend(self, layer: int, q_THD: Tensor) -> Tensor:
         if len(self._groups) == 1 and self._groups[0].is_whole_step:
             return self._attend_group(layer, self._groups[0], q_THD)

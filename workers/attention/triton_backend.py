@@ -29,6 +29,9 @@ class TritonAttention:
             spec.device,
         )
 
+    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  there is none
+        return None
+
     def attend(self, layer: int, q_THD: Tensor) -> Tensor:
         assert self._paged is not None, "plan() comes first"
         cache = self._caches[layer]

@@ -64,6 +64,11 @@ class LoRAModelManager:
             slot.ready = None
         return slot.ready is None
 
+    @property
+    def ranks(self) -> list[int]:
+        """Of each slot, the largest rank over all modules; 0 where it is empty."""
+        return [0 if slot.adapter is None else slot.adapter.info.rank for slot in self.slots]
+
     def hold(self, slot: Slot) -> None:
         self._clock += 1
         slot.holders += 1

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorafleet.kernels.lora import apply_lora
+from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.packed_lora import PackedLoRA
 from lorafleet.kernels.rms_norm import add_rms_norm, rms_norm
@@ -52,7 +52,6 @@ class PackedLinear(nn.Module):
         self.lora: PackedLoRA | None = None
 
     def forward(self, x_TD: Tensor, batch: LoRABatch | None) -> Tensor:
-        y_TO = F.linear(x_TD, self.weight, self.bias)
         if batch is not None and self.lora is not None:
-            apply_lora(x_TD, y_TO, self.lora, batch)
-        return y_TO
+            return linear_with_lora(x_TD, self.weight, self.bias, self.lora, batch)
+        return F.linear(x_TD, self.weight, self.bias)

@@ -1,0 +1,67 @@
+"""Steps that overlap: launched before the last one's tokens are known. The answers are those of steps that do not."""
+
+from __future__ import annotations
+
+import random
+
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.workers.messages import EngineRequest
+from lorafleet.workers.startup import build_engine
+
+
+def test_answers_are_those_of_steps_one_by_one(fleet, prompt):
+    made = fleet("llama3")
+    rng = random.Random(5)
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 0, "stop_token_ids": list(range(100, 140))},
+        {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+        {"temperature": 1.2, "seed": 4, "top_k": 20, "stop_token_ids": list(range(60, 90))},
+        {"temperature": 0, "frequency_penalty": 1.0, "min_tokens": 4, "stop_token_ids": list(range(5, 300))},
+        {"temperature": 0.8, "seed": 5, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0, "n": 2, "max_tokens": 1},
+    ]
+    names = [None, "all", "qv", "regex"]
+    requests = {n: LoRARequest(n, i, str(made.adapters[n])) for i, n in enumerate(names) if n}
+    jobs = [(prompt(rng.randrange(1, 60)), rng.choice(kinds), rng.choice(names)) for _ in range(60)]
+
+    def answers(overlap: bool) -> list[object]:
+        llm = LLM(
+            str(made.base),
+            enable_lora=True,
+            max_loras=2,
+            kv_cache_tokens=640,  # so few that sequences are preempted
+            max_model_len=128,
+            max_num_batched_tokens=64,
+            max_num_seqs=12,
+            async_scheduling=overlap,
+        )
+        params = [SamplingParams(**({"max_tokens": 30, "ignore_eos": True} | options)) for _, options, _ in jobs]
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids, _, _ in jobs], params, [requests.get(name) for _, _, name in jobs]
+        )
+        stats = llm._engine.stats()
+        assert stats.preemptions_total > 0
+        assert stats.kv_blocks_free == stats.kv_blocks_total
+        assert all(slot.holders == 0 for slot in llm._engine.loras.slots.slots)
+        return [[(c.token_ids, c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
+
+    assert answers(True) == answers(False)
+
+
+def test_tokens_come_one_step_late_and_none_is_lost_by_an_abort(fleet, prompt):
+    engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024, async_scheduling=True))
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    for name in ("kept", "left"):
+        engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt(9), params=params))
+    assert engine.step() == []
+    assert not engine.stalled
+    assert {o.request_id for o in engine.step()} == {"kept", "left"}
+    engine.abort("left")
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert {o.request_id for o in outputs} == {"kept"}
+    assert sum(len(o.token_ids) for o in outputs) == 4
+    assert engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
