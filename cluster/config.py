@@ -82,6 +82,7 @@ class AppArgs(BaseModel):
     )
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prompt beginnings.")
     attention_backend: AttentionName = Field("auto", description="auto takes the fastest one installed.")
+    enforce_eager: bool = Field(False, description="No CUDA graphs; slower, to find faults with.")
     cpu_threads: int | None = Field(None, description="torch threads of a CPU worker; default: cores / replicas.")
     seed: int = Field(0, description="Seeds the requests that name none.")
 
