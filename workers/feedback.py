@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorafleet.workers.host_copy import to_device
 from lorafleet.workers.sequence import UNKNOWN
 
 
@@ -31,10 +32,7 @@ class Feedback:
         if UNKNOWN not in tokens:
             return None
         source = [row_of[r] if t == UNKNOWN else -1 for t, r in zip(tokens, request_ids, strict=True)]
-        host = torch.tensor(source, dtype=torch.int64)
-        if sampled_B.is_cuda:
-            host = host.pin_memory().to(sampled_B.device, non_blocking=True)
-        return cls(sampled_B, host)
+        return cls(sampled_B, to_device(source, torch.int64, sampled_B.device))
 
     def fill(self, token_T: Tensor) -> None:
         """Puts the tokens in their places, in place."""

@@ -96,11 +96,10 @@ class _StepInputs:
     positions: list[int]
     kv_slots: list[int]
     lora_slots: list[int]
-    rope_lengths: list[int]
 
     @classmethod
     def of(cls, chunks: list[Chunk], size: int) -> _StepInputs:
-        inputs = cls([], [], [], [], [])
+        inputs = cls([], [], [], [])
         for chunk in chunks:
             seq = chunk.sequence
             assert seq.blocks is not None
@@ -110,13 +109,11 @@ class _StepInputs:
                 inputs.positions.append(start)
                 inputs.kv_slots.append(table[start // size] * size + start % size)
                 inputs.lora_slots.append(BASE_SLOT if seq.slot is None else seq.slot)
-                inputs.rope_lengths.append(max(seq.num_prompt, end))
                 continue
             inputs.tokens.extend(seq.tokens[start:end])
             inputs.positions.extend(range(start, end))
             inputs.kv_slots.extend(table[at // size] * size + at % size for at in range(start, end))
             inputs.lora_slots.extend([BASE_SLOT if seq.slot is None else seq.slot] * chunk.num_tokens)
-            inputs.rope_lengths.extend(max(seq.num_prompt, at + 1) for at in range(start, end))
         return inputs
 
 
@@ -190,7 +187,7 @@ class ModelRunner:
         token_T = self._integers(inputs.tokens)
         if feedback is not None:
             feedback.fill(token_T)
-        lengths_T = self._integers(inputs.rope_lengths) if self.model.config.rope.depends_on_length else None
+        lengths_T = self._integers(_rope_lengths(chunks)) if self.model.config.rope.depends_on_length else None
         hidden_TD: Tensor = self.model(
             token_T,
             self._integers(inputs.positions),
@@ -237,6 +234,12 @@ class ModelRunner:
             logits_TV = self.model.logits(rows[: len(predicted)])
             found.append(logprobs(logits_TV, predicted, seq.params.prompt_logprobs or 0))
         return found
+
+
+def _rope_lengths(chunks: list[Chunk]) -> list[int]:
+    """Of each token, see RotaryEmbedding.cos_sin."""
+    starts = [(chunk.sequence, chunk.sequence.num_computed, chunk.num_tokens) for chunk in chunks]
+    return [max(seq.num_prompt, at + 1) for seq, start, count in starts for at in range(start, start + count)]
 
 
 def _tables(chunks: list[Chunk]) -> list[list[int]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorafleet.workers.host_copy import to_device
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.sampling_params import SamplingParams
 
@@ -39,8 +40,8 @@ def sample(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if random:
         if len(random) < len(rows):
-            logits_BV = logits_BV[_on_device(random, torch.int64, logits_BV.device)]
-        greedy_B[_on_device(random, torch.int64, greedy_B.device)] = _draw(logits_BV, [rows[i] for i in random])
+            logits_BV = logits_BV[to_device(random, torch.int64, logits_BV.device)]
+        greedy_B[to_device(random, torch.int64, greedy_B.device)] = _draw(logits_BV, [rows[i] for i in random])
     return greedy_B
 
 
@@ -80,7 +81,7 @@ def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     device = logits_BV.device
 
     def column(values: list[float]) -> Tensor:
-        return _on_device(values, torch.float32, device).unsqueeze(1)
+        return to_device(values, torch.float32, device).unsqueeze(1)
 
     logits_BV = logits_BV / column([row.params.temperature for row in rows])
     if any(row.params.min_p > 0 for row in rows):
@@ -89,7 +90,7 @@ def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     if any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows):
         logits_BV = _keep_best(logits_BV, rows)
     cumulative_BV = logits_BV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    draw_B1 = _on_device([uniform(row.seed, len(row.tokens)) for row in rows], torch.float64, device).unsqueeze(1)
+    draw_B1 = to_device([uniform(row.seed, len(row.tokens)) for row in rows], torch.float64, device).unsqueeze(1)
     target_B1 = draw_B1 * cumulative_BV[:, -1:]
     # right=True steps over tokens of probability zero; the last one with any is the upper bound.
     return torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1)
@@ -100,8 +101,8 @@ def _keep_best(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     vocab = logits_BV.shape[1]
     device = logits_BV.device
     top_k = [row.params.top_k if row.params.top_k > 0 else vocab for row in rows]
-    k_B1 = _on_device(top_k, torch.int64, device).unsqueeze(1)
-    p_B1 = _on_device([row.params.top_p for row in rows], torch.float32, device).unsqueeze(1)
+    k_B1 = to_device(top_k, torch.int64, device).unsqueeze(1)
+    p_B1 = to_device([row.params.top_p for row in rows], torch.float32, device).unsqueeze(1)
     sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
     sorted_BV = sorted_BV.masked_fill(torch.arange(vocab, device=device) >= k_B1, NEVER)
     probability_BV = sorted_BV.softmax(dim=-1)
@@ -109,12 +110,6 @@ def _keep_best(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     # Where top_p is off, rounding in the sum must not cut the tail.
     sorted_BV = sorted_BV.masked_fill((before_BV >= p_B1) & (p_B1 < 1), NEVER)
     return torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)
-
-
-def _on_device(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """From pinned memory, since a copy out of other memory would wait for the steps before it."""
-    host = torch.tensor(values, dtype=dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 _MASK = 2**64 - 1

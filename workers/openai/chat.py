@@ -12,14 +12,13 @@ from lorafleet.workers.openai.envelope import Envelope, request_id
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprobs
-from lorafleet.workers.openai.messages import read_messages
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.prompts import Prompt, encode, fit_max_tokens, render_chat, truncate
 from lorafleet.workers.openai.protocol import ChatRequest
-from lorafleet.workers.openai.responses import EventStream, WholeReply, event, json_response
+from lorafleet.workers.openai.responses import WholeReply, event, json_response
 from lorafleet.workers.openai.sampling import fitted, read_params
-from lorafleet.workers.openai.streaming import StreamUsage, TextChunk, events, fallback_headers
+from lorafleet.workers.openai.streaming import StreamUsage, TextChunk, event_stream, fallback_headers
 from lorafleet.workers.output import Delta
 
 
@@ -39,13 +38,7 @@ async def chat(front: Front, request: Request) -> Response:
 
 
 async def _read_prompt(front: Front, body: ChatRequest) -> Prompt:
-    text = render_chat(
-        front,
-        read_messages(body.messages),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
-    )
+    text = render_chat(front, body)
     named = "messages" if body.truncate_prompt_tokens is None else None
     token_ids = await encode(front, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
     if not token_ids:
@@ -85,17 +78,8 @@ class _Answer:
         return json_response(content, fallback_headers(self.samples))
 
     def stream(self) -> Response:
-        headers: dict[str, str] = {}
         usage = StreamUsage(self.body, self.samples)
-        return EventStream(
-            events(
-                self.samples,
-                lambda sample: _ChoiceStream(self, sample, usage),
-                lambda: usage.closing(self.envelope.chunk(self.samples[0])),
-                headers,
-            ),
-            headers,
-        )
+        return event_stream(self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage))
 
     def _choice(self, sample: Sample, delta: Delta) -> dict[str, object]:
         message = {"role": "assistant", "content": delta.text, "refusal": None}

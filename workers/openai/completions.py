@@ -18,9 +18,9 @@ from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, read_prompts, truncate
 from lorafleet.workers.openai.protocol import CompletionRequest
-from lorafleet.workers.openai.responses import EventStream, WholeReply, event, json_response
+from lorafleet.workers.openai.responses import WholeReply, event, json_response
 from lorafleet.workers.openai.sampling import fitted, read_params
-from lorafleet.workers.openai.streaming import StreamUsage, TextChunk, events, fallback_headers
+from lorafleet.workers.openai.streaming import StreamUsage, TextChunk, event_stream, fallback_headers
 from lorafleet.workers.output import Delta
 from lorafleet.workers.sampling_params import SamplingParams
 
@@ -73,17 +73,8 @@ class _Answer:
         return json_response(content, fallback_headers(self.samples))
 
     def stream(self) -> Response:
-        headers: dict[str, str] = {}
         usage = StreamUsage(self.body, self.samples)
-        return EventStream(
-            events(
-                self.samples,
-                lambda sample: _ChoiceStream(self, sample, usage),
-                lambda: usage.closing(self.envelope.chunk(self.samples[0])),
-                headers,
-            ),
-            headers,
-        )
+        return event_stream(self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage))
 
 
 @dataclass(slots=True)

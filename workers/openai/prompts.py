@@ -6,12 +6,13 @@ Long texts are tokenized in a thread, since the library lets go of the GIL and t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lorafleet.workers.errors import ContextOverflow, InvalidRequest
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.messages import read_messages
+from lorafleet.workers.openai.protocol import ChatRequest, TokenizeRequest
 from lorafleet.workers.tokenizer import Tokenizer
 
 LONG_TEXT = 8192  # characters; shorter ones are tokenized faster than a thread is reached
@@ -60,7 +61,7 @@ async def _read_prompt(front: Front, given: object, add_special_tokens: bool, pa
         named = param if must_fit else None
         prompt = Prompt(await encode(front, given, add_special_tokens=add_special_tokens, must_fit=named), given)
     elif _is_token_ids(given):
-        prompt = Prompt(_checked_ids(front, given, param), None)
+        prompt = Prompt(checked_ids(front, given, param), None)
     else:
         raise InvalidRequest(f"`{param}` mixes kinds or holds something that is no string and no token id.", param)
     if not prompt.token_ids:
@@ -72,7 +73,8 @@ def _is_token_ids(given: object) -> bool:
     return isinstance(given, list) and bool(given) and all(type(i) is int for i in given)
 
 
-def _checked_ids(front: Front, given: Any, param: str) -> list[int]:
+def checked_ids(front: Front, given: Any, param: str) -> list[int]:
+    """Raises InvalidRequest naming an id that the model does not have."""
     vocab_size = front.engine.hello.vocab_size
     for token_id in given:
         if not 0 <= token_id < vocab_size:
@@ -83,25 +85,21 @@ def _checked_ids(front: Front, given: Any, param: str) -> list[int]:
     return token_ids
 
 
-def render_chat(
-    front: Front,
-    messages: list[dict[str, Any]],
-    *,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    template_kwargs: Mapping[str, Any] | None,
-) -> str:
-    if continue_final_message and add_generation_prompt:
+def render_chat(front: Front, body: ChatRequest | TokenizeRequest) -> str:
+    """The prompt that the chat template makes of the body's messages."""
+    assert body.messages is not None
+    generate, go_on = body.add_generation_prompt, bool(body.continue_final_message)
+    if go_on and generate:
         raise InvalidRequest(
             "`continue_final_message` and `add_generation_prompt` exclude each other; set one of them to false.",
             "continue_final_message",
         )
     return front.tokenizer.render_chat(
-        messages,
-        add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
-        continue_final_message=bool(continue_final_message),
+        read_messages(body.messages),
+        add_generation_prompt=not go_on if generate is None else generate,
+        continue_final_message=go_on,
         chat_template=front.config.chat_template,
-        template_kwargs=template_kwargs,
+        template_kwargs=body.chat_template_kwargs,
     )
 
 

@@ -9,9 +9,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+from lorafleet.workers.openai.envelope import Envelope
 from lorafleet.workers.openai.generation import Sample, fallback_of, merged, usage_of
 from lorafleet.workers.openai.protocol import GenerationRequest
-from lorafleet.workers.openai.responses import DONE, encode_json, event
+from lorafleet.workers.openai.responses import DONE, EventStream, encode_json, event
 from lorafleet.workers.output import Delta
 
 FALLBACK_HEADER = "x-lorafleet-fallback"
@@ -65,7 +66,17 @@ class StreamUsage:
         return event({**envelope, "choices": [], "usage": usage_of(self._samples)}) + DONE
 
 
-async def events(
+def event_stream(
+    samples: Sequence[Sample], envelope: Envelope, usage: StreamUsage, open_choice: Callable[[Sample], ChunkWriter]
+) -> EventStream:
+    """The answer of completions and chat with stream=true."""
+    headers: dict[str, str] = {}  # filled at the first delta, before they are sent
+    return EventStream(
+        _events(samples, open_choice, lambda: usage.closing(envelope.chunk(samples[0])), headers), headers
+    )
+
+
+async def _events(
     samples: Sequence[Sample],
     open_choice: Callable[[Sample], ChunkWriter],
     closing: Callable[[], bytes],

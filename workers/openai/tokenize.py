@@ -7,9 +7,8 @@ from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.openai.front import Front
-from lorafleet.workers.openai.messages import read_messages
 from lorafleet.workers.openai.parsing import read_body
-from lorafleet.workers.openai.prompts import encode, render_chat
+from lorafleet.workers.openai.prompts import checked_ids, encode, render_chat
 from lorafleet.workers.openai.protocol import DetokenizeRequest, TokenizeRequest
 from lorafleet.workers.openai.responses import json_response
 
@@ -38,23 +37,11 @@ def _text(front: Front, body: TokenizeRequest) -> tuple[str, bool]:
             if getattr(body, name) is not None:
                 raise InvalidRequest(f"`{name}` goes with `messages` only; remove it.", name)
         return body.prompt or "", body.add_special_tokens is not False
-    text = render_chat(
-        front,
-        read_messages(body.messages),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
-    )
-    return text, bool(body.add_special_tokens)
+    return render_chat(front, body), bool(body.add_special_tokens)
 
 
 async def detokenize(front: Front, request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest)
     await front.model(body.model)
-    vocab_size = front.engine.hello.vocab_size
-    for token_id in body.tokens:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"`tokens` names token {token_id}; this model's vocabulary has ids 0 to {vocab_size - 1}.", "tokens"
-            )
-    return json_response({"prompt": front.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    tokens = checked_ids(front, body.tokens, "tokens")
+    return json_response({"prompt": front.tokenizer.decode(tokens, skip_special_tokens=False)})
