@@ -78,7 +78,12 @@ class AppArgs(BaseModel):
     )
     max_num_seqs: int = Field(256, description="Sequences in one step.")
     max_num_batched_tokens: int = Field(
-        2048, description="Tokens in one step; lower it for steadier streams, raise it for throughput."
+        2048, description="Tokens in one step; raise it for throughput, at the price of memory."
+    )
+    max_num_mixed_tokens: int = Field(
+        512,
+        description="Tokens in a step that decodes beside prompts; lower it for steadier streams, raise it to answer "
+        "new requests sooner.",
     )
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prompt beginnings.")
     attention_backend: AttentionName = Field("auto", description="auto takes the fastest one installed.")

@@ -26,7 +26,10 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations, adapters and KV cache
     kv_cache_tokens: int | None = None  # size of the KV cache; None: what is left on a GPU, 65536 or less on a CPU
     max_num_seqs: int = 256  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step; lower it to shorten the gaps between streamed tokens
+    max_num_batched_tokens: int = 2048  # tokens in one step; raise it for throughput, at the price of memory
+    # Tokens in a step that decodes beside prompts, half of them at least left for prompts. Lower it to shorten the gaps
+    # between streamed tokens while prompts arrive, raise it to answer new requests sooner.
+    max_num_mixed_tokens: int = 512
     enable_prefix_caching: bool = True
     attention_backend: AttentionName = "auto"
     async_scheduling: bool | None = None  # launch a step before the last one's tokens are known; None: on a GPU
@@ -37,7 +40,7 @@ class EngineConfig:
     seed: int = 0  # seeds the requests that name none
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", name)
         for name in ("max_model_len", "kv_cache_tokens", "cpu_threads"):

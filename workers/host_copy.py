@@ -1,4 +1,4 @@
-"""Small lists from the host to the device without waiting for it."""
+"""Small tensors between host and device without waiting for either."""
 
 from __future__ import annotations
 
@@ -10,3 +10,26 @@ def to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch
     """From pinned memory, since a copy out of other memory would wait for the steps before it."""
     host = torch.tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class Download:
+    """Tensors on their way to the host: add() each, close() once, and wait() before one is read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """What `tensor` holds now, on the host."""
+        if self._done is None:
+            return tensor.clone()  # the next step may overwrite it
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host
+
+    def close(self) -> None:
+        if self._done is not None:
+            self._done.record()
+
+    def wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()

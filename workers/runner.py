@@ -7,6 +7,7 @@ launch() queues a step, LaunchedStep.collect() waits for its tokens; between the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,14 +16,16 @@ from torch import Tensor
 
 from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
 from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, KVCache
-from lorafleet.workers.decode_graphs import DecodeGraphs, DecodeStep
-from lorafleet.workers.feedback import Feedback
+from lorafleet.workers.decode_graphs import DecodeGraphs
+from lorafleet.workers.host_copy import Download, to_device
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.models.decoder import DecoderModel
-from lorafleet.workers.sampler import Row, logprobs, sample
+from lorafleet.workers.prefill_graphs import PrefillGraphs
+from lorafleet.workers.sampler import PendingLogprobs, Row, sample
 from lorafleet.workers.scheduler import Chunk
 from lorafleet.workers.sequence import Sequence
+from lorafleet.workers.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,85 +39,32 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class _Download:
-    """Tokens on their way to the host."""
-
-    host_B: Tensor
-    done: torch.cuda.Event | None
-
-    @classmethod
-    def start(cls, sampled_B: Tensor) -> _Download:
-        if not sampled_B.is_cuda:
-            return cls(sampled_B, None)
-        host_B = torch.empty(sampled_B.shape, dtype=sampled_B.dtype, pin_memory=True)
-        host_B.copy_(sampled_B, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return cls(host_B, done)
-
-    def wait(self) -> list[int]:
-        if self.done is not None:
-            self.done.synchronize()
-        tokens: list[int] = self.host_B.tolist()
-        return tokens
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step on the device. collect() waits for it, and is the only place where the engine waits for the device."""
+    """A step on the device. collect() waits for it, and is the only place where the engine waits for the device.
+
+    row_of: request id -> row of `sampled` and of StepInputs.sampled_B. asked: the rows with logprobs. prompt: those of
+    prompt tokens, by chunk.
+    """
 
     chunks: list[Chunk]
-    sampled_B: Tensor | None
-    row_of: dict[str, int]  # request id -> row of sampled_B
-    top: list[TokenLogprobs | None]
-    prompt: list[list[TokenLogprobs]]
-    download: _Download | None
+    row_of: dict[str, int]
+    sampled: Tensor
+    asked: list[int]
+    logprobs: PendingLogprobs | None
+    prompt: dict[int, PendingLogprobs]
+    download: Download
 
     def collect(self) -> list[Sampled]:
         """One Sampled a chunk, in order."""
-        tokens = self.download.wait() if self.download is not None else []
+        self.download.wait()
+        tokens = self.sampled.tolist()
+        found = dict(zip(self.asked, self.logprobs.read(), strict=True)) if self.logprobs is not None else {}
         results: list[Sampled] = []
-        for chunk, prompt in zip(self.chunks, self.prompt, strict=True):
+        for i, chunk in enumerate(self.chunks):
             row = self.row_of.get(chunk.sequence.request_id)
-            token, found = (None, None) if row is None else (tokens[row], self.top[row])
-            results.append(Sampled(token, found, prompt))
+            prompt = self.prompt[i].read() if i in self.prompt else []
+            results.append(Sampled(None, None, prompt) if row is None else Sampled(tokens[row], found.get(row), prompt))
         return results
-
-    def feedback(self, tokens: list[int], chunks: list[Chunk]) -> Feedback | None:
-        """For the step after this one, of these tokens and chunks."""
-        if self.sampled_B is None:
-            return None
-        owners = [chunk.sequence.request_id for chunk in chunks for _ in range(chunk.num_tokens)]
-        return Feedback.of(tokens, owners, self.sampled_B, self.row_of)
-
-
-@dataclass(frozen=True, slots=True)
-class _StepInputs:
-    """One entry a token of the step. kv_slots: block * block size + offset, where its key and value go."""
-
-    tokens: list[int]
-    positions: list[int]
-    kv_slots: list[int]
-    lora_slots: list[int]
-
-    @classmethod
-    def of(cls, chunks: list[Chunk], size: int) -> _StepInputs:
-        inputs = cls([], [], [], [])
-        for chunk in chunks:
-            seq = chunk.sequence
-            assert seq.blocks is not None
-            start, end, table = seq.num_computed, seq.num_computed + chunk.num_tokens, seq.blocks.table
-            if chunk.num_tokens == 1:  # nearly all chunks: the general way takes three times as long
-                inputs.tokens.append(seq.tokens[start])
-                inputs.positions.append(start)
-                inputs.kv_slots.append(table[start // size] * size + start % size)
-                inputs.lora_slots.append(BASE_SLOT if seq.slot is None else seq.slot)
-                continue
-            inputs.tokens.extend(seq.tokens[start:end])
-            inputs.positions.extend(range(start, end))
-            inputs.kv_slots.extend(table[at // size] * size + at % size for at in range(start, end))
-            inputs.lora_slots.extend([BASE_SLOT if seq.slot is None else seq.slot] * chunk.num_tokens)
-        return inputs
 
 
 class ModelRunner:
@@ -123,117 +73,136 @@ class ModelRunner:
         model: DecoderModel,
         attention: AttentionBackend,
         caches: list[KVCache],
-        block_size: int,
+        inputs: StepInputs,
         device: torch.device,
         loras: WorkerLoRAManager | None,
-        graphs: DecodeGraphs | None,
+        decode_graphs: DecodeGraphs | None,
+        prefill_graphs: PrefillGraphs | None,
     ) -> None:
         self.loras = loras
-        self.graphs = graphs
+        self.decode_graphs = decode_graphs
+        self.prefill_graphs = prefill_graphs
         self.model = model
         self.caches = caches
         self.attention = attention
-        self.block_size = block_size
+        self.inputs = inputs
         self.device = device
-        self._planned = torch.cuda.Event() if device.type == "cuda" else None
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], last: LaunchedStep | None) -> LaunchedStep:
         """Queues a step on the device. last: the step before, where the host has not read its tokens yet."""
-        inputs = _StepInputs.of(chunks, self.block_size)
-        feedback = None if last is None else last.feedback(inputs.tokens, chunks)
-        rows = [_row(chunk.sequence) for chunk in chunks if chunk.samples]
-        row_of = {chunk.sequence.request_id: i for i, chunk in enumerate(c for c in chunks if c.samples)}
-        logits_BV = self._replay(chunks, inputs, feedback)
-        prompt: list[list[TokenLogprobs]] = [[] for _ in chunks]
+        row_of_last = {} if last is None else last.row_of
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        row_of = {chunk.sequence.request_id: i for i, chunk in enumerate(sampling)}
+        rows = [_row(chunk.sequence) for chunk in sampling]
+        sampled_B = self.inputs.sampled_B[: len(rows)]
+        download = Download(self.device)
+        prompt: dict[int, PendingLogprobs] = {}
+        logits_BV = self._decode(chunks, row_of_last)
+        is_chosen = logits_BV is not None and all(row.is_plain_greedy for row in rows)  # by the graph
         if logits_BV is None:
-            hidden_TD = self._forward(chunks, inputs, feedback)
-            prompt = self._prompt_logprobs(chunks, hidden_TD)
+            hidden_TD = self._forward(chunks, row_of_last)
+            prompt = self._prompt_logprobs(chunks, hidden_TD, download)
             logits_BV = self._logits(hidden_TD, chunks) if rows else None
-        if logits_BV is None:
-            return LaunchedStep(chunks, None, row_of, [], prompt, None)
-        # sample() edits in place, the logprobs are of the raw distribution.
         asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        raw = logits_BV[asked] if asked else None
-        sampled_B = sample(logits_BV, rows)
-        top: list[TokenLogprobs | None] = [None] * len(rows)
-        if raw is not None:
-            self._add_logprobs(top, raw, asked, sampled_B, rows)
-        return LaunchedStep(chunks, sampled_B, row_of, top, prompt, _Download.start(sampled_B))
+        found = None
+        if logits_BV is not None:
+            where = to_device(asked, torch.int64, self.device) if asked else None
+            raw_BV = None if where is None else logits_BV[where]  # a copy: sample() edits in place
+            if not is_chosen:
+                sampled_B.copy_(sample(logits_BV.float(), rows))
+            if where is not None and raw_BV is not None:
+                num_top = [rows[i].params.logprobs or 0 for i in asked]
+                found = PendingLogprobs(raw_BV, sampled_B[where], num_top, download)
+        sampled = download.add(sampled_B)
+        download.close()
+        return LaunchedStep(chunks, row_of, sampled, asked, found, prompt, download)
 
-    def _replay(self, chunks: list[Chunk], inputs: _StepInputs, feedback: Feedback | None) -> Tensor | None:
+    def _decode(self, chunks: list[Chunk], row_of_last: Mapping[str, int]) -> Tensor | None:
         """Logits of a step of decodes alone, by a captured graph; None where none serves it."""
-        if self.graphs is None or len(inputs.tokens) > len(chunks) or not all(chunk.samples for chunk in chunks):
+        if self.decode_graphs is None or not all(c.num_tokens == 1 and c.samples for c in chunks):
             return None
         if any(chunk.sequence.wants_prompt_logprobs for chunk in chunks):
             return None
-        step = DecodeStep(
-            inputs.tokens, inputs.positions, inputs.kv_slots, inputs.lora_slots, _tables(chunks), self._slot_ranks()
-        )
-        return self.graphs.run(step, feedback)
+        lora_slots = _lora_slots(chunks)
+        graph = self.decode_graphs.find(len(chunks), _uses_lora(lora_slots))
+        if graph is None:
+            return None
+        self.inputs.upload(chunks, row_of_last, graph.num_rows)
+        return self.decode_graphs.run(graph, _attention_batch(chunks), lora_slots, self._slot_ranks())
 
-    def _forward(self, chunks: list[Chunk], inputs: _StepInputs, feedback: Feedback | None) -> Tensor:
-        if self._planned is not None:
-            self._planned.synchronize()  # a plan is copied out of pinned memory that the next one overwrites
-        self.attention.plan(
-            AttentionBatch(
-                query_lens=[chunk.num_tokens for chunk in chunks],
-                context_lens=[chunk.sequence.num_computed + chunk.num_tokens for chunk in chunks],
-                block_tables=_tables(chunks),
-            )
-        )
-        if self._planned is not None:
-            self._planned.record()
-        token_T = self._integers(inputs.tokens)
-        if feedback is not None:
-            feedback.fill(token_T)
-        lengths_T = self._integers(_rope_lengths(chunks)) if self.model.config.rope.depends_on_length else None
+    def _forward(self, chunks: list[Chunk], row_of_last: Mapping[str, int]) -> Tensor:
+        batch, lora_slots = _attention_batch(chunks), _lora_slots(chunks)
+        if self.prefill_graphs is not None:
+            graph = self.prefill_graphs.find(len(lora_slots), _uses_lora(lora_slots))
+            if graph is not None:
+                self.inputs.upload(chunks, row_of_last, graph.num_tokens)
+                return self.prefill_graphs.run(graph, batch, lora_slots, self._slot_ranks())
+        return self._forward_eagerly(chunks, row_of_last, batch, lora_slots)
+
+    def _forward_eagerly(
+        self, chunks: list[Chunk], row_of_last: Mapping[str, int], batch: AttentionBatch, lora_slots: list[int]
+    ) -> Tensor:
+        self.inputs.upload(chunks, row_of_last, len(lora_slots))
+        self.attention.plan(batch)
+        self.inputs.mark_copied()
+        inputs = self.inputs.tensors(len(lora_slots))
+        lengths_T = None
+        if self.model.config.rope.depends_on_length:
+            lengths_T = to_device(_rope_lengths(chunks), torch.int64, self.device)
+        lora = LoRABatch.build(lora_slots, self.device)
         hidden_TD: Tensor = self.model(
-            token_T,
-            self._integers(inputs.positions),
-            lengths_T,
-            self._integers(inputs.kv_slots),
-            self.caches,
-            self.attention,
-            LoRABatch.build(inputs.lora_slots, self.device),
+            inputs.tokens(), inputs.position_T, lengths_T, inputs.kv_slot_T, self.caches, self.attention, lora
         )
         return hidden_TD
 
     def _slot_ranks(self) -> list[int]:
         return [] if self.loras is None else self.loras.slots.ranks
 
-    def _integers(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
-
     def _logits(self, hidden_TD: Tensor, chunks: list[Chunk]) -> Tensor:
         """Of the last token of each chunk that samples."""
         ends = list(accumulate(chunk.num_tokens for chunk in chunks))
         last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
-        return self.model.logits(hidden_TD if len(last) == hidden_TD.shape[0] else hidden_TD[self._integers(last)])
+        return self.model.logits(hidden_TD[to_device(last, torch.int64, self.device)])
 
-    def _add_logprobs(
-        self, top: list[TokenLogprobs | None], raw_BV: Tensor, asked: list[int], sampled_B: Tensor, rows: list[Row]
-    ) -> None:
-        tokens: list[int] = sampled_B.tolist()
-        most = max(rows[i].params.logprobs or 0 for i in asked)
-        for i, found in zip(asked, logprobs(raw_BV, [tokens[i] for i in asked], most), strict=True):
-            top[i] = _cut(found, rows[i].params.logprobs or 0)
-
-    def _prompt_logprobs(self, chunks: list[Chunk], hidden_TD: Tensor) -> list[list[TokenLogprobs]]:
-        found: list[list[TokenLogprobs]] = []
+    def _prompt_logprobs(
+        self, chunks: list[Chunk], hidden_TD: Tensor, download: Download
+    ) -> dict[int, PendingLogprobs]:
+        found: dict[int, PendingLogprobs] = {}
         start = 0
-        for chunk in chunks:
+        for i, chunk in enumerate(chunks):
             seq, rows = chunk.sequence, hidden_TD[start : start + chunk.num_tokens]
             start += chunk.num_tokens
             # The token at position p predicts the one at p + 1; the last one predicts the answer.
             predicted = seq.tokens[seq.num_computed + 1 : seq.num_computed + chunk.num_tokens + 1]
             predicted = predicted[: seq.num_prompt - seq.num_computed - 1]
-            if not seq.wants_prompt_logprobs or not predicted:
-                found.append([])
-                continue
-            logits_TV = self.model.logits(rows[: len(predicted)])
-            found.append(logprobs(logits_TV, predicted, seq.params.prompt_logprobs or 0))
+            if seq.wants_prompt_logprobs and predicted:
+                chosen_T = to_device(predicted, torch.int64, self.device)
+                num_top = [seq.params.prompt_logprobs or 0] * len(predicted)
+                logits_TV = self.model.logits(rows[: len(predicted)])
+                found[i] = PendingLogprobs(logits_TV, chosen_T, num_top, download)
         return found
+
+
+def _lora_slots(chunks: list[Chunk]) -> list[int]:
+    """Of each token, or BASE_SLOT."""
+    slots: list[int] = []
+    for chunk in chunks:
+        slot = chunk.sequence.slot
+        slots += [BASE_SLOT if slot is None else slot] * chunk.num_tokens
+    return slots
+
+
+def _uses_lora(lora_slots: list[int]) -> bool:
+    return any(slot != BASE_SLOT for slot in lora_slots)
+
+
+def _attention_batch(chunks: list[Chunk]) -> AttentionBatch:
+    return AttentionBatch(
+        query_lens=[chunk.num_tokens for chunk in chunks],
+        context_lens=[chunk.sequence.num_computed + chunk.num_tokens for chunk in chunks],
+        block_tables=[chunk.sequence.blocks.table for chunk in chunks if chunk.sequence.blocks is not None],
+    )
 
 
 def _rope_lengths(chunks: list[Chunk]) -> list[int]:
@@ -242,15 +211,5 @@ def _rope_lengths(chunks: list[Chunk]) -> list[int]:
     return [max(seq.num_prompt, at + 1) for seq, start, count in starts for at in range(start, start + count)]
 
 
-def _tables(chunks: list[Chunk]) -> list[list[int]]:
-    return [chunk.sequence.blocks.table for chunk in chunks if chunk.sequence.blocks is not None]
-
-
 def _row(sequence: Sequence) -> Row:
     return Row(sequence.params, sequence.tokens, sequence.num_prompt, sequence.seed, sequence.stop_ids)
-
-
-def _cut(found: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        found.token_id, found.logprob, found.rank, found.top_ids[:num_top], found.top_logprobs[:num_top]
-    )

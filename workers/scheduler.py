@@ -1,8 +1,9 @@
 """Decides what each step computes: which sequences, how many tokens of each, with which KV blocks and adapter slots.
 
 Continuous batching with chunked prefill: running sequences first (decodes take one token each), then waiting ones in
-the order of arrival, as far as the step's tokens, its sequences, the KV blocks and the adapter slots reach. When
-blocks run out the youngest running sequence is preempted and computed anew later (its prefix is often still cached).
+the order of arrival, as far as the step's tokens, its sequences, the KV blocks and the adapter slots reach. A step's
+time is that of its tokens, and every stream waits for it: so a step that decodes takes fewer prompt tokens. When blocks
+run out the youngest running sequence is preempted and computed anew later (its prefix is often still cached).
 
 More adapters than slots: a waiting request whose adapter has no slot claims one of those in use. No request that
 came after it is admitted to a claimed slot, so the slot drains and is handed over, and no adapter starves.
@@ -45,6 +46,7 @@ class Scheduler:
         rope: RopeConfig,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_mixed_tokens: int,
     ) -> None:
         self.kv = kv
         self.loras = loras
@@ -54,6 +56,7 @@ class Scheduler:
         self._rope = rope
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_mixed_tokens = max_num_mixed_tokens
 
     @property
     def has_work(self) -> bool:
@@ -96,21 +99,28 @@ class Scheduler:
             self._release(sequence)
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
+        """Chunks, and how many more prompt tokens the step has room for."""
         chunks: list[Chunk] = []
-        budget = self._max_num_batched_tokens
-        position = 0
-        while position < len(self.running) and budget > 0:
-            sequence = self.running[position]
-            if sequence.num_generated >= sequence.max_tokens:
-                position += 1  # its last token is under way
-                continue
-            num_tokens = min(sequence.num_uncomputed, budget)
+        # Others have their last token under way.
+        unfinished = [s for s in self.running if s.num_generated < s.max_tokens]
+        budget = self._prompt_budget(sum(s.num_uncomputed == 1 for s in unfinished))
+        for sequence in unfinished:
+            is_decode = sequence.num_uncomputed == 1
+            num_tokens = 1 if is_decode else min(sequence.num_uncomputed, budget)
+            if num_tokens == 0 or sequence.blocks is None:
+                continue  # no room, or preempted for one before it
             if not self._grow_or_preempt(sequence, num_tokens):
                 break  # the sequence itself was the youngest, and with it the last
             chunks.append(Chunk(sequence, num_tokens))
-            budget -= num_tokens
-            position += 1
+            budget -= 0 if is_decode else num_tokens
         return chunks, budget
+
+    def _prompt_budget(self, num_decodes: int) -> int:
+        """Tokens that are left for prompts. Beside however many decodes, prompts get half of a mixed step."""
+        room = self._max_num_batched_tokens - num_decodes
+        if num_decodes == 0:
+            return room
+        return min(room, max(self._max_num_mixed_tokens - num_decodes, -(-self._max_num_mixed_tokens // 2)))
 
     def _grow_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
         assert sequence.blocks is not None

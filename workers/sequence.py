@@ -46,9 +46,8 @@ class Sequence:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a step must know the tokens of the one before on the host: penalties, minima, logprobs."""
-        p = self.params
-        return p.logprobs is not None or self.prompt_logprobs is not None or p.edits_logits
+        """Whether a step must know the tokens of the one before on the host: penalties, minima."""
+        return self.params.edits_logits
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -23,8 +23,10 @@ from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.messages import EngineHello
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.prefill_graphs import PrefillGraphs, graph_token_counts
 from lorafleet.workers.runner import ModelRunner
 from lorafleet.workers.scheduler import Scheduler
+from lorafleet.workers.step_inputs import StepInputs
 from lorafleet.workers.weights import Progress, fill_randomly, load_weights, stored_dtype
 
 log = logging.getLogger(__name__)
@@ -67,13 +69,21 @@ def build_engine(
         model_config.rope,
         config.max_num_seqs,
         config.max_num_batched_tokens,
+        config.max_num_mixed_tokens,
     )
     attention = make_attention(spec, caches, config.attention_backend)
-    graphs = None
+    inputs = StepInputs(
+        config.max_num_seqs, config.max_num_batched_tokens, config.block_size, num_blocks * config.block_size, device
+    )
+    decode_graphs = prefill_graphs = None
     if device.type == "cuda" and not config.enforce_eager and not model_config.rope.depends_on_length:
         sizes = graph_sizes(config.max_num_seqs)
-        graphs = DecodeGraphs(model, caches, attention, sizes, num_blocks, config.lora, max_model_len, device)
-    runner = ModelRunner(model, attention, caches, config.block_size, device, loras, graphs)
+        decode_graphs = DecodeGraphs(
+            model, caches, attention, inputs, sizes, num_blocks, config.lora, max_model_len, device
+        )
+        counts = graph_token_counts(config.max_num_batched_tokens)
+        prefill_graphs = PrefillGraphs(model, caches, attention, spec, inputs, counts, config.lora)
+    runner = ModelRunner(model, attention, caches, inputs, device, loras, decode_graphs, prefill_graphs)
     overlap = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
     hello = EngineHello(
         vocab_size=model_config.vocab_size,
@@ -169,6 +179,7 @@ def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec
     num_blocks = -(-num_tokens // config.block_size)
     caches = _allocate(spec, num_blocks)
     attention = make_attention(spec, caches, config.attention_backend)
+    held = torch.cuda.memory_allocated(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
     positions = torch.arange(num_tokens, device=spec.device)
     with torch.inference_mode():
@@ -179,6 +190,9 @@ def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec
     torch.cuda.synchronize(spec.device)
     cache_bytes = num_blocks * config.block_size * _bytes_per_token(spec)
     peak = torch.cuda.max_memory_allocated(spec.device) - cache_bytes
+    if not config.enforce_eager:  # graphs keep what their largest step needs
+        activations = torch.cuda.max_memory_allocated(spec.device) - held
+        peak += activations * max(graph_token_counts(num_tokens)) // num_tokens
     del attention, caches
     torch.cuda.empty_cache()
     # Sampling copies the logits a few times over (sort, softmax in float64, cumulative sum).

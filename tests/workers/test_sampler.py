@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lorafleet.workers import sampler
-from lorafleet.workers.sampler import Row, logprobs, uniform
+from lorafleet.workers.host_copy import Download
+from lorafleet.workers.sampler import PendingLogprobs, Row, greedy, uniform
 from lorafleet.workers.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -29,6 +30,12 @@ def draws(count: int, **params) -> torch.Tensor:
 
 def test_greedy_takes_the_most_likely_token():
     assert sample(logits(), [row(temperature=0)]) == [int(logits().argmax())]
+
+
+@pytest.mark.parametrize("vocab", [1, 61, 128, 32000])
+def test_of_equal_logits_the_greedy_choice_is_the_first(vocab):
+    coarse = torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab)).mul(2).round()
+    assert greedy(coarse).tolist() == [row.index(max(row)) for row in coarse.tolist()]
 
 
 def test_draws_follow_the_distribution():
@@ -110,7 +117,8 @@ def test_rows_of_a_batch_do_not_touch_each_other():
 def test_logprobs_are_of_the_raw_distribution_with_ranks():
     raw = logits()[0].log_softmax(-1)
     order = raw.argsort(descending=True).tolist()
-    [found] = logprobs(logits(), [order[3]], 2)
+    download = Download(torch.device("cpu"))
+    [found] = PendingLogprobs(logits(), torch.tensor([order[3]]), [2], download).read()
     assert found.logprob == pytest.approx(float(raw[order[3]]))
     assert found.rank == 4
     assert found.top_ids == order[:2]

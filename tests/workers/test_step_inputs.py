@@ -1,0 +1,46 @@
+"""What the model is given for a step: of any mix of prompts and decodes, known tokens and ones still on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from lorafleet.workers.kv_cache import SequenceBlocks
+from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.scheduler import Chunk
+from lorafleet.workers.sequence import UNKNOWN, Sequence
+from lorafleet.workers.step_inputs import StepInputs
+
+BLOCK, TRASH = 4, 400
+
+
+def chunk(name: str, tokens: list[int], num_computed: int, table: list[int], num_tokens: int) -> Chunk:
+    blocks = SequenceBlocks(0)
+    blocks.table.extend(table)
+    return Chunk(
+        Sequence(name, tokens, 1, SamplingParams(), 0, 9, blocks=blocks, num_computed=num_computed), num_tokens
+    )
+
+
+def test_tokens_come_from_the_host_or_from_the_last_step_and_padding_goes_to_the_trash():
+    inputs = StepInputs(8, 32, BLOCK, TRASH, torch.device("cpu"))
+    inputs.sampled_B[:3] = torch.tensor([71, 72, 73])
+    chunks = [
+        chunk("decode", [5, 6, 7, 8, 9, UNKNOWN], 5, [20, 30], 1),
+        chunk("prompt", list(range(100, 120)), 3, [1, 9, 5], 7),
+        chunk("known", [5, 6], 1, [2], 1),
+        chunk("prompt whose answer began", [50, 51, 52, UNKNOWN], 1, [8], 3),
+    ]
+    inputs.upload(chunks, {"decode": 2, "prompt whose answer began": 0}, 14)
+    found = inputs.tensors(14)
+    assert found.tokens().tolist() == [73, *range(103, 110), 6, 51, 52, 71, 0, 0]
+    assert found.position_T.tolist() == [5, *range(3, 10), 1, 1, 2, 3, 0, 0]
+    prompt = [1 * 4 + 3, *(9 * 4 + i for i in range(4)), 5 * 4, 5 * 4 + 1]
+    assert found.kv_slot_T.tolist() == [30 * 4 + 1, *prompt, 9, 33, 34, 35, TRASH, TRASH]
+
+
+def test_a_smaller_step_leaves_nothing_of_the_one_before():
+    inputs = StepInputs(2, 32, BLOCK, TRASH, torch.device("cpu"))
+    inputs.upload([chunk("long", list(range(20)), 0, [0, 1, 2, 3, 4], 20)], {}, 24)
+    inputs.upload([chunk("short", [3, 4], 0, [6], 2)], {}, 4)
+    assert inputs.tensors(4).tokens().tolist() == [3, 4, 0, 0]
+    assert inputs.tensors(4).kv_slot_T.tolist() == [24, 25, TRASH, TRASH]
