@@ -11,7 +11,7 @@ from lorafleet.workers.sequence import Sequence
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int = 1000) -> Sequence:
-    tokens = [hash(name) % 1000] * num_prompt
+    tokens = [len(name) % 1000] * num_prompt
     return Sequence(name, tokens, num_prompt, SamplingParams(), seed=0, max_tokens=max_tokens)
 
 
