@@ -13,9 +13,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, OnLoadFailure
+from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, LoadFormat, OnLoadFailure
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.openai.front import MAX_BODY_BYTES
 
 ALIASES = {"lora_paths": "lora_modules", "max_loras_per_batch": "max_loras"}  # SGLang's names
 
@@ -70,6 +71,9 @@ class AppArgs(BaseModel):
 
     device: Device = Field("auto", description="auto takes a GPU where the cluster has one.")
     dtype: DType = Field("auto", description="auto is the checkpoint's own.")
+    load_format: LoadFormat = Field(
+        "safetensors", description="dummy: random weights in config.json's shape, to measure speed with."
+    )
     max_model_len: int | None = Field(None, description="Tokens of prompt and answer; default: what the model allows.")
     block_size: int = Field(16, description="Tokens in a KV block.")
     gpu_memory_utilization: float = Field(0.9, description="Share of a GPU's memory that the worker may use, 0 to 1.")
@@ -118,6 +122,9 @@ class AppArgs(BaseModel):
     num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
     num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker; fractions are allowed.")
     max_ongoing_requests: int = Field(1024, ge=1, description="Requests that one replica takes at a time.")
+    max_body_bytes: int = Field(
+        MAX_BODY_BYTES, ge=1, description="Largest body of a request; a larger one is refused with 413."
+    )
 
     @model_validator(mode="before")
     @classmethod

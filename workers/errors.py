@@ -4,7 +4,8 @@
     ├── ConfigError              the server cannot start as configured
     │   └── UnsupportedModel     the checkpoint needs something this engine does not do
     ├── InvalidRequest           the request is wrong; `param` names the field
-    │   └── ContextOverflow      prompt and max_tokens do not fit the context or the KV cache
+    │   ├── ContextOverflow      prompt and max_tokens do not fit the context or the KV cache
+    │   └── BodyTooLarge         the HTTP body is larger than the server takes
     ├── ModelNotFound            no such base model or adapter
     ├── Forbidden                the server was not started with this feature
     ├── AdapterError             something about one adapter
@@ -53,6 +54,10 @@ class InvalidRequest(LorafleetError):
 
 
 class ContextOverflow(InvalidRequest):
+    pass
+
+
+class BodyTooLarge(InvalidRequest):
     pass
 
 

@@ -23,7 +23,7 @@ from lorafleet.workers.output import Delta
 
 
 async def chat(front: Front, request: Request) -> Response:
-    body = await read_body(request, ChatRequest)
+    body = await read_body(front, request, ChatRequest)
     model = await front.model(body.model)
     label_request(request.scope, front.label(model))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -28,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 async def completions(front: Front, request: Request) -> Response:
-    body = await read_body(request, CompletionRequest)
+    body = await read_body(front, request, CompletionRequest)
     model = await front.model(body.model)
     label_request(request.scope, front.label(model))
     scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only

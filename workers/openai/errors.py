@@ -17,6 +17,7 @@ from lorafleet.workers.errors import (
     AdapterMismatch,
     AdapterMissing,
     AdapterUnsupported,
+    BodyTooLarge,
     ContextOverflow,
     EngineDead,
     Forbidden,
@@ -39,6 +40,7 @@ _INVALID = "invalid_request_error"
 TABLE: dict[type[LorafleetError], HttpError] = {
     LorafleetError: HttpError(500, "server_error", "internal_error"),
     InvalidRequest: HttpError(400, _INVALID, None),
+    BodyTooLarge: HttpError(413, _INVALID, "body_too_large"),
     ContextOverflow: HttpError(400, _INVALID, "context_length_exceeded"),
     ModelNotFound: HttpError(404, _INVALID, "model_not_found"),
     Forbidden: HttpError(403, "permission_error", "forbidden"),

@@ -18,6 +18,8 @@ from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
 from lorafleet.workers.openai.metrics import BASE_LABEL, Metrics
 from lorafleet.workers.tokenizer import Tokenizer
 
+MAX_BODY_BYTES = 32 << 20  # token ids take about ten times as much once they are parsed
+
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -27,6 +29,7 @@ class FrontConfig:
     model_path: str  # shown as the base model's `root`
     allow_runtime_lora_updating: bool = False  # opens /v1/load_lora_adapter and /v1/unload_lora_adapter
     chat_template: str | None = None  # Jinja source; None: the tokenizer's own
+    max_body_bytes: int = MAX_BODY_BYTES  # of a request; a larger one is refused with 413
     generation_defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # see below
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970, shown by /v1/models
 

@@ -48,7 +48,7 @@ _SAME_NAMES = (
 
 
 async def generate(front: Front, request: Request) -> Response:
-    body = await read_body(request, SGLangRequest)
+    body = await read_body(front, request, SGLangRequest)
     prompts, is_batch = await _read_prompts(front, body)
     sampling = _read_sampling(body, len(prompts))
     models = await _read_models(front, body, sampling)

@@ -20,7 +20,7 @@ logger = logging.getLogger("lorafleet.http")
 
 async def load_lora_adapter(front: Front, request: Request) -> Response:
     _check_allowed(front)
-    body = await read_body(request, LoadAdapterRequest)
+    body = await read_body(front, request, LoadAdapterRequest)
     name, path = body.lora_name, body.lora_path
     if not name or not path:
         missing = "lora_path" if name else "lora_name"
@@ -39,7 +39,7 @@ async def load_lora_adapter(front: Front, request: Request) -> Response:
 
 async def unload_lora_adapter(front: Front, request: Request) -> Response:
     _check_allowed(front)
-    body = await read_body(request, UnloadAdapterRequest)
+    body = await read_body(front, request, UnloadAdapterRequest)
     name = body.lora_name
     if not name:
         raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")

@@ -8,14 +8,37 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.errors import BodyTooLarge, InvalidRequest
 from lorafleet.workers.openai.fields import without_no_ops
+from lorafleet.workers.openai.front import Front
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_body(request: Request, model: type[Body]) -> Body:
-    return parse_object(parse_json(await request.body()), model)
+async def read_body(front: Front, request: Request, model: type[Body]) -> Body:
+    """Raises BodyTooLarge before more than the limit is in memory."""
+    return parse_object(parse_json(await _read_bytes(request, front.config.max_body_bytes)), model)
+
+
+async def _read_bytes(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(declared, limit)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:  # sent in chunks, without a length
+            raise _too_large(f"more than {limit}", limit)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(size: str, limit: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"The body has {size} bytes; this server takes at most {limit}. Send fewer prompts in one request, or start "
+        "the server with a larger --max-body-bytes."
+    )
 
 
 def parse_json(raw: bytes) -> dict[str, object]:

@@ -14,7 +14,7 @@ from lorafleet.workers.openai.responses import json_response
 
 
 async def tokenize(front: Front, request: Request) -> Response:
-    body = await read_body(request, TokenizeRequest)
+    body = await read_body(front, request, TokenizeRequest)
     await front.model(body.model)
     text, special = _text(front, body)
     token_ids = await encode(front, text, add_special_tokens=special)
@@ -41,7 +41,7 @@ def _text(front: Front, body: TokenizeRequest) -> tuple[str, bool]:
 
 
 async def detokenize(front: Front, request: Request) -> Response:
-    body = await read_body(request, DetokenizeRequest)
+    body = await read_body(front, request, DetokenizeRequest)
     await front.model(body.model)
     tokens = checked_ids(front, body.tokens, "tokens")
     return json_response({"prompt": front.tokenizer.decode(tokens, skip_special_tokens=False)})

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -251,3 +254,27 @@ async def test_an_adapter_that_cannot_be_served_is_its_own_error(http: httpx.Asy
     catalog.failure = errors.AdapterUnsupported("DoRA is not served")
     error = await refused(http, "/v1/completions", COMPLETION | {"model": "sql"})
     assert (error["message"], error["code"]) == ("DoRA is not served", "adapter_unsupported")
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/tokenize"])
+async def test_a_body_over_the_limit_is_413_naming_value_bound_and_remedy(
+    http: httpx.AsyncClient, front: Any, path: str, declared: bool
+) -> None:
+    front.config = dataclasses.replace(front.config, max_body_bytes=1000)
+
+    async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 300):
+            yield body[start : start + 300]
+
+    def sent(size: int) -> Any:
+        body = json.dumps(COMPLETION).encode().ljust(size)
+        return http.post(path, content=body if declared else in_pieces(body))
+
+    assert (await sent(1000)).status_code != 413
+    response = await sent(1001)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["code"]) == (413, "invalid_request_error", "body_too_large")
+    for part in ("1001 bytes" if declared else "more than 1000 bytes", "at most 1000", "--max-body-bytes"):
+        assert part in error["message"]
+    assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 200  # on the same connection

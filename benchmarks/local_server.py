@@ -1,0 +1,71 @@
+"""`lorafleet serve` as a process of its own, and what it costs: CPU time of its processes, the engine's counters."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+START_S = 300.0  # kernels may have to be compiled
+STOP_S = 30.0
+ROLES = ("EngineReplica", "WorkerActor", "AdapterRouter", "haproxy", "DirectoryActor", "ProxyActor")
+
+
+class LocalServer(NamedTuple):
+    url: str
+    pid: int
+
+    def cpu_s(self) -> Counter[str]:
+        """User and system time of all its processes, by what they are."""
+        total: Counter[str] = Counter()
+        for one in [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                times, command = one.cpu_times(), " ".join(one.cmdline()[:1]) or one.name()
+                total[next((role for role in ROLES if role in command), "other")] += times.user + times.system
+        return total
+
+    def engine_counters(self) -> dict[str, float]:
+        """The lorafleet_engine_… series of /metrics, without that prefix."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if line.startswith("lorafleet_engine_"))
+        return {name.removeprefix("lorafleet_engine_"): float(value) for name, _, value in pairs}
+
+
+@contextlib.contextmanager
+def running(arguments: Sequence[str], log_file: Path) -> Iterator[LocalServer]:
+    """Ready when entered. log_file gets what it prints."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", "from lorafleet.cluster.cli import main; main()", "serve", *arguments]
+    with log_file.open("wb") as log:
+        # A session of its own: Ctrl-C reaches it once, from here.
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, start_new_session=True)
+    try:
+        _wait_until_ready(process, log_file)
+        yield LocalServer(f"http://127.0.0.1:{port}", process.pid)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], log_file: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while "\nready: " not in log_file.read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            sys.exit(f"the server did not start:\n{log_file.read_text()}")
+        time.sleep(0.1)

@@ -1,0 +1,76 @@
+"""Folders to measure a server with: a model without weights (`--load-format dummy`), PEFT adapters of random ones."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+EXPONENT = 120 << 7  # of a bfloat16: values of 2^-7 to 2^-6, about as large as trained ones
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> None:
+    """config.json and a byte-level tokenizer in which every id has a visible text, so that each token streams."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{i}" for i in range(config["vocab_size"] - len(alphabet))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, *words])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def write_adapters(folder: Path, config: dict[str, Any], count: int, rank: int) -> None:
+    """folder/a0, a1, …: rank `rank` on all seven projections, each with weights of its own."""
+    shapes = _tensor_shapes(config, rank)
+    leaves = sorted({name.split(".")[6] for name in shapes})
+    peft = json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": leaves})
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (rows, columns) in shapes.items():
+        begin, end = end, end + 2 * rows * columns
+        header[name] = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [begin, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)  # safetensors wants its data aligned
+
+    def write(number: int) -> None:
+        path = folder / f"a{number}"
+        path.mkdir()
+        (path / "adapter_config.json").write_text(peft)
+        bits = np.random.default_rng(number).integers(0, 256, end // 2, dtype=np.uint8).astype(np.uint16)
+        weights = (bits >> 7 << 15) | EXPONENT | (bits & 0x7F)
+        with (path / "adapter_model.safetensors").open("wb") as file:
+            file.write(len(head).to_bytes(8, "little") + head)
+            file.write(weights.data)
+
+    folder.mkdir(parents=True)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(count)))
+
+
+def _tensor_shapes(config: dict[str, Any], rank: int) -> dict[str, tuple[int, int]]:
+    """PEFT's names."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head = config.get("head_dim") or hidden // config["num_attention_heads"]
+    heads, kv = head * config["num_attention_heads"], head * config["num_key_value_heads"]
+    linears = {
+        "self_attn.q_proj": (hidden, heads),
+        "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (heads, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    return {
+        f"base_model.model.model.layers.{layer}.{name}.{leaf}.weight": shape
+        for layer in range(config["num_hidden_layers"])
+        for name, (inputs, outputs) in linears.items()
+        for leaf, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank)))
+    }
