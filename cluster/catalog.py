@@ -78,10 +78,13 @@ class DirectoryCatalog:
             entry = await self._read(LoRARequest(name, adapter_number(name), path))
             return await self._membership.publish(entry, replace=load_inplace, wait=True)
 
-    async def add_at_start(self, name: str, path: str, base_model_name: str | None) -> LoRARequest | None:
-        """None where the name was unloaded while other replicas ran: a restart does not bring it back."""
+    async def read_at_start(self, name: str, path: str, base_model_name: str | None) -> LoRARequest:
+        """Nobody may ask for it before seed()."""
         check_adapter_name(name, self._base_names)
-        entry = await self._read(LoRARequest(name, adapter_number(name), path, base_model_name=base_model_name))
+        return await self._read(LoRARequest(name, adapter_number(name), path, base_model_name=base_model_name))
+
+    async def seed(self, entry: LoRARequest) -> LoRARequest | None:
+        """None where the name was unloaded while other replicas ran: a restart does not bring it back."""
         return await self._membership.seed(entry)
 
     async def remove(self, name: str) -> None:

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from lorafleet.cluster.catalog import DirectoryCatalog, drop_unnamed
-from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.config import AppArgs, LoRAModule
 from lorafleet.cluster.directory import Catalogue, Load
 from lorafleet.cluster.directory_actor import directory_name, get_or_create
 from lorafleet.cluster.front import make_api, make_resolver
@@ -29,6 +29,7 @@ from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.worker_actor import WorkerHandle
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
+from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient, ipc_address
 
@@ -93,13 +94,18 @@ class EngineReplica:
         return make_api(self._args, await tokenizer, engine, catalog)
 
     async def _load_adapters(self, catalog: DirectoryCatalog) -> None:
-        for module in self._args.lora_modules:
-            started = time.monotonic()
-            try:
-                await catalog.add_at_start(module.name, module.path, module.base_model_name)
-            except AdapterError as error:
-                raise type(error)(f"adapter {module.name!r} cannot be served: {error.message}", error.param) from None
-            await self._membership.note(f"adapter {module.name} ready after {time.monotonic() - started:.2f} s")
+        """All are asked for at once, the worker reads several at a time; they are served in the order given."""
+        for entry in await asyncio.gather(*(self._read_adapter(catalog, one) for one in self._args.lora_modules)):
+            await catalog.seed(entry)
+
+    async def _read_adapter(self, catalog: DirectoryCatalog, module: LoRAModule) -> LoRARequest:
+        started = time.monotonic()
+        try:
+            entry = await catalog.read_at_start(module.name, module.path, module.base_model_name)
+        except AdapterError as error:
+            raise type(error)(f"adapter {module.name!r} cannot be served: {error.message}", error.param) from None
+        await self._membership.note(f"adapter {module.name} ready after {time.monotonic() - started:.2f} s")
+        return entry
 
     async def _on_change(self, before: Catalogue, after: Catalogue) -> None:
         if self._engine is not None:  # dropping waits for requests in flight; the new version must not wait for it

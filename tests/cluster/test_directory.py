@@ -143,7 +143,7 @@ async def test_a_restarted_directory_learns_from_the_replicas() -> None:
         assert (await two.resolve("sql")).digest == "d1"
         await two.add("new", "y", load_inplace=False)
         assert sorted(e.lora_name for e in one.entries()) == ["new", "sql"]
-        assert await two.add_at_start("gone", "y", None) is None
+        assert await two.seed(await two.read_at_start("gone", "y", None)) is None
 
 
 class Restartable(AdapterDirectory):
@@ -185,10 +185,10 @@ async def test_concurrent_requests_share_one_resolution_and_misses_are_remembere
 async def test_an_adapter_from_the_start_does_not_undo_what_was_done_since() -> None:
     directory, disk = AdapterDirectory(), Disk(old="d1", new="d2")
     async with replica(directory, "r1", disk) as one:
-        await one.add_at_start("sql", "old", None)
+        await one.seed(await one.read_at_start("sql", "old", None))
         await one.add("sql", "new", load_inplace=True)
         async with replica(directory, "r2", disk) as two:
-            entry = await two.add_at_start("sql", "old", None)
+            entry = await two.seed(await two.read_at_start("sql", "old", None))
             assert entry is not None and entry.digest == "d2"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lorafleet.workers.openai.front import MAX_BODY_BYTES
 from tests.cluster.harness import (
     descendants_named,
     free_port,
@@ -99,6 +100,21 @@ def test_a_body_over_the_proxys_buffer_is_answered(client: httpx.Client) -> None
     assert response.status_code == 400 and "token" in response.text, response.text[:300]
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_over_the_limit_is_413_through_the_proxy(client: httpx.Client, declared: bool) -> None:
+    check_body_limit(client, declared)
+
+
+def check_body_limit(client: httpx.Client, declared: bool) -> None:
+    body = b'{"model": "a0", "prompt": "%s"}' % (b"x" * MAX_BODY_BYTES)
+    pieces = (body[start : start + (1 << 20)] for start in range(0, len(body), 1 << 20))
+    response = client.post("/v1/completions", content=body if declared else pieces)
+    assert response.status_code == 413, response.text[:300]
+    assert response.json()["error"]["code"] == "body_too_large"
+    assert str(MAX_BODY_BYTES) in response.json()["error"]["message"]
+    assert answer(client, "a0").status_code == 200
+
+
 def test_a_dead_worker_is_replaced(client: httpx.Client) -> None:
     workers = descendants_named(os.getpid(), "WorkerActor")
     assert len(workers) == 2
@@ -150,3 +166,5 @@ def test_the_plain_path_answers_too(tiny_model: Path, tmp_path: Path) -> None:
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         assert logprobs(client, "base") != logprobs(client, "a0")
+        for declared in (True, False):
+            check_body_limit(client, declared)
