@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -30,11 +29,13 @@ import uvloop
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
+from local_server import cpu_s
 from lorafleet.workers.errors import ModelNotFound
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, TokenOutput
 
 NUM_TOKENS = 100
+ROLES = ("InstantReplica", "AdapterRouter", "haproxy")
 PORT = 8765
 ROOT = Path(__file__).resolve().parent.parent
 BODY = {"model": "base", "prompt": "Hello", "max_tokens": NUM_TOKENS, "stream": True}
@@ -201,15 +202,15 @@ def measure(arguments: argparse.Namespace, server: str) -> dict[str, Any]:
         with _child(arguments, "--load") as loader:
             assert loader.stdout is not None
             loader.stdout.readline()
-            before = _cpu_s(process.pid)
+            before = cpu_s(process.pid, ROLES)
             result: dict[str, float] = json.loads(loader.stdout.readline())
-            spent = _cpu_s(process.pid)
+            spent = cpu_s(process.pid, ROLES)
             spent.subtract(before)
-    cpu_s = spent.total()
+    used_s = spent.total()
     return {
         "requests_per_s": result["requests"] / result["seconds"],
-        "server_cpu_ms_per_request": 1000 * cpu_s / result["requests"],
-        "server_cores": cpu_s / result["seconds"],
+        "server_cpu_ms_per_request": 1000 * used_s / result["requests"],
+        "server_cores": used_s / result["seconds"],
         "client_cores": result["client_cpu_s"] / (1.2 * result["seconds"]),
         "cpu_ms_by_process": {name: round(1000 * one / result["requests"], 3) for name, one in spent.items()},
     }
@@ -240,18 +241,6 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes]) -> None:
             if httpx.post(f"http://127.0.0.1:{PORT}/v1/completions", json=BODY, timeout=30).status_code == 200:
                 return
         time.sleep(0.3)
-
-
-def _cpu_s(pid: int) -> Counter[str]:
-    """User and system time of the process and all below it, by what they are."""
-    total: Counter[str] = Counter()
-    for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        with contextlib.suppress(psutil.Error):
-            times = one.cpu_times()
-            title = (one.cmdline() or [one.name()])[0]
-            name = next((word for word in ("InstantReplica", "AdapterRouter", "haproxy") if word in title), "other")
-            total[name] += times.user + times.system
-    return total
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ class Summary(msgspec.Struct):
     first_token_s: Percentiles | None
     inter_token_s: Percentiles | None  # gaps between neighbouring chunks, of all requests together
     slo_attainment: dict[str, float]  # bound in seconds -> share of all requests; a failed one misses
-    most_lag_s: float  # how much later than due a request was sent
+    lag_s: Percentiles | None  # how much later than due requests were sent
     errors: list[str]  # the different ones
 
 
@@ -67,7 +67,7 @@ def summarise(outcomes: Sequence[Outcome], slos_s: Sequence[float]) -> Summary:
         first_token_s=Percentiles.of(first),
         inter_token_s=Percentiles.of([gap for one in done for gap in gaps_s(one)]),
         slo_attainment={f"{slo:g}": sum(s < slo for s in first) / max(1, len(outcomes)) for slo in slos_s},
-        most_lag_s=max((one.sent_s - one.due_s for one in outcomes), default=0.0),
+        lag_s=Percentiles.of([one.sent_s - one.due_s for one in outcomes]),
         errors=sorted({one.error for one in outcomes if one.error is not None}),
     )
 

@@ -26,13 +26,7 @@ class LocalServer(NamedTuple):
     pid: int
 
     def cpu_s(self) -> Counter[str]:
-        """User and system time of all its processes, by what they are."""
-        total: Counter[str] = Counter()
-        for one in [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                times, command = one.cpu_times(), " ".join(one.cmdline()[:1]) or one.name()
-                total[next((role for role in ROLES if role in command), "other")] += times.user + times.system
-        return total
+        return cpu_s(self.pid, ROLES)
 
     def engine_counters(self) -> dict[str, float]:
         """The lorafleet_engine_… series of /metrics, without that prefix."""
@@ -40,6 +34,16 @@ class LocalServer(NamedTuple):
             lines = answer.read().decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if line.startswith("lorafleet_engine_"))
         return {name.removeprefix("lorafleet_engine_"): float(value) for name, _, value in pairs}
+
+
+def cpu_s(pid: int, roles: Sequence[str]) -> Counter[str]:
+    """User and system time of the process and all below it, by the role that its title names."""
+    total: Counter[str] = Counter()
+    for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            times, title = one.cpu_times(), (one.cmdline() or [one.name()])[0]
+            total[next((role for role in roles if role in title), "other")] += times.user + times.system
+    return total
 
 
 @contextlib.contextmanager

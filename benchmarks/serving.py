@@ -6,8 +6,8 @@
 Starts `lorafleet serve` twice, without LoRA and with it, and streams /v1/completions from a client process: on a GPU an
 8B Llama of random weights with adapters of rank 16 on all seven projections, without one the demo model and adapters
 for it. Every case has the same arrival times, lengths and draws (slora_workload.py), and prompts of its own, so that
-no prefix is cached. Adapter cases are warmed up first: every adapter has been read once. The last case sends long
-prompts into running streams, to show what chunked prefill does to their gaps.
+no prefix is cached. Each is warmed up first, so that kernels are compiled and every adapter has been read once. At the
+end long prompts fall into running streams, to show what chunked prefill does to their gaps.
 """
 
 from __future__ import annotations
@@ -109,11 +109,13 @@ class Bench:
     slos_s: tuple[float, ...]
 
     def warm_up(self, case: Case) -> None:
-        """Unmeasured: kernels are compiled, every adapter is read once, the slots are full."""
+        """Unmeasured: every adapter is read once, and prompts of every size find their kernels compiled."""
+        names = case.adapters or (case.model,)
+        lengths = [1 << i for i in range(3, self.scale.long_tokens.bit_length())]
         primes = [
-            Call(i * PRIME_S, name, self._prompt(9, i, 0), 2) for i, name in enumerate(case.adapters or (case.model,))
+            Call(i * PRIME_S, names[i % len(names)], self._prompt(lengths[i % len(lengths)], 9, i), 2)
+            for i in range(max(len(names), len(lengths)))
         ]
-        primes.append(Call(primes[-1].at_s + PRIME_S, case.model, self._prompt(self.scale.long_tokens, 9, 0), 2))
         begin = primes[-1].at_s + PRIME_S
         load = self._calls(case, self.scale.rates[len(self.scale.rates) // 2], WARM_UP_S, seed=self.seed + 1)
         report = self._run([*primes, *(msgspec.structs.replace(one, at_s=one.at_s + begin) for one in load)])
@@ -227,8 +229,10 @@ class Table:
     def costs(self) -> str:
         """Of the row in which the client was busiest, and of the one in which the front was."""
         client = max(self.rows, key=lambda row: row.client_cores)
-        lag_ms = 1e3 * max(row.summary.most_lag_s for row in self.rows)
-        lines = [f"client: {client.client_cores:.2f} cores at most, requests sent at most {lag_ms:.1f} ms late"]
+        late = max(self.rows, key=lambda row: row.summary.lag_s.p99 if row.summary.lag_s else 0.0).summary.lag_s
+        lines = [
+            f"client: {client.client_cores:.2f} cores at most; sent late by at most, ms p50, p90, p99: {_ms(late)}"
+        ]
         front = max(self.rows, key=lambda row: row.server_cores.get("EngineReplica", 0.0))
         if front.server_cores:
             shares = ", ".join(f"{name} {cores:.2f}" for name, cores in sorted(front.server_cores.items()))

@@ -32,7 +32,7 @@ def test_the_first_token_counts_from_when_the_request_was_due() -> None:
     late = Outcome(due_s=1.0, sent_s=1.4, chunks_s=[1.5], num_tokens=1)
     summary = summarise([late], [0.2])
     assert summary.first_token_s == pytest.approx((0.5, 0.5, 0.5))
-    assert summary.most_lag_s == pytest.approx(0.4)
+    assert summary.lag_s == pytest.approx((0.4, 0.4, 0.4))
     assert summary.slo_attainment == {"0.2": 0.0}
 
 
