@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_llama import write_adapters, write_model
 from safetensors.torch import load_file
 
 from lorafleet.workers.detokenizer import make_detokenizer
 from lorafleet.workers.tokenizer import Tokenizer
+from random_llama import write_adapters, write_model
 
 CONFIG = {
     "vocab_size": 1000,
