@@ -8,6 +8,7 @@ the least recently used go first.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from itertools import count
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """One sequence's blocks. nodes: the chain of known full blocks, as far as it has been committed."""
+    """One sequence's blocks. table: int32, since every step's attention plan copies it. nodes: the chain of known full
+    blocks, as far as it has been committed."""
 
     root: int
-    table: list[int] = field(default_factory=list)
+    table: array[int] = field(default_factory=lambda: array("i"))
     nodes: list[int] = field(default_factory=list)
 
 
@@ -114,7 +116,7 @@ class KVCacheManager:
                 self._free[block] = None
                 if self._blocks[block].key is None:
                     self._free.move_to_end(block, last=False)
-        blocks.table.clear()
+        del blocks.table[:]
         blocks.nodes.clear()
 
     def _take(self, block: int) -> None:

@@ -7,6 +7,7 @@ This step's keys and values are in the cache by then: kernels/rope_store.py writ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,12 +39,12 @@ class AttentionBatch:
 
     query_lens: tokens each sequence computes now (1 for a decode); they sum to T. context_lens: tokens in the cache
     once this step's are written, so a query token i of sequence b stands at context_lens[b] - query_lens[b] + i.
-    block_tables: each sequence's KV blocks in order.
+    block_tables: each sequence's KV blocks in order, perhaps with more than its context fills; SequenceBlocks.table.
     """
 
     query_lens: list[int]
     context_lens: list[int]
-    block_tables: list[list[int]]
+    block_tables: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import time
+from array import array
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.kernels.harness import needs_gpu
 
 needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs flashinfer")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+CONTEXTS = [[5, 16, 17, 100, 63], [1300, 512, 1, 513, 3], [6, 17, 18, 101, 64]]
 LAYER_WINDOWS = {"full": (None, None), "window": (WINDOW, WINDOW), "window_by_layer": (None, WINDOW)}
 
 
@@ -106,3 +109,55 @@ class TestOnGPU:
     def test_torch_on_cuda(self, name: str, heads: str, windows: str) -> None:
         spec = make_spec(HEADS[heads], LAYER_WINDOWS[windows], 64, torch.float32, "cuda")
         check_batch(TorchAttention, spec, BATCHES[name])
+
+
+@needs_flashinfer
+@pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
+class TestFlashInferPlans:
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize("windows", LAYER_WINDOWS)
+    def test_graph_answers_for_each_new_batch(self, windows: str) -> None:
+        spec = make_spec(HEADS["gqa"], LAYER_WINDOWS[windows], 128, torch.bfloat16, "cuda")
+        cases = [make_case([(1, c) for c in lens], HEADS["gqa"], 128, torch.bfloat16, "cuda") for lens in CONTEXTS]
+        for case in cases:
+            case.write_new_tokens()
+        most = max(len(case.k_NPGD) for case in cases)
+        cache = KVCache(*(torch.zeros(most, PAGE, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv"))
+        caches = [cache] * len(spec.sliding_windows)
+        backend = FlashInferAttention(spec, caches).for_graph(len(CONTEXTS[0]), 2048)
+        q_THD = cases[0].q_THD.clone()
+        for layer in range(len(caches)):
+            backend.attend(layer, q_THD)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [backend.attend(layer, q_THD) for layer in range(len(caches))]
+        for case in cases:
+            cache.k_NPGD[: len(case.k_NPGD)], cache.v_NPGD[: len(case.v_NPGD)] = case.k_NPGD, case.v_NPGD
+            q_THD.copy_(case.q_THD)
+            spare = [array("i", [*table, 10**6]) for table in case.block_tables]  # a block that is not filled yet
+            backend.plan(AttentionBatch(case.query_lens, case.context_lens, spare))
+            graph.replay()
+            for out, window in zip(outs, spec.sliding_windows, strict=True):
+                want = naive_attention(case, spec.scale, window)
+                torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
+
+    @pytest.mark.parametrize("kind", ["graph", "decodes", "mixed"])
+    def test_no_plan_waits_for_the_device(self, kind: str) -> None:
+        spec = make_spec(HEADS["gqa"], (None,), 128, torch.bfloat16, "cuda")
+        case = make_case(BATCHES["mixed" if kind == "mixed" else "decodes"], HEADS["gqa"], 128, spec.dtype, "cuda")
+        backend: AttentionBackend = FlashInferAttention(spec, [KVCache(case.k_NPGD, case.v_NPGD)])
+        if kind == "graph":
+            found = backend.for_graph(len(case.query_lens), 2048)
+            assert found is not None
+            backend = found
+        batch = AttentionBatch(case.query_lens, case.context_lens, case.block_tables)
+        backend.plan(batch)
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()
+        torch.cuda._sleep(400_000_000)  # a fifth of a second
+        done.record()
+        started = time.perf_counter()
+        backend.plan(batch)
+        assert not done.query()
+        assert time.perf_counter() - started < 0.1
