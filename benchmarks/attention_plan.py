@@ -65,6 +65,7 @@ def main() -> None:
         sliding_windows=(None,),
         block_size=BLOCK,
         dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
         device=torch.device("cuda", torch.cuda.current_device()),
     )
     shape = (2, 1, BLOCK, spec.num_kv_heads, spec.head_dim)  # plans never read the cache

@@ -1,6 +1,7 @@
 """The whole engine at 8B shape with random weights: milliseconds a decode step, prefill tokens a second.
 
-    python benchmarks/engine_e2e.py [--batches 1 8 64 256] [--adapters 0 8 64] [--json FILE]
+    python benchmarks/engine_e2e.py [--batches 1 8 64 256] [--adapters 0 8 64]
+        [--kv-cache-dtype auto|fp8] [--json FILE]
 
 Prompts of 512 random tokens, 128 generated, greedy, bf16, adapters of rank 16 on all seven projections; request i uses
 adapter i modulo their number. A step is timed on the host from the scheduler to the tokens, as a server lives through
@@ -56,7 +57,7 @@ SHAPES = {
     "mlp.down_proj": (INNER, HIDDEN),
 }
 ADAPTER_BYTES = 2 * LAYERS * RANK * sum(i + o for i, o in SHAPES.values())
-KV_BYTES_A_TOKEN = 2 * LAYERS * 2 * KV
+KV_NUMBERS_A_TOKEN = 2 * LAYERS * KV
 
 
 def write_adapters(folder: Path, count: int) -> list[Path]:
@@ -120,7 +121,8 @@ def measure(engine: Engine, batch: int, loras: list[LoRARequest], bandwidth: flo
             waiting -= {int(o.request_id) for o in outputs}
             prefill_s = prefill_s or (0.0 if waiting else now - started)
     distinct = min(batch, len(loras))
-    kv = batch * (PROMPT + GENERATED / 2) * KV_BYTES_A_TOKEN
+    kv_bytes = KV_NUMBERS_A_TOKEN * engine.runner.caches[0].k_NPGD.element_size()
+    kv = batch * (PROMPT + GENERATED / 2) * kv_bytes
     floor_ms = (weights + distinct * ADAPTER_BYTES + kv) / bandwidth * 1e3
     return Measured(batch, len(loras), statistics.median(steps) * 1e3, batch * PROMPT / prefill_s, floor_ms)
 
@@ -145,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 64])
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
@@ -159,7 +162,7 @@ def main() -> None:
                 model=str(checkpoint),
                 device="cuda",
                 load_format="dummy",
-                kv_cache_tokens=200_000,
+                kv_cache_dtype=args.kv_cache_dtype,
                 max_num_seqs=max(args.batches),
                 max_num_batched_tokens=8192,
                 enable_prefix_caching=False,
@@ -171,7 +174,8 @@ def main() -> None:
         read = sum(p.numel() * p.element_size() for p in model.parameters()) - model.embed_tokens.nbytes
         print(
             f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, "
-            f"weights read a step {read / 2**30:.2f} GiB"
+            f"weights read a step {read / 2**30:.2f} GiB, "
+            f"KV cache {engine.hello.kv_cache_tokens} tokens of {engine.runner.caches[0].k_NPGD.dtype}"
         )
         print("batch  adapters  ms a step   floor ms   prefill tokens/s")
         rows = []

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, LoadFormat, OnLoadFailure
+from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType, LoadFormat, OnLoadFailure
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.openai.front import MAX_BODY_BYTES
@@ -79,6 +79,9 @@ class AppArgs(BaseModel):
     gpu_memory_utilization: float = Field(0.9, description="Share of a GPU's memory that the worker may use, 0 to 1.")
     kv_cache_tokens: int | None = Field(
         None, description="Tokens in the KV cache; default: what is left on a GPU, at most 65536 on a CPU."
+    )
+    kv_cache_dtype: KVCacheDType = Field(
+        "auto", description="auto is the model's own; fp8 (e4m3) holds twice the tokens, less exactly."
     )
     max_num_seqs: int = Field(256, description="Sequences in one step.")
     max_num_batched_tokens: int = Field(

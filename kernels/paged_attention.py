@@ -6,9 +6,10 @@ of the keys. It walks the visible keys through the block table with an online so
 also splits each context into chunks of SPLIT_KEYS, so that few long sequences fill the GPU; a second kernel merges the
 chunks in order. Chunks are a property of the sequence: its result does not depend on who else is in the batch.
 
-Memory: q and out [T, H, D]; caches [N, P, G, D], any block order; tiles [K, 2] int32 rows (sequence, first query token
-in it). Partial results of split decodes: [S, B, H, D] fp32, normalized, with the logarithm of their sums, [S, B, H]. A
-head size that is no power of two (80, 96) is padded in registers, not in memory.
+Memory: q and out [T, H, D]; caches [N, P, G, D], any block order, of q's dtype or of e4m3, each of whose numbers q's
+dtype holds exactly; tiles [K, 2] int32 rows (sequence, first query token in it). Partial results of split decodes:
+[S, B, H, D] fp32, normalized, with the logarithm of their sums, [S, B, H]. A head size that is no power of two (80, 96)
+is padded in registers, not in memory.
 Source: FlashAttention-2, arXiv 2307.08691; split keys: Flash-Decoding.
 """
 
@@ -51,6 +52,7 @@ def _attention_kernel(
     num_seqs: tl.tensor,
     window: tl.tensor,
     scale_log2: tl.tensor,
+    v_scale: tl.tensor,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -98,7 +100,7 @@ def _attention_kernel(
         block = tl.load(tables_ptr + seq * table_stride + n // page, mask=n < high, other=0)
         kv_row = (block.to(tl.int64) * page + n % page) * (kv_heads * head_dim) + kv_head * head_dim
         k = tl.load(k_ptr + kv_row[None, :] + d[:, None], mask=inside_head[:, None] & (n < high)[None, :], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
         visible = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
         scores = tl.where(visible & ((n >= low) & (n < high))[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -108,9 +110,9 @@ def _attention_kernel(
         shrunk = tl.exp2(largest - shift)
         total = total * shrunk + tl.sum(weights, 1)
         v = tl.load(v_ptr + kv_row[:, None] + d[None, :], mask=(n < high)[:, None] & inside_head[None, :], other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrunk[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrunk[:, None], input_precision="ieee")
         largest = new_largest
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = acc * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     out_mask = row_mask[:, None] & inside_head[None, :]
     if split_keys > 0:
         row = (split * num_seqs + start + token).to(tl.int64) * heads + head
@@ -208,11 +210,19 @@ class PagedBatch:
 
 
 def paged_attention(
-    q_THD: Tensor, k_NPGD: Tensor, v_NPGD: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+    q_THD: Tensor,
+    k_NPGD: Tensor,
+    v_NPGD: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention of the step's tokens over their sequences' cached keys, theirs included; [T, H, D] in q's dtype.
 
-    window: how many tokens a query sees, counting its own. The cache's blocks past a sequence's context are never read.
+    window: how many tokens a query sees, counting its own. k_scale and v_scale multiply what the caches hold. The
+    cache's blocks past a sequence's context are never read.
     """
     tokens, heads, head_dim = q_THD.shape
     page, kv_heads = k_NPGD.shape[1:3]
@@ -245,7 +255,8 @@ def paged_attention(
         q_THD.stride(0),
         tokens,
         window,
-        scale * math.log2(math.e),
+        scale * k_scale * math.log2(math.e),
+        v_scale,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

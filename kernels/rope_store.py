@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
 
 def rotate_and_store(
     qkv_TE: Tensor,
@@ -23,11 +26,14 @@ def rotate_and_store(
     v_NPGD: Tensor,
     slot_mapping_T: Tensor,
     eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Returns the rotated queries [T, H, D]; writes each token's key and value to its place in the cache.
 
-    q_norm and k_norm are both weights of RMS norms over D, or both None. slot_mapping_T is int64, block * P + offset;
-    on CUDA a negative one (the padding of a CUDA graph) stores nothing.
+    A cache of float8_e4m3fn holds them divided by k_scale and v_scale, and +-448 for what is out of its range; other
+    caches have qkv's dtype and no scales. q_norm and k_norm are both weights of RMS norms over D, or both None.
+    slot_mapping_T is int64, block * P + offset; on CUDA a negative one (the padding of a CUDA graph) stores nothing.
     """
     num_tokens, width = qkv_TE.shape
     num_kv_heads, head_dim = k_NPGD.shape[2:]
@@ -35,11 +41,13 @@ def rotate_and_store(
     assert num_heads > 0 and width == (num_heads + 2 * num_kv_heads) * head_dim
     assert slot_mapping_T.shape == (num_tokens,)
     assert k_NPGD.shape == v_NPGD.shape
+    if k_NPGD.dtype != FP8:
+        assert k_NPGD.dtype == qkv_TE.dtype and k_scale == v_scale == 1.0
     if qkv_TE.is_cuda:
         from lorafleet.kernels.rope_store_triton import rotate_and_store_triton  # triton is optional on a CPU
 
         return rotate_and_store_triton(
-            qkv_TE, cos_T1F, sin_T1F, q_norm_D, k_norm_D, k_NPGD, v_NPGD, slot_mapping_T, eps
+            qkv_TE, cos_T1F, sin_T1F, q_norm_D, k_norm_D, k_NPGD, v_NPGD, slot_mapping_T, eps, k_scale, v_scale
         )
     qk, v = qkv_TE.view(num_tokens, -1, head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if q_norm_D is not None and k_norm_D is not None:
@@ -48,9 +56,18 @@ def rotate_and_store(
         qk = torch.cat((F.rms_norm(q, size, q_norm_D, eps), F.rms_norm(k, size, k_norm_D, eps)), dim=1)
     rotated = rotate(qk, cos_T1F, sin_T1F)
     q, k = rotated[:, :num_heads], rotated[:, num_heads:]
-    k_NPGD.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping_T, k)
-    v_NPGD.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping_T, v)
+    _store(k, k_NPGD, slot_mapping_T, k_scale)
+    _store(v, v_NPGD, slot_mapping_T, v_scale)
     return q
+
+
+def _store(x_TGD: Tensor, cache_NPGD: Tensor, slot_mapping_T: Tensor, scale: float) -> None:
+    rows = cache_NPGD.view(-1, *cache_NPGD.shape[2:])
+    if cache_NPGD.dtype == FP8:
+        # As bytes, since torch moves no rows of this dtype on a CPU. Its cast makes NaN of what is out of range.
+        rows = rows.view(torch.uint8)
+        x_TGD = (x_TGD.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+    rows.index_copy_(0, slot_mapping_T, x_TGD)
 
 
 def rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:

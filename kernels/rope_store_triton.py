@@ -2,7 +2,8 @@
 
 Idea: one program takes BLOCK_HEADS heads of one token, whichever they are: queries are normed, rotated and stored to
 the output, keys the same but to the cache, values go to the cache as they are. Each head is held as its two halves,
-whose elements pair up, so nothing is exchanged but the norm's sum. All arithmetic is fp32 and rounds once, when stored.
+whose elements pair up, so nothing is exchanged but the norm's sum. All arithmetic is fp32 and rounds once, when stored;
+a cache of e4m3 takes what another cache would, divided by a scale, in a second rounding that saturates.
 
 Memory: qkv [T, E] rows are H query heads, G keys, G values; cos and sin [T, F]; out [T, H, D]; caches [N, P, G, D],
 where a token's row is its slot_mapping. A head size that is no power of two (80, 96) is padded in registers.
@@ -34,6 +35,8 @@ def _rotate_and_store_kernel(
     slot_ptr: tl.tensor,
     out_ptr: tl.tensor,
     eps: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -69,12 +72,21 @@ def _rotate_and_store_kernel(
     slot = tl.load(slot_ptr + token)
     if slot < 0:
         return
+    if k_ptr.dtype.element_ty == tl.float8e4nv:
+        scale = tl.where(is_k, k_scale, v_scale)
+        first = _to_e4m3(first, scale)
+        second = _to_e4m3(second, scale)
     k_at = (slot * kv_heads + head - heads) * head_dim + f
     tl.store(k_ptr + k_at, first, mask=inside & is_k)
     tl.store(k_ptr + k_at + half, second, mask=inside & is_k)
     v_at = k_at - kv_heads * head_dim
     tl.store(v_ptr + v_at, first, mask=inside & is_v)
     tl.store(v_ptr + v_at + half, second, mask=inside & is_v)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _to_e4m3(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    return tl.clamp(x.to(tl.float32) / scale, -448.0, 448.0, tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -96,6 +108,8 @@ def rotate_and_store_triton(
     v_NPGD: Tensor,
     slot_mapping_T: Tensor,
     eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """As rotate_and_store, which has checked the shapes; a token with a negative slot_mapping is not stored."""
     kv_heads, head_dim = k_NPGD.shape[2:]
@@ -117,6 +131,8 @@ def rotate_and_store_triton(
         slot_mapping_T,
         out_THD,
         eps,
+        k_scale,
+        v_scale,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

@@ -18,6 +18,7 @@ from lorafleet.workers.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.models.rope import RopeConfig, RopeType
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -147,14 +148,27 @@ def _integer(raw: dict[str, Any], key: str, default: int) -> int:
 
 
 def _refuse_options(raw: dict[str, Any]) -> None:
-    if raw.get("quantization_config"):
+    if raw.get("quantization_config") and not _quantises_only_kv(raw["quantization_config"]):
         method = raw["quantization_config"].get("quant_method", "unnamed")
-        raise UnsupportedModel(f"quantization_config ({method}) is not supported yet; use an unquantised checkpoint.")
+        raise UnsupportedModel(
+            f"quantization_config ({method}) is not supported yet; use an unquantised checkpoint, "
+            "or one with fp8 scales of the KV cache alone."
+        )
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act={activation!r} is not supported; silu is.")
     if raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise UnsupportedModel(f"partial_rotary_factor={raw['partial_rotary_factor']} is not supported; 1.0 is.")
+
+
+def _quantises_only_kv(quantization: dict[str, Any]) -> bool:
+    """Weights as they are, and for each layer one k_scale and v_scale for an e4m3 KV cache: weights.py reads those."""
+    if quantization.get("quant_method") != "compressed-tensors":
+        return False
+    if any(quantization.get(other) for other in ("config_groups", "sparsity_config", "transform_config")):
+        return False
+    scheme = quantization.get("kv_cache_scheme") or {}
+    return KV_SCHEME.items() <= scheme.items()
 
 
 def _dtype(raw: dict[str, Any]) -> torch.dtype | None:

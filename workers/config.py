@@ -12,6 +12,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
+KVCacheDType = Literal["auto", "fp8"]
 OnLoadFailure = Literal["error", "base"]
 
 
@@ -25,6 +26,7 @@ class EngineConfig:
     block_size: int = 16  # tokens a KV block
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations, adapters and KV cache
     kv_cache_tokens: int | None = None  # size of the KV cache; None: what is left on a GPU, 65536 or less on a CPU
+    kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's; fp8: e4m3, twice the tokens, less exact
     max_num_seqs: int = 256  # sequences in one step
     max_num_batched_tokens: int = 2048  # tokens in one step; raise it for throughput, at the price of memory
     # Tokens in a step that decodes beside prompts, half of them at least left for prompts. Lower it to shorten the gaps

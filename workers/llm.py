@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig
+from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType
 from lorafleet.workers.errors import ConfigError, InvalidRequest, from_wire
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.request import LoRARequest
@@ -88,6 +88,7 @@ class LLM:
         max_model_len: int | None = None,
         gpu_memory_utilization: float = 0.9,
         kv_cache_tokens: int | None = None,
+        kv_cache_dtype: KVCacheDType = "auto",
         block_size: int = 16,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
@@ -114,6 +115,7 @@ class LLM:
                 block_size=block_size,
                 gpu_memory_utilization=gpu_memory_utilization,
                 kv_cache_tokens=kv_cache_tokens,
+                kv_cache_dtype=kv_cache_dtype,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_mixed_tokens=max_num_mixed_tokens,

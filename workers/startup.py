@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from lorafleet.kernels.rope_store import FP8
 from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.select import make_attention
 from lorafleet.workers.checkpoint import DTYPES, ModelConfig, read_model_config
@@ -27,12 +28,13 @@ from lorafleet.workers.prefill_graphs import PrefillGraphs, graph_token_counts
 from lorafleet.workers.runner import ModelRunner
 from lorafleet.workers.scheduler import Scheduler
 from lorafleet.workers.step_inputs import StepInputs
-from lorafleet.workers.weights import Progress, fill_randomly, load_weights, stored_dtype
+from lorafleet.workers.weights import Progress, fill_randomly, load_weights, read_kv_scales, stored_dtype
 
 log = logging.getLogger(__name__)
 
 CPU_CACHE_TOKENS = 65536
 CPU_CACHE_BYTES = 1 << 30
+FP8_CAPABILITY = (8, 9)  # the first whose Triton kernels convert to and from e4m3
 
 
 def build_engine(
@@ -59,10 +61,12 @@ def build_engine(
         sliding_windows=model_config.sliding_windows,
         block_size=config.block_size,
         dtype=dtype,
+        kv_dtype=_kv_dtype(config, dtype, device),
         device=device,
     )
     num_blocks, max_model_len = _size_cache(config, model, spec)
-    caches = _allocate(spec, num_blocks + 1)  # the last block is for the padding of captured steps
+    scales = _kv_scales(config, model_config, spec)
+    caches = _allocate(spec, num_blocks + 1, scales)  # the last block is for the padding of captured steps
     scheduler = Scheduler(
         KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching),
         loras,
@@ -112,6 +116,18 @@ def _dtype(config: EngineConfig, model: ModelConfig, folder: Path) -> torch.dtyp
     return dtype
 
 
+def _kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or newer; "
+            f"{torch.cuda.get_device_name(device)} is older. Use kv_cache_dtype=auto.",
+            "kv_cache_dtype",
+        )
+    return FP8
+
+
 def _load_model(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None
 ) -> DecoderModel:
@@ -156,12 +172,12 @@ def _size_cache(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) 
     max_model_len = config.max_model_len or min(limit, tokens)
     if config.max_model_len is None and tokens < limit:
         log.warning("context cut from the model's %d to %d tokens, the size of the KV cache", limit, tokens)
-    log.info("KV cache: %d tokens, %.2f GiB", tokens, tokens * _bytes_per_token(spec) / 2**30)
+    log.info("KV cache: %d tokens of %s, %.2f GiB", tokens, spec.kv_dtype, tokens * _bytes_per_token(spec) / 2**30)
     return num_blocks, max_model_len
 
 
 def _bytes_per_token(spec: AttentionSpec) -> int:
-    return 2 * len(spec.sliding_windows) * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+    return 2 * len(spec.sliding_windows) * spec.num_kv_heads * spec.head_dim * spec.kv_dtype.itemsize
 
 
 def _free_bytes(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) -> int:
@@ -177,7 +193,7 @@ def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec
     """Bytes that torch holds at the height of the largest step, with as small a KV cache as that step needs."""
     num_tokens = min(config.max_num_batched_tokens, model.config.context_limit)
     num_blocks = -(-num_tokens // config.block_size)
-    caches = _allocate(spec, num_blocks)
+    caches = _allocate(spec, num_blocks, [(1.0, 1.0)] * len(spec.sliding_windows))
     attention = make_attention(spec, caches, config.attention_backend)
     held = torch.cuda.memory_allocated(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
@@ -200,12 +216,29 @@ def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec
     return peak + sampling + (256 << 20)
 
 
-def _allocate(spec: AttentionSpec, num_blocks: int) -> list[KVCache]:
+def _kv_scales(config: EngineConfig, model: ModelConfig, spec: AttentionSpec) -> list[tuple[float, float]]:
+    """(k_scale, v_scale) of each layer."""
+    none = [(1.0, 1.0)] * model.num_layers
+    if config.load_format == "dummy":
+        return none
+    scales = read_kv_scales(Path(config.model), model.num_layers)
+    if scales is None:
+        return none
+    if spec.kv_dtype != FP8:
+        log.info("the checkpoint's KV cache scales are for kv_cache_dtype=fp8; the cache holds %s", spec.kv_dtype)
+        return none
+    log.info("KV cache scales: the checkpoint's")
+    return scales
+
+
+def _allocate(spec: AttentionSpec, num_blocks: int, scales: list[tuple[float, float]]) -> list[KVCache]:
     shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
     return [
         KVCache(
-            torch.zeros(shape, dtype=spec.dtype, device=spec.device),
-            torch.zeros(shape, dtype=spec.dtype, device=spec.device),
+            torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device),
+            torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device),
+            k_scale,
+            v_scale,
         )
-        for _ in spec.sliding_windows
+        for k_scale, v_scale in scales
     ]

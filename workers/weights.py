@@ -6,6 +6,8 @@ Tensors are copied one at a time into the packed parameters, so that the host ne
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,13 @@ from torch import Tensor
 
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.models.decoder import DecoderModel
+
+# Where checkpoints keep what an fp8 KV cache's numbers are multiplied by. kv_scale is both; output_scale its old name.
+KV_SCALE = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\."
+    r"(?:(kv|k|v)_scale|attn\.([kv])_scale|([kv])_proj\.(?:\4_scale|output_scale))"
+)
+ANY_NAME = re.compile(".*")
 
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
@@ -55,7 +64,7 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
         for name, tensor in _tensors(path):
             target = targets.get(name)
             if target is None:
-                if not _ignorable(name, model.config.tie_word_embeddings):
+                if not _ignorable(name, model.config.tie_word_embeddings) and not KV_SCALE.fullmatch(name):
                     raise ConfigError(f"{path} has tensor {name!r}, which {model.config.architecture} does not.")
                 continue
             if tensor.shape != target.shape:
@@ -71,6 +80,31 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
         raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}.", "model")
 
 
+def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] | None:
+    """(k_scale, v_scale) of each layer, None where the checkpoint has none. Raises ConfigError for half of them."""
+    scales: dict[tuple[int, str], float] = {}
+    for path in checkpoint_files(folder):
+        for name, tensor in _tensors(path, KV_SCALE):
+            found = KV_SCALE.fullmatch(name)
+            assert found is not None
+            scale = tensor.item() if tensor.numel() == 1 else math.nan
+            if not 0 < scale < math.inf:
+                raise ConfigError(f"{path}: {name} is not one positive number, as the scale of a KV cache must be.")
+            layer, kinds = int(found[1]), found[2] or found[3] or found[4]
+            scales |= {(layer, kind): scale for kind in kinds}
+    wanted = [(layer, kind) for layer in range(num_layers) for kind in "kv"]
+    if not scales:
+        return None
+    if sorted(scales) != wanted:
+        layer, kind = min(set(wanted) ^ set(scales))
+        raise ConfigError(
+            f"{folder} has KV cache scales for some layers only: layer {layer}'s {kind}_scale is the first without a "
+            "counterpart. Export the checkpoint again.",
+            "model",
+        )
+    return [(scales[layer, "k"], scales[layer, "v"]) for layer in range(num_layers)]
+
+
 def fill_randomly(model: DecoderModel) -> None:
     """Weights that mean nothing and keep activations in range: speed does not depend on them, but for zeros."""
     for name, parameter in model.named_parameters():
@@ -80,11 +114,12 @@ def fill_randomly(model: DecoderModel) -> None:
             parameter.normal_(std=0.02)
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _tensors(path: Path, names: re.Pattern[str] = ANY_NAME) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as f:
             for name in f.keys():  # noqa: SIM118  safe_open is no mapping
-                yield name, f.get_tensor(name)
+                if names.fullmatch(name):
+                    yield name, f.get_tensor(name)
     except (SafetensorError, OSError) as e:
         raise ConfigError(f"{path} cannot be read: {e}", "model") from None
 

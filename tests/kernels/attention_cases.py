@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -89,6 +89,16 @@ def make_case(
         slot_mapping_T=torch.tensor(slots).to(device),
         past=past,
     )
+
+
+def in_fp8(case: PagedCase, k_scale: float, v_scale: float) -> PagedCase:
+    """The same past in caches of e4m3, as far as they can hold it."""
+
+    def rounded(x: Tensor, scale: float) -> Tensor:
+        return (x.float() / scale).to(torch.float8_e4m3fn)
+
+    past = [(rounded(k, k_scale).double() * k_scale, rounded(v, v_scale).double() * v_scale) for k, v in case.past]
+    return replace(case, k_NPGD=rounded(case.k_NPGD, k_scale), v_NPGD=rounded(case.v_NPGD, v_scale), past=past)
 
 
 def naive_attention(case: PagedCase, scale: float, window: int | None) -> Tensor:

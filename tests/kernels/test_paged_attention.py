@@ -3,27 +3,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, PagedCase, make_case, naive_attention
+from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, PagedCase, in_fp8, make_case, naive_attention
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
-def attend(case: PagedCase, scale: float, window: int | None) -> torch.Tensor:
+def attend(
+    case: PagedCase, scale: float, window: int | None, kv_scales: tuple[float, float] = (1.0, 1.0)
+) -> torch.Tensor:
     from lorafleet.kernels.paged_attention import PagedBatch, paged_attention
 
     group = case.q_THD.shape[1] // case.k_NPGD.shape[2]
     batch = PagedBatch.build(
         case.query_lens, case.context_lens, case.block_tables, PAGE, group, case.q_THD.dtype, case.q_THD.device
     )
-    return paged_attention(case.q_THD, case.k_NPGD, case.v_NPGD, batch, scale, window)
+    return paged_attention(case.q_THD, case.k_NPGD, case.v_NPGD, batch, scale, window, *kv_scales)
 
 
 def test_interpreted_kernel_equals_naive_attention() -> None:
     run_interpreted("""
         import torch
         from lorafleet.kernels import paged_attention
-        from tests.kernels.attention_cases import make_case, naive_attention
+        from tests.kernels.attention_cases import in_fp8, make_case, naive_attention
         from tests.kernels.test_paged_attention import attend
 
         paged_attention.SPLIT_KEYS = 64
@@ -38,6 +40,9 @@ def test_interpreted_kernel_equals_naive_attention() -> None:
             for window in (None, 7):
                 out, want = attend(case, 0.2, window), naive_attention(case, 0.2, window)
                 torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+        case = in_fp8(case, 0.03, 0.01)
+        out, want = attend(case, 0.2, 7, (0.03, 0.01)), naive_attention(case, 0.2, 7)
+        torch.testing.assert_close(out.double(), want, atol=3e-3, rtol=3e-3)
     """)
 
 
@@ -56,6 +61,14 @@ class TestOnGPU:
     @pytest.mark.parametrize("name", ["long_decodes", "mixed"])
     def test_any_head_dim(self, name: str, head_dim: int, dtype: torch.dtype) -> None:
         check(make_case(BATCHES[name], (8, 2), head_dim, dtype, "cuda"), None)
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("window", [None, WINDOW])
+    @pytest.mark.parametrize("name", BATCHES)
+    def test_fp8_cache_equals_naive_attention_over_what_it_holds(
+        self, name: str, window: int | None, dtype: torch.dtype
+    ) -> None:
+        check(make_case(BATCHES[name], (4, 2), 80, dtype, "cuda"), window, fp8=True)
 
     def test_large_groups(self) -> None:
         check(make_case(BATCHES["mixed"], (32, 1), 64, torch.bfloat16, "cuda"), None)
@@ -83,10 +96,13 @@ class TestOnGPU:
         assert torch.equal(attend(case, 0.1, None), want)
 
 
-def check(case: PagedCase, window: int | None) -> None:
+def check(case: PagedCase, window: int | None, fp8: bool = False) -> None:
     scale = case.q_THD.shape[2] ** -0.5
     case.write_new_tokens()
+    kv_scales = (0.03, 0.01) if fp8 else (1.0, 1.0)
+    if fp8:
+        case = in_fp8(case, *kv_scales)
     poison_free_memory()
-    out = attend(case, scale, window)
+    out = attend(case, scale, window, kv_scales)
     tolerance = TOLERANCE[case.q_THD.dtype]
     torch.testing.assert_close(out.double(), naive_attention(case, scale, window), atol=tolerance, rtol=tolerance)

@@ -20,7 +20,7 @@ class AttentionSpec:
     """What stays the same for the life of the engine.
 
     sliding_windows: for each layer, how many tokens a query sees counting its own; None is all of them.
-    scale: multiplies q.k before the softmax.
+    scale: multiplies q.k before the softmax. kv_dtype: what the caches hold: dtype, or float8_e4m3fn.
     """
 
     num_heads: int
@@ -30,6 +30,7 @@ class AttentionSpec:
     sliding_windows: tuple[int | None, ...]
     block_size: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
 
 
@@ -49,10 +50,12 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """One layer's cache: two tensors [N, P, G, D]."""
+    """One layer's cache: two tensors [N, P, G, D]. A cache of float8_e4m3fn holds keys / k_scale, values / v_scale."""
 
     k_NPGD: Tensor
     v_NPGD: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 class AttentionBackend(Protocol):

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.rope_store import FP8
 from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -86,10 +87,7 @@ class FlashInferAttention:
         self._copied.record()
 
     def attend(self, layer: int, q_THD: Tensor) -> Tensor:
-        cache = self._caches[layer]
-        wrapper = self._planned[self._spec.sliding_windows[layer]]
-        out_THD: Tensor = wrapper.run(q_THD.contiguous(), (cache.k_NPGD, cache.v_NPGD))
-        return out_THD
+        return _run(self._planned[self._spec.sliding_windows[layer]], q_THD, self._caches[layer])
 
     def _compile(self) -> None:
         """Runs each wrapper once over block 0 of the first layer that uses it, whatever lies there."""
@@ -158,10 +156,7 @@ class FlashInferGraphAttention:
         return None
 
     def attend(self, layer: int, q_THD: Tensor) -> Tensor:
-        cache = self._caches[layer]
-        wrapper = self._wrappers[self._spec.sliding_windows[layer]]
-        out_THD: Tensor = wrapper.run(q_THD.contiguous(), (cache.k_NPGD, cache.v_NPGD))
-        return out_THD
+        return _run(self._wrappers[self._spec.sliding_windows[layer]], q_THD, self._caches[layer])
 
 
 class _Pages:
@@ -215,6 +210,12 @@ def _pinned_copy(values: Ints) -> Tensor:
     return pinned
 
 
+def _run(wrapper: Any, q_THD: Tensor, cache: KVCache) -> Tensor:
+    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale} if cache.k_NPGD.dtype == FP8 else {}
+    out_THD: Tensor = wrapper.run(q_THD.contiguous(), (cache.k_NPGD, cache.v_NPGD), **scales)
+    return out_THD
+
+
 def _shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
     return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size
 
@@ -224,5 +225,5 @@ def _options(spec: AttentionSpec, window: int | None) -> dict[str, Any]:
         "window_left": -1 if window is None else window - 1,  # theirs does not count the token itself
         "sm_scale": spec.scale,
         "q_data_type": spec.dtype,
-        "kv_data_type": spec.dtype,
+        "kv_data_type": spec.kv_dtype,
     }

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorafleet.kernels.rope_store import FP8
 from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
 
 # Costs in units of about 4 ns, one query-key pair of 4 heads x 32: what joining two sequences by padding is weighed by.
@@ -32,13 +33,13 @@ class TorchAttention:
     def __init__(self, spec: AttentionSpec, caches: list[KVCache]) -> None:
         assert len(caches) == len(spec.sliding_windows)
         self._spec = spec
-        rows = [(c.k_NPGD.view(-1, spec.head_dim), c.v_NPGD.view(-1, spec.head_dim)) for c in caches]
-        self._k_rows = [k for k, _ in rows]
-        self._v_rows = [v for _, v in rows]
+        self._scales = [(c.k_scale, c.v_scale) for c in caches]
+        self._k_rows = [_rows(c.k_NPGD) for c in caches]
+        self._v_rows = [_rows(c.v_NPGD) for c in caches]
         self._groups: list[_Group] = []
         self._group_keys = GROUP_BYTES // (spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize)
         # Gathered K and V land in memory that is kept: fresh megabytes a layer would cost more in page faults.
-        self._k_scratch = torch.empty(0, spec.head_dim, dtype=spec.dtype, device=spec.device)
+        self._k_scratch = self._k_rows[0].new_empty(0, spec.head_dim)
         self._v_scratch = torch.empty_like(self._k_scratch)
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -71,13 +72,18 @@ class TorchAttention:
         num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
         k = torch.index_select(self._k_rows[layer], 0, rows, out=self._k_scratch[: len(rows)])
         v = torch.index_select(self._v_rows[layer], 0, rows, out=self._v_scratch[: len(rows)])
+        scale = spec.scale
+        if spec.kv_dtype == FP8:
+            k_scale, v_scale = self._scales[layer]
+            k, v = k.view(FP8).to(spec.dtype), v.view(FP8).to(spec.dtype) * v_scale
+            scale *= k_scale
         bias = group.biases[spec.sliding_windows[layer]]
         if group.query_len == 1 and spec.dtype is torch.float32:
             assert bias is not None
             heads = group.num_seqs * num_kv_heads
             q_XRD = q_THD.reshape(heads, -1, head_dim)
             k_XDL = k.view(heads, -1, head_dim).transpose(1, 2)
-            weights_XRL = torch.baddbmm(bias, q_XRD, k_XDL, alpha=spec.scale).softmax(-1)
+            weights_XRL = torch.baddbmm(bias, q_XRD, k_XDL, alpha=scale).softmax(-1)
             return torch.bmm(weights_XRL, v.view(heads, -1, head_dim)).view(q_THD.shape)
         # In half precision the scores must stay fp32: the fused operator does that.
         shape = (group.num_seqs, num_kv_heads, -1, head_dim)
@@ -87,10 +93,16 @@ class TorchAttention:
             v.view(shape),
             attn_mask=bias,
             is_causal=bias is None,
-            scale=spec.scale,
+            scale=scale,
             enable_gqa=spec.num_heads != num_kv_heads,
         )
         return out_BHQD.transpose(1, 2).reshape(q_THD.shape)
+
+
+def _rows(cache_NPGD: Tensor) -> Tensor:
+    """[N * P * G, D]; of a float8 cache as bytes, since torch gathers no rows of that dtype on a CPU."""
+    rows = cache_NPGD.view(-1, cache_NPGD.shape[3])
+    return rows.view(torch.uint8) if rows.dtype == FP8 else rows
 
 
 @dataclass(frozen=True, slots=True)

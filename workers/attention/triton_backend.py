@@ -36,4 +36,5 @@ class TritonAttention:
         assert self._paged is not None, "plan() comes first"
         cache = self._caches[layer]
         window = self._spec.sliding_windows[layer]
-        return paged_attention(q_THD, cache.k_NPGD, cache.v_NPGD, self._paged, self._spec.scale, window)
+        scales = cache.k_scale, cache.v_scale
+        return paged_attention(q_THD, cache.k_NPGD, cache.v_NPGD, self._paged, self._spec.scale, window, *scales)

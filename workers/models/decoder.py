@@ -64,6 +64,8 @@ class Attention(nn.Module):
             cache.v_NPGD,
             step.slot_mapping_T,
             self.eps,
+            cache.k_scale,
+            cache.v_scale,
         )
         attended = step.attention.attend(self.layer, q_THD)
         out: Tensor = self.o_proj(attended.reshape(x_TD.shape[0], -1), step.lora)

@@ -7,20 +7,27 @@ from array import array
 import pytest
 import torch
 
+from lorafleet.kernels.rope_store import FP8
 from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
 from lorafleet.workers.attention.torch_backend import TorchAttention, _split
-from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, make_case, naive_attention
+from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, in_fp8, make_case, naive_attention
 from tests.kernels.harness import needs_gpu
 
 needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs flashinfer")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 CONTEXTS = [[5, 16, 17, 100, 63], [1300, 512, 1, 513, 3], [6, 17, 18, 101, 64]]
+KV_SCALES = (0.03, 0.01)
 LAYER_WINDOWS = {"full": (None, None), "window": (WINDOW, WINDOW), "window_by_layer": (None, WINDOW)}
 
 
 def make_spec(
-    heads: tuple[int, int], windows: tuple[int | None, ...], head_dim: int, dtype: torch.dtype, device: str
+    heads: tuple[int, int],
+    windows: tuple[int | None, ...],
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionSpec:
     return AttentionSpec(
         num_heads=heads[0],
@@ -30,6 +37,7 @@ def make_spec(
         sliding_windows=windows,
         block_size=PAGE,
         dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         device=torch.device(device),
     )
 
@@ -38,7 +46,11 @@ def check_batch(make: type[AttentionBackend], spec: AttentionSpec, lens: list[tu
     """Every layer has the same past, so only its window tells its answer apart."""
     case = make_case(lens, (spec.num_heads, spec.num_kv_heads), spec.head_dim, spec.dtype, spec.device.type)
     case.write_new_tokens()
-    caches = [KVCache(case.k_NPGD.clone(), case.v_NPGD.clone()) for _ in spec.sliding_windows]
+    scales = (1.0, 1.0)
+    if spec.kv_dtype == FP8:
+        scales = KV_SCALES
+        case = in_fp8(case, *scales)
+    caches = [KVCache(case.k_NPGD.clone(), case.v_NPGD.clone(), *scales) for _ in spec.sliding_windows]
     backend = make(spec, caches)
     backend.plan(AttentionBatch(case.query_lens, case.context_lens, case.block_tables))
     tolerance = TOLERANCE[spec.dtype]
@@ -62,6 +74,12 @@ def test_torch_equals_naive_attention(name: str, heads: str, windows: str) -> No
 @pytest.mark.parametrize("name", BATCHES)
 def test_torch_in_half_precision(name: str, dtype: torch.dtype) -> None:
     check_batch(TorchAttention, make_spec((4, 2), (None, WINDOW), 32, dtype, "cpu"), BATCHES[name])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", BATCHES)
+def test_torch_over_an_fp8_cache(name: str, dtype: torch.dtype) -> None:
+    check_batch(TorchAttention, make_spec((4, 2), (None, WINDOW), 32, dtype, "cpu", FP8), BATCHES[name])
 
 
 def test_torch_takes_one_backend_through_many_steps() -> None:
@@ -109,6 +127,26 @@ class TestOnGPU:
     def test_torch_on_cuda(self, name: str, heads: str, windows: str) -> None:
         spec = make_spec(HEADS[heads], LAYER_WINDOWS[windows], 64, torch.float32, "cuda")
         check_batch(TorchAttention, spec, BATCHES[name])
+
+
+@pytest.mark.parametrize("name", BATCHES)
+class TestFP8OnGPU:
+    pytestmark = needs_gpu
+
+    def test_triton(self, name: str) -> None:
+        from lorafleet.workers.attention.triton_backend import TritonAttention
+
+        check_batch(TritonAttention, make_spec((4, 2), (None, WINDOW), 64, torch.bfloat16, "cuda", FP8), BATCHES[name])
+
+    @needs_flashinfer
+    @pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
+    @pytest.mark.parametrize("heads", ["gqa", "mha"])
+    def test_flashinfer(self, name: str, heads: str) -> None:
+        spec = make_spec(HEADS[heads], (None, None), 128, torch.bfloat16, "cuda", FP8)
+        check_batch(FlashInferAttention, spec, BATCHES[name])
+
+    def test_torch_on_cuda(self, name: str) -> None:
+        check_batch(TorchAttention, make_spec((4, 2), (None, WINDOW), 64, torch.bfloat16, "cuda", FP8), BATCHES[name])
 
 
 @needs_flashinfer

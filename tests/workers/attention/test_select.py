@@ -20,9 +20,10 @@ SPEC = AttentionSpec(
     sliding_windows=(None,),
     block_size=16,
     dtype=torch.float32,
+    kv_dtype=torch.float32,
     device=torch.device("cpu"),
 )
-CUDA_SPEC = replace(SPEC, device=torch.device("cuda"), dtype=torch.bfloat16)
+CUDA_SPEC = replace(SPEC, device=torch.device("cuda"), dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
 
 
 def caches() -> list[KVCache]:

@@ -1,0 +1,134 @@
+"""The engine with kv_cache_dtype=fp8: how near its answers are, what the cache holds, the checkpoint's scales."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorafleet.workers import startup
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.errors import ConfigError, UnsupportedModel
+from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.workers.startup import build_engine
+from tiny_models import Reference
+
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.fixture
+def model(fleet, tmp_path):
+    shutil.copytree(fleet("llama3").base, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def add_tensors(model, tensors: dict[str, float], **config) -> None:
+    path = model / "model.safetensors"
+    stored = {name: torch.tensor(value) for name, value in tensors.items()}
+    save_file(load_file(path) | stored, path)
+    edited = json.loads((model / "config.json").read_text()) | config
+    (model / "config.json").write_text(json.dumps(edited))
+
+
+def scales_of(model, dtype: str = "fp8") -> list[tuple[float, float]]:
+    engine = build_engine(EngineConfig(model=str(model), kv_cache_tokens=64, kv_cache_dtype=dtype))
+    return [(round(cache.k_scale, 4), round(cache.v_scale, 4)) for cache in engine.runner.caches]
+
+
+def test_logprobs_stay_near_those_of_an_exact_cache_and_a_known_prefix_changes_nothing(fleet, prompt):
+    made = fleet("llama3")
+    llm = LLM(
+        str(made.base),
+        enable_lora=True,
+        kv_cache_tokens=2048,
+        kv_cache_dtype="fp8",
+        max_num_batched_tokens=48,
+        max_num_seqs=8,
+    )
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
+    reference = Reference(made.base)
+    for i, name in enumerate((None, "all")):
+        path = None if name is None else made.adapters[name]
+        lora = None if path is None else LoRARequest(name, i + 1, str(path))
+        tokens = prompt(90)
+        first, again = (llm.generate({"prompt_token_ids": tokens}, params, lora)[0].outputs[0] for _ in range(2))
+        assert again.token_ids == first.token_ids
+        truth = torch.tensor(reference.logprobs(tokens + first.token_ids, path)[len(tokens) - 1 :])
+        for found in (first, again):
+            error = (torch.tensor([entry.logprob for entry in found.logprobs]) - truth).abs()
+            assert 1e-5 < error.mean() < 0.05
+    assert llm._engine.stats().prefix_cache_hits_total > 0
+
+
+@pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2), ("float32", 4)])
+def test_the_same_memory_holds_more_tokens(model, monkeypatch, dtype, times):
+    monkeypatch.setattr(startup, "CPU_CACHE_BYTES", 1 << 20)
+
+    def tokens(kv: str) -> int:
+        return build_engine(EngineConfig(model=str(model), dtype=dtype, kv_cache_dtype=kv)).hello.kv_cache_tokens
+
+    block = EngineConfig("m").block_size
+    assert 0 <= tokens("fp8") - times * tokens("auto") < times * block
+
+
+def test_an_older_gpu_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8 needs .* 8\.9 .*NVIDIA A100 is older.*auto"):
+        startup._kv_dtype(EngineConfig("m", kv_cache_dtype="fp8"), torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("{}_scale", "{}_scale"),
+        ("attn.{}_scale", "attn.{}_scale"),
+        ("k_proj.{}_scale", "v_proj.{}_scale"),
+        ("k_proj.output_scale", "v_proj.output_scale"),
+    ],
+)
+def test_the_checkpoints_scales_are_used(model, names):
+    layers = len(scales_of(model))
+    add_tensors(
+        model,
+        {
+            f"model.layers.{i}.self_attn.{name.format(kind)}": at + i
+            for i in range(layers)
+            for name, kind, at in zip(names, "kv", (0.25, 0.5), strict=True)
+        },
+        quantization_config={"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME},
+    )
+    assert scales_of(model) == [(0.25 + i, 0.5 + i) for i in range(layers)]
+    assert scales_of(model, "auto") == [(1.0, 1.0)] * layers
+
+
+def test_one_scale_may_serve_keys_and_values(model):
+    layers = len(scales_of(model))
+    add_tensors(model, {f"model.layers.{i}.self_attn.kv_scale": 0.125 for i in range(layers)})
+    assert scales_of(model) == [(0.125, 0.125)] * layers
+
+
+def test_scales_that_are_no_scales_or_too_few_are_refused(model):
+    add_tensors(model, {"model.layers.0.self_attn.k_scale": 0.1})
+    with pytest.raises(ConfigError, match=r"some layers only: layer 0's v_scale"):
+        scales_of(model)
+    add_tensors(model, {"model.layers.0.self_attn.k_scale": -1.0})
+    with pytest.raises(ConfigError, match=r"k_scale is not one positive number"):
+        scales_of(model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "fp8"},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}, "kv_cache_scheme": SCHEME},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME | {"num_bits": 4}},
+    ],
+)
+def test_any_other_quantisation_stays_refused(model, config):
+    add_tensors(model, {}, quantization_config=config)
+    with pytest.raises(UnsupportedModel, match="quantization_config"):
+        scales_of(model)
