@@ -166,8 +166,8 @@ class Reference:
         return Answer(tokens, scores)
 
     @torch.inference_mode()
-    def logprobs(self, tokens: list[int], adapter: Path | None = None) -> list[float]:
-        """Of each token but the first, teacher-forced."""
+    def logprobs(self, tokens: list[int], adapter: Path | None = None, cache: Any = None) -> list[float]:
+        """Of each token but the first, teacher-forced. cache: an empty one that changes what it is given."""
         ids = torch.tensor([tokens], device=self._device)
-        logits = self._model(adapter)(input_ids=ids).logits[0].float().log_softmax(-1).cpu()
+        logits = self._model(adapter)(input_ids=ids, past_key_values=cache).logits[0].float().log_softmax(-1).cpu()
         return [logits[i, token].item() for i, token in enumerate(tokens[1:])]
