@@ -6,10 +6,13 @@ from lorafleet.workers.errors import ConfigError
 
 
 def test_the_engine_and_lora_settings_arrive_by_name() -> None:
-    args = parse_args({"model": "m", "max_num_seqs": 7, "max_loras": 3, "lora_dtype": "float32"})
+    args = parse_args(
+        {"model": "m", "max_num_seqs": 7, "max_loras": 3, "lora_dtype": "float32", "kv_cache_dtype": "fp8"}
+    )
     config = args.engine_config()
     assert config.lora is not None
     assert (config.max_num_seqs, config.lora.max_loras, config.lora.lora_dtype) == (7, 3, "float32")
+    assert config.kv_cache_dtype == "fp8"
 
 
 def test_without_lora_there_is_no_lora_config() -> None:
