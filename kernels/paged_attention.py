@@ -196,8 +196,10 @@ class PagedBatch:
         for b, count in enumerate(num_blocks):
             tables[b, :count] = block_tables[b][:count]
         parts = [np.asarray(tiles), starts, np.asarray(context_lens), tables]
-        packed = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).astype(np.int32)).to(device)
-        flat = torch.split(packed, [part.size for part in parts])
+        packed = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).astype(np.int32))
+        if device.type == "cuda":
+            packed = packed.pin_memory()  # a copy out of other memory would wait for the steps before it
+        flat = torch.split(packed.to(device, non_blocking=True), [part.size for part in parts])
         return cls(
             num_tokens=int(starts[-1]),
             num_splits=-(-max(context_lens) // SPLIT_KEYS) if decode_only else 0,
