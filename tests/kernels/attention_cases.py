@@ -95,7 +95,7 @@ def in_fp8(case: PagedCase, k_scale: float, v_scale: float) -> PagedCase:
     """The same past in caches of e4m3, as far as they can hold it."""
 
     def rounded(x: Tensor, scale: float) -> Tensor:
-        return (x.float() / scale).to(torch.float8_e4m3fn)
+        return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)  # the cast makes NaN of larger numbers
 
     past = [(rounded(k, k_scale).double() * k_scale, rounded(v, v_scale).double() * v_scale) for k, v in case.past]
     return replace(case, k_NPGD=rounded(case.k_NPGD, k_scale), v_NPGD=rounded(case.v_NPGD, v_scale), past=past)

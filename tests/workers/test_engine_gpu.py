@@ -47,8 +47,7 @@ def references(big) -> tuple[Reference, Reference]:
 
 
 @pytest.mark.parametrize(("backend", "eager"), [("flashinfer", False), ("flashinfer", True), ("triton", True)])
-@pytest.mark.parametrize(("kv", "slack"), [("auto", 0.002), ("fp8", 0.1)])
-def test_mixed_adapters_agree_with_peft_in_bf16(big, references, prompt, backend, eager, kv, slack):
+def test_mixed_adapters_agree_with_peft_in_bf16(big, references, prompt, backend, eager):
     if backend == "flashinfer":
         pytest.importorskip("flashinfer")
     base, paths = big
@@ -58,7 +57,6 @@ def test_mixed_adapters_agree_with_peft_in_bf16(big, references, prompt, backend
         max_loras=3,
         attention_backend=backend,
         enforce_eager=eager,
-        kv_cache_dtype=kv,
         max_num_batched_tokens=256,
         max_num_seqs=64,
         kv_cache_tokens=32768,
@@ -82,5 +80,5 @@ def test_mixed_adapters_agree_with_peft_in_bf16(big, references, prompt, backend
         theirs.setdefault(name, []).append((bf16 - truth).abs().mean().item())
     for name in ours:
         mean_ours, mean_theirs = sum(ours[name]) / 3, sum(theirs[name]) / 3
-        print(f"{backend} {eager=} {kv=} {name}: error {mean_ours:.4f}, of transformers in bf16 {mean_theirs:.4f}")
-        assert mean_ours < 1.5 * mean_theirs + slack
+        print(f"{backend} {eager=} {name}: error {mean_ours:.4f}, of transformers in bf16 {mean_theirs:.4f}")
+        assert mean_ours < 1.5 * mean_theirs + 0.002

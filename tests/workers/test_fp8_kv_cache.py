@@ -15,8 +15,18 @@ from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.workers.startup import build_engine
-from tiny_models import Reference
+from tiny_models import Reference, make_model
 
+GPU_SHAPE = {
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "initializer_range": 0.05,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 1024,
+}
+KV_SCALE = {"k": 0.0625, "v": 0.015625}
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
@@ -86,6 +96,46 @@ def test_answers_are_those_of_transformers_over_a_rounded_cache(model, fleet, pr
             assert (found - truth).abs().mean() < 1e-3  # of a number that rounds to the other of its two neighbours
             assert 1e-2 < (found - exact).abs().mean() < 0.2
     assert llm._engine.stats().prefix_cache_hits_total > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
+@pytest.mark.parametrize(("backend", "eager"), [("flashinfer", False), ("flashinfer", True), ("triton", True)])
+def test_on_a_gpu_the_error_is_that_of_transformers_in_bf16(tmp_path, prompt, backend, eager):
+    pytest.importorskip(backend)
+    base = make_model(tmp_path / "wide", "llama3", dtype="bfloat16", **GPU_SHAPE)
+    add_tensors(base, {f"model.layers.{i}.self_attn.{kind}_scale": KV_SCALE[kind] for i in range(3) for kind in "kv"})
+    llm = LLM(
+        str(base),
+        attention_backend=backend,
+        enforce_eager=eager,
+        kv_cache_tokens=8192,
+        kv_cache_dtype="fp8",
+        max_num_batched_tokens=256,
+        max_num_seqs=16,
+    )
+    assert (llm._engine.runner.graphs is None) == eager
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    prompts = [prompt(n) for n in (5, 40, 100, 300)]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+    exact, half = Reference(base, device="cuda"), Reference(base, dtype=torch.bfloat16, device="cuda")
+    errors = []
+    for p, output in zip(prompts, outputs, strict=True):
+        tokens = p + output.outputs[0].token_ids
+        found = torch.tensor([entry.logprob for entry in output.outputs[0].logprobs])
+        truth, theirs, unrounded = (
+            torch.tensor(reference.logprobs(tokens, cache=cache)[len(p) - 1 :])
+            for reference, cache in (
+                (exact, RoundedCache(*KV_SCALE.values())),
+                (half, RoundedCache(*KV_SCALE.values())),
+                (exact, None),
+            )
+        )
+        errors.append([(x - y).abs().mean().item() for x, y in ((found, truth), (theirs, truth), (found, unrounded))])
+    ours, bf16, to_exact = torch.tensor(errors).mean(0).tolist()
+    print(f"{backend} {eager=}: error {ours:.4f}, of transformers in bf16 {bf16:.4f}, to an exact cache {to_exact:.4f}")
+    assert ours < 1.5 * bf16 + 0.002
 
 
 @pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2), ("float32", 4)])
