@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import LoRABatch
-from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA, SlotWeights
+from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights
 
 LINEARS = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -102,7 +102,7 @@ class Stack:
                 weights = SlotWeights(a, b, (1.0,) * len(b))
                 packed.set_slot(slot, weights)
                 slot_weights.append(weights)
-            self.tables.write_slot(slot, slot_weights)
+            self.tables.write_slot(slot, AdapterTable.of(slot_weights))
 
     def inputs(self, num_tokens: int) -> dict[int, Tensor]:
         return {size: _random(num_tokens, size, std=1.0) for size, _ in LINEARS.values()}

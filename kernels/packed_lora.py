@@ -2,20 +2,26 @@
 
 A packed linear is one base GEMM that serves several named projections ("slices"): q, k, v or gate, up; o and down have
 one. A slot's A for it is the slices' A stacked by rows, [sum of ranks, in]; each slice keeps its own B, [out, rank], so
-that an adapter costs its own ranks and no padding. The tables tell the Triton kernels the same in device memory.
+that an adapter costs its own ranks and no padding. The tables tell the Triton kernels where they are in device memory;
+the torch twin takes them as tensors.
 """
 
-# L packed linears · S slots · P slices (at most MAX_SLICES) · R rank
+# L packed linears · S slots · P slices (at most MAX_SLICES) · A addresses, 1 + P · R rank
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 MAX_SLICES = 3
+
+Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +45,70 @@ class SlotWeights:
         return self.a_RD.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterTable:
+    """One adapter on every packed linear. offset_LA: bytes from where the adapter begins to A, then to each slice's B;
+    -1 where it has none. Rank 0: the adapter leaves the slice alone."""
+
+    offset_LA: Int64s
+    rank_LP: Int32s
+    scale_LP: Float32s
+
+    @classmethod
+    def empty(cls, num_linears: int) -> AdapterTable:
+        return cls(
+            np.full((num_linears, 1 + MAX_SLICES), -1, np.int64),
+            np.zeros((num_linears, MAX_SLICES), np.int32),
+            np.zeros((num_linears, MAX_SLICES), np.float32),
+        )
+
+    @classmethod
+    def of(cls, weights: Sequence[SlotWeights | None]) -> AdapterTable:
+        """Of matrices that lie anywhere: offsets from address 0."""
+        table = cls.empty(len(weights))
+        for i, w in enumerate(weights):
+            if w is None:
+                continue
+            table.offset_LA[i, 0] = w.a_RD.data_ptr()
+            for p, (b, scale) in enumerate(zip(w.b, w.scales, strict=True)):
+                if b is not None:
+                    table.offset_LA[i, 1 + p] = b.data_ptr()
+                    table.rank_LP[i, p], table.scale_LP[i, p] = b.shape[1], scale
+        return table
+
+
 class LoRATables:
     """Device tables of all packed linears. address_LSA int64: pointers to A, then to each slice's B (0: absent);
-    rank_LSP int32; scale_LSP float32. A cleared slot has rank 0 everywhere."""
+    rank_LSP int32; scale_LSP float32. A slot that was never written has rank 0 everywhere."""
 
     def __init__(self, num_linears: int, max_loras: int, device: torch.device) -> None:
         shape = (num_linears, max_loras)
         self.address_LSA = torch.zeros(*shape, 1 + MAX_SLICES, dtype=torch.int64, device=device)
         self.rank_LSP = torch.zeros(*shape, MAX_SLICES, dtype=torch.int32, device=device)
         self.scale_LSP = torch.zeros(*shape, MAX_SLICES, dtype=torch.float32, device=device)
+        self.num_writes = 0
+        self.total_rank_SL: list[list[int]] = [[0] * num_linears for _ in range(max_loras)]  # the host's own copy
 
-    def write_slot(self, slot: int, weights: Sequence[SlotWeights | None]) -> None:
-        """Three copies for the whole model, not three a linear."""
-        address = torch.zeros(len(weights), 1 + MAX_SLICES, dtype=torch.int64)
-        rank = torch.zeros(len(weights), MAX_SLICES, dtype=torch.int32)
-        scale = torch.zeros(len(weights), MAX_SLICES, dtype=torch.float32)
-        for i, w in enumerate(weights):
-            if w is None:
-                continue
-            address[i, 0] = w.a_RD.data_ptr()
-            for p, (b, s) in enumerate(zip(w.b, w.scales, strict=True)):
-                if b is not None:
-                    address[i, 1 + p], rank[i, p], scale[i, p] = b.data_ptr(), b.shape[1], s
-        self.address_LSA[:, slot].copy_(address)
-        self.rank_LSP[:, slot].copy_(rank)
-        self.scale_LSP[:, slot].copy_(scale)
+    def write_slot(self, slot: int, table: AdapterTable, address: int = 0) -> None:
+        """address: where the adapter begins. One copy, on the current stream, which the host does not wait for."""
+        num_linears = len(table.offset_LA)
+        device = self.address_LSA.device
+        ends = np.cumsum([table.offset_LA.nbytes, table.rank_LP.nbytes, table.scale_LP.nbytes])
+        host = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        row = host.numpy()
+        row[: ends[0]].view(np.int64)[:] = np.where(table.offset_LA < 0, 0, table.offset_LA + address).reshape(-1)
+        row[ends[0] : ends[1]].view(np.int32)[:] = table.rank_LP.reshape(-1)
+        row[ends[1] :].view(np.float32)[:] = table.scale_LP.reshape(-1)
+        staged = host.to(device, non_blocking=True)
+        self.address_LSA[:, slot] = staged[: ends[0]].view(torch.int64).view(num_linears, -1)
+        self.rank_LSP[:, slot] = staged[ends[0] : ends[1]].view(torch.int32).view(num_linears, -1)
+        self.scale_LSP[:, slot] = staged[ends[1] :].view(torch.float32).view(num_linears, -1)
+        self.total_rank_SL[slot] = table.rank_LP.sum(axis=1).tolist()
+        self.num_writes += 1
 
 
 class PackedLoRA:
-    """The slots of one packed linear: a row of the tables, and the same weights as tensors for the torch twin."""
+    """The slots of one packed linear: a row of the tables for the Triton kernels, tensors for the torch twin."""
 
     def __init__(self, index: int, in_features: int, out_features: tuple[int, ...], tables: LoRATables) -> None:
         assert 1 <= len(out_features) <= MAX_SLICES
@@ -78,25 +119,26 @@ class PackedLoRA:
         self.scale_SP = tables.scale_LSP[index]
         self.dtype: torch.dtype | None = None  # of A and B; one for all slots, None before the first
         self.slots: list[SlotWeights | None] = [None] * self.rank_SP.shape[0]
+        self._index = index
+        self._tables = tables
         self._stacked: tuple[tuple[int, ...], StackedSlots | None] = ((), None)
-        self._max_total_rank: tuple[tuple[int, ...], int] = ((), 0)
+        self._max_total_rank: tuple[tuple[int, ...], int, int] = ((), 0, 0)
 
     def set_slot(self, slot: int, weights: SlotWeights | None) -> None:
-        """The device tables are written for the whole model at once: LoRATables.write_slot."""
+        """For the torch twin. The device tables are written for the whole model at once: LoRATables.write_slot."""
         if weights is not None:
             self.dtype = weights.a_RD.dtype
             assert weights.a_RD.shape == (sum(weights.ranks), self.in_features)
             assert all(b is None or b.shape[0] == o for b, o in zip(weights.b, self.out_features, strict=True))
         self.slots[slot] = weights
         self._stacked = ((), None)
-        self._max_total_rank = ((), 0)
 
     def max_total_rank(self, slots: tuple[int, ...]) -> int:
-        """Kept until the set of slots or a slot's content changes: walking 64 slots a linear costs 1 ms a step."""
-        if self._max_total_rank[0] != slots:
-            ranks = (w.total_rank for s in slots if (w := self.slots[s]) is not None)
-            self._max_total_rank = (slots, max(ranks, default=0))
-        return self._max_total_rank[1]
+        """By the tables. Kept until these or the set of slots change: walking 64 slots a linear costs 1 ms a step."""
+        key = (slots, self._tables.num_writes)
+        if self._max_total_rank[:2] != key:
+            self._max_total_rank = (*key, max((self._tables.total_rank_SL[s][self._index] for s in slots), default=0))
+        return self._max_total_rank[2]
 
     def stacked(self, slots: tuple[int, ...]) -> StackedSlots | None:
         """The slots' weights side by side; kept until the set of slots or a slot's content changes."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
-from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA, SlotWeights
+from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights
 
 MIXES = ("one", "all_different", "zipf", "some_base", "mostly_base")
 # One tuple an adapter, one rank a slice; 0: the adapter leaves that slice alone, None: the whole linear.
@@ -55,7 +55,7 @@ def make_packed(
                 scales=tuple(0.5 + 0.25 * i + slot / 8 for i in range(len(ranks))),
             )
         packed.set_slot(slot, weights)
-        tables.write_slot(slot, [None, weights])
+        tables.write_slot(slot, AdapterTable.of([None, weights]))
     return packed
 
 

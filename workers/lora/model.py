@@ -9,12 +9,12 @@ them. Knows nothing of slots or tiers: packed_adapter.py and the managers take i
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from lorafleet.workers.errors import (
     AdapterChanged,
@@ -31,7 +31,7 @@ from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.peft_helper import PEFTHelper
 from lorafleet.workers.lora.peft_names import Pair, pair_names
 from lorafleet.workers.lora.strict_json import shown
-from lorafleet.workers.lora.weight_files import FLOAT_DTYPES, TensorInfo, read_weights
+from lorafleet.workers.lora.weight_files import FLOAT_DTYPES, LoadedTensors, TensorInfo, read_weights
 
 Shapes = Mapping[str, tuple[int, int]]  # module -> (in_features, out_features)
 
@@ -43,6 +43,8 @@ class LoRAModel:
     name: str
     digest: str  # sha256 (hex) of config and weights
     modules: dict[str, LoRALayerWeights]
+    read_s: float = 0.0  # what reading the values took, with the digest
+    check_s: float = 0.0  # the rest
 
     @property
     def rank(self) -> int:
@@ -76,6 +78,7 @@ class LoRAModel:
         where it is given, other bytes than those are AdapterChanged. Raises an AdapterError, never half an adapter.
         Blocks on the disk, so call it in a thread; most of its time is spent without the GIL.
         """
+        started = time.perf_counter()
         with _about(name):
             folder = AdapterFolder.at(path)
             config_bytes = read_config(folder)
@@ -87,17 +90,21 @@ class LoRAModel:
                 layouts = _check_layouts(pairs, weights.infos, shapes, helper, base_name)
                 _check_targets(pairs, shapes, helper)
                 _check_rank_limit(layouts, name, config.max_lora_rank)
-                tensors = weights.load()
+                reading = time.perf_counter()
+                loaded = weights.load()
+                read_s = time.perf_counter() - reading
             _check_digest(digest.hexdigest(), expected_digest)
+            _check_values(loaded, dtype)
+            tensors = loaded.by_name
             modules = {
                 module: LoRALayerWeights(
-                    _serving(pair.a, tensors[pair.a], dtype),
-                    _serving(pair.b, tensors[pair.b], dtype),
+                    cast(tensors[pair.a], dtype),
+                    cast(tensors[pair.b], dtype),
                     _scaling(module, layouts[module], helper, dtype),
                 )
                 for module, pair in pairs.items()
             }
-        return cls(name, digest.hexdigest(), modules)
+        return cls(name, digest.hexdigest(), modules, read_s, time.perf_counter() - started - read_s)
 
 
 @contextmanager
@@ -207,14 +214,17 @@ def _scaling(module: str, rank: int, helper: PEFTHelper, dtype: torch.dtype) -> 
     return scaling
 
 
-def _serving(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the serving dtype and contiguous. Rounding keeps the order, so the largest value decides for all."""
-    largest = max_magnitude(tensor)
-    if not largest.to(dtype).isfinite():
+def _check_values(loaded: LoadedTensors, dtype: torch.dtype) -> None:
+    """Finite in the serving dtype. Rounding keeps the order, so the largest value decides for all."""
+    if loaded.all_values is not None and max_magnitude(loaded.all_values).to(dtype).isfinite():
+        return
+    for name, tensor in loaded.by_name.items():
+        largest = max_magnitude(tensor)
+        if largest.to(dtype).isfinite():
+            continue
         if not largest.isfinite():
             raise AdapterMalformed(f"the tensor {shown(name)} has NaN or infinite values.")
         raise AdapterMalformed(
             f"the tensor {shown(name)} has values up to {largest.item():.3g}, which overflow {dtype}, the "
             f"serving dtype. Serve with lora_dtype=bfloat16 or float32."
         )
-    return cast(tensor, dtype)

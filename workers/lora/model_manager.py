@@ -7,19 +7,23 @@ generation up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
+from lorafleet.workers.lora.pinned_memory import PIECE_BYTES
 from lorafleet.workers.models.decoder import DecoderModel
 
 
 @dataclass(slots=True)
 class Slot:
-    """holders: sequences in flight. ready: None once the copy to the GPU is known to be done."""
+    """holders: sequences in flight. ready: None once the copy to the GPU is known to be done. quiet: the steps that may
+    read the slot's present content, set when nobody holds it any more; they may still be queued."""
 
     index: int
     generation: int = 0
@@ -29,6 +33,7 @@ class Slot:
     pinned: bool = False
     last_used: int = 0
     ready: torch.cuda.Event | None = None
+    quiet: torch.cuda.Event | None = None
 
 
 class LoRAModelManager:
@@ -46,6 +51,7 @@ class LoRAModelManager:
         self._linears: list[PackedLoRA] = []
         for i, (_, linear) in enumerate(linears):
             linear.lora = PackedLoRA(i, linear.in_features, linear.out_features, self._tables)
+            linear.lora.dtype = dtype
             self._linears.append(linear.lora)
         self._stride = slot_bytes([(p.in_features, p.out_features) for p in self._linears], config.max_lora_rank, dtype)
         # One region a slot, so that any max_loras adapters fit without fragmentation and addresses never change.
@@ -78,33 +84,36 @@ class LoRAModelManager:
         slot = self.slots[slot_index]
         assert slot.holders > 0
         slot.holders -= 1
+        if slot.holders == 0 and self._arena is not None:
+            slot.quiet = slot.quiet or torch.cuda.Event()
+            slot.quiet.record(torch.cuda.current_stream(self.device))
 
-    def free_slot(self) -> Slot | None:
-        """An empty slot, or the least recently used one that nobody holds and that is not pinned.
+    def free_slot(self, wanted: Sequence[str] = (), keep: Sequence[str] = ()) -> Slot | None:
+        """An empty slot, or one that nobody holds and that is not pinned: the least recently used of those nobody waits
+        for, else the one that is wanted last. Never one that has an adapter of `keep`, or is being filled.
 
-        One that is being filled is not free: two waiting requests would take it from each other for ever.
+        Recency alone decides: bringing an adapter back from CPU memory takes milliseconds, which steps hide.
         """
-        usable = [s for s in self.slots if s.holders == 0 and not s.pinned and self.is_ready(s)]
-        return min(usable, key=lambda s: (s.digest is not None, s.last_used), default=None)
+        usable = [
+            s for s in self.slots if s.holders == 0 and not s.pinned and s.digest not in keep and self.is_ready(s)
+        ]
+        turn = {digest: len(wanted) - i for i, digest in enumerate(wanted)}  # the larger, the sooner
+
+        def reluctance(slot: Slot) -> tuple[bool, int, int]:
+            return slot.digest is not None, turn.get(slot.digest or "", 0), slot.last_used
+
+        return min(usable, key=reluctance, default=None)
 
     def activate(self, adapter: PackedAdapter, slot: Slot) -> None:
         """Starts to fill the slot; it may be used once is_ready(slot)."""
         assert slot.holders == 0 and not slot.pinned
         assert adapter.block.numel() <= self._stride
         self.deactivate(slot)
-        block = adapter.block
         if self._arena is not None and self._copy_stream is not None:
-            block = self._arena[slot.index, : adapter.block.numel()]
-            # The copy waits for the steps already queued: one of them may still read the slot's last adapter.
-            self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._copy_stream):
-                block.copy_(adapter.block, non_blocking=True)
-                slot.ready = torch.cuda.Event()
-                slot.ready.record(self._copy_stream)
-        weights = adapter.slot_weights(block)
-        for linear, w in zip(self._linears, weights, strict=True):
-            linear.set_slot(slot.index, w)
-        self._tables.write_slot(slot.index, weights)
+            self._upload(adapter, slot, self._arena[slot.index], self._copy_stream)
+        else:
+            for i, linear in enumerate(self._linears):
+                linear.set_slot(slot.index, adapter.weights(i, linear.in_features, linear.out_features))
         self._clock += 1
         slot.digest, slot.adapter, slot.last_used = adapter.info.digest, adapter, self._clock
         self._of_digest[adapter.info.digest] = slot
@@ -120,5 +129,22 @@ class LoRAModelManager:
         slot.digest, slot.adapter, slot.ready, slot.pinned = None, None, None, False
         slot.generation += 1
         self.num_evictions += 1
-        for linear in self._linears:
-            linear.set_slot(slot.index, None)
+        if self._arena is None:
+            for linear in self._linears:
+                linear.set_slot(slot.index, None)
+
+    def wait_for_copies(self) -> None:
+        if self._copy_stream is not None:
+            self._copy_stream.synchronize()
+
+    def _upload(self, adapter: PackedAdapter, slot: Slot, target: Tensor, stream: torch.cuda.Stream) -> None:
+        """Costs the host a launch for each piece; the host waits for nothing."""
+        block = adapter.block
+        with torch.cuda.stream(stream):
+            if slot.quiet is not None:
+                stream.wait_event(slot.quiet)
+            for to, piece in zip(target[: block.numel()].split(PIECE_BYTES), block.split(PIECE_BYTES), strict=True):
+                to.copy_(piece, non_blocking=True)
+            self._tables.write_slot(slot.index, adapter.table, target.data_ptr())
+            slot.ready = torch.cuda.Event()
+            slot.ready.record(stream)

@@ -3,15 +3,18 @@
 Lives in host memory (pinned where there is a GPU) as the CPU tier's entry. On a CPU the slots use it in place.
 """
 
+# L packed linears · P slices
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.packed_lora import SlotWeights
+from lorafleet.kernels.packed_lora import AdapterTable, SlotWeights
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.request import AdapterInfo
@@ -20,62 +23,56 @@ ALIGNMENT = 256  # bytes; what the GPU's allocator gives, so that kernels may lo
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A matrix in the block."""
+class LoadTimes:
+    """Seconds, one after the other. read: with the digest. check: names, shapes, values. pack: with the casts."""
 
-    offset: int  # bytes
-    shape: tuple[int, int]
-
-    def view(self, block: Tensor, dtype: torch.dtype) -> Tensor:
-        size = self.shape[0] * self.shape[1] * dtype.itemsize
-        return block[self.offset : self.offset + size].view(dtype).view(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedLinear:
-    """A packed linear's matrices: the slices' A stacked, each slice's B, each slice's scale."""
-
-    a: Placed
-    b: tuple[Placed | None, ...]
-    scales: tuple[float, ...]
-
-    def weights(self, block: Tensor, dtype: torch.dtype) -> SlotWeights:
-        b = tuple(None if placed is None else placed.view(block, dtype) for placed in self.b)
-        return SlotWeights(self.a.view(block, dtype), b, self.scales)
+    read_s: float
+    check_s: float
+    pack_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """block: uint8. linears: for each packed linear of the model, in its order, None where the adapter has nothing."""
+    """block: uint8. table: where each packed linear's matrices begin in it."""
 
     info: AdapterInfo
     block: Tensor
     dtype: torch.dtype
-    linears: tuple[PlacedLinear | None, ...]
+    table: AdapterTable
+    times: LoadTimes
 
-    def slot_weights(self, block: Tensor) -> list[SlotWeights | None]:
-        """Views of `block`, a copy of self.block on the serving device or self.block itself."""
-        return [None if placed is None else placed.weights(block, self.dtype) for placed in self.linears]
+    def weights(self, linear: int, in_features: int, out_features: Sequence[int]) -> SlotWeights | None:
+        """Views of the block; None where the adapter has nothing for the linear."""
+        offsets, ranks = self.table.offset_LA[linear].tolist(), self.table.rank_LP[linear].tolist()
+        if offsets[0] < 0:
+            return None
+        b = tuple(
+            self._matrix(offset, out, rank) if rank else None
+            for offset, out, rank in zip(offsets[1:], out_features, ranks, strict=False)
+        )
+        scales = tuple(self.table.scale_LP[linear, : len(out_features)].tolist())
+        return SlotWeights(self._matrix(offsets[0], sum(ranks), in_features), b, scales)
+
+    def _matrix(self, offset: int, rows: int, columns: int) -> Tensor:
+        size = rows * columns * self.dtype.itemsize
+        return self.block[offset : offset + size].view(self.dtype).view(rows, columns)
 
 
-def pack(model: LoRAModel, packed_names: Sequence[tuple[str, ...]], dtype: torch.dtype, pin: bool) -> PackedAdapter:
-    """packed_names: the module paths of each packed linear's projections."""
-    placed: list[PlacedLinear | None] = []
-    end = 0
-    for names in packed_names:
-        linear, end = _place([model.modules.get(name) for name in names], end, dtype)
-        placed.append(linear)
-    block = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
-    for names, linear in zip(packed_names, placed, strict=True):
-        if linear is not None:
-            _fill(linear.weights(block, dtype), [model.modules.get(name) for name in names])
-    info = AdapterInfo(
-        digest=model.digest,
-        rank=model.rank,
-        num_bytes=end,
-        target_modules=sorted({name.rsplit(".", 1)[1] for name in model.modules}),
-    )
-    return PackedAdapter(info, block, dtype, tuple(placed))
+def pack(
+    model: LoRAModel,
+    packed_names: Sequence[tuple[str, ...]],
+    dtype: torch.dtype,
+    allocate: Callable[[int], Tensor],
+) -> PackedAdapter:
+    """packed_names: the module paths of each packed linear's projections. allocate: uint8 of so many bytes."""
+    started = time.perf_counter()
+    linears = [[model.modules.get(name) for name in names] for names in packed_names]
+    table, size = _lay_out(linears, dtype)
+    block = allocate(size)
+    _fill(block, table, linears)
+    info = AdapterInfo(digest=model.digest, rank=model.rank, num_bytes=size, target_modules=model.target_modules)
+    times = LoadTimes(model.read_s, model.check_s, time.perf_counter() - started)
+    return PackedAdapter(info, block, dtype, table, times)
 
 
 def slot_bytes(packed_shapes: Sequence[tuple[int, tuple[int, ...]]], rank: int, dtype: torch.dtype) -> int:
@@ -88,25 +85,35 @@ def slot_bytes(packed_shapes: Sequence[tuple[int, tuple[int, ...]]], rank: int, 
     return end
 
 
-def _place(slices: list[LoRALayerWeights | None], end: int, dtype: torch.dtype) -> tuple[PlacedLinear | None, int]:
-    present = [s for s in slices if s is not None]
-    if not present:
-        return None, end
-    a = Placed(end, (sum(s.rank for s in present), present[0].a_RD.shape[1]))
-    end = _aligned(end + a.shape[0] * a.shape[1] * dtype.itemsize)
-    b: list[Placed | None] = []
-    for s in slices:
-        b.append(None if s is None else Placed(end, (s.b_OR.shape[0], s.rank)))
-        if s is not None:
-            end = _aligned(end + s.b_OR.numel() * dtype.itemsize)
-    return PlacedLinear(a, tuple(b), tuple(0.0 if s is None else s.scaling for s in slices)), end
+def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtype) -> tuple[AdapterTable, int]:
+    """For each linear the slices' A, stacked, then each slice's B. Returns the bytes they need as well."""
+    table = AdapterTable.empty(len(linears))
+    end = 0
+    for i, slices in enumerate(linears):
+        present = [s for s in slices if s is not None]
+        if not present:
+            continue
+        table.offset_LA[i, 0] = end
+        end = _aligned(end + sum(s.a_RD.numel() for s in present) * dtype.itemsize)
+        for p, s in enumerate(slices):
+            if s is not None:
+                table.offset_LA[i, 1 + p] = end
+                table.rank_LP[i, p], table.scale_LP[i, p] = s.rank, s.scaling
+                end = _aligned(end + s.b_OR.numel() * dtype.itemsize)
+    return table, end
 
 
-def _fill(target: SlotWeights, slices: list[LoRALayerWeights | None]) -> None:
-    target.a_RD.copy_(torch.cat([s.a_RD for s in slices if s is not None]))
-    for b_OR, s in zip(target.b, slices, strict=True):
-        if b_OR is not None and s is not None:
-            b_OR.copy_(s.b_OR)
+def _fill(block: Tensor, table: AdapterTable, linears: Sequence[list[LoRALayerWeights | None]]) -> None:
+    """By numpy: torch would split each copy over its thread pool, see casting.py."""
+    target = block.numpy()
+    for offsets, slices in zip(table.offset_LA.tolist(), linears, strict=True):
+        a_end = offsets[0]
+        for b_start, s in zip(offsets[1:], slices, strict=False):
+            if s is not None:
+                a, b = s.a_RD.view(-1).view(torch.uint8).numpy(), s.b_OR.view(-1).view(torch.uint8).numpy()
+                target[a_end : a_end + a.size] = a
+                target[b_start : b_start + b.size] = b
+                a_end += a.size
 
 
 def _aligned(offset: int) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,8 +43,16 @@ class TensorInfo:
 class WeightsFile(Protocol):
     infos: Mapping[str, TensorInfo]
 
-    def load(self) -> Mapping[str, Tensor]:
+    def load(self) -> LoadedTensors:
         """The values, on the CPU. Every byte of the file has gone into the digest when this returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTensors:
+    """all_values: those of all tensors in one, where they have one dtype and lie together; else None."""
+
+    by_name: Mapping[str, Tensor]
+    all_values: Tensor | None
 
 
 def read_weights(file: OpenFile, digest: _Hash) -> WeightsFile:
@@ -75,11 +84,15 @@ class SafetensorsFile:
             )
         return int(size)
 
-    def load(self) -> Mapping[str, Tensor]:
-        data = torch.empty(self._data_bytes, dtype=torch.uint8)
-        self._file.read_into(data.numpy().data, self._digest)
+    def load(self) -> LoadedTensors:
+        memory = np.empty(self._data_bytes, np.uint8)  # in huge pages, which torch's memory is not
+        self._file.read_into(memory.data, self._digest)
         self._file.check_unchanged()
-        return {name: _view(data, info) for name, info in self.infos.items() if info.dtype in FLOAT_DTYPES}
+        data = torch.from_numpy(memory)
+        by_name = {name: _view(data, info) for name, info in self.infos.items() if info.dtype in FLOAT_DTYPES}
+        dtypes = {FLOAT_DTYPES.get(info.dtype) for info in self.infos.values()}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        return LoadedTensors(by_name, None if dtype is None else data.view(dtype))
 
 
 def _view(data: Tensor, info: TensorInfo) -> Tensor:
@@ -144,8 +157,8 @@ class TorchFile:
             key: TensorInfo(tuple(t.shape), names.get(t.dtype, str(t.dtype))) for key, t in self._tensors.items()
         }
 
-    def load(self) -> Mapping[str, Tensor]:
-        return self._tensors
+    def load(self) -> LoadedTensors:
+        return LoadedTensors(self._tensors, None)
 
 
 def _check_archive(data: bytearray, name: str) -> None:

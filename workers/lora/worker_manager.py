@@ -1,26 +1,27 @@
 """An adapter's way through the tiers of one worker: disk -> CPU memory -> slot. Runs in the engine loop's thread and
 never blocks it: files are read, checked and packed by a thread pool, slots are filled beside the running steps.
 
-The CPU tier is least-recently-used, of max_cpu_loras adapters. What the waiting requests at the head of the queue
-need is not evicted, and is loaded in their order.
+What the waiting requests at the head of the queue need is loaded and put into slots in their order, before they are
+admitted, and is not evicted for those behind them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
-from lorafleet.workers.errors import AdapterError, AdapterMalformed, LorafleetError
+from lorafleet.workers.errors import AdapterError, LorafleetError
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.cpu_tier import CPUTier
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.model_manager import LoRAModelManager, Slot
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack
+from lorafleet.workers.lora.pinned_memory import PinnedMemory
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.models.decoder import DecoderModel
 
@@ -38,6 +39,7 @@ class LoadCounts:
 
 @dataclass(slots=True)
 class _Load:
+    name: str
     future: Future[PackedAdapter]
     started_s: float
     callers: list[Future[AdapterInfo]] = field(default_factory=list)
@@ -59,10 +61,10 @@ class WorkerLoRAManager:
         self.counts = LoadCounts()
         self._shapes = model.config.linear_shapes()
         self._dtype = dtype
-        self._pin = device.type == "cuda"
+        self._pinned = PinnedMemory() if device.type == "cuda" else None
         self._wake = wake
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="lora-load")
-        self._cpu: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self._cpu = CPUTier(config.cpu_loras)
         self._loads: dict[tuple[str, str], _Load] = {}
         self._wanted: frozenset[str] = frozenset()
         self._doomed: set[str] = set()
@@ -82,7 +84,7 @@ class WorkerLoRAManager:
 
     def drop(self, digest: str) -> None:
         """Forgets the adapter in every tier, its slot as soon as no sequence holds it."""
-        self._cpu.pop(digest, None)
+        self._cpu.remove(digest)
         self._doomed.add(digest)
         self._sweep()
 
@@ -117,7 +119,7 @@ class WorkerLoRAManager:
                 for caller in load.callers:
                     caller.set_result(load.future.result().info)
                 continue
-            known = error if isinstance(error, LorafleetError) else AdapterMalformed(f"loading failed: {error!r}")
+            known = error if isinstance(error, LorafleetError) else _unexpected(load.name, error)
             self.counts.failures += 1
             failed.append((key[0], known))
             for caller in load.callers:
@@ -127,38 +129,41 @@ class WorkerLoRAManager:
 
     def prefetch(self, wanted: Sequence[LoRARequest]) -> None:
         """wanted: the distinct adapters of the waiting requests, in queue order."""
-        first = wanted[: self.cpu_capacity]
+        first = wanted[: self._cpu.capacity]
         self._wanted = frozenset(lora.digest for lora in first)
+        self._fill_slots(wanted)
         for lora in first:
             if self._resident(lora.digest) is not None or (lora.digest, lora.lora_path) in self._loads:
                 continue
-            evictable = sum(1 for digest in self._cpu if digest not in self._wanted)
-            if len(self._cpu) + len(self._loads) - evictable >= self.cpu_capacity:
+            evictable = sum(1 for digest in self._cpu.digests if digest not in self._wanted)
+            if len(self._cpu) + len(self._loads) - evictable >= self._cpu.capacity:
                 break
             self._start(lora)
 
+    def _fill_slots(self, wanted: Sequence[LoRARequest]) -> None:
+        """Each adapter's copy starts as soon as a slot is free, whether its request can be admitted yet or not."""
+        digests = [lora.digest for lora in wanted]
+        for i, digest in enumerate(digests):
+            adapter = self._cpu.get(digest)
+            if adapter is None or self.slots.find(digest) is not None:
+                continue
+            slot = self.slots.free_slot(digests[i + 1 :], keep=digests[:i])
+            if slot is None:
+                return
+            self.slots.activate(adapter, slot)
+
     def slot_for(self, lora: LoRARequest) -> Slot | None:
-        """The adapter's slot, filled or being filled; None where it is not in CPU memory yet or no slot is free."""
+        """The adapter's slot, filled or being filled by prefetch(); None where it has none."""
         slot = self.slots.find(lora.digest)
         if slot is not None:
-            return slot
-        adapter = self._cpu.get(lora.digest)
-        slot = self.slots.free_slot() if adapter is not None else None
-        if adapter is None or slot is None:
-            return None
-        self._cpu.move_to_end(lora.digest)
-        self.slots.activate(adapter, slot)
+            self._cpu.touch(lora.digest)
         return slot
 
     def in_cpu(self, digest: str) -> bool:
         return digest in self._cpu
 
     def resident_cpu(self) -> list[str]:
-        return list(self._cpu)
-
-    @property
-    def cpu_capacity(self) -> int:
-        return self.config.cpu_loras
+        return self._cpu.digests
 
     @property
     def loading(self) -> bool:
@@ -166,6 +171,9 @@ class WorkerLoRAManager:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self.slots.wait_for_copies()
+        if self._pinned is not None:
+            self._pinned.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +185,7 @@ class WorkerLoRAManager:
         key = (lora.digest, lora.lora_path)
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = _Load(self._pool.submit(self._read, lora), time.monotonic())
+            load = self._loads[key] = _Load(lora.lora_name, self._pool.submit(self._read, lora), time.monotonic())
             load.future.add_done_callback(lambda _: self._wake())
         return load
 
@@ -191,25 +199,45 @@ class WorkerLoRAManager:
             name=lora.lora_name,
             expected_digest=lora.digest,
         )
-        return pack(model, self.slots.packed_names, self._dtype, self._pin)
+        if self._pinned is None:
+            return pack(model, self.slots.packed_names, self._dtype, _pageable)
+        adapter = pack(model, self.slots.packed_names, self._dtype, self._pinned.take)
+        self._pinned.pin(adapter.block)
+        return adapter
 
     def _admit(self, adapter: PackedAdapter) -> None:
         self.counts.loads += 1
-        self._cpu[adapter.info.digest] = adapter
-        self._cpu.move_to_end(adapter.info.digest)
-        while len(self._cpu) > self.cpu_capacity:
-            others = [d for d in self._cpu if d != adapter.info.digest]
-            victim = next((d for d in others if d not in self._wanted), others[0])
-            del self._cpu[victim]
-            log.info("adapter %s leaves CPU memory", victim[:12])
+        times = adapter.times
+        log.info(
+            "adapter %s loaded: %.0f MB, read %.0f ms, check %.0f ms, pack %.0f ms",
+            adapter.info.digest[:12],
+            adapter.info.num_bytes / 1e6,
+            times.read_s * 1e3,
+            times.check_s * 1e3,
+            times.pack_s * 1e3,
+        )
+        self._cpu.add(adapter, self._need)
+
+    def _need(self, digest: str) -> int:
+        """An adapter in a slot needs its copy here as soon as the slot is given away."""
+        return 2 * (digest in self._wanted) + (self.slots.find(digest) is not None)
 
     def _sweep(self) -> None:
         """Empties the slots of dropped adapters once nobody holds them."""
         for digest in list(self._doomed):
             slot = self.slots.find(digest)
-            self._cpu.pop(digest, None)
+            self._cpu.remove(digest)
             if slot is None:
                 self._doomed.discard(digest)
             elif slot.holders == 0:
                 self.slots.deactivate(slot)
                 self._doomed.discard(digest)
+
+
+def _pageable(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _unexpected(name: str, error: BaseException) -> LorafleetError:
+    log.error("adapter %s: loading failed", name, exc_info=error)
+    return LorafleetError(f"adapter {name!r}: loading failed: {error!r}")

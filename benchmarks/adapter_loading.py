@@ -1,0 +1,319 @@
+"""What adapters cost on their way in: CPU memory to slot, disk to first token, and what other streams notice of it.
+
+    python benchmarks/adapter_loading.py [--ranks 16 64] [--streams 1 8 64] [--json FILE]
+
+8B Llama shape with random weights, bf16, adapters on all seven projections. Activation: the time until a slot may be
+used, and what of it the engine loop itself is held up. Streams: decoding sequences over four adapters, the time from
+one step's tokens to the next one's, alone, with another adapter put into a slot every 100 ms, and with another one read
+from disk every 250 ms. Disk: from asking for an adapter that the server has never seen to the first token of a prompt
+of 16 tokens, nothing else running; "cold" after the kernel was told to forget the file, which it does on real disks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+
+import msgspec
+import torch
+from engine_e2e import CONFIG, LAYERS, SHAPES
+from safetensors.torch import save_file
+
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.engine import Engine
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.messages import EngineRequest
+from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.startup import build_engine
+
+SLOTS, STREAM_ADAPTERS = 8, 4
+STEPS = 800
+ACTIVATE_EVERY_S, LOAD_EVERY_S = 0.1, 0.25
+DISK_REPEATS = 5
+PROMPT = 512
+
+
+class Bench:
+    """The engine, driven as the worker's loop does: it sleeps only where every request waits for an adapter."""
+
+    def __init__(self, folder: Path, max_rank: int, cpu_loras: int, streams: int) -> None:
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        self._awake = threading.Event()
+        self.engine: Engine = build_engine(
+            EngineConfig(
+                model=str(folder),
+                device="cuda",
+                load_format="dummy",
+                kv_cache_tokens=200_000,
+                max_num_seqs=streams,
+                max_num_batched_tokens=8192,
+                enable_prefix_caching=False,
+                lora=LoRAConfig(max_loras=SLOTS, max_lora_rank=max_rank, max_cpu_loras=cpu_loras),
+            ),
+            wake=self._awake.set,
+        )
+        assert self.engine.loras is not None
+        self.loras = self.engine.loras
+        self._ids = iter(range(1 << 30))
+
+    def turn(self) -> int:
+        """One step; how many tokens came out."""
+        outputs = self.engine.step()
+        if self.engine.stalled:
+            self._awake.wait(0.001)
+            self._awake.clear()
+        return sum(len(output.token_ids) for output in outputs)
+
+    def load(self, path: Path) -> LoRARequest:
+        asked = LoRARequest(path.name, 1, str(path))
+        future: Future[AdapterInfo] = self.engine.load_adapter(asked)
+        while not future.done():
+            self.turn()
+        return msgspec.structs.replace(asked, digest=future.result().digest)
+
+    def submit(self, length: int, max_tokens: int, lora: LoRARequest | None) -> None:
+        prompt = torch.randint(10, 128000, (length,)).tolist()
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        request_id = str(next(self._ids))
+        self.engine.add(EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=params, lora=lora))
+
+    def drain(self) -> None:
+        while self.engine.has_work:
+            self.turn()
+        torch.cuda.synchronize()
+
+
+def write_adapters(folder: Path, count: int, rank: int) -> list[Path]:
+    """They share one file of weights and differ in lora_alpha: distinct digests, slots and bytes on the GPU."""
+    weights = folder / f"weights{rank}"
+    tensors = {}
+    for layer in range(LAYERS):
+        for name, (inputs, outputs) in SHAPES.items():
+            for leaf, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
+                value = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
+                tensors[f"base_model.model.model.layers.{layer}.{name}.{leaf}.weight"] = value.cpu()
+    save_file(tensors, weights)
+    os.sync()  # pages that were never written to the disk cannot be forgotten
+    paths = [folder / f"r{rank}a{i}" for i in range(count)]
+    for i, path in enumerate(paths):
+        path.mkdir()
+        (path / "adapter_model.safetensors").hardlink_to(weights)
+        leaves = [name.split(".")[1] for name in SHAPES]
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank + i, "target_modules": leaves}
+        (path / "adapter_config.json").write_text(json.dumps(config))
+    return paths
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    rank: int
+    megabytes: float
+    ready_ms: float
+    worst_ready_ms: float
+    loop_ms: float
+    worst_loop_ms: float
+
+
+def measure_activation(bench: Bench, rank: int, adapters: list[LoRARequest]) -> Activation:
+    """All are in CPU memory; each goes into the slot that has waited longest."""
+    ready: list[float] = []
+    loop: list[float] = []
+    size = 0
+    for lora, _ in zip(cycle(adapters), range(6 * SLOTS), strict=False):
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        bench.loras.prefetch([lora])
+        returned = time.perf_counter()
+        slot = bench.loras.slots.find(lora.digest)
+        assert slot is not None and slot.adapter is not None
+        while not bench.loras.slots.is_ready(slot):
+            pass
+        ready.append((time.perf_counter() - before) * 1e3)
+        loop.append((returned - before) * 1e3)
+        size = slot.adapter.info.num_bytes
+    ready, loop = ready[SLOTS:], loop[SLOTS:]  # the first round fills empty slots
+    return Activation(rank, size / 1e6, statistics.median(ready), max(ready), statistics.median(loop), max(loop))
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Between one step's tokens and the next one's, in milliseconds."""
+
+    streams: int
+    beside: str
+    rank: int
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    p99_over_alone: float
+    events: int
+
+
+def measure_gaps(
+    bench: Bench, streams: int, held: list[LoRARequest], every_s: float, event: Callable[[], None]
+) -> tuple[float, float, float, int]:
+    """p50, p99 and longest, and how many events there were."""
+    for i in range(streams):
+        bench.submit(PROMPT, STEPS + 80, held[i % len(held)])
+    while bench.turn() < streams:
+        pass
+    for _ in range(30):
+        bench.turn()
+    gaps: list[float] = []
+    events = 0
+    last = due = time.perf_counter()
+    while len(gaps) < STEPS:
+        if time.perf_counter() >= due:
+            event()
+            events += 1
+            due += every_s
+        assert bench.turn() == streams
+        now = time.perf_counter()
+        gaps.append((now - last) * 1e3)
+        last = now
+    bench.drain()
+    gaps.sort()
+    return statistics.median(gaps), gaps[-1 - STEPS // 100], gaps[-1], events
+
+
+def measure_streams(
+    bench: Bench, streams: int, rank: int, resident: list[LoRARequest], fresh: list[Path]
+) -> list[Gaps]:
+    held, others = resident[:STREAM_ADAPTERS], cycle(resident[STREAM_ADAPTERS:])
+    paths = cycle(fresh)
+    loaded: list[Future[AdapterInfo]] = []
+
+    def activate() -> None:
+        bench.loras.prefetch([next(others)])
+
+    def load() -> None:
+        while loaded and loaded[0].done():
+            bench.loras.drop(loaded.pop(0).result().digest)
+        path = next(paths)
+        loaded.append(bench.engine.load_adapter(LoRARequest(path.name, 1, str(path))))
+
+    rows: list[Gaps] = []
+    kinds: Iterator[tuple[str, float, Callable[[], None]]] = iter(
+        [("alone", 1e9, lambda: None), ("activating", ACTIVATE_EVERY_S, activate), ("disk loads", LOAD_EVERY_S, load)]
+    )
+    for beside, every_s, event in kinds:
+        p50, p99, most, events = measure_gaps(bench, streams, held, every_s, event)
+        alone = rows[0].p99_ms if rows else p99
+        rows.append(Gaps(streams, beside, rank, p50, p99, most, p99 / alone, events))
+    while not all(future.done() for future in loaded):
+        bench.turn()
+    for future in loaded:
+        bench.loras.drop(future.result().digest)
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class FromDisk:
+    """Milliseconds, medians. load: until the loop has the adapter in CPU memory, of which read (with the digest), check
+    and pack. slot: the copy to the GPU. step: from there to the token."""
+
+    rank: int
+    cache: str
+    read_ms: float
+    check_ms: float
+    pack_ms: float
+    load_ms: float
+    slot_ms: float
+    step_ms: float
+    total_ms: float
+    worst_ms: float
+
+
+def measure_disk(bench: Bench, rank: int, path: Path, cold: bool) -> FromDisk:
+    rows: list[list[float]] = []
+    for _ in range(DISK_REPEATS + 1):
+        if cold:
+            forget(path / "adapter_model.safetensors")
+        started = time.perf_counter()
+        lora = bench.load(path)
+        loaded = time.perf_counter()
+        bench.submit(16, 1, lora)
+        bench.turn()  # starts the copy
+        slot = bench.loras.slots.find(lora.digest)
+        assert slot is not None and slot.adapter is not None
+        while not bench.loras.slots.is_ready(slot):
+            bench.turn()
+        ready = time.perf_counter()
+        while not bench.turn():
+            pass
+        done = time.perf_counter()
+        times = slot.adapter.times
+        marks = [loaded - started, ready - loaded, done - ready, done - started]
+        rows.append([1e3 * t for t in (times.read_s, times.check_s, times.pack_s, *marks)])
+        bench.drain()
+        bench.loras.drop(lora.digest)
+    # the first one warms up
+    medians = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
+    return FromDisk(rank, "cold" if cold else "warm", *medians, max(row[-1] for row in rows[1:]))
+
+
+def forget(path: Path) -> None:
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results: dict[str, list[dict[str, object]]] = {"activation": [], "streams": [], "disk": []}
+    with tempfile.TemporaryDirectory() as folder:
+        cpu_loras = 2 * SLOTS
+        bench = Bench(Path(folder), max(args.ranks), cpu_loras, max(args.streams))
+        print(torch.cuda.get_device_name())
+        for rank in args.ranks:
+            paths = write_adapters(Path(folder), SLOTS + 4 + 3, rank)
+            resident = [bench.load(path) for path in paths[: SLOTS + 4]]
+            a = measure_activation(bench, rank, resident)
+            results["activation"].append(asdict(a))
+            print(
+                f"rank {rank}, {a.megabytes:.0f} MB: ready in {a.ready_ms:.2f} ms (worst {a.worst_ready_ms:.2f}), "
+                f"the loop held up {a.loop_ms:.2f} ms (worst {a.worst_loop_ms:.2f})",
+                flush=True,
+            )
+            for streams in args.streams:
+                for g in measure_streams(bench, streams, rank, resident, paths[SLOTS + 4 :]):
+                    results["streams"].append(asdict(g))
+                    print(
+                        f"{streams:3} streams, {g.beside:10}: p50 {g.p50_ms:6.2f}  p99 {g.p99_ms:6.2f}  "
+                        f"max {g.max_ms:6.2f} ms  p99 {g.p99_over_alone:.2f} x  ({g.events})",
+                        flush=True,
+                    )
+            for cold in (False, True):
+                d = measure_disk(bench, rank, paths[-1], cold)
+                results["disk"].append(asdict(d))
+                print(
+                    f"disk, {d.cache}: load {d.load_ms:.1f} (read {d.read_ms:.1f}, check {d.check_ms:.1f}, pack "
+                    f"{d.pack_ms:.1f}), slot {d.slot_ms:.1f}, step {d.step_ms:.1f}, in all {d.total_ms:.1f} ms "
+                    f"(worst {d.worst_ms:.1f})",
+                    flush=True,
+                )
+            for lora in resident:
+                bench.loras.drop(lora.digest)
+        bench.engine.close()
+    if args.json:
+        args.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), **results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
