@@ -47,14 +47,14 @@ class CPUTier:
 
     def add(self, adapter: PackedAdapter, need: Need) -> None:
         digest = adapter.info.digest
-        self._adapters[digest] = adapter
-        self.touch(digest)
-        while len(self._adapters) > self.capacity:
-            others = [d for d in self._adapters if d != digest]
-            victim = min(others, key=lambda d: (need(d), self._credit[d]))
+        self.remove(digest)
+        while len(self._adapters) >= self.capacity:
+            victim = min(self._adapters, key=lambda d: (need(d), self._credit[d]))
             self._floor = max(self._floor, self._credit[victim])
             self.remove(victim)
             log.info("adapter %s leaves CPU memory", victim[:12])
+        self._adapters[digest] = adapter
+        self.touch(digest)
 
     def remove(self, digest: str) -> None:
         self._adapters.pop(digest, None)

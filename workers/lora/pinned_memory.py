@@ -45,9 +45,8 @@ class _Block:
 
     def unlock(self) -> None:
         """Before the memory is freed: another allocation at these addresses would fail later."""
-        runtime = torch.cuda.cudart()
         while self.locked:
-            runtime.cudaHostUnregister(self.locked.pop())
+            torch.cuda.cudart().cudaHostUnregister(self.locked.pop())
 
 
 class PinnedMemory:

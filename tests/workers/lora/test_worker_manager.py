@@ -10,7 +10,8 @@ import pytest
 
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.errors import AdapterChanged, AdapterError
+from lorafleet.workers.errors import AdapterChanged, AdapterError, AdapterMissing, LorafleetError
+from lorafleet.workers.lora import worker_manager
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineRequest, TokenOutput
@@ -126,6 +127,40 @@ def test_a_slot_in_use_is_never_given_away(engine, adapters, prompt):
     assert (slot.digest, slot.generation) == (second.digest, 1)
 
 
+def test_slots_are_filled_while_their_requests_cannot_be_admitted_yet(engine, adapters, prompt):
+    small = engine(max_num_seqs=1)
+    first, second = (loaded(small, path, i) for i, path in enumerate(adapters[:2]))
+    submit(small, "running", None, prompt(5), 10)
+    small.step()
+    submit(small, "first", first, prompt(5), 2)
+    submit(small, "second", second, prompt(5), 2)
+    small.step()
+    assert [s.request_id for s in small.scheduler.running] == ["running"]
+    assert {slot.digest for slot in small.loras.slots.slots} == {first.digest, second.digest}
+    run(small)
+
+
+def test_a_slot_that_waits_for_its_request_is_not_taken_by_later_ones_but_by_earlier_ones(engine, adapters):
+    small = engine(max_num_seqs=1)
+    loras = [loaded(small, path, i) for i, path in enumerate(adapters[:3])]
+    manager = small.loras
+    manager.prefetch(loras[:2])
+    manager.prefetch(loras)
+    assert {slot.digest for slot in manager.slots.slots} == {loras[0].digest, loras[1].digest}
+    manager.prefetch([loras[2], loras[0], loras[1]])
+    assert {slot.digest for slot in manager.slots.slots} == {loras[2].digest, loras[0].digest}
+
+
+def test_an_adapter_still_being_read_does_not_keep_a_free_slot_from_later_ones(engine, adapters, prompt):
+    small = engine(lora={"max_loras": 1, "max_cpu_loras": 2})
+    cold, warm = (loaded(small, path, i) for i, path in enumerate(adapters[:2]))
+    small.loras.drop(cold.digest)
+    submit(small, "cold", cold, prompt(5), 2)
+    submit(small, "warm", warm, prompt(5), 2)
+    assert {o.request_id for o in small.step()} == {"warm"}
+    run(small)
+
+
 def test_a_pinned_adapter_keeps_its_slot(engine, adapters, prompt):
     small = engine()
     pinned, *others = [loaded(small, path, i) for i, path in enumerate(adapters[:4])]
@@ -197,3 +232,28 @@ def test_other_bytes_under_a_registered_path_are_refused(engine, adapters, promp
     submit(small, "r", lora, prompt(5), 3)
     [output] = run(small)
     assert output.error.kind == AdapterChanged.__name__
+
+
+def test_a_failed_load_leaves_nothing_behind_and_the_next_one_succeeds(engine, adapters, prompt, tmp_path):
+    small = engine()
+    gone = broken_later(small, adapters[0], tmp_path / "a")
+    submit(small, "r", gone, prompt(5), 3)
+    asked = small.load_adapter(LoRARequest("a", 1, str(tmp_path / "a")))
+    run(small)
+    while not asked.done():
+        small.step()
+    assert isinstance(asked.exception(), AdapterMissing)
+    assert not small.loras.loading and small.loras.resident_cpu() == []
+    assert all(slot.digest is None for slot in small.loras.slots.slots)
+    shutil.copytree(adapters[0], tmp_path / "a")
+    assert loaded(small, tmp_path / "a").digest == gone.digest
+
+
+def test_a_fault_of_our_own_while_loading_is_not_called_the_adapters(engine, adapters, monkeypatch, caplog):
+    small = engine()
+    monkeypatch.setattr(worker_manager, "pack", lambda *_: 1 / 0)
+    asked = small.load_adapter(LoRARequest("a", 1, str(adapters[0])))
+    while not asked.done():
+        small.step()
+    assert type(asked.exception()) is LorafleetError
+    assert "ZeroDivisionError" in str(asked.exception()) and "loading failed" in caplog.text

@@ -1,0 +1,58 @@
+"""Packing, on a linear of two slices and one of a single slice."""
+
+# R rank · D in features · O out features
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorafleet.workers.lora.layer_weights import LoRALayerWeights
+from lorafleet.workers.lora.model import LoRAModel
+from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack, slot_bytes
+
+NAMES = (("layers.0.gate", "layers.0.up"), ("layers.0.down",))
+SHAPES = [(12, (10, 6)), (10, (12,))]
+
+
+def layer(in_features: int, out_features: int, rank: int, dtype: torch.dtype) -> LoRALayerWeights:
+    return LoRALayerWeights(
+        torch.randn(rank, in_features).to(dtype), torch.randn(out_features, rank).to(dtype), scaling=rank / 4
+    )
+
+
+def packed(modules: dict[str, LoRALayerWeights], dtype: torch.dtype) -> PackedAdapter:
+    return pack(LoRAModel("a", "d", modules), NAMES, dtype, lambda size: torch.zeros(size, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_matrix_is_found_again_bit_by_bit(dtype: torch.dtype) -> None:
+    gate, up, down = layer(12, 10, 3, dtype), layer(12, 6, 5, dtype), layer(10, 12, 7, dtype)
+    adapter = packed({"layers.0.gate": gate, "layers.0.up": up, "layers.0.down": down}, dtype)
+    first, second = (adapter.weights(i, *shape) for i, shape in enumerate(SHAPES))
+    assert first is not None and second is not None
+    assert torch.equal(first.a_RD, torch.cat([gate.a_RD, up.a_RD]))
+    assert all(b is not None and torch.equal(b, s.b_OR) for b, s in zip(first.b, (gate, up), strict=True))
+    assert first.scales == (0.75, 1.25)
+    assert torch.equal(second.a_RD, down.a_RD)
+    assert adapter.info.rank == 7 and adapter.info.target_modules == ["down", "gate", "up"]
+
+
+def test_what_an_adapter_leaves_alone_has_no_matrices() -> None:
+    up = layer(12, 6, 5, torch.float32)
+    adapter = packed({"layers.0.up": up}, torch.float32)
+    first = adapter.weights(0, *SHAPES[0])
+    assert first is not None and first.b[0] is None and first.ranks == (0, 5)
+    assert torch.equal(first.a_RD, up.a_RD)
+    assert adapter.weights(1, *SHAPES[1]) is None
+
+
+def test_matrices_begin_where_kernels_may_load_16_bytes_and_fit_the_slot() -> None:
+    modules = {
+        name: layer(i, o, 5, torch.float32)
+        for name, (i, o) in zip((n for names in NAMES for n in names), ((12, 10), (12, 6), (10, 12)), strict=True)
+    }
+    adapter = packed(modules, torch.float32)
+    offsets = adapter.table.offset_LA[adapter.table.offset_LA >= 0]
+    assert len(offsets) == 5 and not (offsets % 256).any()
+    assert adapter.info.num_bytes <= slot_bytes(SHAPES, 5, torch.float32)

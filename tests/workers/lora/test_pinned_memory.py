@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from lorafleet.workers.lora import pinned_memory
+from lorafleet.workers.lora.pinned_memory import MAX_FREE_BLOCKS, PIECE_BYTES, PinnedMemory
+
+MB = 1 << 20
+
+
+def test_a_forgotten_block_is_given_out_again() -> None:
+    memory = PinnedMemory()
+    given = memory.take(3 * MB)
+    address = given.data_ptr()
+    assert given.numel() == 3 * MB and memory.num_free == 0
+    del given
+    assert memory.num_free == 1
+    again = memory.take(3 * MB - 100)
+    assert again.data_ptr() == address and memory.num_blocks == 1
+
+
+def test_a_block_is_not_shared_nor_wasted_on_much_smaller_adapters() -> None:
+    memory = PinnedMemory()
+    large = memory.take(64 * MB)
+    assert memory.take(64 * MB).data_ptr() != large.data_ptr()
+    del large
+    small = memory.take(8 * MB)
+    assert small.data_ptr() not in {b.memory.data_ptr() for b in memory._free}
+    assert memory.num_free == 2
+
+
+def test_memory_that_nobody_uses_is_given_back_to_the_system() -> None:
+    memory = PinnedMemory()
+    given = [memory.take(2 * MB) for _ in range(MAX_FREE_BLOCKS + 5)]
+    given.clear()
+    gc.collect()
+    kept = memory.take(64 * MB)
+    assert memory.num_free == MAX_FREE_BLOCKS and memory.num_blocks == MAX_FREE_BLOCKS + 1
+    assert kept.numel() == 64 * MB
+
+
+def test_threads_never_get_the_same_block() -> None:
+    memory, failures = PinnedMemory(), []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            given = memory.take(1 * MB)
+            given[::4096] = number
+            if not bool((given[::4096] == number).all()):
+                failures.append(number)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and memory.num_blocks <= 4 + MAX_FREE_BLOCKS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_each_piece_can_be_copied_without_waiting_and_closing_unlocks_it() -> None:
+    memory = PinnedMemory()
+    given = memory.take(2 * PIECE_BYTES + 5 * MB)
+    given.random_(0, 255)
+    assert not given.is_pinned()
+    memory.pin(given)
+    assert all(piece.is_pinned() for piece in given.split(PIECE_BYTES))
+    target = torch.empty_like(given, device="cuda")
+    for to, piece in zip(target.split(PIECE_BYTES), given.split(PIECE_BYTES), strict=True):
+        to.copy_(piece, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(target.cpu(), given)
+    memory.close()
+    assert not given.is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_memory_that_cannot_be_locked_is_an_error_that_says_what_to_do(monkeypatch) -> None:
+    memory = PinnedMemory()
+    given = memory.take(4 * MB)
+    monkeypatch.setattr(pinned_memory, "PIECE_BYTES", MB)
+    locked = memory._blocks[0].memory[2 * MB : 3 * MB]
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(locked.data_ptr(), locked.numel(), 0))
+    with pytest.raises(pinned_memory.LorafleetError, match="Lower max_cpu_loras"):
+        memory.pin(given)
+    assert not given[:MB].is_pinned()
+    torch.cuda.cudart().cudaHostUnregister(locked.data_ptr())
