@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from itertools import cycle
@@ -205,8 +205,10 @@ def measure_streams(
         loaded.append(bench.engine.load_adapter(LoRARequest(path.name, 1, str(path))))
 
     rows: list[Gaps] = []
-    kinds: Iterator[tuple[str, float, Callable[[], None]]] = iter(
-        [("alone", 1e9, lambda: None), ("activating", ACTIVATE_EVERY_S, activate), ("disk loads", LOAD_EVERY_S, load)]
+    kinds = (
+        ("alone", 1e9, lambda: None),
+        ("activating", ACTIVATE_EVERY_S, activate),
+        ("disk loads", LOAD_EVERY_S, load),
     )
     for beside, every_s, event in kinds:
         p50, p99, most, events = measure_gaps(bench, streams, held, every_s, event)

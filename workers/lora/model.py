@@ -27,6 +27,7 @@ from lorafleet.workers.errors import (
 from lorafleet.workers.lora.casting import cast, max_magnitude
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.files import AdapterFolder, new_digest, open_weights, read_config
+from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.peft_helper import PEFTHelper
 from lorafleet.workers.lora.peft_names import Pair, pair_names
@@ -102,7 +103,7 @@ class LoRAModel:
                     cast(tensors[pair.b], dtype),
                     _scaling(module, layouts[module], helper, dtype),
                 )
-                for module, pair in pairs.items()
+                for module, pair in giving_way(pairs.items())
             }
         return cls(name, digest.hexdigest(), modules, read_s, time.perf_counter() - started - read_s)
 
@@ -127,7 +128,7 @@ def _check_layouts(
 ) -> dict[str, int]:
     """Every module's rank. Shapes must agree with each other, with the config and with the base."""
     ranks = {}
-    for module, pair in pairs.items():
+    for module, pair in giving_way(pairs.items()):
         a, b = _matrix(pair.a, infos), _matrix(pair.b, infos)
         expected = helper.rank_of(_peft_name(module))
         _check_base(module, a, b, shapes[module], base_name)
@@ -174,7 +175,7 @@ def _check_base(module: str, a: tuple[int, int], b: tuple[int, int], shape: tupl
 
 def _check_targets(pairs: Mapping[str, Pair], shapes: Shapes, helper: PEFTHelper) -> None:
     """PEFT only warns about these two, and then serves the base's weights there."""
-    targeted = [module for module in shapes if helper.targets(_peft_name(module))]
+    targeted = [module for module in giving_way(shapes) if helper.targets(_peft_name(module))]
     targeted += [m for m in ("model.embed_tokens", "lm_head") if helper.targets(m, is_linear=False)]
     missing = [module for module in targeted if module not in pairs]
     if missing:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.packed_lora import AdapterTable, SlotWeights
+from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.request import AdapterInfo
@@ -89,7 +90,7 @@ def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtyp
     """For each linear the slices' A, stacked, then each slice's B. Returns the bytes they need as well."""
     table = AdapterTable.empty(len(linears))
     end = 0
-    for i, slices in enumerate(linears):
+    for i, slices in giving_way(enumerate(linears)):
         present = [s for s in slices if s is not None]
         if not present:
             continue

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
+from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.strict_json import shown
 
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
@@ -50,7 +51,7 @@ class Pair:
 def pair_names(names: Iterable[str], base_modules: Mapping[str, object], base_name: str) -> dict[str, Pair]:
     """Every tensor of the file, as pairs by module. Raises for the first that cannot be served."""
     sides: dict[str, dict[str, str]] = {}
-    for name in names:
+    for name in giving_way(names):
         module, side = _split(name)
         _check_module(module, name, base_modules, base_name)
         other = sides.setdefault(module, {}).setdefault(side, name)

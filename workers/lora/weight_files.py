@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.files import SAFETENSORS_NAME, OpenFile
+from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.strict_json import read_json_object, shown
 
 if TYPE_CHECKING:
@@ -89,7 +90,9 @@ class SafetensorsFile:
         self._file.read_into(memory.data, self._digest)
         self._file.check_unchanged()
         data = torch.from_numpy(memory)
-        by_name = {name: _view(data, info) for name, info in self.infos.items() if info.dtype in FLOAT_DTYPES}
+        by_name = {
+            name: _view(data, info) for name, info in giving_way(self.infos.items()) if info.dtype in FLOAT_DTYPES
+        }
         dtypes = {FLOAT_DTYPES.get(info.dtype) for info in self.infos.values()}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         return LoadedTensors(by_name, None if dtype is None else data.view(dtype))
@@ -110,7 +113,7 @@ def _parse_header(header: bytes, data_bytes: int, name: str) -> dict[str, Tensor
         raise AdapterMalformed(f"{name}'s header has a __metadata__ that is no object.")
     if len(entries) > MAX_TENSORS:
         raise AdapterMalformed(f"{name} has {len(entries)} tensors; at most {MAX_TENSORS} are read.")
-    infos = {key: _parse_entry(key, entry, name) for key, entry in entries.items()}
+    infos = {key: _parse_entry(key, entry, name) for key, entry in giving_way(entries.items())}
     _check_layout(infos, data_bytes, name)
     return infos
 
