@@ -27,9 +27,8 @@ from pathlib import Path
 
 import msgspec
 import torch
-from engine_e2e import CONFIG, LAYERS, SHAPES
-from safetensors.torch import save_file
 
+from engine_e2e import CONFIG
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.lora.config import LoRAConfig
@@ -37,9 +36,11 @@ from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import EngineRequest
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
+from random_llama import write_adapters
 
 SLOTS, STREAM_ADAPTERS = 8, 4
-STEPS = 800
+NUM_RESIDENT, NUM_FRESH = 12, 3  # adapters in CPU memory, and read from disk again and again
+STEPS = 500
 ACTIVATE_EVERY_S, LOAD_EVERY_S = 0.1, 0.25
 DISK_REPEATS = 5
 PROMPT = 512
@@ -93,27 +94,6 @@ class Bench:
         while self.engine.has_work:
             self.turn()
         torch.cuda.synchronize()
-
-
-def write_adapters(folder: Path, count: int, rank: int) -> list[Path]:
-    """They share one file of weights and differ in lora_alpha: distinct digests, slots and bytes on the GPU."""
-    weights = folder / f"weights{rank}"
-    tensors = {}
-    for layer in range(LAYERS):
-        for name, (inputs, outputs) in SHAPES.items():
-            for leaf, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
-                value = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
-                tensors[f"base_model.model.model.layers.{layer}.{name}.{leaf}.weight"] = value.cpu()
-    save_file(tensors, weights)
-    os.sync()  # pages that were never written to the disk cannot be forgotten
-    paths = [folder / f"r{rank}a{i}" for i in range(count)]
-    for i, path in enumerate(paths):
-        path.mkdir()
-        (path / "adapter_model.safetensors").hardlink_to(weights)
-        leaves = [name.split(".")[1] for name in SHAPES]
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank + i, "target_modules": leaves}
-        (path / "adapter_config.json").write_text(json.dumps(config))
-    return paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +247,8 @@ def measure_disk(bench: Bench, rank: int, path: Path, cold: bool) -> FromDisk:
 
 
 def forget(path: Path) -> None:
-    with path.open("rb") as file:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())  # pages that were never written cannot be forgotten
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -284,8 +265,10 @@ def main() -> None:
         bench = Bench(Path(folder), max(args.ranks), cpu_loras, max(args.streams))
         print(torch.cuda.get_device_name())
         for rank in args.ranks:
-            paths = write_adapters(Path(folder), SLOTS + 4 + 3, rank)
-            resident = [bench.load(path) for path in paths[: SLOTS + 4]]
+            at = Path(folder, f"rank{rank}")
+            write_adapters(at, CONFIG, NUM_RESIDENT + NUM_FRESH, rank)
+            paths = [at / f"a{i}" for i in range(NUM_RESIDENT + NUM_FRESH)]
+            resident = [bench.load(path) for path in paths[:NUM_RESIDENT]]
             a = measure_activation(bench, rank, resident)
             results["activation"].append(asdict(a))
             print(
@@ -294,7 +277,7 @@ def main() -> None:
                 flush=True,
             )
             for streams in args.streams:
-                for g in measure_streams(bench, streams, rank, resident, paths[SLOTS + 4 :]):
+                for g in measure_streams(bench, streams, rank, resident, paths[NUM_RESIDENT:]):
                     results["streams"].append(asdict(g))
                     print(
                         f"{streams:3} streams, {g.beside:10}: p50 {g.p50_ms:6.2f}  p99 {g.p99_ms:6.2f}  "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -257,3 +258,13 @@ def test_a_fault_of_our_own_while_loading_is_not_called_the_adapters(engine, ada
         small.step()
     assert type(asked.exception()) is LorafleetError
     assert "ZeroDivisionError" in str(asked.exception()) and "loading failed" in caplog.text
+
+
+def test_a_closed_engine_leaves_no_threads(engine, adapters):
+    small = engine()
+    before = {t for t in threading.enumerate() if t.name.startswith("lora-load")}
+    loaded(small, adapters[0])
+    mine = {t for t in threading.enumerate() if t.name.startswith("lora-load")} - before
+    assert mine
+    small.close()
+    assert not any(t.is_alive() for t in mine)
