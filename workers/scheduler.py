@@ -68,9 +68,9 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, in the order of their tokens. Empty where everything waits for an adapter."""
         chunks, budget = self._schedule_running()
+        if self.loras is not None:
+            self.loras.prefetch(self._waiting_adapters())
         if self.waiting:
-            if self.loras is not None:
-                self.loras.prefetch(self._waiting_adapters())
             chunks += self._schedule_waiting(budget)
         return chunks
 

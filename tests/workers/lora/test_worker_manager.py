@@ -152,6 +152,19 @@ def test_a_slot_that_waits_for_its_request_is_not_taken_by_later_ones_but_by_ear
     assert {slot.digest for slot in manager.slots.slots} == {loras[2].digest, loras[0].digest}
 
 
+def test_an_adapter_that_nobody_waits_for_any_more_may_leave_cpu_memory(engine, adapters, prompt):
+    small = engine(lora={"max_loras": 1, "max_cpu_loras": 3})
+    held, aborted = (loaded(small, path, i) for i, path in enumerate(adapters[:2]))
+    submit(small, "held", held, prompt(5), 20)
+    small.step()
+    submit(small, "aborted", aborted, prompt(5), 2)
+    small.step()
+    small.abort("aborted")
+    others = [loaded(small, path, i) for i, path in enumerate(adapters[2:4])]
+    assert set(small.loras.resident_cpu()) == {held.digest, *(lora.digest for lora in others)}
+    run(small)
+
+
 def test_an_adapter_still_being_read_does_not_keep_a_free_slot_from_later_ones(engine, adapters, prompt):
     small = engine(lora={"max_loras": 1, "max_cpu_loras": 2})
     cold, warm = (loaded(small, path, i) for i, path in enumerate(adapters[:2]))
