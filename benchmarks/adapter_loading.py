@@ -40,7 +40,7 @@ from random_llama import write_adapters
 
 SLOTS, STREAM_ADAPTERS = 8, 4
 NUM_RESIDENT, NUM_FRESH = 12, 3  # adapters in CPU memory, and read from disk again and again
-STEPS = 500
+STEPS = 800
 ACTIVATE_EVERY_S, LOAD_EVERY_S = 0.1, 0.25
 DISK_REPEATS = 5
 PROMPT = 512
