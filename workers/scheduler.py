@@ -111,9 +111,17 @@ class Scheduler:
                 continue  # no room, or preempted for one before it
             if not self._grow_or_preempt(sequence, num_tokens):
                 break  # the sequence itself was the youngest, and with it the last
-            chunks.append(Chunk(sequence, num_tokens))
+            chunks.append(self._chunk(sequence, num_tokens))
             budget -= 0 if is_decode else num_tokens
         return chunks, budget
+
+    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
+        """What it computes of the prompt may be shared from now on, in this step too: of each layer a step stores all
+        keys and values before it reads any. So n samples of one prompt compute it once."""
+        end = min(sequence.num_computed + num_tokens, sequence.num_prompt)
+        if sequence.num_computed < end:
+            self.commit(sequence, end)
+        return Chunk(sequence, num_tokens)
 
     def _prompt_budget(self, num_decodes: int) -> int:
         """Tokens that are left for prompts. Beside however many decodes, prompts get half of a mixed step."""
@@ -162,7 +170,7 @@ class Scheduler:
             if not self._admit(sequence, slot):
                 passed.append(sequence)
                 break  # no blocks: whoever came later must not overtake
-            chunks.append(Chunk(sequence, min(sequence.num_uncomputed, budget)))
+            chunks.append(self._chunk(sequence, min(sequence.num_uncomputed, budget)))
             budget -= chunks[-1].num_tokens
         self.waiting.extendleft(reversed(passed))
         return chunks

@@ -58,6 +58,16 @@ def test_samples_stop_strings_and_logprobs(llm):
     assert stopped[0].outputs[0].stop_reason == whole[4:7]
 
 
+def test_samples_of_one_prompt_compute_it_once_and_answer_as_each_would_alone(llm, qv, fleet, prompt):
+    before = llm._engine.stats().prefix_cache_hits_total
+    params = SamplingParams(temperature=0, n=4, max_tokens=5, ignore_eos=True)
+    results = llm.generate([{"prompt_token_ids": prompt(75)}] * 2, params, [None, qv])
+    for result, adapter in zip(results, (None, fleet("llama3").adapters["qv"]), strict=True):
+        expected = fleet("llama3").reference.greedy(prompt(75), 5, adapter).tokens
+        assert [completion.token_ids for completion in result.outputs] == [expected] * 4
+    assert llm._engine.stats().prefix_cache_hits_total - before == 2 * 3 * 64  # whole blocks of 16
+
+
 def test_an_adapter_keeps_its_weights_until_it_is_removed(llm, qv):
     llm.add_lora(qv)
     llm.add_lora(qv)

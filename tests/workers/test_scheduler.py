@@ -15,9 +15,9 @@ def sequence(name: str, num_prompt: int, max_tokens: int = 1000) -> Sequence:
     return Sequence(name, tokens, num_prompt, SamplingParams(), seed=0, max_tokens=max_tokens)
 
 
-def scheduler(*, max_num_seqs=256, most=8192, mixed=512) -> Scheduler:
+def scheduler(*, max_num_seqs=256, most=8192, mixed=512, caching=False) -> Scheduler:
     rope = RopeConfig(head_dim=8, theta=10000.0, max_position_embeddings=16384)
-    return Scheduler(KVCacheManager(4096, 16, False), None, rope, max_num_seqs, most, mixed)
+    return Scheduler(KVCacheManager(4096, 16, caching), None, rope, max_num_seqs, most, mixed)
 
 
 def step(scheduled: Scheduler) -> dict[str, int]:
@@ -63,3 +63,19 @@ def test_no_step_is_over_max_num_batched_tokens():
     step(s)
     s.add(sequence("long", 2000))
     assert step(s)["long"] == 34
+
+
+def test_prompts_that_come_together_compute_what_they_share_once():
+    s = scheduler(caching=True)
+    for name in ("one", "two", "six"):
+        s.add(sequence(name, 100))
+    assert step(s) == {"one": 100, "two": 4, "six": 4}
+    assert step(s) == {"one": 1, "two": 1, "six": 1}
+
+
+def test_a_shared_prompt_over_several_steps_is_computed_once_too():
+    s = scheduler(caching=True, most=256)
+    for name in ("one", "two"):
+        s.add(sequence(name, 400))
+    assert step(s) == {"one": 256}
+    assert step(s) == {"one": 144, "two": 16}
