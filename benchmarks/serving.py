@@ -229,9 +229,9 @@ class Table:
     def costs(self) -> str:
         """Of the row in which the client was busiest, and of the one in which the front was."""
         client = max(self.rows, key=lambda row: row.client_cores)
-        late = max(self.rows, key=lambda row: row.summary.lag_s.p99 if row.summary.lag_s else 0.0).summary.lag_s
+        late = max(self.rows, key=lambda row: row.summary.lag_s.p99 if row.summary.lag_s else 0.0)
         lines = [
-            f"client: {client.client_cores:.2f} cores at most; sent late by at most, ms p50, p90, p99: {_ms(late)}"
+            f"client: {client.client_cores:.2f} cores at most; late at most, ms p50, p90, p99 {_ms(late.summary.lag_s)}"
         ]
         front = max(self.rows, key=lambda row: row.server_cores.get("EngineReplica", 0.0))
         if front.server_cores:
