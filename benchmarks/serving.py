@@ -42,7 +42,14 @@ CLIENT = Path(__file__).with_name("http_load.py")
 DEMO = ROOT / "demo" / "model"
 WARM_UP_S = 4.0
 PRIME_S = 0.05  # between the first requests to each adapter
-COUNTERS = ("lora_loads_total", "lora_activations_total", "lora_evictions_total", "preemptions_total")
+COUNTERS = (
+    "lora_loads_total",
+    "lora_activations_total",
+    "lora_load_seconds_total",
+    "lora_evictions_total",
+    "prefix_cache_hits_total",
+    "preemptions_total",
+)
 
 
 @dataclass(frozen=True, slots=True)
