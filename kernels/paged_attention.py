@@ -92,6 +92,11 @@ def _attention_kernel(
     q_row = (start + token).to(tl.int64) * q_stride + head * head_dim
     q = tl.load(q_ptr + q_row[:, None] + d[None, :], mask=row_mask[:, None] & inside_head[None, :], other=0.0)
 
+    if k_ptr.dtype.element_ty == tl.float8e4nv and q_ptr.dtype.element_ty == tl.bfloat16:
+        # e4m3 becomes fp16 in one instruction and bf16 in several: an H200 takes 148 us for 175 (256 x 576 tokens).
+        # Scaled, so that no query is too large for fp16.
+        q = (q.to(tl.float32) * scale_log2).to(tl.float16)
+        scale_log2 = 1.0
     acc = tl.zeros((block_m, block_d), dtype=tl.float32)
     total = tl.zeros((block_m,), dtype=tl.float32)
     largest = tl.full((block_m,), float("-inf"), dtype=tl.float32)
