@@ -14,15 +14,18 @@ from lorafleet.kernels.packed_lora import PackedLoRA
 
 def linear_with_lora(
     x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, packed: PackedLoRA, batch: LoRABatch
-) -> Tensor:
-    """x @ W.T + bias + scale * B[slot[t]] @ (A[slot[t]] @ x[t]); all contiguous."""
+) -> tuple[Tensor, Tensor | None]:
+    """(y, delta): y + delta = x @ W.T + bias + scale * B[slot[t]] @ (A[slot[t]] @ x[t]); all contiguous.
+
+    Where delta is not None, who reads y adds it in the same pass; on a CPU it is in y already.
+    """
     if x_TD.is_cuda and packed.dtype in (None, x_TD.dtype):
         from lorafleet.kernels.lora_triton import linear_triton  # triton is optional on a CPU
 
         return linear_triton(x_TD, weight_OD, bias_O, packed, batch)
     y_TO = F.linear(x_TD, weight_OD, bias_O)
     apply_lora(x_TD, y_TO, packed, batch)
-    return y_TO
+    return y_TO, None
 
 
 def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
@@ -31,19 +34,18 @@ def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch)
     x and y are contiguous and of the base's dtype. Slots are trusted here, since checking would sync the GPU:
     LoRAModelManager.activate checks.
     """
-    if packed.dtype in (None, x_TD.dtype):
-        _apply(x_TD, y_TO, packed, batch)
-        return
-    # lora_dtype is another than the base's: as in PEFT, x is cast and the sum is of the base's dtype.
-    delta_TO = y_TO.new_zeros(y_TO.shape, dtype=packed.dtype)
-    _apply(x_TD.to(packed.dtype), delta_TO, packed, batch)
-    y_TO += delta_TO
-
-
-def _apply(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
-    if x_TD.is_cuda:
-        from lorafleet.kernels.lora_triton import apply_lora_triton  # triton is optional on a CPU
-
-        apply_lora_triton(x_TD, y_TO, packed, batch)
-    else:
+    if not x_TD.is_cuda and packed.dtype in (None, x_TD.dtype):
         apply_lora_torch(x_TD, y_TO, packed, batch)
+    elif (delta_TO := _delta(x_TD if packed.dtype is None else x_TD.to(packed.dtype), packed, batch)) is not None:
+        # lora_dtype may be another than the base's: as in PEFT, x is cast and the sum is of the base's dtype.
+        y_TO += delta_TO
+
+
+def _delta(x_TD: Tensor, packed: PackedLoRA, batch: LoRABatch) -> Tensor | None:
+    if x_TD.is_cuda:
+        from lorafleet.kernels.lora_triton import lora_delta_triton  # triton is optional on a CPU
+
+        return lora_delta_triton(x_TD, packed, batch)
+    delta_TO = x_TD.new_zeros(x_TD.shape[0], sum(packed.out_features))
+    apply_lora_torch(x_TD, delta_TO, packed, batch)
+    return delta_TO

@@ -1,19 +1,24 @@
 """Which adapter slot each token of one step uses, in the forms that the kernels read.
 
 Built once a step on the host, shared by every layer. A static batch keeps its device memory from step to step, so that
-a captured CUDA graph serves any mix. Knows nothing of weights: kernels/packed_lora.py has those.
+a captured CUDA graph serves any mix. Of weights it knows only where they lie (kernels/tile_tables.py).
 """
 
 # T tokens in the step · K tiles · S slots in the step
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lorafleet.kernels.lora_tuning import FEW_TILES, SOME_TILES, tuning_for
+from lorafleet.kernels.packed_lora import LoRATables
+from lorafleet.kernels.tile_tables import TileTables
 
 BASE_SLOT = -1  # in slot lists: this token uses the base model alone
 CHUNK_RANKS = 16  # ranks that the kernels take at a time: tl.dot's least K
@@ -29,6 +34,25 @@ def tile_tokens_of(num_tokens: int) -> int:
     return PREFILL_TILE_TOKENS if num_tokens >= PREFILL_TOKENS else TILE_TOKENS
 
 
+def static_tile_counts(num_tokens: int, num_slots: int) -> list[int]:
+    """How many tiles the static batches of so many tokens should have, ascending; the last has room for any mix.
+
+    Empty tiles cost their programs' launch, so a step with few adapters wants a batch of its own.
+    """
+    groups = num_slots + 1  # base tokens make tiles too
+    most = min(num_tokens, groups + num_tokens // tile_tokens_of(num_tokens))
+    fewest = -(-num_tokens // tile_tokens_of(num_tokens))
+    return [*(count for count in (FEW_TILES, SOME_TILES) if fewest <= count < most), most]
+
+
+def count_tiles(slot_of_token: Sequence[int], num_tokens: int) -> int:
+    """Tiles of a step that is padded with base tokens to num_tokens."""
+    counts = Counter(slot_of_token)
+    counts[BASE_SLOT] += num_tokens - len(slot_of_token)
+    tile_tokens = tile_tokens_of(num_tokens)
+    return sum(-(-count // tile_tokens) for count in counts.values())
+
+
 def round_to_chunk(ranks: int) -> int:
     return -(-ranks // CHUNK_RANKS) * CHUNK_RANKS
 
@@ -36,84 +60,88 @@ def round_to_chunk(ranks: int) -> int:
 class DevicePlan:
     """What the Triton kernels read, views of one int32 buffer, so that a step costs one copy.
 
-    order_T: tokens sorted by slot, stable, base tokens last. tiles_K3: rows (slot, start in order_T, length), in
-    order; length 0 beyond the step's own.
+    slot_K: each tile's slot, BASE_SLOT for base tokens' and for empty tiles. tokens_KM: its tokens, then -1.
     """
 
-    def __init__(self, buffer: Tensor, num_tokens: int, num_tiles: int) -> None:
+    def __init__(self, buffer: Tensor, num_tiles: int, tile_tokens: int) -> None:
         self.buffer = buffer
-        self.order_T = buffer[:num_tokens]
-        self.tiles_K3 = buffer[num_tokens:].view(num_tiles, 3)
+        self.slot_K = buffer[:num_tiles]
+        self.tokens_KM = buffer[num_tiles:].view(num_tiles, tile_tokens)
 
     @staticmethod
-    def size(num_tokens: int, num_tiles: int) -> int:
-        return num_tokens + 3 * num_tiles
+    def size(num_tiles: int, tile_tokens: int) -> int:
+        return num_tiles * (1 + tile_tokens)
 
 
-@dataclass(slots=True)
 class LoRABatch:
-    """Tokens grouped by slot. Host fields serve the torch twin, `plan` the Triton kernels.
+    """Tokens grouped by slot. The host's fields serve the torch twin; `plan` and `tables` the Triton kernels.
 
     slots: the distinct slots of the step, ascending. spans: for each, its [start, end) in order_T.
     order_T: int64 on the host; active_T: int64, index into `slots`, N for base tokens. max_rank: the largest rank that
-    a static batch may meet, None where the slots themselves say it.
+    a static batch may meet, None where the slots themselves say it. tuning: of the kernels for so many tiles.
     """
 
-    num_tokens: int
-    slots: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
-    order_T: Tensor
-    active_T: Tensor
-    plan: DevicePlan
-    tile_tokens: int
-    max_rank: int | None = None
-    side_stream: torch.cuda.Stream | None = None
-    _pinned: list[tuple[Tensor, torch.cuda.Event]] = field(default_factory=list)
+    def __init__(
+        self, num_tokens: int, num_tiles: int, plan_buffer: Tensor, tables: LoRATables, max_rank: int | None
+    ) -> None:
+        device = plan_buffer.device
+        self.num_tokens = num_tokens
+        self.num_tiles = num_tiles
+        self.tile_tokens = tile_tokens_of(num_tokens)
+        self.max_rank = max_rank
+        self.plan = DevicePlan(plan_buffer, num_tiles, self.tile_tokens)
+        self.tuning = tuning_for(device, num_tiles, self.is_prefill)
+        # From torch's own pool of streams: making one costs nothing.
+        self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.slots: tuple[int, ...] = ()
+        self.spans: tuple[tuple[int, int], ...] = ()
+        self.order_T = torch.empty(0, dtype=torch.int64)
+        self.active_T = torch.empty(0, dtype=torch.int64)
+        self._slot_tables = tables
+        self._tables: TileTables | None = None
+        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.tile_tokens == PREFILL_TILE_TOKENS
+
+    @property
+    def tables(self) -> TileTables:
+        assert self._tables is not None, "begin() comes before the first linear"
+        return self._tables
 
     @classmethod
-    def build(cls, slot_of_token: Sequence[int], device: torch.device) -> LoRABatch | None:
+    def build(cls, slot_of_token: Sequence[int], tables: LoRATables) -> LoRABatch | None:
         """None when no token uses an adapter: such a step runs no LoRA kernel."""
-        tile_tokens = tile_tokens_of(len(slot_of_token))
+        num_tokens = len(slot_of_token)
+        tile_tokens = tile_tokens_of(num_tokens)
         step = _Step.of(slot_of_token, tile_tokens)
-        if step is None:
+        if not step.slots:
             return None
-        sizes = len(slot_of_token), len(step.tiles_K3)
-        host = torch.zeros(DevicePlan.size(*sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-        step.write(DevicePlan(host, *sizes))
-        return cls(
-            num_tokens=len(slot_of_token),
-            slots=step.slots,
-            spans=step.spans,
-            order_T=torch.from_numpy(step.order_T),
-            active_T=torch.from_numpy(step.active_T),
-            plan=DevicePlan(host.to(device, non_blocking=True), *sizes),
-            tile_tokens=tile_tokens,
-            side_stream=_side_stream(device),
-        )
+        device = tables.rank_LSP.device
+        num_tiles = len(step.slot_K)
+        size = DevicePlan.size(num_tiles, tile_tokens)
+        host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        step.write(DevicePlan(host, num_tiles, tile_tokens))
+        batch = cls(num_tokens, num_tiles, host.to(device, non_blocking=True), tables, None)
+        batch._take(step)
+        return batch
 
     @classmethod
-    def static(cls, num_tokens: int, num_slots: int, max_rank: int, device: torch.device) -> LoRABatch:
-        """A batch whose device memory never moves, for a CUDA graph of `num_tokens` tokens. Empty until fill()."""
+    def static(cls, num_tokens: int, num_tiles: int, max_rank: int, tables: LoRATables) -> LoRABatch:
+        """A batch whose device memory never moves, for a CUDA graph of `num_tokens` tokens; base tokens until fill().
+
+        num_tiles: one of static_tile_counts.
+        """
         tile_tokens = tile_tokens_of(num_tokens)
-        sizes = num_tokens, min(num_tokens, num_slots + num_tokens // tile_tokens)
-        cuda = device.type == "cuda"
-        size = DevicePlan.size(*sizes)
-        batch = cls(
-            num_tokens=num_tokens,
-            slots=(),
-            spans=(),
-            order_T=torch.arange(num_tokens),
-            active_T=torch.zeros(num_tokens, dtype=torch.int64),
-            plan=DevicePlan(torch.zeros(size, dtype=torch.int32, device=device), *sizes),
-            tile_tokens=tile_tokens,
-            max_rank=max_rank,
-            side_stream=_side_stream(device),
-        )
-        if cuda:
+        size = DevicePlan.size(num_tiles, tile_tokens)
+        buffer = torch.zeros(size, dtype=torch.int32, device=tables.rank_LSP.device)
+        batch = cls(num_tokens, num_tiles, buffer, tables, max_rank)
+        if buffer.is_cuda:
             batch._pinned = [
                 (torch.zeros(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(NUM_PINNED)
             ]
-        batch.plan.order_T.copy_(batch.order_T)
+        batch.fill([], [])
         return batch
 
     def fill(self, slot_of_token: Sequence[int], rank_of_slot: Sequence[int]) -> None:
@@ -124,32 +152,35 @@ class LoRABatch:
         assert max(rank_of_slot, default=0) <= (self.max_rank or 0), "P has no room for such a rank"
         assert self.max_rank is not None, "only a static batch is filled"
         assert len(slot_of_token) <= self.num_tokens
-        padded = [*slot_of_token, *[BASE_SLOT] * (self.num_tokens - len(slot_of_token))]
-        plan = self.plan
-        sizes = self.num_tokens, plan.tiles_K3.shape[0]
+        step = _Step.of([*slot_of_token, *[BASE_SLOT] * (self.num_tokens - len(slot_of_token))], self.tile_tokens)
         if not self._pinned:
-            host = torch.zeros(DevicePlan.size(*sizes), dtype=torch.int32)
+            host = torch.empty_like(self.plan.buffer)
         else:
             host, copied = self._pinned.pop(0)
             copied.synchronize()
             self._pinned.append((host, copied))
-            host.zero_()
-        step = _Step.of(padded, self.tile_tokens)
-        if step is None:
-            DevicePlan(host, *sizes).order_T.copy_(torch.arange(self.num_tokens))
-            self.slots, self.spans = (), ()
-        else:
-            step.write(DevicePlan(host, *sizes))
-            self.slots, self.spans = step.slots, step.spans
-            self.order_T, self.active_T = torch.from_numpy(step.order_T), torch.from_numpy(step.active_T)
-        plan.buffer.copy_(host, non_blocking=True)
+        step.write(DevicePlan(host, self.num_tiles, self.tile_tokens))
+        self._take(step)
+        self.plan.buffer.copy_(host, non_blocking=True)
         if self._pinned:
             self._pinned[-1][1].record()
 
+    def begin(self) -> None:
+        """Looks up where the step's adapters lie; once, before the first linear. A captured graph repeats it.
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """From torch's own pool of streams: making one costs nothing."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+        Nothing on a CPU, where the torch twin has the matrices themselves.
+        """
+        if self.plan.buffer.is_cuda:
+            self.look_up()
+
+    def look_up(self) -> None:
+        if self._tables is None:
+            self._tables = TileTables(self._slot_tables, self.num_tiles)
+        self._tables.gather(self.plan.slot_K)
+
+    def _take(self, step: _Step) -> None:
+        self.slots, self.spans = step.slots, step.spans
+        self.order_T, self.active_T = torch.from_numpy(step.order_T), torch.from_numpy(step.active_T)
 
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -157,43 +188,48 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step's grouping, exact sizes, on the host."""
+    """One step's grouping, exact sizes, on the host. tokens_KM: of each tile, then -1."""
 
     slots: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     order_T: Ints
     active_T: Ints
-    tiles_K3: Ints
+    slot_K: Ints
+    tokens_KM: Ints
 
     @classmethod
-    def of(cls, slot_of_token: Sequence[int], tile_tokens: int) -> _Step | None:
+    def of(cls, slot_of_token: Sequence[int], tile_tokens: int) -> _Step:
         slot_T = np.asarray(slot_of_token, dtype=np.int64)
-        slot_S, active_T, count_S = np.unique(slot_T, return_inverse=True, return_counts=True)
-        num_base = int(count_S[0]) if slot_S[0] == BASE_SLOT else 0
-        if num_base == len(slot_T):
-            return None
-        if num_base:
-            slot_S, count_S, active_T = slot_S[1:], count_S[1:], active_T - 1
-            active_T = np.where(active_T < 0, len(slot_S), active_T)
+        last = np.iinfo(np.int64).max
+        key_S, active_T, count_S = np.unique(
+            np.where(slot_T == BASE_SLOT, last, slot_T), return_inverse=True, return_counts=True
+        )
+        slot_S = np.where(key_S == last, BASE_SLOT, key_S)
+        order_T = np.argsort(active_T, kind="stable")
         end_S = np.cumsum(count_S)
         start_S = end_S - count_S
         tiles_S = -(-count_S // tile_tokens)
-        at_K = start_S.repeat(tiles_S) + _counting(tiles_S) * tile_tokens
-        tiles_K3 = np.stack(
-            [slot_S.repeat(tiles_S), at_K, np.minimum(end_S.repeat(tiles_S) - at_K, tile_tokens)], axis=1
-        )
+        start_K = start_S.repeat(tiles_S) + _counting(tiles_S) * tile_tokens
+        at_KM = start_K[:, None] + np.arange(tile_tokens)
+        inside_KM = at_KM < end_S.repeat(tiles_S)[:, None]
+        adapters = len(slot_S) - int(slot_S[-1] == BASE_SLOT)
         return cls(
-            slots=tuple(slot_S.tolist()),
-            spans=tuple(zip(start_S.tolist(), end_S.tolist(), strict=True)),
-            order_T=np.argsort(active_T, kind="stable"),
+            slots=tuple(slot_S[:adapters].tolist()),
+            spans=tuple(zip(start_S[:adapters].tolist(), end_S[:adapters].tolist(), strict=True)),
+            order_T=order_T,
             active_T=active_T,
-            tiles_K3=tiles_K3,
+            slot_K=slot_S.repeat(tiles_S),
+            tokens_KM=np.where(inside_KM, order_T[np.minimum(at_KM, len(order_T) - 1)], -1),
         )
 
     def write(self, plan: DevicePlan) -> None:
-        """Into zeroed host memory; what is beyond this step's own stays zero."""
-        plan.order_T.numpy()[:] = self.order_T
-        plan.tiles_K3.numpy()[: len(self.tiles_K3)] = self.tiles_K3
+        """Tiles beyond the step's own are empty."""
+        used = len(self.slot_K)
+        assert used <= len(plan.slot_K), "the batch has no room for this mix"
+        plan.slot_K.numpy()[:used] = self.slot_K
+        plan.tokens_KM.numpy()[:used] = self.tokens_KM
+        plan.slot_K.numpy()[used:] = BASE_SLOT
+        plan.tokens_KM.numpy()[used:] = -1
 
 
 def _counting(counts: Ints) -> Ints:

@@ -3,10 +3,10 @@
 Idea: one program takes one tile (tokens of one slot) and one split of the input features, so that a lone decode token
 does not walk all of D in one program. Each split stores its own partial sum and who reads P adds them in order, so no
 atomics and the same bits on every run. The number of splits depends on D alone: a token's result does not depend on
-who else is in the batch. Little shared memory, so that a program finds room beside a GEMM's.
+who else is in the batch. The width of a program's arithmetic follows the slot's own rank, not the largest allowed.
 
-Memory: x [T, D] rows are gathered through order_T, so tokens need not lie together. A [rank, D] is row-major at the
-address that the slot's table row holds; rows past the slot's own rank are not read. P [K, T, C] fp32, row t is token t.
+Memory: x [T, D] rows are gathered by the tile's tokens, which need not lie together. A [rank, D] is row-major at the
+address that the tile's table row holds; rows past the slot's own rank are not read. P [K, T, C] fp32, row t is token t.
 A slice's columns start at a multiple of CHUNK_RANKS and are zero between its rank and the next multiple; columns past
 the slot's last slice, and base tokens' rows, stay unwritten and are never read.
 Source: SGMV, Punica, arXiv 2310.18547.
@@ -20,61 +20,42 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from lorafleet.kernels.lora_batch import CHUNK_RANKS, LoRABatch, round_to_chunk
 from lorafleet.kernels.packed_lora import MAX_SLICES, PackedLoRA
 
-MAX_BLOCK_C = 64  # columns of P at a time
-BLOCK_D = 128
-FEATURES_A_SPLIT = 512  # of D; about four steps of the loop
+FEATURES_A_SPLIT = 512  # of D; a few steps of the loop
 MAX_SPLITS = 16
+MAX_BLOCK_C = 64  # columns of P at a time
+MAX_PARTS = 4  # programs that share a split's columns, where adapters may have more than MAX_BLOCK_C
+SPLIT_STEP = 128  # a split is so many features or a multiple
 
 
-# Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
-@triton.jit(do_not_specialize=["num_tokens", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
-def _shrink_kernel(
-    x_ptr: tl.tensor,
-    p_ptr: tl.tensor,
-    address_ptr: tl.tensor,
-    rank_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    tiles_ptr: tl.tensor,
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _shrink_columns(
+    x_row: tl.tensor,
+    p_row: tl.tensor,
+    a_ptr: tl.tensor,
+    scale_row: tl.tensor,
+    rank_0: tl.tensor,
+    rank_1: tl.tensor,
+    rank_2: tl.tensor,
+    columns: tl.tensor,
+    mine: tl.tensor,
     num_features: tl.tensor,
-    num_tokens: tl.tensor,
-    num_columns: tl.tensor,
-    split_features: tl.tensor,
-    address_stride: tl.constexpr,
-    rank_stride: tl.constexpr,
+    first_feature: tl.tensor,
+    end_feature: tl.tensor,
     tile_tokens: tl.constexpr,
     chunk: tl.constexpr,
     block_c: tl.constexpr,
     block_d: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    tile = tl.program_id(0)
-    split = tl.program_id(1)
-    slot = tl.load(tiles_ptr + tile * 3)
-    start = tl.load(tiles_ptr + tile * 3 + 1)
-    length = tl.load(tiles_ptr + tile * 3 + 2)
-    rank_0 = tl.load(rank_ptr + slot * rank_stride)
-    rank_1 = tl.load(rank_ptr + slot * rank_stride + 1)
-    rank_2 = tl.load(rank_ptr + slot * rank_stride + 2)
+    d = tl.arange(0, block_d)
     column_1 = tl.cdiv(rank_0, chunk) * chunk
     column_2 = column_1 + tl.cdiv(rank_1, chunk) * chunk
-    columns = column_2 + tl.cdiv(rank_2, chunk) * chunk
-    columns = tl.where(length > 0, columns, 0)
-    a_address = tl.multiple_of(tl.load(address_ptr + slot * address_stride), 16)
-    a_ptr = tl.multiple_of(a_address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
-    m = tl.arange(0, tile_tokens)
-    d = tl.arange(0, block_d)
-    mine = (m < length)[:, None]
-    token = tl.load(order_ptr + start + m, mask=m < length, other=0).to(tl.int64)
-    x_row = x_ptr + token[:, None] * num_features
-    p_row = p_ptr + (split.to(tl.int64) * num_tokens + token[:, None]) * num_columns
-    first_feature = split * split_features
-    end_feature = min(first_feature + split_features, num_features)
-    for first in tl.range(0, columns, block_c, num_stages=1):
+    for first in tl.range(tl.program_id(2) * block_c, columns, tl.num_programs(2) * block_c, num_stages=1):
         c = first + tl.arange(0, block_c)
         # Column of P -> row of A: slices are padded to whole chunks in P and not in A.
         index = tl.where(c >= column_2, 2, tl.where(c >= column_1, 1, 0))
@@ -83,7 +64,7 @@ def _shrink_kernel(
         a_first = tl.where(index == 2, rank_0 + rank_1, tl.where(index == 1, rank_0, 0))
         own = (r < rank)[None, :]
         a_row = a_ptr + (a_first + r)[None, :].to(tl.int64) * num_features
-        scale = tl.load(scale_ptr + slot * rank_stride + index)
+        scale = tl.load(scale_row + index)
         acc = tl.zeros((tile_tokens, block_c), dtype=tl.float32)
         for at in tl.range(first_feature, end_feature, block_d, num_stages=stages):
             inside = at + d < num_features
@@ -91,6 +72,65 @@ def _shrink_kernel(
             a = tl.load(a_row + (at + d)[:, None], mask=own & inside[:, None], other=0.0)
             acc = tl.dot(x, a, acc, input_precision="ieee")
         tl.store(p_row + c[None, :], acc * scale[None, :], mask=mine & (c < columns)[None, :])
+
+
+# Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
+@triton.jit(do_not_specialize=["linear", "num_tokens", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
+def _shrink_kernel(
+    x_ptr: tl.tensor,
+    p_ptr: tl.tensor,
+    address_ptr: tl.tensor,
+    rank_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    linear: tl.tensor,
+    num_features: tl.tensor,
+    num_tokens: tl.tensor,
+    num_columns: tl.tensor,
+    split_features: tl.tensor,
+    address_stride: tl.constexpr,
+    rank_stride: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    chunk: tl.constexpr,
+    most_columns: tl.constexpr,
+    narrow_d: tl.constexpr,
+    narrow_stages: tl.constexpr,
+    wide_d: tl.constexpr,
+    wide_stages: tl.constexpr,
+    dependent: tl.constexpr,
+) -> None:
+    if dependent:  # the expand may begin: it waits for this kernel before it reads P
+        gdc_launch_dependents()
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    row = linear * tl.num_programs(0) + tile
+    rank_row = rank_ptr + row * rank_stride
+    rank_0 = tl.load(rank_row)
+    rank_1 = tl.load(rank_row + 1)
+    rank_2 = tl.load(rank_row + 2)
+    columns = (tl.cdiv(rank_0, chunk) + tl.cdiv(rank_1, chunk) + tl.cdiv(rank_2, chunk)) * chunk
+    a_address = tl.multiple_of(tl.load(address_ptr + row * address_stride), 16)
+    a_ptr = tl.multiple_of(a_address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+    m = tl.arange(0, tile_tokens)
+    token = tl.load(tokens_ptr + tile * tile_tokens + m).to(tl.int64)
+    mine = (token >= 0)[:, None]
+    x_row = x_ptr + token[:, None] * num_features
+    p_row = p_ptr + (split.to(tl.int64) * num_tokens + token[:, None]) * num_columns
+    scale_row = scale_ptr + row * rank_stride
+    first_feature = split * split_features
+    end_feature = min(first_feature + split_features, num_features)
+    if columns == 0:
+        return
+    if columns <= 16:
+        _shrink_columns(
+            x_row, p_row, a_ptr, scale_row, rank_0, rank_1, rank_2, columns, mine, num_features,
+            first_feature, end_feature, tile_tokens, chunk, 16, narrow_d, narrow_stages,
+        )  # fmt: skip
+    elif most_columns > 16:  # known when compiled: a base whose adapters are all narrow has no other branch
+        _shrink_columns(
+            x_row, p_row, a_ptr, scale_row, rank_0, rank_1, rank_2, columns, mine, num_features,
+            first_feature, end_feature, tile_tokens, chunk, most_columns, wide_d, wide_stages,
+        )  # fmt: skip
 
 
 def num_splits(in_features: int) -> int:
@@ -112,30 +152,34 @@ def shrink(x_TD: Tensor, packed: PackedLoRA, batch: LoRABatch) -> Tensor:
     """
     assert x_TD.is_contiguous()
     assert x_TD.shape == (batch.num_tokens, packed.in_features)
-    assert packed.address_SA.stride() == (1 + MAX_SLICES, 1)
-    assert packed.rank_SP.stride() == packed.scale_SP.stride() == (MAX_SLICES, 1)
     splits, columns = num_splits(packed.in_features), num_columns(packed, batch)
     p_KTC = torch.empty(splits, batch.num_tokens, columns, dtype=torch.float32, device=x_TD.device)
-    block_c = min(MAX_BLOCK_C, triton.next_power_of_2(columns))
-    plan = batch.plan
-    _shrink_kernel[(plan.tiles_K3.shape[0], splits)](
+    tables, shape = batch.tables, batch.tuning.shrink
+    most_columns = min(MAX_BLOCK_C, triton.next_power_of_2(columns))
+    parts = min(MAX_PARTS, triton.cdiv(columns, most_columns))
+    assert SPLIT_STEP % shape.narrow_d == 0 and SPLIT_STEP % shape.wide_d == 0
+    _shrink_kernel[(batch.num_tiles, splits, parts)](
         x_TD,
         p_KTC,
-        packed.address_SA,
-        packed.rank_SP,
-        packed.scale_SP,
-        plan.order_T,
-        plan.tiles_K3,
+        tables.address_LKA,
+        tables.rank_LKP,
+        tables.scale_LKP,
+        batch.plan.tokens_KM,
+        packed.index,
         packed.in_features,
         batch.num_tokens,
         columns,
-        triton.cdiv(triton.cdiv(packed.in_features, splits), BLOCK_D) * BLOCK_D,
+        triton.cdiv(triton.cdiv(packed.in_features, splits), SPLIT_STEP) * SPLIT_STEP,
         address_stride=1 + MAX_SLICES,
         rank_stride=MAX_SLICES,
         tile_tokens=batch.tile_tokens,
         chunk=CHUNK_RANKS,
-        block_c=block_c,
-        block_d=BLOCK_D,
-        stages=2 if block_c > 16 else 3,
+        most_columns=most_columns,
+        narrow_d=shape.narrow_d,
+        narrow_stages=shape.narrow_stages,
+        wide_d=shape.wide_d,
+        wide_stages=shape.wide_stages,
+        dependent=batch.tuning.expand.early,
+        num_warps=shape.warps,
     )
     return p_KTC

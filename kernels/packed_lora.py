@@ -112,6 +112,8 @@ class PackedLoRA:
 
     def __init__(self, index: int, in_features: int, out_features: tuple[int, ...], tables: LoRATables) -> None:
         assert 1 <= len(out_features) <= MAX_SLICES
+        self.tables = tables
+        self.index = index  # row of the tables
         self.in_features = in_features
         self.out_features = out_features
         self.address_SA = tables.address_LSA[index]
@@ -119,8 +121,6 @@ class PackedLoRA:
         self.scale_SP = tables.scale_LSP[index]
         self.dtype: torch.dtype | None = None  # of A and B; one for all slots, None before the first
         self.slots: list[SlotWeights | None] = [None] * self.rank_SP.shape[0]
-        self._index = index
-        self._tables = tables
         self._stacked: tuple[tuple[int, ...], StackedSlots | None] = ((), None)
         self._max_total_rank: tuple[tuple[int, ...], int, int] = ((), 0, 0)
 
@@ -135,9 +135,9 @@ class PackedLoRA:
 
     def max_total_rank(self, slots: tuple[int, ...]) -> int:
         """By the tables. Kept until these or the set of slots change: walking 64 slots a linear costs 1 ms a step."""
-        key = (slots, self._tables.num_writes)
+        key = (slots, self.tables.num_writes)
         if self._max_total_rank[:2] != key:
-            self._max_total_rank = (*key, max((self._tables.total_rank_SL[s][self._index] for s in slots), default=0))
+            self._max_total_rank = (*key, max((self.tables.total_rank_SL[s][self.index] for s in slots), default=0))
         return self._max_total_rank[2]
 
     def stacked(self, slots: tuple[int, ...]) -> StackedSlots | None:

@@ -15,14 +15,18 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if x_TD.is_cuda:
         from lorafleet.kernels.rms_norm_triton import rms_norm_triton  # triton is optional on a CPU
 
-        return rms_norm_triton(x_TD, None, weight_D, eps)
+        return rms_norm_triton(x_TD, None, None, weight_D, eps)
     return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """residual += x, in place; returns the norm of that sum, as rounded to the residual's dtype."""
+def add_rms_norm(x_TD: Tensor, delta_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """residual += x + delta, in place; returns the norm of that sum, as rounded to the residual's dtype.
+
+    delta: what adapters add to x (kernels/lora.py), or None.
+    """
     if x_TD.is_cuda:
         from lorafleet.kernels.rms_norm_triton import rms_norm_triton
 
-        return rms_norm_triton(x_TD, residual_TD, weight_D, eps)
-    return F.rms_norm(residual_TD.add_(x_TD), weight_D.shape, weight_D, eps)
+        return rms_norm_triton(x_TD, delta_TD, residual_TD, weight_D, eps)
+    added_TD = x_TD if delta_TD is None else x_TD.float() + delta_TD.float()  # rounded once, with the residual
+    return F.rms_norm(residual_TD.add_(added_TD), weight_D.shape, weight_D, eps)

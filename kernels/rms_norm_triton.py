@@ -1,10 +1,10 @@
 """RMS norm and add + RMS norm in one pass over memory. kernels/rms_norm.py has its twin.
 
-Idea: one program holds one token's whole row in registers: reads it once, adds the residual, sums the squares in fp32,
-scales, stores. A row's bits do not depend on the batch.
+Idea: one program holds one token's whole row in registers: reads it once, adds the adapters' delta and the residual,
+sums the squares in fp32, scales, stores. A row's bits do not depend on the batch.
 
-Memory: x, residual and out [T, D], row-major; the residual is overwritten by the sum. D need be no power of two: the
-row is padded in registers.
+Memory: x, delta, residual and out [T, D], row-major; the residual is overwritten by the sum. D need be no power of
+two: the row is padded in registers.
 """
 
 # T tokens · D hidden size
@@ -23,11 +23,13 @@ MOST_WARPS = 16
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     eps: tl.tensor,
     size: tl.constexpr,
+    has_delta: tl.constexpr,
     has_residual: tl.constexpr,
     block_d: tl.constexpr,
 ) -> None:
@@ -36,6 +38,8 @@ def _rms_norm_kernel(
     at = tl.program_id(0).to(tl.int64) * size + d
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    if has_delta:
+        x += tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if has_residual:
         rounded = (x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(out_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, rounded, mask=inside)
@@ -44,23 +48,28 @@ def _rms_norm_kernel(
     tl.store(out_ptr + at, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm_triton(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """The norm of x, or with a residual of x + residual, which then replaces the residual."""
+def rms_norm_triton(
+    x_TD: Tensor, delta_TD: Tensor | None, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+) -> Tensor:
+    """The norm of x + delta, or with a residual of x + delta + residual, which then replaces the residual."""
     size = x_TD.shape[-1]
     assert weight_D.shape == (size,)
     assert x_TD.is_contiguous()
-    if residual_TD is not None:
-        assert residual_TD.shape == x_TD.shape and residual_TD.dtype == x_TD.dtype
-        assert residual_TD.is_contiguous()
+    for other_TD in (delta_TD, residual_TD):
+        if other_TD is not None:
+            assert other_TD.shape == x_TD.shape and other_TD.dtype == x_TD.dtype
+            assert other_TD.is_contiguous()
     out_TD = torch.empty_like(x_TD)
     block_d = triton.next_power_of_2(size)
     _rms_norm_kernel[(x_TD.numel() // size,)](
         x_TD,
+        delta_TD,
         residual_TD,
         weight_D,
         out_TD,
         eps,
         size=size,
+        has_delta=delta_TD is not None,
         has_residual=residual_TD is not None,
         block_d=block_d,
         num_warps=min(MOST_WARPS, max(1, block_d // (32 * ELEMENTS_A_THREAD))),

@@ -18,6 +18,7 @@ FP8_MAX = 448.0
 
 def rotate_and_store(
     qkv_TE: Tensor,
+    delta_TE: Tensor | None,
     cos_T1F: Tensor,
     sin_T1F: Tensor,
     q_norm_D: Tensor | None,
@@ -29,9 +30,9 @@ def rotate_and_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """Returns the rotated queries [T, H, D]; writes each token's key and value to its place in the cache.
+    """Returns the rotated queries [T, H, D] of qkv + delta; writes each token's key and value to the cache.
 
-    A cache of float8_e4m3fn holds them divided by k_scale and v_scale, and +-448 for what is out of its range; other
+    delta: what adapters add to qkv (kernels/lora.py), or None. A cache of float8_e4m3fn holds them divided by k_scale and v_scale, and +-448 for what is out of its range; other
     caches have qkv's dtype and no scales. q_norm and k_norm are both weights of RMS norms over D, or both None.
     slot_mapping_T is int64, block * P + offset; on CUDA a negative one (the padding of a CUDA graph) stores nothing.
     """
@@ -47,8 +48,21 @@ def rotate_and_store(
         from lorafleet.kernels.rope_store_triton import rotate_and_store_triton  # triton is optional on a CPU
 
         return rotate_and_store_triton(
-            qkv_TE, cos_T1F, sin_T1F, q_norm_D, k_norm_D, k_NPGD, v_NPGD, slot_mapping_T, eps, k_scale, v_scale
+            qkv_TE,
+            delta_TE,
+            cos_T1F,
+            sin_T1F,
+            q_norm_D,
+            k_norm_D,
+            k_NPGD,
+            v_NPGD,
+            slot_mapping_T,
+            eps,
+            k_scale,
+            v_scale,
         )
+    if delta_TE is not None:
+        qkv_TE = qkv_TE + delta_TE
     qk, v = qkv_TE.view(num_tokens, -1, head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if q_norm_D is not None and k_norm_D is not None:
         q, k = qk.split((num_heads, num_kv_heads), dim=1)

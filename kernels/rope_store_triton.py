@@ -5,8 +5,9 @@ the output, keys the same but to the cache, values go to the cache as they are. 
 whose elements pair up, so nothing is exchanged but the norm's sum. All arithmetic is fp32 and rounds once, when stored;
 a cache of e4m3 takes what another cache would, divided by a scale, in a second rounding that saturates.
 
-Memory: qkv [T, E] rows are H query heads, G keys, G values; cos and sin [T, F]; out [T, H, D]; caches [N, P, G, D],
-where a token's row is its slot_mapping. A head size that is no power of two (80, 96) is padded in registers.
+Memory: qkv and the adapters' delta [T, E], rows are H query heads, G keys, G values; cos and sin [T, F]; out
+[T, H, D]; caches [N, P, G, D], where a token's row is its slot_mapping. A head size that is no power of two (80, 96)
+is padded in registers.
 """
 
 # T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F = D / 2
@@ -26,6 +27,7 @@ BLOCK_HEADS = 8
 @triton.jit(do_not_specialize=["slot_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
 def _rotate_and_store_kernel(
     qkv_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     q_norm_ptr: tl.tensor,
@@ -40,6 +42,7 @@ def _rotate_and_store_kernel(
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    has_delta: tl.constexpr,
     has_norm: tl.constexpr,
     block_heads: tl.constexpr,
     block_f: tl.constexpr,
@@ -55,6 +58,9 @@ def _rotate_and_store_kernel(
     at = (token * (heads + 2 * kv_heads) + head) * head_dim + f
     first = tl.load(qkv_ptr + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(qkv_ptr + at + half, mask=inside, other=0.0).to(tl.float32)
+    if has_delta:
+        first += tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        second += tl.load(delta_ptr + at + half, mask=inside, other=0.0).to(tl.float32)
     x, y = first, second
     if has_norm:
         mean = tl.sum(x * x + y * y, 1, keep_dims=True) / head_dim
@@ -100,6 +106,7 @@ def _norm_weight(
 
 def rotate_and_store_triton(
     qkv_TE: Tensor,
+    delta_TE: Tensor | None,
     cos_T1F: Tensor,
     sin_T1F: Tensor,
     q_norm_D: Tensor | None,
@@ -117,11 +124,13 @@ def rotate_and_store_triton(
     heads = all_heads - 2 * kv_heads
     for tensor in (qkv_TE, cos_T1F, sin_T1F, k_NPGD, v_NPGD, slot_mapping_T):
         assert tensor.is_contiguous()
+    assert delta_TE is None or (delta_TE.shape == qkv_TE.shape and delta_TE.is_contiguous())
     assert (q_norm_D is None) == (k_norm_D is None)
     assert cos_T1F.shape == sin_T1F.shape == (qkv_TE.shape[0], 1, head_dim // 2)
     out_THD = torch.empty(qkv_TE.shape[0], heads, head_dim, dtype=qkv_TE.dtype, device=qkv_TE.device)
     _rotate_and_store_kernel[(qkv_TE.shape[0], triton.cdiv(all_heads, BLOCK_HEADS))](
         qkv_TE,
+        delta_TE,
         cos_T1F,
         sin_T1F,
         q_norm_D,
@@ -136,6 +145,7 @@ def rotate_and_store_triton(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        has_delta=delta_TE is not None,
         has_norm=q_norm_D is not None,
         block_heads=BLOCK_HEADS,
         block_f=triton.next_power_of_2(head_dim // 2),

@@ -2,7 +2,7 @@
 
 Idea: elementwise; one program takes BLOCK_I columns of one token, reads them from both halves and rounds once.
 
-Memory: gate_up [T, 2I], a row is gate then up; out [T, I].
+Memory: gate_up and the adapters' delta [T, 2I], a row is gate then up; out [T, I].
 """
 
 # T tokens · I intermediate size
@@ -18,21 +18,40 @@ BLOCK_I = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _silu_mul_kernel(gate_up_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.constexpr, block_i: tl.constexpr) -> None:
+def _silu_mul_kernel(
+    gate_up_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    size: tl.constexpr,
+    has_delta: tl.constexpr,
+    block_i: tl.constexpr,
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * block_i + tl.arange(0, block_i)
     inside = i < size
     gate = tl.load(gate_up_ptr + token * (2 * size) + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * (2 * size) + size + i, mask=inside, other=0.0).to(tl.float32)
+    if has_delta:
+        gate += tl.load(delta_ptr + token * (2 * size) + i, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(delta_ptr + token * (2 * size) + size + i, mask=inside, other=0.0).to(tl.float32)
     out = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + token * size + i, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_mul_triton(gate_up_T2I: Tensor) -> Tensor:
+def silu_mul_triton(gate_up_T2I: Tensor, delta_T2I: Tensor | None) -> Tensor:
     num_tokens, width = gate_up_T2I.shape
     assert width % 2 == 0
     assert gate_up_T2I.is_contiguous()
+    assert delta_T2I is None or (delta_T2I.shape == gate_up_T2I.shape and delta_T2I.is_contiguous())
     out_TI = torch.empty(num_tokens, width // 2, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     grid = (num_tokens, triton.cdiv(width // 2, BLOCK_I))
-    _silu_mul_kernel[grid](gate_up_T2I, out_TI, size=width // 2, block_i=BLOCK_I, num_warps=4)
+    _silu_mul_kernel[grid](
+        gate_up_T2I,
+        delta_T2I,
+        out_TI,
+        size=width // 2,
+        has_delta=delta_T2I is not None,
+        block_i=BLOCK_I,
+        num_warps=4,
+    )
     return out_TI

@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds, for batches in which every sequence computes one token.
 
-There is a graph for each of a dense set of batch sizes, each twice: without adapters, so that base steps pay nothing
-for them, and with. A step takes the smallest that fits; rows without a sequence compute on block `trash` and are
-ignored. Attention plans and adapter tables are refilled in place before a replay. A graph begins by taking the last
-step's tokens and ends by leaving its own, greedily chosen, where the next one finds them. All graphs share one memory
-pool, since one runs at a time.
+There is a graph for each of a dense set of batch sizes: without adapters, so that base steps pay nothing for them, and
+with, for few and for many tiles of adapters' tokens. A step takes the smallest that fits; rows without a sequence
+compute on block `trash` and are ignored. Attention plans and adapter tables are refilled in place before a replay. A
+graph begins by taking the last step's tokens and ends by leaving its own, greedily chosen, where the next one finds
+them. All graphs share one memory pool, since one runs at a time.
 """
 
 # B rows of the graph · V vocabulary
@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorafleet.kernels.lora_batch import LoRABatch
+from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch, count_tiles
 from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, KVCache
-from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.sampler import greedy
 from lorafleet.workers.step_inputs import StepInputs
@@ -58,7 +58,7 @@ class DecodeGraphs:
         inputs: StepInputs,
         sizes: Sequence[int],
         trash: int,
-        lora: LoRAConfig | None,
+        loras: LoRAModelManager | None,
         max_context: int,
         device: torch.device,
     ) -> None:
@@ -67,11 +67,11 @@ class DecodeGraphs:
         self._device = device
         self._inputs = inputs
         self._trash = trash
-        self._lora = lora
+        self._loras = loras
         self._pool = torch.cuda.graph_pool_handle()
         # One for all captures: the allocator keeps memory, and cuBLAS its workspace, for each stream.
         self._side = torch.cuda.Stream(device)
-        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        self._graphs: dict[tuple[int, int], DecodeGraph] = {}  # by batch size and LoRA tiles, 0 without
         started = time.monotonic()
         with torch.inference_mode():
             self._capture_all(attention, sizes, max_context)
@@ -82,13 +82,24 @@ class DecodeGraphs:
             backend = attention.for_graph(size, max_context)
             if backend is None:
                 return
-            for with_lora in (False, True) if self._lora is not None else (False,):
-                self._graphs[size, with_lora] = self._capture(size, backend, with_lora)
+            self._graphs[size, 0] = self._capture(size, backend, None)
+            if self._loras is not None:
+                for num_tiles in self._loras.tile_counts(size):
+                    lora = self._loras.static_batch(size, num_tiles)
+                    self._graphs[size, num_tiles] = self._capture(size, backend, lora)
 
-    def find(self, num_seqs: int, with_lora: bool) -> DecodeGraph | None:
-        """The smallest that fits, None where none is large enough."""
-        fitting = [size for size, lora in self._graphs if size >= num_seqs and lora == with_lora]
-        return self._graphs[min(fitting), with_lora] if fitting else None
+    def find(self, lora_slots: list[int]) -> DecodeGraph | None:
+        """The one with the fewest rows, then the fewest tiles, that fits; None where none is large enough.
+
+        lora_slots: of each sequence, or BASE_SLOT.
+        """
+        size = min((size for size, _ in self._graphs if size >= len(lora_slots)), default=None)
+        if size is None:
+            return None
+        if all(slot == BASE_SLOT for slot in lora_slots):
+            return self._graphs[size, 0]
+        needed = count_tiles(lora_slots, size)
+        return self._graphs[size, min(tiles for at, tiles in self._graphs if at == size and tiles >= needed)]
 
     def run(self, decode: DecodeGraph, batch: AttentionBatch, lora_slots: list[int], slot_ranks: list[int]) -> Tensor:
         """Logits [number of sequences, V]; their greedy tokens are in StepInputs.sampled_B. The inputs are uploaded.
@@ -110,10 +121,7 @@ class DecodeGraphs:
         decode.graph.replay()
         return decode.logits_BV[:num_seqs]
 
-    def _capture(self, size: int, attention: AttentionBackend, with_lora: bool) -> DecodeGraph:
-        lora = None
-        if with_lora and self._lora is not None:
-            lora = LoRABatch.static(size, self._lora.max_loras, self._lora.max_lora_rank, self._device)
+    def _capture(self, size: int, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
         attention.plan(AttentionBatch([1] * size, [1] * size, [[self._trash]] * size))
         self._inputs.fill_with_padding(size)
         inputs = self._inputs.tensors(size)

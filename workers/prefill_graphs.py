@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
-from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.step_inputs import StepInputs
 
@@ -66,13 +66,12 @@ class PrefillGraphs:
         spec: AttentionSpec,
         inputs: StepInputs,
         token_counts: Sequence[int],
-        lora: LoRAConfig | None,
+        loras: LoRAModelManager | None,
     ) -> None:
         self._model = model
         self._caches = caches
         self._attention = attention
         self._inputs = inputs
-        self._lora = lora
         self._device = spec.device
         # One for all captures: the allocator keeps memory, and cuBLAS its workspace, for each stream.
         self._side = torch.cuda.Stream(spec.device)
@@ -83,8 +82,10 @@ class PrefillGraphs:
         started = time.monotonic()
         with torch.inference_mode():
             for count in sorted(token_counts, reverse=True):  # the largest first: the others fit into its memory
-                for with_lora in (False, True) if lora is not None else (False,):
-                    self._graphs[count, with_lora] = self._capture(count, with_lora)
+                self._graphs[count, False] = self._capture(count, None)
+                if loras is not None:
+                    lora = loras.static_batch(count, loras.tile_counts(count)[-1])
+                    self._graphs[count, True] = self._capture(count, lora)
         torch.cuda.empty_cache()
         log.info("prefill: graphs of %d steps in %.1f s", len(self._graphs), time.monotonic() - started)
 
@@ -112,10 +113,7 @@ class PrefillGraphs:
             out = piece.out
         return out[:num_tokens]
 
-    def _capture(self, num_tokens: int, with_lora: bool) -> PrefillGraph:
-        lora = None
-        if with_lora and self._lora is not None:
-            lora = LoRABatch.static(num_tokens, self._lora.max_loras, self._lora.max_lora_rank, self._device)
+    def _capture(self, num_tokens: int, lora: LoRABatch | None) -> PrefillGraph:
         self._inputs.fill_with_padding(num_tokens)
         inputs = self._inputs.tensors(num_tokens)
         torch.cuda.synchronize(self._device)

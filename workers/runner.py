@@ -125,7 +125,7 @@ class ModelRunner:
         if any(chunk.sequence.wants_prompt_logprobs for chunk in chunks):
             return None
         lora_slots = _lora_slots(chunks)
-        graph = self.decode_graphs.find(len(chunks), _uses_lora(lora_slots))
+        graph = self.decode_graphs.find(lora_slots)
         if graph is None:
             return None
         self.inputs.upload(chunks, row_of_last, graph.num_rows)
@@ -150,7 +150,7 @@ class ModelRunner:
         lengths_T = None
         if self.model.config.rope.depends_on_length:
             lengths_T = to_device(_rope_lengths(chunks), torch.int64, self.device)
-        lora = LoRABatch.build(lora_slots, self.device)
+        lora = None if self.loras is None else LoRABatch.build(lora_slots, self.loras.slots.tables)
         hidden_TD: Tensor = self.model(
             inputs.tokens(), inputs.position_T, lengths_T, inputs.kv_slot_T, self.caches, self.attention, lora
         )

@@ -82,11 +82,10 @@ def build_engine(
     decode_graphs = prefill_graphs = None
     if device.type == "cuda" and not config.enforce_eager and not model_config.rope.depends_on_length:
         sizes = graph_sizes(config.max_num_seqs)
-        decode_graphs = DecodeGraphs(
-            model, caches, attention, inputs, sizes, num_blocks, config.lora, max_model_len, device
-        )
+        slots = None if loras is None else loras.slots
+        decode_graphs = DecodeGraphs(model, caches, attention, inputs, sizes, num_blocks, slots, max_model_len, device)
         counts = graph_token_counts(config.max_num_batched_tokens)
-        prefill_graphs = PrefillGraphs(model, caches, attention, spec, inputs, counts, config.lora)
+        prefill_graphs = PrefillGraphs(model, caches, attention, spec, inputs, counts, slots)
     runner = ModelRunner(model, attention, caches, inputs, device, loras, decode_graphs, prefill_graphs)
     overlap = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
     hello = EngineHello(

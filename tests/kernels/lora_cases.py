@@ -86,7 +86,9 @@ def reference(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, slot_of_token: Seq
     return y_TO
 
 
-def build(slot_of_token: Sequence[int], device: str = "cpu") -> LoRABatch:
-    batch = LoRABatch.build(slot_of_token, torch.device(device))
+def build(slot_of_token: Sequence[int], packed: PackedLoRA) -> LoRABatch:
+    """With the look-up that a GPU's step begins with."""
+    batch = LoRABatch.build(slot_of_token, packed.tables)
     assert batch is not None
+    batch.look_up()
     return batch

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lorafleet.kernels.lora import apply_lora
-from lorafleet.kernels.lora_batch import BASE_SLOT, TILE_TOKENS, LoRABatch
+from lorafleet.kernels.lora_batch import BASE_SLOT, TILE_TOKENS, LoRABatch, count_tiles, static_tile_counts
 from lorafleet.kernels.lora_torch import _apply_grouped, _apply_stacked, apply_lora_torch
+from lorafleet.kernels.packed_lora import LoRATables
 from tests.kernels.lora_cases import MIXES, RANKS_OF_SLOTS, build, make_inputs, make_packed, reference, slots_of_tokens
 
 FORMS = {"stacked": _apply_stacked, "grouped": _apply_grouped, "either": apply_lora_torch, "entry": apply_lora}
@@ -21,7 +22,7 @@ def test_each_token_gets_its_own_adapter(form: str, mix: str, out_features: tupl
     slots = slots_of_tokens(mix, 29, len(RANKS_OF_SLOTS))
     x, y = make_inputs(packed, len(slots))
     want = reference(x, y, packed, slots)
-    FORMS[form](x, y, packed, build(slots))
+    FORMS[form](x, y, packed, build(slots, packed))
     torch.testing.assert_close(y.double(), want, atol=2e-5, rtol=1e-5)
 
 
@@ -31,7 +32,7 @@ def test_base_rows_keep_their_bits(form: str) -> None:
     slots = slots_of_tokens("mostly_base", 64, len(RANKS_OF_SLOTS))
     x, y = make_inputs(packed, len(slots))
     before = y.clone()
-    FORMS[form](x, y, packed, build(slots))
+    FORMS[form](x, y, packed, build(slots, packed))
     base = torch.tensor([slot == BASE_SLOT for slot in slots])
     assert base.sum() > 40
     assert torch.equal(y[base], before[base])
@@ -41,47 +42,59 @@ def test_changed_slot_is_seen_by_the_next_step() -> None:
     packed, other = make_packed(32, (16,)), make_packed(32, (16,), ((4,), (4,)))
     x, y = make_inputs(packed, 4)
     slots = [0, 1, 0, 1]
-    apply_lora_torch(x, y.clone(), packed, build(slots))
+    apply_lora_torch(x, y.clone(), packed, build(slots, packed))
     packed.set_slot(0, other.slots[1])
     want = reference(x, y, packed, slots)
-    apply_lora_torch(x, y, packed, build(slots))
+    apply_lora_torch(x, y, packed, build(slots, packed))
     torch.testing.assert_close(y.double(), want, atol=2e-5, rtol=1e-5)
 
 
 def test_batch_of_base_tokens_is_none() -> None:
-    assert LoRABatch.build([BASE_SLOT] * 3, torch.device("cpu")) is None
+    assert LoRABatch.build([BASE_SLOT] * 3, tables(4)) is None
 
 
-def test_tiles_cover_each_adapter_token_once_and_never_mix_slots() -> None:
+def tables(num_slots: int) -> LoRATables:
+    return LoRATables(1, num_slots, torch.device("cpu"))
+
+
+def tiles(batch: LoRABatch) -> list[tuple[int, list[int]]]:
+    """Each tile that is not empty: its slot and its tokens."""
+    rows = zip(batch.plan.slot_K.tolist(), batch.plan.tokens_KM.tolist(), strict=True)
+    return [(slot, [t for t in row if t >= 0]) for slot, row in rows if row[0] >= 0]
+
+
+def test_tiles_cover_each_token_once_and_never_mix_slots() -> None:
     slots = slots_of_tokens("some_base", 200, 5)
-    batch = build(slots)
+    batch = LoRABatch.build(slots, tables(5))
+    assert batch is not None
     seen: list[int] = []
-    for slot, start, length in batch.plan.tiles_K3.tolist():
-        tokens = batch.plan.order_T[start : start + length].tolist()
+    for slot, tokens in tiles(batch):
         assert 1 <= len(tokens) <= TILE_TOKENS
         assert {slots[t] for t in tokens} == {slot}
         seen += tokens
-    assert sorted(seen) == [t for t, slot in enumerate(slots) if slot != BASE_SLOT]
+    assert sorted(seen) == list(range(200)), "base tokens have tiles too"
 
 
 def test_static_batch_keeps_its_memory_and_takes_any_mix() -> None:
-    batch = LoRABatch.static(40, 5, 24, torch.device("cpu"))
+    batch = LoRABatch.static(40, static_tile_counts(40, 5)[-1], 24, tables(5))
     address = batch.plan.buffer.data_ptr()
     for mix in MIXES:
         slots = slots_of_tokens(mix, 33, 5)
         batch.fill(slots, [24, 8, 16, 3, 0])
-        plan = batch.plan
-        assert plan.buffer.data_ptr() == address
-        assert sorted(plan.order_T.tolist()) == list(range(40))
-        tiles = [tile for tile in plan.tiles_K3.tolist() if tile[2]]
-        assert sum(length for _, _, length in tiles) == sum(slot != BASE_SLOT for slot in slots)
+        assert batch.plan.buffer.data_ptr() == address
+        found = tiles(batch)
+        assert sorted(t for _, tokens in found for t in tokens) == list(range(40))
+        assert {t: slot for slot, tokens in found for t in tokens} == dict(enumerate(slots + [BASE_SLOT] * 7))
+        assert len(found) == count_tiles(slots, 40)
     batch.fill([BASE_SLOT] * 40, [0] * 5)
-    assert not batch.plan.tiles_K3.any()
+    assert {slot for slot, _ in tiles(batch)} == {BASE_SLOT}
 
 
 def test_static_batch_has_room_for_the_worst_mix() -> None:
     for num_tokens, num_slots in ((1, 4), (7, 3), (64, 8), (64, 64), (256, 64), (2048, 5)):
-        batch = LoRABatch.static(num_tokens, num_slots, 64, torch.device("cpu"))
+        counts = static_tile_counts(num_tokens, num_slots)
+        assert counts == sorted(set(counts))
+        batch = LoRABatch.static(num_tokens, counts[-1], 64, tables(num_slots))
         rng = random.Random(num_tokens)
         for _ in range(20):
             batch.fill([rng.randrange(-1, num_slots) for _ in range(num_tokens)], [64] * num_slots)

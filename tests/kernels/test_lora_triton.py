@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora import linear_with_lora
-from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
+from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch, static_tile_counts
+from lorafleet.kernels.packed_lora import PackedLoRA
 from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
 from tests.kernels.lora_cases import (
     MIXES,
@@ -27,7 +28,7 @@ SHAPES = [(4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (
 def test_interpreted_kernels_equal_the_loop() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels.lora_triton import apply_lora_triton
+        from lorafleet.kernels.lora_triton import lora_delta_triton
         from tests.kernels.lora_cases import build, make_inputs, make_packed, reference, slots_of_tokens
 
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 6e-3)):
@@ -35,19 +36,21 @@ def test_interpreted_kernels_equal_the_loop() -> None:
                 packed = make_packed(in_features, out_features, ((3, 17), None, (0, 16), (2, 1)), dtype)
                 slots = slots_of_tokens("some_base", 19, 4) + [0, 1, 2, 3]
                 x, y = make_inputs(packed, len(slots))
-                want, before = reference(x, y, packed, slots), y.clone()
-                apply_lora_triton(x, y, packed, build(slots))
-                torch.testing.assert_close(y.double(), want, atol=tolerance, rtol=tolerance)
-                base = torch.tensor([s == -1 for s in slots])
-                assert torch.equal(y[base], before[base])
+                bias = y[0]
+                for shift in (None, bias):
+                    want = reference(x, 0 * y if shift is None else shift.expand_as(y), packed, slots)
+                    delta = lora_delta_triton(x, packed, build(slots, packed), shift)
+                    torch.testing.assert_close(delta.double(), want, atol=tolerance, rtol=tolerance)
+                    base = torch.tensor([s == -1 for s in slots])
+                    assert torch.equal(delta[base], want[base].to(dtype))
     """)
 
 
 def test_interpreted_kernels_of_a_static_batch_equal_the_loop() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels.lora_batch import LoRABatch
-        from lorafleet.kernels.lora_triton import apply_lora_triton
+        from lorafleet.kernels.lora_batch import LoRABatch, static_tile_counts
+        from lorafleet.kernels.lora_triton import lora_delta_triton
         from tests.kernels.lora_cases import make_inputs, make_packed, reference, slots_of_tokens
 
         dtype = torch.float16
@@ -55,30 +58,49 @@ def test_interpreted_kernels_of_a_static_batch_equal_the_loop() -> None:
             packed = make_packed(64, (32, 16), ranks, dtype)
             rank_of_slot = [max(r, default=0) for r in (pair or () for pair in ranks)]
             x, y = make_inputs(packed, 20)
-            batch = LoRABatch.static(20, 4, 32, torch.device("cpu"))
+            batch = LoRABatch.static(20, static_tile_counts(20, 4)[-1], 32, packed.tables)
             for mix in ("some_base", "all_different", "one"):
                 slots = slots_of_tokens(mix, 17, 4)
                 batch.fill(slots, rank_of_slot)
-                got = y.clone()
-                apply_lora_triton(x, got, packed, batch)
-                want = reference(x, y, packed, slots + [-1] * 3)
-                torch.testing.assert_close(got.double(), want, atol=6e-3, rtol=6e-3)
-                assert torch.equal(got[17:], y[17:])
+                batch.look_up()
+                delta = lora_delta_triton(x, packed, batch)
+                want = reference(x, 0 * y, packed, slots + [-1] * 3)
+                torch.testing.assert_close(delta.double(), want, atol=6e-3, rtol=6e-3)
+                assert not delta[17:].any()
             batch.fill([-1] * 20, rank_of_slot)
-            apply_lora_triton(x, got := y.clone(), packed, batch)
-            assert torch.equal(got, y)
+            batch.look_up()
+            assert not lora_delta_triton(x, packed, batch).any()
+    """)
+
+
+def test_interpreted_look_up_equals_its_twin() -> None:
+    run_interpreted("""
+        import torch
+        from lorafleet.kernels.tile_tables import TileTables
+        from lorafleet.kernels.tile_tables_triton import gather_triton
+        from tests.kernels.lora_cases import make_packed
+
+        tables = make_packed(48, (40, 24), ((3, 17), None, (0, 16), (2, 1))).tables
+        for slots in ([2], [0, 3, -1, 1, -1] * 20):
+            slot_K = torch.tensor(slots, dtype=torch.int32)
+            by_tile = TileTables(tables, len(slots))
+            by_tile.gather(slot_K)
+            want = by_tile.address_LKA, by_tile.rank_LKP, by_tile.scale_LKP
+            found = tuple(torch.full_like(t, 7) for t in want)
+            gather_triton(slot_K, (tables.address_LSA, tables.rank_LSP, tables.scale_LSP), found)
+            assert all(torch.equal(a, b) for a, b in zip(found, want))
+            assert by_tile.rank_LKP[1].any() and by_tile.address_LKA[1].any()
     """)
 
 
 @needs_triton
 def test_step_whose_adapters_skip_the_linear_launches_nothing() -> None:
-    from lorafleet.kernels.lora_triton import apply_lora_triton
+    from lorafleet.kernels.lora_triton import lora_delta_triton
 
     packed = make_packed(32, (16,), (None, (4,)))
-    x, y = make_inputs(packed, 3)
-    before = y.clone()
-    apply_lora_triton(x, y, packed, build([0, 0, 0]))  # would fail here: there is no GPU behind these tensors
-    assert torch.equal(y, before)
+    x, _ = make_inputs(packed, 3)
+    # A launch would fail here: there is no GPU behind these tensors.
+    assert lora_delta_triton(x, packed, build([0, 0, 0], packed)) is None
 
 
 class TestOnGPU:
@@ -90,60 +112,46 @@ class TestOnGPU:
     def test_each_token_gets_its_own_adapter(
         self, in_features: int, out_features: tuple[int, ...], mix: str, dtype: torch.dtype
     ) -> None:
-        from lorafleet.kernels.lora_triton import apply_lora_triton
-
         packed = make_packed(in_features, out_features, dtype=dtype, device="cuda")
         slots = slots_of_tokens(mix, 67, len(packed.slots))
         x, y = make_inputs(packed, len(slots))
-        want, before = reference(x, y, packed, slots), y.clone()
+        want = reference(x, 0 * y, packed, slots)
         poison_free_memory()
-        apply_lora_triton(x, y, packed, build(slots, "cuda"))
+        delta = delta_of(x, packed, slots)
         tolerance = TOLERANCE[dtype]
-        torch.testing.assert_close(y.double(), want, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(delta.double(), want, atol=tolerance, rtol=tolerance)
         base = torch.tensor([slot == -1 for slot in slots], device="cuda")
-        assert torch.equal(y[base], before[base])
+        assert not delta[base].any()
 
     @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 1000])
     def test_any_number_of_tokens(self, num_tokens: int) -> None:
-        from lorafleet.kernels.lora_triton import apply_lora_triton
-
         packed = make_packed(512, (256, 64, 64), dtype=torch.bfloat16, device="cuda")
         slots = slots_of_tokens("zipf", num_tokens, len(packed.slots))
         x, y = make_inputs(packed, num_tokens)
-        want = reference(x, y, packed, slots)
+        want = reference(x, 0 * y, packed, slots)
         poison_free_memory()
-        apply_lora_triton(x, y, packed, build(slots, "cuda"))
-        torch.testing.assert_close(y.double(), want, atol=3e-2, rtol=3e-2)
+        torch.testing.assert_close(delta_of(x, packed, slots).double(), want, atol=3e-2, rtol=3e-2)
 
     @pytest.mark.parametrize("rank", [1, 2, 7, 16, 24, 33, 64, 128, 256])
     def test_any_rank(self, rank: int) -> None:
-        from lorafleet.kernels.lora_triton import apply_lora_triton
-
         packed = make_packed(1024, (512, 128), ((rank, rank), (rank, 0)), torch.bfloat16, "cuda")
         slots = [0, 1, -1, 0, 1]
         x, y = make_inputs(packed, len(slots))
-        want, before = reference(x, y, packed, slots), y.clone()
+        want = reference(x, 0 * y, packed, slots)
         poison_free_memory()
-        apply_lora_triton(x, y, packed, build(slots, "cuda"))
-        torch.testing.assert_close(y.double(), want, atol=3e-2, rtol=3e-2)
-        assert torch.equal(y[1, 512:], before[1, 512:]), "a slice that the adapter leaves alone was touched"
+        delta = delta_of(x, packed, slots)
+        torch.testing.assert_close(delta.double(), want, atol=3e-2, rtol=3e-2)
+        assert not delta[1, 512:].any(), "the adapter leaves this slice alone"
 
     def test_same_bits_every_run_and_whoever_shares_the_batch(self) -> None:
-        from lorafleet.kernels.lora_triton import apply_lora_triton
-
         packed = make_packed(4096, (4096, 1024, 1024), dtype=torch.bfloat16, device="cuda")
         slots = slots_of_tokens("zipf", 200, len(packed.slots))
-        x, y = make_inputs(packed, len(slots))
-        first = y.clone()
-        apply_lora_triton(x, first, packed, build(slots, "cuda"))
+        x, _ = make_inputs(packed, len(slots))
+        first = delta_of(x, packed, slots)
         for _ in range(10):
-            again = y.clone()
-            apply_lora_triton(x, again, packed, build(slots, "cuda"))
-            assert torch.equal(first, again)
+            assert torch.equal(first, delta_of(x, packed, slots))
         for t in (0, 3, 57, 199):
-            alone = y[t : t + 1].clone()
-            apply_lora_triton(x[t : t + 1].contiguous(), alone, packed, build([slots[t]], "cuda"))
-            assert torch.equal(first[t : t + 1], alone)
+            assert torch.equal(first[t : t + 1], delta_of(x[t : t + 1].contiguous(), packed, [slots[t]]))
 
     @pytest.mark.parametrize("num_tokens", [1, 8, 64, 256])
     @pytest.mark.parametrize("ranks", [RANKS_OF_SLOTS, ((8, 8, 8), (16, 16, 16), None, (64, 64, 64), (24, 0, 16))])
@@ -160,9 +168,10 @@ class TestOnGPU:
         x, _ = make_inputs(packed, num_tokens)
         weight = torch.randn(sum(out_features), in_features, device="cuda").div(in_features**0.5).bfloat16()
         base = x.double() @ weight.double().T
-        batch = LoRABatch.static(num_tokens, len(ranks), max(rank_of_slot), torch.device("cuda"))
+        tiles = static_tile_counts(num_tokens, len(ranks))[-1]
+        batch = LoRABatch.static(num_tokens, tiles, max(rank_of_slot), packed.tables)
         poison_free_memory()
-        run = captured(lambda: linear_with_lora(x, weight, None, packed, batch))
+        run = captured(lambda: linear(x, weight, None, packed, batch))
         batch.fill([BASE_SLOT] * num_tokens, rank_of_slot)
         base_bits = run()
         torch.testing.assert_close(base_bits.double(), base, atol=3e-2, rtol=3e-2)
@@ -181,15 +190,32 @@ class TestOnGPU:
                 batch.fill(alone, rank_of_slot)
                 assert torch.equal(run()[t], first[t]), "the result depends on who shares the batch"
 
-    def test_bias_and_an_eager_batch(self) -> None:
+    @pytest.mark.parametrize("mix", MIXES)
+    @pytest.mark.parametrize("num_tokens", [40, 1500])
+    def test_bias_and_an_eager_batch(self, num_tokens: int, mix: str) -> None:
         packed = make_packed(512, (256, 128, 128), dtype=torch.bfloat16, device="cuda")
-        slots = slots_of_tokens("some_base", 40, len(packed.slots))
+        slots = slots_of_tokens(mix, num_tokens, len(packed.slots))
         x, _ = make_inputs(packed, len(slots))
         weight = torch.randn(512, 512, device="cuda").div(512**0.5).bfloat16()
         bias = torch.randn(512, device="cuda").bfloat16()
         want = reference(x, x.double() @ weight.double().T + bias.double(), packed, slots)
-        got = linear_with_lora(x, weight, bias, packed, build(slots, "cuda"))
+        got = linear(x, weight, bias, packed, build(slots, packed))
         torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
+
+
+def delta_of(x: Tensor, packed: PackedLoRA, slots: Sequence[int]) -> Tensor:
+    from lorafleet.kernels.lora_triton import lora_delta_triton
+
+    delta = lora_delta_triton(x, packed, build(slots, packed))
+    # None: no adapter of the batch has the linear.
+    return x.new_zeros(len(slots), sum(packed.out_features)) if delta is None else delta
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedLoRA, batch: LoRABatch) -> Tensor:
+    """The sum that the next kernel sees, in a step of this linear alone."""
+    batch.begin()
+    y, delta = linear_with_lora(x, weight, bias, packed, batch)
+    return y if delta is None else y.float() + delta.float()
 
 
 def captured(work: Callable[[], Tensor]) -> Callable[[], Tensor]:

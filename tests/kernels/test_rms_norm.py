@@ -32,32 +32,40 @@ def check_norm(x: Tensor, weight: Tensor, out: Tensor) -> None:
     assert_near(out, reference(x, weight))
 
 
-def check_add(x: Tensor, before: Tensor, residual: Tensor, weight: Tensor, out: Tensor) -> None:
-    """The sum is the very one that torch rounds to, and the norm is the norm of that."""
-    assert torch.equal(residual, before + x)
+def check_add(x: Tensor, delta: Tensor | None, before: Tensor, residual: Tensor, weight: Tensor, out: Tensor) -> None:
+    """The sum is the very one that torch rounds to, once, and the norm is the norm of that."""
+    added = x.float() if delta is None else x.float() + delta.float()
+    assert torch.equal(residual, (added + before.float()).to(before.dtype))
     check_norm(residual, weight, out)
+
+
+def deltas(x: Tensor) -> tuple[Tensor | None, ...]:
+    """What adapters add: nothing, or another tensor."""
+    return None, x.flip(0).flip(1).contiguous()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 100)], ids=str)
 def test_on_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = make_inputs(shape, dtype)
-    before = residual.clone()
     check_norm(x, weight, rms_norm(x, weight, EPS))
-    check_add(x, before, residual, weight, add_rms_norm(x, residual, weight, EPS))
+    for delta in deltas(x):
+        before = residual.clone()
+        check_add(x, delta, before, residual, weight, add_rms_norm(x, delta, residual, weight, EPS))
 
 
 def test_interpreted_kernel() -> None:
     run_interpreted("""
         import torch
         from lorafleet.kernels.rms_norm_triton import rms_norm_triton
-        from tests.kernels.test_rms_norm import EPS, check_add, check_norm, make_inputs
+        from tests.kernels.test_rms_norm import EPS, check_add, check_norm, deltas, make_inputs
 
         for shape in ((3, 64), (2, 77), (1, 1)):
             x, residual, weight = make_inputs(shape, torch.float32)
-            before = residual.clone()
-            check_norm(x, weight, rms_norm_triton(x, None, weight, EPS))
-            check_add(x, before, residual, weight, rms_norm_triton(x, residual, weight, EPS))
+            check_norm(x, weight, rms_norm_triton(x, None, None, weight, EPS))
+            for delta in deltas(x):
+                before = residual.clone()
+                check_add(x, delta, before, residual, weight, rms_norm_triton(x, delta, residual, weight, EPS))
     """)
 
 
@@ -74,11 +82,12 @@ class TestOnGPU:
 
     def test_add(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
         x, residual, weight = make_inputs((num_tokens, size), dtype, "cuda")
-        before = residual.clone()
-        poison_free_memory()
-        check_add(x, before, residual, weight, add_rms_norm(x, residual, weight, EPS))
+        for delta in deltas(x):
+            before = residual.clone()
+            poison_free_memory()
+            check_add(x, delta, before, residual, weight, add_rms_norm(x, delta, residual, weight, EPS))
 
     def test_a_row_gets_the_same_bits_alone(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
         x, residual, weight = make_inputs((num_tokens, size), dtype, "cuda")
-        last = add_rms_norm(x[-1:], residual[-1:].clone(), weight, EPS)
-        assert torch.equal(add_rms_norm(x, residual, weight, EPS)[-1:], last)
+        last = add_rms_norm(x[-1:], None, residual[-1:].clone(), weight, EPS)
+        assert torch.equal(add_rms_norm(x, None, residual, weight, EPS)[-1:], last)

@@ -20,6 +20,7 @@ class Case:
     """A cache of NaN with places for twice the tokens, in any order."""
 
     qkv: Tensor
+    delta: Tensor | None
     cos: Tensor
     sin: Tensor
     norms: tuple[Tensor, Tensor] | tuple[None, None]
@@ -30,14 +31,20 @@ class Case:
 
     def arguments(self) -> tuple[Tensor | float | None, ...]:
         """Of rotate_and_store, and of the kernel behind it."""
-        return (self.qkv, self.cos, self.sin, *self.norms, self.k, self.v, self.slots, EPS, *self.scales)
+        return (self.qkv, self.delta, self.cos, self.sin, *self.norms, self.k, self.v, self.slots, EPS, *self.scales)
 
     def in_fp8(self, k_scale: float, v_scale: float) -> Case:
         return replace(self, k=self.k.to(FP8), v=self.v.to(FP8), scales=(k_scale, v_scale))
 
 
 def make_case(
-    num_tokens: int, heads: tuple[int, int], head_dim: int, norm: bool, dtype: torch.dtype, device: str = "cpu"
+    num_tokens: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    norm: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    delta: bool = False,
 ) -> Case:
     generator = torch.Generator().manual_seed(num_tokens)
 
@@ -49,6 +56,7 @@ def make_case(
     cache = torch.full((2, blocks, PAGE, heads[1], head_dim), torch.nan, dtype=dtype, device=device)
     return Case(
         qkv=normal(num_tokens, (heads[0] + 2 * heads[1]) * head_dim),
+        delta=normal(num_tokens, (heads[0] + 2 * heads[1]) * head_dim) if delta else None,
         cos=angle.cos().to(dtype).to(device),
         sin=angle.sin().to(dtype).to(device),
         norms=(normal(head_dim), normal(head_dim)) if norm else (None, None),
@@ -62,7 +70,8 @@ def check(case: Case, q: Tensor) -> None:
     """Against complex numbers in float64; places that no token maps to must still hold NaN."""
     num_kv_heads, head_dim = case.k.shape[2:]
     num_heads = case.qkv.shape[1] // head_dim - 2 * num_kv_heads
-    heads = case.qkv.double().view(len(case.qkv), -1, head_dim)
+    qkv = case.qkv.double() if case.delta is None else case.qkv.double() + case.delta.double()
+    heads = qkv.view(len(case.qkv), -1, head_dim)
     want_q, want_k, want_v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     assert q.dtype == case.qkv.dtype
     tolerance = TOLERANCE[q.dtype]
@@ -94,9 +103,10 @@ def rotated(case: Case, x: Tensor, norm: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
-def test_on_a_cpu(heads: str, norm: bool, dtype: torch.dtype) -> None:
-    case = make_case(9, HEADS[heads], 24, norm, dtype)
+def test_on_a_cpu(heads: str, delta: bool, norm: bool, dtype: torch.dtype) -> None:
+    case = make_case(9, HEADS[heads], 24, norm, dtype, delta=delta)
     check(case, rotate_and_store(*case.arguments()))
 
 
@@ -140,9 +150,10 @@ def test_interpreted_kernel() -> None:
         from tests.kernels.test_rope_store import check, make_case
 
         for heads, head_dim, norm in (((4, 2), 16, False), ((4, 2), 24, True), ((5, 1), 2, True), ((9, 3), 10, False)):
-            case = make_case(3, heads, head_dim, norm, torch.float32)
-            case.slots[1] = -1
-            check(case, rotate_and_store_triton(*case.arguments()))
+            for delta in (False, True):
+                case = make_case(3, heads, head_dim, norm, torch.float32, delta=delta)
+                case.slots[1] = -1
+                check(case, rotate_and_store_triton(*case.arguments()))
         # The interpreter's rounding to float8 forgets the carry into the exponent: only numbers that need none.
         case = make_case(3, (4, 2), 24, False, torch.float32).in_fp8(0.5, 2.0)
         case.qkv.round_()
@@ -164,9 +175,10 @@ class TestOnGPU:
     def test_equals_the_formula(
         self, num_tokens: int, heads: str, head_dim: int, norm: bool, dtype: torch.dtype
     ) -> None:
-        case = make_case(num_tokens, HEADS[heads], head_dim, norm, dtype, "cuda")
-        poison_free_memory()
-        check(case, rotate_and_store(*case.arguments()))
+        for delta in (False, True):
+            case = make_case(num_tokens, HEADS[heads], head_dim, norm, dtype, "cuda", delta)
+            poison_free_memory()
+            check(case, rotate_and_store(*case.arguments()))
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("norm", [False, True])
@@ -204,4 +216,4 @@ class TestOnGPU:
         case = make_case(5, (32, 8), 128, False, torch.bfloat16, "cuda")
         buffer = torch.zeros(6, dtype=torch.int64, device="cuda")
         buffer[1:] = case.slots
-        check(case, rotate_and_store(*case.arguments()[:7], buffer[1:], EPS))
+        check(case, rotate_and_store(*case.arguments()[:8], buffer[1:], EPS))

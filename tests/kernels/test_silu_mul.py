@@ -17,8 +17,14 @@ def make_input(num_tokens: int, size: int, dtype: torch.dtype, device: str = "cp
     return x.to(dtype).to(device)
 
 
-def check(gate_up: Tensor, out: Tensor) -> None:
-    gate, up = gate_up.double().chunk(2, dim=1)
+def deltas(gate_up: Tensor) -> tuple[Tensor | None, ...]:
+    """What adapters add: nothing, or another tensor."""
+    return None, gate_up.flip(1).div(8)
+
+
+def check(gate_up: Tensor, delta: Tensor | None, out: Tensor) -> None:
+    summed = gate_up.double() if delta is None else gate_up.double() + delta.double()
+    gate, up = summed.chunk(2, dim=1)
     assert out.dtype == gate_up.dtype
     tolerance = TOLERANCE[out.dtype]
     torch.testing.assert_close(out.double(), gate / (1 + (-gate).exp()) * up, atol=tolerance, rtol=tolerance)
@@ -27,19 +33,21 @@ def check(gate_up: Tensor, out: Tensor) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_on_a_cpu(dtype: torch.dtype) -> None:
     gate_up = make_input(3, 50, dtype)
-    check(gate_up, silu_mul(gate_up.clone()))
+    for delta in deltas(gate_up):
+        check(gate_up, delta, silu_mul(gate_up.clone(), delta))
 
 
 def test_interpreted_kernel() -> None:
     run_interpreted("""
         import torch
         from lorafleet.kernels import silu_mul_triton
-        from tests.kernels.test_silu_mul import check, make_input
+        from tests.kernels.test_silu_mul import check, deltas, make_input
 
         silu_mul_triton.BLOCK_I = 32
         for num_tokens, size in ((3, 64), (2, 77), (1, 1)):
             gate_up = make_input(num_tokens, size, torch.float32)
-            check(gate_up, silu_mul_triton.silu_mul_triton(gate_up))
+            for delta in deltas(gate_up):
+                check(gate_up, delta, silu_mul_triton.silu_mul_triton(gate_up, delta))
     """)
 
 
@@ -51,5 +59,6 @@ class TestOnGPU:
     @pytest.mark.parametrize("size", [1, 77, 1024, 4864, 14336])
     def test_equals_the_formula(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
         gate_up = make_input(num_tokens, size, dtype, "cuda")
-        poison_free_memory()
-        check(gate_up, silu_mul(gate_up))
+        for delta in deltas(gate_up):
+            poison_free_memory()
+            check(gate_up, delta, silu_mul(gate_up, delta))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.lora_batch import LoRABatch, static_tile_counts
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
@@ -39,6 +40,7 @@ class Slot:
 class LoRAModelManager:
     def __init__(self, model: DecoderModel, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
+        self._max_rank = config.max_lora_rank
         self.device = device
         linears = model.packed_linears()
         self.packed_names = [names for names, _ in linears]
@@ -47,10 +49,10 @@ class LoRAModelManager:
         self.num_evictions = 0
         self._of_digest: dict[str, Slot] = {}
         self._clock = 0
-        self._tables = LoRATables(len(linears), config.max_loras, device)
+        self.tables = LoRATables(len(linears), config.max_loras, device)
         self._linears: list[PackedLoRA] = []
         for i, (_, linear) in enumerate(linears):
-            linear.lora = PackedLoRA(i, linear.in_features, linear.out_features, self._tables)
+            linear.lora = PackedLoRA(i, linear.in_features, linear.out_features, self.tables)
             linear.lora.dtype = dtype
             self._linears.append(linear.lora)
         self._stride = slot_bytes([(p.in_features, p.out_features) for p in self._linears], config.max_lora_rank, dtype)
@@ -60,6 +62,13 @@ class LoRAModelManager:
         if device.type == "cuda":
             self._arena = torch.empty(config.max_loras, self._stride, dtype=torch.uint8, device=device)
             self._copy_stream = torch.cuda.Stream(device)
+
+    def tile_counts(self, num_tokens: int) -> list[int]:
+        """Of the static batches that steps of so many tokens should have."""
+        return static_tile_counts(num_tokens, len(self.slots))
+
+    def static_batch(self, num_tokens: int, num_tiles: int) -> LoRABatch:
+        return LoRABatch.static(num_tokens, num_tiles, self._max_rank, self.tables)
 
     def find(self, digest: str) -> Slot | None:
         """The slot that holds the adapter, whether its copy has finished or not."""
@@ -145,6 +154,6 @@ class LoRAModelManager:
                 stream.wait_event(slot.quiet)
             for to, piece in zip(target[: block.numel()].split(PIECE_BYTES), block.split(PIECE_BYTES), strict=True):
                 to.copy_(piece, non_blocking=True)
-            self._tables.write_slot(slot.index, adapter.table, target.data_ptr())
+            self.tables.write_slot(slot.index, adapter.table, target.data_ptr())
             slot.ready = torch.cuda.Event()
             slot.ready.record(stream)

@@ -4,7 +4,8 @@ One forward pass takes a step's tokens of all sequences in one row [T, D]; which
 backend's affair, which adapter each uses is LoRABatch's.
 """
 
-# T tokens · D hidden size · H query heads · G KV heads · V vocabulary · I intermediate size
+# T tokens · D hidden size · E all heads of q, k and v in one row · H query heads · G KV heads · V vocabulary
+# I intermediate size
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from lorafleet.kernels.rope_store import rotate_and_store
 from lorafleet.kernels.silu_mul import silu_mul
 from lorafleet.workers.attention.base import AttentionBackend, KVCache
 from lorafleet.workers.checkpoint import ModelConfig
-from lorafleet.workers.models.layers import PackedLinear, RMSNorm, parameter
+from lorafleet.workers.models.layers import LinearOutput, PackedLinear, RMSNorm, parameter
 from lorafleet.workers.models.rope import RotaryEmbedding
 
 
@@ -52,10 +53,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
 
-    def forward(self, x_TD: Tensor, step: StepContext) -> Tensor:
+    def forward(self, x_TD: Tensor, step: StepContext) -> LinearOutput:
         cache = step.caches[self.layer]
+        qkv_TE, delta_TE = self.qkv_proj(x_TD, step.lora)
         q_THD = rotate_and_store(
-            self.qkv_proj(x_TD, step.lora),
+            qkv_TE,
+            delta_TE,
             step.cos,
             step.sin,
             None if self.q_norm is None else self.q_norm.weight,
@@ -68,7 +71,7 @@ class Attention(nn.Module):
             cache.v_scale,
         )
         attended = step.attention.attend(self.layer, q_THD)
-        out: Tensor = self.o_proj(attended.reshape(x_TD.shape[0], -1), step.lora)
+        out: LinearOutput = self.o_proj(attended.reshape(x_TD.shape[0], -1), step.lora)
         return out
 
 
@@ -79,8 +82,8 @@ class MLP(nn.Module):
         self.gate_up_proj = PackedLinear(config.hidden_size, (inner, inner), config.mlp_bias, dtype, device)
         self.down_proj = PackedLinear(inner, (config.hidden_size,), config.mlp_bias, dtype, device)
 
-    def forward(self, x_TD: Tensor, step: StepContext) -> Tensor:
-        out: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x_TD, step.lora)), step.lora)
+    def forward(self, x_TD: Tensor, step: StepContext) -> LinearOutput:
+        out: LinearOutput = self.down_proj(silu_mul(*self.gate_up_proj(x_TD, step.lora)), step.lora)
         return out
 
 
@@ -92,12 +95,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.mlp = MLP(config, dtype, device)
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor, step: StepContext) -> Tensor:
+    def forward(self, x_TD: Tensor, residual_TD: Tensor, step: StepContext) -> LinearOutput:
         """x is the input norm's output. Returns the MLP's, not yet added to the residual: the next layer's norm does
         that, as here the second norm adds what attention gives, in place and in one launch.
         """
-        attended_TD = self.self_attn(x_TD, step)
-        out: Tensor = self.mlp(self.post_attention_layernorm.add(attended_TD, residual_TD), step)
+        attended = self.self_attn(x_TD, step)
+        out: LinearOutput = self.mlp(self.post_attention_layernorm.add(attended, residual_TD), step)
         return out
 
 
@@ -131,6 +134,8 @@ class DecoderModel(nn.Module):
 
         slot_mapping_T and caches as in StepContext; attention has planned this step.
         """
+        if lora is not None:
+            lora.begin()
         residual_TD = F.embedding(token_T, self.embed_tokens)
         cos, sin = self.rope.cos_sin(position_T, rope_length_T, residual_TD.dtype)
         step = StepContext(cos, sin, slot_mapping_T, caches, attention, lora)

@@ -16,6 +16,9 @@ from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.packed_lora import PackedLoRA
 from lorafleet.kernels.rms_norm import add_rms_norm, rms_norm
 
+# y [T, O] and what adapters add to it, [T, O] or None: kernels/lora.py. Whoever reads y adds it in the same pass.
+LinearOutput = tuple[Tensor, Tensor | None]
+
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
@@ -30,9 +33,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: LinearOutput, residual: Tensor) -> Tensor:
         """residual += x, in place; returns its norm."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(*x, residual, self.weight, self.eps)
 
 
 class PackedLinear(nn.Module):
@@ -51,7 +54,7 @@ class PackedLinear(nn.Module):
         self.bias = parameter(sum(out_features), dtype=dtype, device=device) if bias else None
         self.lora: PackedLoRA | None = None
 
-    def forward(self, x_TD: Tensor, batch: LoRABatch | None) -> Tensor:
+    def forward(self, x_TD: Tensor, batch: LoRABatch | None) -> LinearOutput:
         if batch is not None and self.lora is not None:
             return linear_with_lora(x_TD, self.weight, self.bias, self.lora, batch)
-        return F.linear(x_TD, self.weight, self.bias)
+        return F.linear(x_TD, self.weight, self.bias), None
