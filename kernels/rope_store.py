@@ -32,9 +32,10 @@ def rotate_and_store(
 ) -> Tensor:
     """Returns the rotated queries [T, H, D] of qkv + delta; writes each token's key and value to the cache.
 
-    delta: what adapters add to qkv (kernels/lora.py), or None. A cache of float8_e4m3fn holds them divided by k_scale and v_scale, and +-448 for what is out of its range; other
-    caches have qkv's dtype and no scales. q_norm and k_norm are both weights of RMS norms over D, or both None.
-    slot_mapping_T is int64, block * P + offset; on CUDA a negative one (the padding of a CUDA graph) stores nothing.
+    delta: what adapters add to qkv (kernels/lora.py), or None. A cache of float8_e4m3fn holds keys and values divided
+    by k_scale and v_scale, and +-448 for what is out of its range; other caches have qkv's dtype and no scales. q_norm
+    and k_norm are both weights of RMS norms over D, or both None. slot_mapping_T is int64, block * P + offset; on CUDA
+    a negative one (the padding of a CUDA graph) stores nothing.
     """
     num_tokens, width = qkv_TE.shape
     num_kv_heads, head_dim = k_NPGD.shape[2:]
