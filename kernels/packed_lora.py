@@ -116,11 +116,8 @@ class PackedLoRA:
         self.index = index  # row of the tables
         self.in_features = in_features
         self.out_features = out_features
-        self.address_SA = tables.address_LSA[index]
-        self.rank_SP = tables.rank_LSP[index]
-        self.scale_SP = tables.scale_LSP[index]
         self.dtype: torch.dtype | None = None  # of A and B; one for all slots, None before the first
-        self.slots: list[SlotWeights | None] = [None] * self.rank_SP.shape[0]
+        self.slots: list[SlotWeights | None] = [None] * tables.rank_LSP.shape[1]
         self._stacked: tuple[tuple[int, ...], StackedSlots | None] = ((), None)
         self._max_total_rank: tuple[tuple[int, ...], int, int] = ((), 0, 0)
 
