@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ def test_memory_that_cannot_be_locked_is_an_error_and_none_of_it_stays_locked(mo
     monkeypatch.setattr(pinned_memory, "PIECE_BYTES", MB)
     locked = given[2 * MB : 3 * MB]
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(locked.data_ptr(), locked.numel(), 0))
-    with pytest.raises(LorafleetError, match="Lower max_cpu_loras"):
-        memory.pin(given)
+    # In a thread, as loads do it: CUDA keeps the error and hands it to the same thread's next launch.
+    with ThreadPoolExecutor(1) as pool, pytest.raises(LorafleetError, match="Lower max_cpu_loras"):
+        pool.submit(memory.pin, given).result()
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(locked.data_ptr()))
     assert_unlocked(given)
