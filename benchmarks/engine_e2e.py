@@ -1,31 +1,37 @@
 """The whole engine at 8B shape with random weights: milliseconds a decode step, prefill tokens a second.
 
-    python benchmarks/engine_e2e.py [--batches 1 8 64 256] [--adapters 0 8 64]
+    python benchmarks/engine_e2e.py [--batches 1 8 64 256] [--adapters 0 8 64] [--mixed-tokens 512]
         [--kv-cache-dtype auto|fp8] [--json FILE]
 
 Prompts of 512 random tokens, 128 generated, greedy, bf16, adapters of rank 16 on all seven projections; request i uses
 adapter i modulo their number. A step is timed on the host from the scheduler to the tokens, as a server lives through
 it; the median of the steps in which every sequence decodes is given. Beside it stands the byte floor: the weights, the
-batch's distinct adapters and the KV cache, read once at the copy bandwidth measured in the same run.
+batch's distinct adapters and the KV cache, read once at the copy bandwidth measured in the same run. Prefill: from all
+prompts at once to the last one's first token, steps of 8192 tokens whether they decode too or not.
+
+--mixed-tokens: then, for each value of max_num_mixed_tokens, a prompt of 8000 tokens comes amid 32 streams. How long
+until its first token, and what gaps the streams see until then.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import statistics
 import tempfile
 import time
+import zlib
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors.torch import save_file
 
-from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.config import EngineConfig, KVCacheDType
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
@@ -34,6 +40,8 @@ from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
 
 PROMPT, GENERATED, RANK = 512, 128, 16
+STREAMS, LONG_PROMPT = 32, 8000
+PREFILL_TOKENS = 8192  # in one step
 HIDDEN, INNER, LAYERS, KV = 4096, 14336, 32, 1024
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -98,33 +106,83 @@ class Measured:
     floor_ms: float
 
 
+def submit(engine: Engine, name: str, count: int, num_tokens: int, generated: int, loras: list[LoRARequest]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    for i in range(count):
+        prompt = torch.randint(10, 128000, (num_tokens,), generator=generator).tolist()
+        lora = loras[i % len(loras)] if loras else None
+        engine.add(EngineRequest(request_id=f"{name} {i}", prompt_token_ids=prompt, params=params, lora=lora))
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+    torch.cuda.synchronize()
+
+
+def until_all_answer(engine: Engine, name: str, count: int) -> float:
+    """Seconds until each of the requests has its first token."""
+    waiting = {f"{name} {i}" for i in range(count)}
+    started = time.perf_counter()
+    while waiting:
+        waiting -= {output.request_id for output in engine.step()}
+    return time.perf_counter() - started
+
+
 def measure(engine: Engine, batch: int, loras: list[LoRARequest], bandwidth: float, weights: int) -> Measured:
+    prefills: list[float] = []
+    for repeat in range(1 + (5 if batch * PROMPT <= PREFILL_TOKENS else 2)):
+        submit(engine, f"prefill {batch} {repeat}", batch, PROMPT, 2, loras)
+        prefills.append(until_all_answer(engine, f"prefill {batch} {repeat}", batch))
+        drain(engine)
+    submit(engine, f"decode {batch}", batch, PROMPT, GENERATED, loras)
+    until_all_answer(engine, f"decode {batch}", batch)
     steps: list[float] = []
-    prefill_s = 0.0
-    for repeat in range(2):  # the first one compiles and warms up
-        params = SamplingParams(temperature=0, max_tokens=GENERATED if repeat else 4, ignore_eos=True)
-        generator = torch.Generator().manual_seed(1000 * batch + repeat)
-        for i in range(batch):
-            prompt = torch.randint(10, 128000, (PROMPT,), generator=generator).tolist()
-            lora = loras[i % len(loras)] if loras else None
-            engine.add(EngineRequest(request_id=str(i), prompt_token_ids=prompt, params=params, lora=lora))
-        torch.cuda.synchronize()
-        steps = []
-        started = time.perf_counter()
-        prefill_s, waiting = 0.0, set(range(batch))
-        while engine.has_work:
-            before = time.perf_counter()
-            outputs = engine.step()
-            now = time.perf_counter()
-            if not waiting and len(outputs) == batch:
-                steps.append(now - before)
-            waiting -= {int(o.request_id) for o in outputs}
-            prefill_s = prefill_s or (0.0 if waiting else now - started)
+    while engine.has_work:
+        before = time.perf_counter()
+        outputs = engine.step()
+        if len(outputs) == batch:
+            steps.append(time.perf_counter() - before)
     distinct = min(batch, len(loras))
     kv_bytes = KV_NUMBERS_A_TOKEN * engine.runner.caches[0].k_NPGD.element_size()
     kv = batch * (PROMPT + GENERATED / 2) * kv_bytes
     floor_ms = (weights + distinct * ADAPTER_BYTES + kv) / bandwidth * 1e3
+    prefill_s = statistics.median(prefills[1:])  # the first one warms up
     return Measured(batch, len(loras), statistics.median(steps) * 1e3, batch * PROMPT / prefill_s, floor_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    mixed_tokens: int
+    first_token_ms: float
+    median_gap_ms: float
+    longest_gap_ms: float
+
+
+def measure_mixed(engine: Engine, mixed_tokens: int) -> Mixed:
+    gaps: list[float] = []
+    first_token_s = 0.0
+    for repeat in range(2):  # the first one warms up
+        submit(engine, f"stream {repeat}", STREAMS, PROMPT, 1000, [])
+        until_all_answer(engine, f"stream {repeat}", STREAMS)
+        submit(engine, f"long {repeat}", 1, LONG_PROMPT, 2, [])
+        gaps, started = [], time.perf_counter()
+        last = started
+        while not first_token_s:
+            outputs = engine.step()
+            now = time.perf_counter()
+            if any(output.request_id.startswith("stream") for output in outputs):
+                gaps.append(now - last)
+                last = now
+            if any(output.request_id.startswith("long") for output in outputs):
+                first_token_s = now - started
+        for name in (*(f"stream {repeat} {i}" for i in range(STREAMS)), f"long {repeat} 0"):
+            engine.abort(name)
+        drain(engine)
+        if repeat == 0:
+            first_token_s = 0.0
+    return Mixed(mixed_tokens, first_token_s * 1e3, statistics.median(gaps) * 1e3, max(gaps) * 1e3)
 
 
 def copy_bandwidth() -> float:
@@ -142,12 +200,75 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / best * 1e3
 
 
+def start(
+    checkpoint: Path, max_num_seqs: int, mixed_tokens: int, lora: LoRAConfig | None, kv_cache_dtype: KVCacheDType
+) -> Engine:
+    gc.collect()  # the engine before
+    torch.cuda.empty_cache()
+    config = EngineConfig(
+        model=str(checkpoint),
+        device="cuda",
+        load_format="dummy",
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=PREFILL_TOKENS,
+        max_num_mixed_tokens=mixed_tokens,
+        enable_prefix_caching=False,
+        lora=lora,
+    )
+    return build_engine(config)
+
+
+def run_batches(checkpoint: Path, folder: Path, args: argparse.Namespace, bandwidth: float) -> list[Measured]:
+    most = max(args.adapters)
+    lora = LoRAConfig(max_loras=most, max_lora_rank=RANK, max_cpu_loras=most) if most else None
+    engine = start(checkpoint, max(args.batches), PREFILL_TOKENS, lora, args.kv_cache_dtype)
+    loras = load(engine, write_adapters(folder, most)) if most else []
+    model = engine.runner.model
+    read = sum(p.numel() * p.element_size() for p in model.parameters()) - model.embed_tokens.nbytes
+    print(
+        f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, "
+        f"weights read a step {read / 2**30:.2f} GiB, "
+        f"KV cache {engine.hello.kv_cache_tokens} tokens of {engine.runner.caches[0].k_NPGD.dtype}"
+    )
+    print("batch  adapters  ms a step   floor ms   prefill tokens/s")
+    rows = []
+    for count in args.adapters:
+        for batch in args.batches:
+            row = measure(engine, batch, loras[:count], bandwidth, read)
+            rows.append(row)
+            print(
+                f"{row.batch:5}  {row.adapters:8}  {row.step_ms:9.2f}  {row.floor_ms:9.2f}  "
+                f"{row.prefill_tokens_per_s:17.0f}",
+                flush=True,
+            )
+    engine.close()
+    return rows
+
+
+def run_mixed(checkpoint: Path, mixed_tokens: list[int], kv_cache_dtype: KVCacheDType) -> list[Mixed]:
+    print(f"a prompt of {LONG_PROMPT} tokens amid {STREAMS} streams")
+    print("mixed tokens  first token ms  median gap ms  longest gap ms")
+    rows = []
+    for tokens in mixed_tokens:
+        engine = start(checkpoint, STREAMS + 1, tokens, None, kv_cache_dtype)
+        row = measure_mixed(engine, tokens)
+        rows.append(row)
+        print(
+            f"{row.mixed_tokens:12}  {row.first_token_ms:14.0f}  {row.median_gap_ms:13.1f}  {row.longest_gap_ms:14.1f}",
+            flush=True,
+        )
+        engine.close()
+    return rows
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 64])
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--mixed-tokens", type=int, nargs="+", default=[])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
@@ -155,43 +276,11 @@ def main() -> None:
         checkpoint = Path(folder, "model")
         checkpoint.mkdir()
         (checkpoint / "config.json").write_text(json.dumps(CONFIG))
-        most = max(args.adapters)
-        lora = LoRAConfig(max_loras=most, max_lora_rank=RANK, max_cpu_loras=most) if most else None
-        engine = build_engine(
-            EngineConfig(
-                model=str(checkpoint),
-                device="cuda",
-                load_format="dummy",
-                kv_cache_dtype=args.kv_cache_dtype,
-                max_num_seqs=max(args.batches),
-                max_num_batched_tokens=8192,
-                enable_prefix_caching=False,
-                lora=lora,
-            )
-        )
-        loras = load(engine, write_adapters(Path(folder), most)) if most else []
-        model = engine.runner.model
-        read = sum(p.numel() * p.element_size() for p in model.parameters()) - model.embed_tokens.nbytes
-        print(
-            f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, "
-            f"weights read a step {read / 2**30:.2f} GiB, "
-            f"KV cache {engine.hello.kv_cache_tokens} tokens of {engine.runner.caches[0].k_NPGD.dtype}"
-        )
-        print("batch  adapters  ms a step   floor ms   prefill tokens/s")
-        rows = []
-        for count in args.adapters:
-            for batch in args.batches:
-                row = measure(engine, batch, loras[:count], bandwidth, read)
-                rows.append(row)
-                print(
-                    f"{row.batch:5}  {row.adapters:8}  {row.step_ms:9.2f}  {row.floor_ms:9.2f}  "
-                    f"{row.prefill_tokens_per_s:17.0f}",
-                    flush=True,
-                )
-        engine.close()
+        rows = run_batches(checkpoint, Path(folder), args, bandwidth) if args.batches else []
+        mixed = run_mixed(checkpoint, args.mixed_tokens, args.kv_cache_dtype) if args.mixed_tokens else []
     if args.json:
-        results = [{name: getattr(row, name) for name in Measured.__slots__} for row in rows]
-        args.json.write_text(json.dumps({"bandwidth": bandwidth, "results": results}, indent=1))
+        results = {"bandwidth": bandwidth, "results": [asdict(r) for r in rows], "mixed": [asdict(r) for r in mixed]}
+        args.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

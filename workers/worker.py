@@ -6,6 +6,7 @@ the worker: its state can no longer be trusted, the replica is told and is repla
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -43,6 +44,8 @@ class GPUWorker:
         except BaseException:
             self._socket.close()
             raise
+        gc.collect()
+        gc.freeze()  # a full collection walks all that the model and its graphs are made of: 0.1 s without a step
         self._loop = EngineLoop(self._engine, self._socket)
         self._loop.start()
 
