@@ -66,7 +66,8 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks, in the order of their tokens. Empty where everything waits for an adapter."""
+        """The next step's chunks, in the order of their tokens: decodes first, so that attention can take them apart.
+        Empty where everything waits for an adapter."""
         chunks, budget = self._schedule_running()
         if self.loras is not None:
             self.loras.prefetch(self._waiting_adapters())
@@ -100,7 +101,8 @@ class Scheduler:
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
         """Chunks, and how many more prompt tokens the step has room for."""
-        chunks: list[Chunk] = []
+        decodes: list[Chunk] = []
+        prompts: list[Chunk] = []
         # Others have their last token under way.
         unfinished = [s for s in self.running if s.num_generated < s.max_tokens]
         budget = self._prompt_budget(sum(s.num_uncomputed == 1 for s in unfinished))
@@ -111,9 +113,9 @@ class Scheduler:
                 continue  # no room, or preempted for one before it
             if not self._grow_or_preempt(sequence, num_tokens):
                 break  # the sequence itself was the youngest, and with it the last
-            chunks.append(self._chunk(sequence, num_tokens))
+            (decodes if is_decode else prompts).append(self._chunk(sequence, num_tokens))
             budget -= 0 if is_decode else num_tokens
-        return chunks, budget
+        return decodes + prompts, budget
 
     def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
         """What it computes of the prompt may be shared from now on, in this step too: of each layer a step stores all
