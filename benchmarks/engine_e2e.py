@@ -25,6 +25,7 @@ import time
 import zlib
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -115,7 +116,9 @@ def submit(engine: Engine, name: str, count: int, num_tokens: int, generated: in
         engine.add(EngineRequest(request_id=f"{name} {i}", prompt_token_ids=prompt, params=params, lora=lora))
 
 
-def drain(engine: Engine) -> None:
+def abort(engine: Engine, name: str, count: int) -> None:
+    for i in range(count):
+        engine.abort(f"{name} {i}")
     while engine.has_work:
         engine.step()
     torch.cuda.synchronize()
@@ -133,9 +136,10 @@ def until_all_answer(engine: Engine, name: str, count: int) -> float:
 def measure(engine: Engine, batch: int, loras: list[LoRARequest], bandwidth: float, weights: int) -> Measured:
     prefills: list[float] = []
     for repeat in range(1 + (5 if batch * PROMPT <= PREFILL_TOKENS else 2)):
-        submit(engine, f"prefill {batch} {repeat}", batch, PROMPT, 2, loras)
-        prefills.append(until_all_answer(engine, f"prefill {batch} {repeat}", batch))
-        drain(engine)
+        name = f"prefill {batch} {repeat}"
+        submit(engine, name, batch, PROMPT, GENERATED, loras)
+        prefills.append(until_all_answer(engine, name, batch))
+        abort(engine, name, batch)
     submit(engine, f"decode {batch}", batch, PROMPT, GENERATED, loras)
     until_all_answer(engine, f"decode {batch}", batch)
     steps: list[float] = []
@@ -161,28 +165,24 @@ class Mixed:
 
 
 def measure_mixed(engine: Engine, mixed_tokens: int) -> Mixed:
-    gaps: list[float] = []
-    first_token_s = 0.0
-    for repeat in range(2):  # the first one warms up
-        submit(engine, f"stream {repeat}", STREAMS, PROMPT, 1000, [])
-        until_all_answer(engine, f"stream {repeat}", STREAMS)
-        submit(engine, f"long {repeat}", 1, LONG_PROMPT, 2, [])
-        gaps, started = [], time.perf_counter()
-        last = started
-        while not first_token_s:
-            outputs = engine.step()
-            now = time.perf_counter()
-            if any(output.request_id.startswith("stream") for output in outputs):
-                gaps.append(now - last)
-                last = now
-            if any(output.request_id.startswith("long") for output in outputs):
-                first_token_s = now - started
-        for name in (*(f"stream {repeat} {i}" for i in range(STREAMS)), f"long {repeat} 0"):
-            engine.abort(name)
-        drain(engine)
-        if repeat == 0:
-            first_token_s = 0.0
-    return Mixed(mixed_tokens, first_token_s * 1e3, statistics.median(gaps) * 1e3, max(gaps) * 1e3)
+    row = None
+    for repeat in ("warm-up", "measured"):
+        streams, long = f"stream {repeat}", f"long {repeat}"
+        submit(engine, streams, STREAMS, PROMPT, 1000, [])
+        until_all_answer(engine, streams, STREAMS)
+        submit(engine, long, 1, LONG_PROMPT, 2, [])
+        times, answered = [time.perf_counter()], False
+        while not answered:
+            asked = [output.request_id for output in engine.step()]
+            if any(name.startswith(streams) for name in asked):
+                times.append(time.perf_counter())
+            answered = any(name.startswith(long) for name in asked)
+        gaps = [(after - before) * 1e3 for before, after in pairwise(times)]
+        row = Mixed(mixed_tokens, (times[-1] - times[0]) * 1e3, statistics.median(gaps), max(gaps))
+        abort(engine, long, 1)
+        abort(engine, streams, STREAMS)
+    assert row is not None
+    return row
 
 
 def copy_bandwidth() -> float:
