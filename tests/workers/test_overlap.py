@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.workers.messages import EngineRequest
@@ -26,7 +28,7 @@ def test_answers_are_those_of_steps_one_by_one(fleet, prompt):
     requests = {n: LoRARequest(n, i, str(made.adapters[n])) for i, n in enumerate(names) if n}
     jobs = [(prompt(rng.randrange(1, 60)), rng.choice(kinds), rng.choice(names)) for _ in range(60)]
 
-    def answers(overlap: bool) -> list[object]:
+    def answers(overlap: bool) -> tuple[list[object], list[list[float]]]:
         llm = LLM(
             str(made.base),
             enable_lora=True,
@@ -45,9 +47,25 @@ def test_answers_are_those_of_steps_one_by_one(fleet, prompt):
         assert stats.preemptions_total > 0
         assert stats.kv_blocks_free == stats.kv_blocks_total
         assert all(slot.holders == 0 for slot in llm._engine.loras.slots.slots)
-        return [[(c.token_ids, c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
+        chosen = [[(c.token_ids, c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
+        found = [entry for o in outputs for c in o.outputs for entry in (c.logprobs or []) + (o.prompt_logprobs or [])]
+        return chosen, [[e.logprob, *e.top_logprobs] for e in found if e is not None]
 
-    assert answers(True) == answers(False)
+    tokens, logprobs = answers(True)
+    expected_tokens, expected_logprobs = answers(False)
+    assert tokens == expected_tokens
+    assert len(logprobs) > 100
+    for ours, expected in zip(logprobs, expected_logprobs, strict=True):
+        assert ours == pytest.approx(expected, abs=1e-4)
+
+
+def test_logprobs_do_not_keep_a_step_from_running_ahead(fleet, prompt):
+    engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024, async_scheduling=True))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    engine.add(EngineRequest(request_id="only", prompt_token_ids=prompt(9), params=params))
+    assert engine.step() == []
+    [first] = engine.step()
+    assert first.logprobs is not None and len(first.prompt_logprobs or []) == 9
 
 
 def test_tokens_come_one_step_late_and_none_is_lost_by_an_abort(fleet, prompt):
