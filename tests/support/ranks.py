@@ -1,0 +1,84 @@
+"""Runs a function on every rank of a tensor-parallel group: processes of their own, gloo, loopback."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from lorafleet.workers.tp.group import TPGroup
+
+TIMEOUT_S = 120
+
+
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What function(group, *arguments) returned on each rank; the function is one of a test module's own, and its
+    results are pickled. Raises AssertionError with the first rank's traceback where one fails."""
+    source = inspect.getsourcefile(function)
+    assert source is not None
+    context = multiprocessing.get_context("spawn")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    pipes, processes = [], []
+    for rank in range(size):
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run, args=(theirs, rank, size, address, (source, function.__name__), arguments)
+        )
+        process.start()
+        theirs.close()
+        pipes.append(mine)
+        processes.append(process)
+    try:
+        return [_result(pipe, rank) for rank, pipe in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _result(pipe: Connection, rank: int) -> Any:
+    assert pipe.poll(TIMEOUT_S), f"rank {rank} gave no result within {TIMEOUT_S} s"
+    succeeded, result = pickle.loads(pipe.recv_bytes())
+    assert succeeded, f"rank {rank}:\n{result}"
+    return result
+
+
+def _run(
+    pipe: Connection, rank: int, size: int, address: str, function: tuple[str, str], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        group = TPGroup.join(rank, size, address, torch.device("cpu"))
+        answer = True, _load(*function)(group, *arguments)
+        group.leave()
+    except BaseException:
+        answer = False, traceback.format_exc()
+    pipe.send_bytes(pickle.dumps(answer))
+
+
+def _load(source: str, name: str) -> Callable[..., Any]:
+    """Test modules are in no package that another process could import."""
+    spec = importlib.util.spec_from_file_location("of_a_rank", source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function: Callable[..., Any] = getattr(module, name)
+    return function

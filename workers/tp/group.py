@@ -1,0 +1,67 @@
+"""The ranks of one tensor-parallel replica and the collectives between them: NCCL on GPUs, gloo on CPUs.
+
+Every rank of a group calls the same collectives in the same order. A group of one does nothing and needs no process
+group, so that code for many ranks serves one as well.
+"""
+
+# N ranks
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 has a new name for it and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+JOIN_TIMEOUT_S = 300.0  # a rank may still be importing torch
+
+
+@dataclass(frozen=True, slots=True)
+class TPGroup:
+    rank: int = 0
+    size: int = 1
+    _group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def join(cls, rank: int, size: int, address: str, device: torch.device) -> TPGroup:
+        """Waits for all ranks. address: tcp://host:port, free, on rank 0's host. Once a process."""
+        if size == 1:
+            return cls()
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=address,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            device_id=device if device.type == "cuda" else None,
+        )
+        return cls(rank, size, dist.group.WORLD)
+
+    def leave(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[N, *shape]: every rank's x, of one shape, in rank order."""
+        if self.size == 1:
+            return x.unsqueeze(0)
+        gathered = x.new_empty(self.size, *x.shape)
+        _all_gather(gathered, x.contiguous(), group=self._group)
+        return gathered
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, in place."""
+        if self.size > 1:
+            dist.broadcast(x, src=0, group=self._group)
+        return x

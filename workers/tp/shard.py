@@ -1,0 +1,85 @@
+"""Which part of a model one tensor-parallel rank holds: Megatron's layout.
+
+q, k, v, gate and up are divided by output, o and down by input, so that a layer needs two sums over the ranks, one
+after o and one after down. Embedding and head are divided by vocabulary. Where there are fewer KV heads than ranks,
+several ranks hold the same one.
+Source: Megatron-LM, arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lorafleet.workers.checkpoint import ModelConfig
+from lorafleet.workers.errors import ConfigError
+
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW_PARALLEL = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """whole: as in config.json. local: with this rank's heads and intermediate size; hidden size and vocabulary are
+    the whole model's."""
+
+    rank: int
+    size: int
+    whole: ModelConfig
+    local: ModelConfig
+
+    @classmethod
+    def of(cls, config: ModelConfig, rank: int, size: int) -> Shard:
+        """Raises ConfigError where the model cannot be divided so."""
+        for name, total in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+            if total % size:
+                raise ConfigError(
+                    f"tensor_parallel_size={size} does not divide the model's {name}={total}. Use a divisor of both "
+                    f"num_attention_heads={config.num_heads} and intermediate_size={config.intermediate_size}.",
+                    "tensor_parallel_size",
+                )
+        heads = config.num_kv_heads
+        if max(heads, size) % min(heads, size):
+            raise ConfigError(
+                f"tensor_parallel_size={size} neither divides the model's num_key_value_heads={heads} nor is a "
+                "multiple of it. Use one that does.",
+                "tensor_parallel_size",
+            )
+        local = replace(
+            config,
+            num_heads=config.num_heads // size,
+            num_kv_heads=max(1, heads // size),
+            intermediate_size=config.intermediate_size // size,
+        )
+        return cls(rank, size, config, local)
+
+    @property
+    def vocabulary(self) -> slice:
+        """This rank's token ids. The last ranks may have fewer than the first, or none."""
+        per_rank = self.vocab_per_rank
+        start = min(self.rank * per_rank, self.whole.vocab_size)
+        return slice(start, min(start + per_rank, self.whole.vocab_size))
+
+    @property
+    def vocab_per_rank(self) -> int:
+        return -(-self.whole.vocab_size // self.size)
+
+    def output(self, projection: str) -> slice:
+        """Rows of the projection's weight and of a LoRA B. projection: a module path, or its last name."""
+        name = projection.rpartition(".")[2]
+        if name in ROW_PARALLEL:
+            return slice(0, self.whole.hidden_size)
+        if name in ("k_proj", "v_proj"):
+            first = self.rank * self.whole.num_kv_heads // self.size
+            start = first * self.whole.head_dim
+            return slice(start, start + self.local.kv_size)
+        return self._equal_part(self.local.q_size if name == "q_proj" else self.local.intermediate_size)
+
+    def input(self, projection: str) -> slice:
+        """Columns of the projection's weight and of a LoRA A."""
+        name = projection.rpartition(".")[2]
+        if name not in ROW_PARALLEL:
+            return slice(0, self.whole.hidden_size)
+        return self._equal_part(self.local.q_size if name == "o_proj" else self.local.intermediate_size)
+
+    def _equal_part(self, size: int) -> slice:
+        return slice(self.rank * size, (self.rank + 1) * size)
