@@ -57,7 +57,7 @@ class TPGroup:
         if self.size == 1:
             return x.unsqueeze(0)
         gathered = x.new_empty(self.size, *x.shape)
-        _all_gather(gathered, x.contiguous(), group=self._group)
+        _all_gather(gathered.view(-1), x.contiguous().view(-1), group=self._group)
         return gathered
 
     def broadcast(self, x: Tensor) -> Tensor:
