@@ -149,7 +149,7 @@ def measure(engine: Engine, batch: int, loras: list[LoRARequest], bandwidth: flo
         if len(outputs) == batch:
             steps.append(time.perf_counter() - before)
     distinct = min(batch, len(loras))
-    kv_bytes = KV_NUMBERS_A_TOKEN * engine.runner.caches[0].k_NPGD.element_size()
+    kv_bytes = KV_NUMBERS_A_TOKEN * engine.runner.steps.caches[0].k_NPGD.element_size()
     kv = batch * (PROMPT + GENERATED / 2) * kv_bytes
     floor_ms = (weights + distinct * ADAPTER_BYTES + kv) / bandwidth * 1e3
     prefill_s = statistics.median(prefills[1:])  # the first one warms up
@@ -224,12 +224,12 @@ def run_batches(checkpoint: Path, folder: Path, args: argparse.Namespace, bandwi
     lora = LoRAConfig(max_loras=most, max_lora_rank=RANK, max_cpu_loras=most) if most else None
     engine = start(checkpoint, max(args.batches), PREFILL_TOKENS, lora, args.kv_cache_dtype)
     loras = load(engine, write_adapters(folder, most)) if most else []
-    model = engine.runner.model
+    model = engine.runner.steps.model
     read = sum(p.numel() * p.element_size() for p in model.parameters()) - model.embed_tokens.nbytes
     print(
         f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, "
         f"weights read a step {read / 2**30:.2f} GiB, "
-        f"KV cache {engine.hello.kv_cache_tokens} tokens of {engine.runner.caches[0].k_NPGD.dtype}"
+        f"KV cache {engine.hello.kv_cache_tokens} tokens of {engine.runner.steps.caches[0].k_NPGD.dtype}"
     )
     print("batch  adapters  ms a step   floor ms   prefill tokens/s")
     rows = []

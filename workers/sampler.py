@@ -31,11 +31,6 @@ class Row:
     seed: int
     stop_ids: frozenset[int]
 
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Whether the largest of the model's own logits is the answer."""
-        return self.params.greedy and not self.params.edits_logits
-
 
 def sample(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     """One token a row, int64 [B] on the device, not waited for. logits_BV: float32, changed in place."""

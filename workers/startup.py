@@ -28,6 +28,7 @@ from lorafleet.workers.prefill_graphs import PrefillGraphs, graph_token_counts
 from lorafleet.workers.runner import ModelRunner
 from lorafleet.workers.scheduler import Scheduler
 from lorafleet.workers.step_inputs import StepInputs
+from lorafleet.workers.step_runner import StepRunner
 from lorafleet.workers.weights import Progress, fill_randomly, load_weights, read_kv_scales, stored_dtype
 
 log = logging.getLogger(__name__)
@@ -76,17 +77,16 @@ def build_engine(
         config.max_num_mixed_tokens,
     )
     attention = make_attention(spec, caches, config.attention_backend)
-    inputs = StepInputs(
-        config.max_num_seqs, config.max_num_batched_tokens, config.block_size, num_blocks * config.block_size, device
-    )
+    inputs = StepInputs(config.max_num_seqs, config.max_num_batched_tokens, num_blocks * config.block_size, device)
+    slots = None if loras is None else loras.slots
     decode_graphs = prefill_graphs = None
     if device.type == "cuda" and not config.enforce_eager and not model_config.rope.depends_on_length:
         sizes = graph_sizes(config.max_num_seqs)
-        slots = None if loras is None else loras.slots
         decode_graphs = DecodeGraphs(model, caches, attention, inputs, sizes, num_blocks, slots, max_model_len, device)
         counts = graph_token_counts(config.max_num_batched_tokens)
         prefill_graphs = PrefillGraphs(model, caches, attention, spec, inputs, counts, slots)
-    runner = ModelRunner(model, attention, caches, inputs, device, loras, decode_graphs, prefill_graphs)
+    steps = StepRunner(model, attention, caches, inputs, device, slots, decode_graphs, prefill_graphs)
+    runner = ModelRunner(steps, loras, config.block_size)
     overlap = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
     hello = EngineHello(
         vocab_size=model_config.vocab_size,

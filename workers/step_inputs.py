@@ -9,7 +9,6 @@ from there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,10 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorafleet.workers.scheduler import Chunk
-from lorafleet.workers.sequence import UNKNOWN
-
-FIELDS = 4  # token, source, position, KV slot
+from lorafleet.workers.step_plan import FIELDS, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +39,8 @@ class InputTensors:
 class StepInputs:
     """trash_slot: a KV slot that no sequence is ever given, for the padding of captured steps."""
 
-    def __init__(
-        self, max_num_seqs: int, max_tokens: int, block_size: int, trash_slot: int, device: torch.device
-    ) -> None:
-        self._max_num_seqs = max_num_seqs
-        self._block_size = block_size
+    def __init__(self, max_num_seqs: int, max_tokens: int, trash_slot: int, device: torch.device) -> None:
+        self.first_known = max_num_seqs  # the first place in the pool behind the last step's samples
         self._trash_slot = trash_slot
         self._device_block = torch.zeros(max_num_seqs + FIELDS * max_tokens, dtype=torch.int64, device=device)
         self._host = torch.zeros(FIELDS * max_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -55,18 +48,24 @@ class StepInputs:
         self.sampled_B = self._device_block[:max_num_seqs]
 
     def tensors(self, num_tokens: int) -> InputTensors:
-        start = self._max_num_seqs
+        start = self.first_known
         ends = [start + num_tokens * field for field in range(FIELDS + 1)]
         source_T, position_T, kv_slot_T = (self._device_block[begin:end] for begin, end in pairwise(ends[1:]))
         return InputTensors(self._device_block[: ends[1]], source_T, position_T, kv_slot_T)
 
-    def upload(self, chunks: Sequence[Chunk], row_of: Mapping[str, int], num_tokens: int) -> None:
-        """row_of: in sampled_B, of each request that the last step sampled for. num_tokens: with the padding."""
+    def upload(self, fields_FT: Rows, num_tokens: int) -> None:
+        """num_tokens: with the padding."""
         if self._copied is not None:
             self._copied.synchronize()
         host = self._host[: FIELDS * num_tokens]
-        self._fill(host.view(FIELDS, num_tokens).numpy(), chunks, row_of)
-        start = self._max_num_seqs
+        rows_FT, used = host.view(FIELDS, num_tokens).numpy(), fields_FT.shape[1]
+        rows_FT[:, :used] = fields_FT
+        token_T, source_T, position_T, kv_slot_T = rows_FT[:, used:]
+        token_T[:] = 0
+        source_T[:] = np.arange(self.first_known + used, self.first_known + num_tokens)
+        position_T[:] = 0
+        kv_slot_T[:] = self._trash_slot
+        start = self.first_known
         self._device_block[start : start + len(host)].copy_(host, non_blocking=True)
 
     def mark_copied(self) -> None:
@@ -76,38 +75,4 @@ class StepInputs:
             self._copied.record()
 
     def fill_with_padding(self, num_tokens: int) -> None:
-        self.upload([], {}, num_tokens)
-
-    def _fill(
-        self,
-        rows_FT: np.ndarray[tuple[int, int], np.dtype[np.int64]],
-        chunks: Sequence[Chunk],
-        row_of: Mapping[str, int],
-    ) -> None:
-        size, first_known = self._block_size, self._max_num_seqs
-        token_T, source_T, position_T, kv_slot_T = rows_FT
-        source_T[:] = np.arange(first_known, first_known + len(source_T))
-        singles: list[tuple[int, int, int, int, int]] = []
-        at = 0
-        for chunk in chunks:
-            seq = chunk.sequence
-            assert seq.blocks is not None
-            start, end, table = seq.num_computed, seq.num_computed + chunk.num_tokens, seq.blocks.table
-            last = seq.tokens[end - 1]
-            source = row_of[seq.request_id] if last == UNKNOWN else first_known + at + chunk.num_tokens - 1
-            if chunk.num_tokens == 1:  # nearly all chunks; numpy would take several times as long for each
-                singles.append((at, last, source, start, table[start // size] * size + start % size))
-            else:
-                span = slice(at, at + chunk.num_tokens)
-                positions = np.arange(start, end)
-                token_T[span] = seq.tokens[start:end]
-                source_T[at + chunk.num_tokens - 1] = source
-                position_T[span] = positions
-                kv_slot_T[span] = np.asarray(table)[positions // size] * size + positions % size
-            at += chunk.num_tokens
-        if singles:
-            where, *fields = np.array(singles).T
-            rows_FT[:, where] = fields
-        token_T[at:] = 0
-        position_T[at:] = 0
-        kv_slot_T[at:] = self._trash_slot
+        self.upload(np.empty((FIELDS, 0), np.int64), num_tokens)

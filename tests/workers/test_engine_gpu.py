@@ -66,7 +66,7 @@ def test_mixed_adapters_agree_with_peft_in_bf16(big, references, prompt, backend
     # Of two equal prompts the second reads blocks that the same step computes for the first.
     jobs = [(prompt(n), name) for n in (5, 100, 300) for name in (None, *paths) for _ in range(2)]
     requests = {name: LoRARequest(name, i + 1, str(path)) for i, (name, path) in enumerate(paths.items())}
-    assert (llm._engine.runner.decode_graphs is None) == eager
+    assert (llm._engine.runner.steps.decode_graphs is None) == eager
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": p} for p, _ in jobs], params, [requests.get(name) for _, name in jobs])
     exact, half = references

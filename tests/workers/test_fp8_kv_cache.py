@@ -46,7 +46,7 @@ def add_tensors(model, tensors: dict[str, float], **config) -> None:
 
 def scales_of(model, dtype: str = "fp8") -> list[tuple[float, float]]:
     engine = build_engine(EngineConfig(model=str(model), kv_cache_tokens=64, kv_cache_dtype=dtype))
-    return [(round(cache.k_scale, 4), round(cache.v_scale, 4)) for cache in engine.runner.caches]
+    return [(round(cache.k_scale, 4), round(cache.v_scale, 4)) for cache in engine.runner.steps.caches]
 
 
 class RoundedCache(DynamicCache):
@@ -115,7 +115,7 @@ def test_on_a_gpu_the_error_is_that_of_transformers_in_bf16(tmp_path, prompt, ba
         max_num_batched_tokens=256,
         max_num_seqs=16,
     )
-    assert (llm._engine.runner.decode_graphs is None) == eager
+    assert (llm._engine.runner.steps.decode_graphs is None) == eager
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
     prompts = [prompt(n) for n in (5, 40, 100, 300)]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)

@@ -9,6 +9,7 @@ from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.scheduler import Chunk
 from lorafleet.workers.sequence import UNKNOWN, Sequence
 from lorafleet.workers.step_inputs import StepInputs
+from lorafleet.workers.step_plan import Rows, plan_step
 
 BLOCK, TRASH = 4, 400
 
@@ -21,8 +22,12 @@ def chunk(name: str, tokens: list[int], num_computed: int, table: list[int], num
     )
 
 
+def fields(inputs: StepInputs, chunks: list[Chunk], row_of: dict[str, int]) -> Rows:
+    return plan_step(chunks, row_of, inputs.first_known, BLOCK, False, []).fields_FT
+
+
 def test_tokens_come_from_the_host_or_from_the_last_step_and_padding_goes_to_the_trash():
-    inputs = StepInputs(8, 32, BLOCK, TRASH, torch.device("cpu"))
+    inputs = StepInputs(8, 32, TRASH, torch.device("cpu"))
     inputs.sampled_B[:3] = torch.tensor([71, 72, 73])
     chunks = [
         chunk("decode", [5, 6, 7, 8, 9, UNKNOWN], 5, [20, 30], 1),
@@ -30,7 +35,7 @@ def test_tokens_come_from_the_host_or_from_the_last_step_and_padding_goes_to_the
         chunk("known", [5, 6], 1, [2], 1),
         chunk("prompt whose answer began", [50, 51, 52, UNKNOWN], 1, [8], 3),
     ]
-    inputs.upload(chunks, {"decode": 2, "prompt whose answer began": 0}, 14)
+    inputs.upload(fields(inputs, chunks, {"decode": 2, "prompt whose answer began": 0}), 14)
     found = inputs.tensors(14)
     assert found.tokens().tolist() == [73, *range(103, 110), 6, 51, 52, 71, 0, 0]
     assert found.position_T.tolist() == [5, *range(3, 10), 1, 1, 2, 3, 0, 0]
@@ -39,8 +44,8 @@ def test_tokens_come_from_the_host_or_from_the_last_step_and_padding_goes_to_the
 
 
 def test_a_smaller_step_leaves_nothing_of_the_one_before():
-    inputs = StepInputs(2, 32, BLOCK, TRASH, torch.device("cpu"))
-    inputs.upload([chunk("long", list(range(20)), 0, [0, 1, 2, 3, 4], 20)], {}, 24)
-    inputs.upload([chunk("short", [3, 4], 0, [6], 2)], {}, 4)
+    inputs = StepInputs(2, 32, TRASH, torch.device("cpu"))
+    inputs.upload(fields(inputs, [chunk("long", list(range(20)), 0, [0, 1, 2, 3, 4], 20)], {}), 24)
+    inputs.upload(fields(inputs, [chunk("short", [3, 4], 0, [6], 2)], {}), 4)
     assert inputs.tensors(4).tokens().tolist() == [3, 4, 0, 0]
     assert inputs.tensors(4).kv_slot_T.tolist() == [24, 25, TRASH, TRASH]

@@ -1,0 +1,100 @@
+"""Runs a planned step on the device: inputs, the model or its CUDA graph, logits. The same on every rank; it decides
+nothing, and all that depends on requests is in runner.py.
+"""
+
+# T tokens of the step · B rows that sample · D hidden size · V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
+from lorafleet.workers.attention.base import AttentionBackend, KVCache
+from lorafleet.workers.decode_graphs import DecodeGraphs
+from lorafleet.workers.host_copy import to_device
+from lorafleet.workers.lora.model_manager import LoRAModelManager
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.prefill_graphs import PrefillGraphs
+from lorafleet.workers.sampler import greedy
+from lorafleet.workers.step_inputs import StepInputs
+from lorafleet.workers.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """sampled_BV: None where the plan is greedy: then the tokens are in StepInputs.sampled_B. prompts: one [count, V] a
+    span of StepPlan.prompts. Valid until the next step."""
+
+    sampled_BV: Tensor | None
+    prompts: list[Tensor]
+
+
+class StepRunner:
+    def __init__(
+        self,
+        model: DecoderModel,
+        attention: AttentionBackend,
+        caches: list[KVCache],
+        inputs: StepInputs,
+        device: torch.device,
+        slots: LoRAModelManager | None,
+        decode_graphs: DecodeGraphs | None,
+        prefill_graphs: PrefillGraphs | None,
+    ) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.device = device
+        self._attention = attention
+        self.caches = caches
+        self._slots = slots
+        self.decode_graphs = decode_graphs
+        self._prefill_graphs = prefill_graphs
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepLogits:
+        """Queues the step; waits for nothing."""
+        logits_BV = self._decode(plan)
+        if logits_BV is not None:  # the graph has chosen the greedy tokens too
+            return StepLogits(None if plan.is_greedy else logits_BV, [])
+        hidden_TD = self._forward(plan)
+        prompts = [self.model.logits(hidden_TD[first : first + count]) for first, count in plan.prompts]
+        if not plan.sampling:
+            return StepLogits(None, prompts)
+        rows_B = to_device(plan.sampling, torch.int64, self.device)
+        logits_BV = self.model.logits(hidden_TD[rows_B])
+        if not plan.is_greedy:
+            return StepLogits(logits_BV, prompts)
+        self.inputs.sampled_B[: len(plan.sampling)].copy_(greedy(logits_BV))
+        return StepLogits(None, prompts)
+
+    def _decode(self, plan: StepPlan) -> Tensor | None:
+        """Logits of a step of decodes alone, by a captured graph; None where none serves it."""
+        if self.decode_graphs is None or not plan.is_decode:
+            return None
+        graph = self.decode_graphs.find(plan.slots)
+        if graph is None:
+            return None
+        self.inputs.upload(plan.fields_FT, graph.num_rows)
+        return self.decode_graphs.run(graph, plan.attention, plan.slots, plan.slot_ranks)
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        """Hidden states [T, D] of all tokens."""
+        if self._prefill_graphs is not None:
+            uses_lora = any(slot != BASE_SLOT for slot in plan.slots)
+            graph = self._prefill_graphs.find(plan.num_tokens, uses_lora)
+            if graph is not None:
+                self.inputs.upload(plan.fields_FT, graph.num_tokens)
+                return self._prefill_graphs.run(graph, plan.attention, plan.lora_slots, plan.slot_ranks)
+        self.inputs.upload(plan.fields_FT, plan.num_tokens)
+        self._attention.plan(plan.attention)
+        self.inputs.mark_copied()
+        inputs = self.inputs.tensors(plan.num_tokens)
+        lengths_T = None if plan.rope_lengths is None else to_device(plan.rope_lengths, torch.int64, self.device)
+        lora = None if self._slots is None else LoRABatch.build(plan.lora_slots, self._slots.tables)
+        hidden_TD: Tensor = self.model(
+            inputs.tokens(), inputs.position_T, lengths_T, inputs.kv_slot_T, self.caches, self._attention, lora
+        )
+        return hidden_TD
