@@ -1,5 +1,5 @@
 """An adapter's way through the tiers of one worker: disk -> CPU memory -> slot. Runs in the engine loop's thread and
-never blocks it: files are read, checked and packed by a thread pool, slots are filled beside the running steps.
+never blocks it: loader.py reads, checks and packs files in threads, slots are filled beside the running steps.
 
 What the waiting requests at the head of the queue need is loaded and put into slots in their order, before they are
 admitted, and is not evicted for those behind them.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -18,16 +18,13 @@ import torch
 from lorafleet.workers.errors import AdapterError, LorafleetError
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.cpu_tier import CPUTier
-from lorafleet.workers.lora.model import LoRAModel
+from lorafleet.workers.lora.loader import AdapterLoader
 from lorafleet.workers.lora.model_manager import LoRAModelManager, Slot
-from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack
-from lorafleet.workers.lora.pinned_memory import PinnedMemory
+from lorafleet.workers.lora.packed_adapter import PackedAdapter
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.models.decoder import DecoderModel
 
 log = logging.getLogger(__name__)
-
-LOAD_THREADS = 4
 
 
 @dataclass(slots=True)
@@ -59,11 +56,8 @@ class WorkerLoRAManager:
         self.config = config
         self.slots = LoRAModelManager(model, config, dtype, device)
         self.counts = LoadCounts()
-        self._shapes = model.config.linear_shapes()
-        self._dtype = dtype
-        self._pinned = PinnedMemory() if device.type == "cuda" else None
         self._wake = wake
-        self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="lora-load")
+        self._loader = AdapterLoader(model.config.linear_shapes(), config, self.slots, dtype, device)
         self._cpu = CPUTier(config.cpu_loras)
         self._loads: dict[tuple[str, str], _Load] = {}
         self._wanted: frozenset[str] = frozenset()
@@ -170,10 +164,9 @@ class WorkerLoRAManager:
         return bool(self._loads)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._loader.stop()
         self.slots.wait_for_copies()
-        if self._pinned is not None:
-            self._pinned.close()
+        self._loader.free()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -185,25 +178,9 @@ class WorkerLoRAManager:
         key = (lora.digest, lora.lora_path)
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = _Load(lora.lora_name, self._pool.submit(self._read, lora), time.monotonic())
+            load = self._loads[key] = _Load(lora.lora_name, self._loader.submit(lora), time.monotonic())
             load.future.add_done_callback(lambda _: self._wake())
         return load
-
-    def _read(self, lora: LoRARequest) -> PackedAdapter:
-        """In a pool thread."""
-        model = LoRAModel.from_local_checkpoint(
-            lora.lora_path,
-            shapes=self._shapes,
-            config=self.config,
-            dtype=self._dtype,
-            name=lora.lora_name,
-            expected_digest=lora.digest,
-        )
-        if self._pinned is None:
-            return pack(model, self.slots.packed_names, self._dtype, _pageable)
-        adapter = pack(model, self.slots.packed_names, self._dtype, self._pinned.take)
-        self._pinned.pin(adapter.block)
-        return adapter
 
     def _admit(self, adapter: PackedAdapter) -> None:
         self.counts.loads += 1
@@ -232,10 +209,6 @@ class WorkerLoRAManager:
             elif slot.holders == 0:
                 self.slots.deactivate(slot)
                 self._doomed.discard(digest)
-
-
-def _pageable(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
 
 
 def _unexpected(name: str, error: BaseException) -> LorafleetError:

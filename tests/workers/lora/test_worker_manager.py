@@ -12,7 +12,7 @@ import pytest
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.errors import AdapterChanged, AdapterError, AdapterMissing, LorafleetError
-from lorafleet.workers.lora import worker_manager
+from lorafleet.workers.lora import loader
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineRequest, TokenOutput
@@ -265,7 +265,7 @@ def test_a_failed_load_leaves_nothing_behind_and_the_next_one_succeeds(engine, a
 
 def test_a_fault_of_our_own_while_loading_is_not_called_the_adapters(engine, adapters, monkeypatch, caplog):
     small = engine()
-    monkeypatch.setattr(worker_manager, "pack", lambda *_: 1 / 0)
+    monkeypatch.setattr(loader, "pack", lambda *_: 1 / 0)
     asked = small.load_adapter(LoRARequest("a", 1, str(adapters[0])))
     while not asked.done():
         small.step()

@@ -1,0 +1,72 @@
+"""Reads adapters from disk in threads: files -> checks -> this rank's packed matrices in host memory.
+
+Holds nothing that it has read: WorkerLoRAManager, or on the other ranks of a tensor-parallel replica workers/tp/, keeps
+it and decides.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.model import LoRAModel
+from lorafleet.workers.lora.model_manager import LoRAModelManager
+from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack
+from lorafleet.workers.lora.pinned_memory import PinnedMemory
+from lorafleet.workers.lora.request import LoRARequest
+
+LOAD_THREADS = 4
+
+
+class AdapterLoader:
+    """shapes: of the model's projections, ModelConfig.linear_shapes."""
+
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, int]],
+        config: LoRAConfig,
+        slots: LoRAModelManager,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._shapes = shapes
+        self._config = config
+        self._packed_names = slots.packed_names
+        self._dtype = dtype
+        self._pinned = PinnedMemory() if device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="lora-load")
+
+    def submit(self, lora: LoRARequest) -> Future[PackedAdapter]:
+        """Raises into the future what is wrong with the adapter, an AdapterError."""
+        return self._pool.submit(self._read, lora)
+
+    def stop(self) -> None:
+        """Waits for the loads under way."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def free(self) -> None:
+        """After stop(), and once no copy reads what it has packed."""
+        if self._pinned is not None:
+            self._pinned.close()
+
+    def _read(self, lora: LoRARequest) -> PackedAdapter:
+        """In a pool thread."""
+        model = LoRAModel.from_local_checkpoint(
+            lora.lora_path,
+            shapes=self._shapes,
+            config=self._config,
+            dtype=self._dtype,
+            name=lora.lora_name,
+            expected_digest=lora.digest,
+        )
+        if self._pinned is None:
+            return pack(model, self._packed_names, self._dtype, _pageable)
+        adapter = pack(model, self._packed_names, self._dtype, self._pinned.take)
+        self._pinned.pin(adapter.block)
+        return adapter
+
+
+def _pageable(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
