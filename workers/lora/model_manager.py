@@ -93,7 +93,12 @@ class LoRAModelManager:
         slot = self.slots[slot_index]
         assert slot.holders > 0
         slot.holders -= 1
-        if slot.holders == 0 and self._arena is not None:
+        if slot.holders == 0:
+            self.mark_quiet(slot)
+
+    def mark_quiet(self, slot: Slot) -> None:
+        """No step that is queued from now on reads the slot's present content."""
+        if self._arena is not None:
             slot.quiet = slot.quiet or torch.cuda.Event()
             slot.quiet.record(torch.cuda.current_stream(self.device))
 
