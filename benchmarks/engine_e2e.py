@@ -225,7 +225,7 @@ def run_batches(checkpoint: Path, folder: Path, args: argparse.Namespace, bandwi
     engine = start(checkpoint, max(args.batches), PREFILL_TOKENS, lora, args.kv_cache_dtype)
     loras = load(engine, write_adapters(folder, most)) if most else []
     model = engine.runner.steps.model
-    read = sum(p.numel() * p.element_size() for p in model.parameters()) - model.embed_tokens.nbytes
+    read = sum(p.numel() * p.element_size() for p in model.parameters()) - model.embed_tokens.weight.nbytes
     print(
         f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, "
         f"weights read a step {read / 2**30:.2f} GiB, "

@@ -36,13 +36,15 @@ class EngineConfig:
     attention_backend: AttentionName = "auto"
     async_scheduling: bool | None = None  # launch a step before the last one's tokens are known; None: on a GPU
     enforce_eager: bool = False  # no CUDA graphs; to find faults with
+    tensor_parallel_size: int = 1  # GPUs (or CPU processes) that share one model; raise it where it does not fit one
     lora: LoRAConfig | None = None  # None: no adapters
     on_lora_load_failure: OnLoadFailure = "error"  # base: answer from the base model, and say so in the response
     cpu_threads: int | None = None  # torch's intra-op threads; None: torch's own choice
     seed: int = 0  # seeds the requests that name none
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens"):
+        counts = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens")
+        for name in (*counts, "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", name)
         for name in ("max_model_len", "kv_cache_tokens", "cpu_threads"):

@@ -7,7 +7,7 @@ graph begins by taking the last step's tokens and ends by leaving its own, greed
 them. All graphs share one memory pool, since one runs at a time.
 """
 
-# B rows of the graph · V vocabulary
+# B rows of the graph · W this rank's part of the vocabulary
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch, count_tiles
 from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.models.decoder import DecoderModel
-from lorafleet.workers.sampler import greedy
+from lorafleet.workers.sampler import greedy_of_ranks
 from lorafleet.workers.step_inputs import StepInputs
 
 log = logging.getLogger(__name__)
@@ -32,13 +31,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """num_rows: of the graph. logits_BV is of the model's dtype; valid, as the tokens are, until the next step."""
+    """num_rows: of the graph. logits_BW: DecoderModel.logits; valid, as the tokens are, until the next step."""
 
     num_rows: int
     graph: torch.cuda.CUDAGraph
     attention: AttentionBackend
     lora: LoRABatch | None
-    logits_BV: Tensor
+    logits_BW: Tensor
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -102,7 +101,7 @@ class DecodeGraphs:
         return self._graphs[size, min(tiles for at, tiles in self._graphs if at == size and tiles >= needed)]
 
     def run(self, decode: DecodeGraph, batch: AttentionBatch, lora_slots: list[int], slot_ranks: list[int]) -> Tensor:
-        """Logits [number of sequences, V]; their greedy tokens are in StepInputs.sampled_B. The inputs are uploaded.
+        """DecoderModel.logits, a row a sequence; greedy tokens are in StepInputs.sampled_B. The inputs are uploaded.
 
         lora_slots: of each sequence, or BASE_SLOT. slot_ranks: of every slot, LoRAModelManager.ranks.
         """
@@ -119,7 +118,7 @@ class DecodeGraphs:
             decode.lora.fill(lora_slots, slot_ranks)
         self._inputs.mark_copied()
         decode.graph.replay()
-        return decode.logits_BV[:num_seqs]
+        return decode.logits_BW[:num_seqs]
 
     def _capture(self, size: int, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
         attention.plan(AttentionBatch([1] * size, [1] * size, [[self._trash]] * size))
@@ -130,15 +129,15 @@ class DecodeGraphs:
             hidden_BD = self._model(
                 inputs.tokens(), inputs.position_T, None, inputs.kv_slot_T, self._caches, attention, lora
             )
-            # Not model.logits(): its copy to float32, which the largest one does not need, takes 100 us at 256 rows.
-            logits_BV = F.linear(hidden_BD, self._model.lm_head)
-            self._inputs.sampled_B[:size].copy_(greedy(logits_BV))
-            return logits_BV
+            # In the model's dtype: a copy to float32, which the largest one does not need, takes 100 us at 256 rows.
+            logits_BW = self._model.logits(hidden_BD)
+            self._inputs.sampled_B[:size].copy_(greedy_of_ranks(logits_BW, self._model.group))
+            return logits_BW
 
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._side):
             forward()  # compiles kernels and makes library handles, which a capture must not
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
-            logits_BV = forward()
-        return DecodeGraph(size, graph, attention, lora, logits_BV)
+            logits_BW = forward()
+        return DecodeGraph(size, graph, attention, lora, logits_BW)

@@ -145,6 +145,7 @@ class Engine:
     def close(self) -> None:
         if self.loras is not None:
             self.loras.close()
+        self.runner.close()
 
     def _check(self, request: EngineRequest) -> None:
         prompt, limit = request.prompt_token_ids, self.hello.max_model_len

@@ -21,6 +21,7 @@ from lorafleet.workers.output import OutputProcessor
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.tp.processes import RankProcesses
 
 __all__ = ["LLM", "CompletionOutput", "LoRARequest", "RequestOutput", "SamplingParams"]
 
@@ -96,6 +97,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         attention_backend: AttentionName = "auto",
         enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
         async_scheduling: bool | None = None,
         cpu_threads: int | None = None,
         seed: int = 0,
@@ -106,28 +108,34 @@ class LLM:
             "max_cpu_loras": max_cpu_loras,
             "lora_dtype": lora_dtype,
         }
-        self._engine = build_engine(
-            EngineConfig(
-                model=model,
-                device=device,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                block_size=block_size,
-                gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_tokens=kv_cache_tokens,
-                kv_cache_dtype=kv_cache_dtype,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_mixed_tokens=max_num_mixed_tokens,
-                enable_prefix_caching=enable_prefix_caching,
-                attention_backend=attention_backend,
-                enforce_eager=enforce_eager,
-                async_scheduling=async_scheduling,
-                lora=_lora_config(enable_lora, lora_config, given),
-                cpu_threads=cpu_threads,
-                seed=seed,
-            )
+        config = EngineConfig(
+            model=model,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_tokens=kv_cache_tokens,
+            kv_cache_dtype=kv_cache_dtype,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_mixed_tokens=max_num_mixed_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            attention_backend=attention_backend,
+            enforce_eager=enforce_eager,
+            tensor_parallel_size=tensor_parallel_size,
+            async_scheduling=async_scheduling,
+            lora=_lora_config(enable_lora, lora_config, given),
+            cpu_threads=cpu_threads,
+            seed=seed,
         )
+        self._ranks = RankProcesses(config) if tensor_parallel_size > 1 else None
+        try:
+            self._engine = build_engine(config, addresses=None if self._ranks is None else self._ranks.addresses)
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.close()
+            raise
         self._tokenizer: Tokenizer | None = None
         self._model = Path(model)
         self._adapters: dict[tuple[int, str], LoRARequest] = {}
@@ -188,6 +196,8 @@ class LLM:
 
     def close(self) -> None:
         self._engine.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _resolve(self, lora: LoRARequest) -> LoRARequest:
         """The request with its digest, from the first reading of its files."""

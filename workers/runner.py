@@ -13,14 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.lora_batch import BASE_SLOT
 from lorafleet.workers.host_copy import Download, to_device
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.planner import plan_step, predicted_tokens
 from lorafleet.workers.sampler import PendingLogprobs, Row, sample
 from lorafleet.workers.scheduler import Chunk
 from lorafleet.workers.sequence import Sequence
-from lorafleet.workers.step_plan import plan_step, predicted_tokens
 from lorafleet.workers.step_runner import StepRunner
+from lorafleet.workers.tp.link import OtherRanks
+from lorafleet.workers.tp.messages import RunStep, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,13 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    def __init__(self, steps: StepRunner, loras: WorkerLoRAManager | None, block_size: int) -> None:
+    """others: the ranks that run each step beside this one, in a tensor-parallel replica."""
+
+    def __init__(
+        self, steps: StepRunner, loras: WorkerLoRAManager | None, block_size: int, others: OtherRanks | None = None
+    ) -> None:
         self.steps = steps
+        self._others = others
         self.loras = loras
         self._block_size = block_size
         self._inputs = steps.inputs
@@ -81,6 +89,9 @@ class ModelRunner:
             needs_rope_lengths=self.steps.model.config.rope.depends_on_length,
             slot_ranks=[] if self.loras is None else self.loras.slots.ranks,
         )
+        if self._others is not None:
+            self._others.check()
+            self._others.send(RunStep.of(plan, self._block_size, self._generations(plan.slots)))
         logits = self.steps.run(plan)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled_B = self._inputs.sampled_B[: len(sampling)]
@@ -89,11 +100,25 @@ class ModelRunner:
         if logits.sampled_BV is not None:
             asked = [i for i, seq in enumerate(sampling) if seq.params.logprobs is not None]
             found = self._sample(logits.sampled_BV, sampling, asked, download)
+            self.steps.share(len(sampling))
         prompt = self._prompt_logprobs(chunks, logits.prompts, download)
         row_of = {sequence.request_id: i for i, sequence in enumerate(sampling)}
         sampled = download.add(sampled_B)
         download.close()
         return LaunchedStep(chunks, row_of, sampled, asked, found, prompt, download)
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        if self._others is not None:
+            self._others.send(Stop())
+            self._others.close()
+            self.steps.model.group.leave()
+
+    def _generations(self, slots: Many[int]) -> list[tuple[int, int]]:
+        """Of the slots that a step uses."""
+        if self.loras is None:
+            return []
+        return [(slot, self.loras.slots.slots[slot].generation) for slot in sorted(set(slots) - {BASE_SLOT})]
 
     def _sample(
         self, logits_BV: Tensor, sampling: Many[Sequence], asked: list[int], download: Download

@@ -4,7 +4,7 @@ Random draws are a function of (seed, position) alone: no generator has a state 
 and a preempted sequence draws the same numbers again.
 """
 
-# B rows (sequences that sample in this step) · V vocabulary
+# B rows (sequences that sample in this step) · V vocabulary · W a rank's part of it · N ranks
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from lorafleet.workers.host_copy import Download, to_device
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.tp.group import TPGroup
 
 NEVER = float("-inf")
 MOST_PARTS = 64  # of a row of logits
@@ -53,6 +54,21 @@ def greedy(logits_BV: Tensor) -> Tensor:
     best_BP, at_BP = logits_BV.view(num_rows, parts, -1).max(dim=-1)
     part_B1 = best_BP.argmax(dim=-1, keepdim=True)
     return torch.add(at_BP.gather(1, part_B1), part_B1, alpha=vocab // parts).squeeze(1)
+
+
+def greedy_of_ranks(logits_BW: Tensor, group: TPGroup) -> Tensor:
+    """As greedy() of the whole vocabulary, from each rank's own columns, DecoderModel.logits: int64 [B], on all ranks.
+
+    The ranks exchange their best logit and its token alone. float64 holds both exactly.
+    """
+    at_B = greedy(logits_BW)
+    if group.size == 1:
+        return at_B
+    best_B = logits_BW.gather(1, at_B.unsqueeze(1)).squeeze(1)
+    token_B = at_B + group.rank * logits_BW.shape[1]
+    best_NB, token_NB = group.all_gather(torch.stack((best_B.double(), token_B.double()))).unbind(1)
+    # The first of the largest is that of the lowest rank, whose tokens come first.
+    return token_NB.gather(0, best_NB.argmax(dim=0, keepdim=True)).squeeze(0).long()
 
 
 class PendingLogprobs:

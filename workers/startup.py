@@ -1,4 +1,4 @@
-"""Builds an Engine from an EngineConfig: device, dtype, weights, adapters' slots, KV cache, attention.
+"""Builds an Engine, or another rank of its replica, from an EngineConfig: device, dtype, weights, slots, KV cache.
 
 Every choice left to "auto" is made here and logged in one line.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from lorafleet.workers.decode_graphs import DecodeGraphs, graph_sizes
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.kv_cache import KVCacheManager
+from lorafleet.workers.lora.loader import AdapterLoader
+from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.messages import EngineHello
 from lorafleet.workers.models.decoder import DecoderModel
@@ -29,6 +32,9 @@ from lorafleet.workers.runner import ModelRunner
 from lorafleet.workers.scheduler import Scheduler
 from lorafleet.workers.step_inputs import StepInputs
 from lorafleet.workers.step_runner import StepRunner
+from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.link import OtherRanks, RankAddresses
+from lorafleet.workers.tp.shard import Shard
 from lorafleet.workers.weights import Progress, fill_randomly, load_weights, read_kv_scales, stored_dtype
 
 log = logging.getLogger(__name__)
@@ -38,25 +44,45 @@ CPU_CACHE_BYTES = 1 << 30
 FP8_CAPABILITY = (8, 9)  # the first whose Triton kernels convert to and from e4m3
 
 
-def build_engine(
-    config: EngineConfig,
-    progress: Progress | None = None,
-    wake: Callable[[], None] = lambda: None,
-) -> Engine:
-    """Raises ConfigError (UnsupportedModel among them) naming what does not fit. wake: see WorkerLoRAManager."""
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What every rank of a replica builds alike: its part of the model, of the KV cache and of the adapters.
+
+    slots, loader: None where there are no adapters. num_blocks: KV blocks, the same on all ranks.
+    """
+
+    group: TPGroup
+    steps: StepRunner
+    model_config: ModelConfig
+    device: torch.device
+    slots: LoRAModelManager | None
+    loader: AdapterLoader | None
+    num_blocks: int
+    max_model_len: int
+
+
+def build_rank(
+    config: EngineConfig, rank: int = 0, addresses: RankAddresses | None = None, progress: Progress | None = None
+) -> Rank:
+    """Raises ConfigError (UnsupportedModel among them) naming what does not fit. addresses: None for a rank alone."""
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     device = _device(config)
     folder = Path(config.model)
     model_config = read_model_config(folder)
     dtype = _dtype(config, model_config, folder)
-    model = _load_model(config, model_config, dtype, device, progress)
-    loras = None
+    Shard.of(model_config, rank, config.tensor_parallel_size)  # before the others are waited for
+    assert (addresses is None) == (config.tensor_parallel_size == 1)
+    group = TPGroup() if addresses is None else TPGroup.join(rank, addresses.size, addresses.collectives, device)
+    model = _load_model(config, model_config, group, dtype, device, progress)
+    slots = loader = None
     if config.lora is not None:
-        loras = WorkerLoRAManager(model, config.lora, config.lora.serving_dtype(dtype), device, wake)
+        lora_dtype = config.lora.serving_dtype(dtype)
+        slots = LoRAModelManager(model, config.lora, lora_dtype, device)
+        loader = AdapterLoader(model_config.linear_shapes(), config.lora, slots, lora_dtype, device)
     spec = AttentionSpec(
-        num_heads=model_config.num_heads,
-        num_kv_heads=model_config.num_kv_heads,
+        num_heads=model.shard.local.num_heads,
+        num_kv_heads=model.shard.local.num_kv_heads,
         head_dim=model_config.head_dim,
         scale=model_config.head_dim**-0.5,
         sliding_windows=model_config.sliding_windows,
@@ -68,17 +94,8 @@ def build_engine(
     num_blocks, max_model_len = _size_cache(config, model, spec)
     scales = _kv_scales(config, model_config, spec)
     caches = _allocate(spec, num_blocks + 1, scales)  # the last block is for the padding of captured steps
-    scheduler = Scheduler(
-        KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching),
-        loras,
-        model_config.rope,
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.max_num_mixed_tokens,
-    )
     attention = make_attention(spec, caches, config.attention_backend)
     inputs = StepInputs(config.max_num_seqs, config.max_num_batched_tokens, num_blocks * config.block_size, device)
-    slots = None if loras is None else loras.slots
     decode_graphs = prefill_graphs = None
     if device.type == "cuda" and not config.enforce_eager and not model_config.rope.depends_on_length:
         sizes = graph_sizes(config.max_num_seqs)
@@ -86,15 +103,46 @@ def build_engine(
         counts = graph_token_counts(config.max_num_batched_tokens)
         prefill_graphs = PrefillGraphs(model, caches, attention, spec, inputs, counts, slots)
     steps = StepRunner(model, attention, caches, inputs, device, slots, decode_graphs, prefill_graphs)
-    runner = ModelRunner(steps, loras, config.block_size)
-    overlap = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
-    hello = EngineHello(
-        vocab_size=model_config.vocab_size,
-        max_model_len=max_model_len,
-        kv_cache_tokens=num_blocks * config.block_size,
-        eos_token_ids=list(model_config.eos_token_ids),
+    log.info("rank %d ready: %s on %s in %s, context %d", rank, folder.name, device, dtype, max_model_len)
+    return Rank(group, steps, model_config, device, slots, loader, num_blocks, max_model_len)
+
+
+def build_engine(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    wake: Callable[[], None] = lambda: None,
+    addresses: RankAddresses | None = None,
+) -> Engine:
+    """The engine on rank 0; the other ranks must be started beside it, at `addresses`. Raises as build_rank does.
+
+    wake: called from other threads when the engine has something to do, see WorkerLoRAManager.
+    """
+    others = None if addresses is None else OtherRanks(addresses, wake)
+    try:
+        rank = build_rank(config, 0, addresses, progress)
+    except BaseException:
+        if others is not None:
+            others.close()
+        raise
+    loras = None
+    if config.lora is not None and rank.slots is not None and rank.loader is not None:
+        loras = WorkerLoRAManager(config.lora, rank.slots, rank.loader, others, wake)
+    scheduler = Scheduler(
+        KVCacheManager(rank.num_blocks, config.block_size, config.enable_prefix_caching),
+        loras,
+        rank.model_config.rope,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_num_mixed_tokens,
     )
-    log.info("engine ready: %s on %s in %s, context %d", folder.name, device, dtype, max_model_len)
+    runner = ModelRunner(rank.steps, loras, config.block_size, others)
+    overlap = rank.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+    hello = EngineHello(
+        vocab_size=rank.model_config.vocab_size,
+        max_model_len=rank.max_model_len,
+        kv_cache_tokens=rank.num_blocks * config.block_size,
+        eos_token_ids=list(rank.model_config.eos_token_ids),
+    )
     return Engine(runner, scheduler, hello, config.on_lora_load_failure, config.seed, overlap)
 
 
@@ -128,10 +176,15 @@ def _kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _load_model(
-    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None
+    config: EngineConfig,
+    model_config: ModelConfig,
+    group: TPGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
 ) -> DecoderModel:
     started = time.monotonic()
-    model = DecoderModel(model_config, dtype, device)
+    model = DecoderModel(model_config, group, dtype, device)
     with torch.inference_mode():
         if config.load_format == "dummy":
             fill_randomly(model)
@@ -154,7 +207,7 @@ def _size_cache(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) 
     if tokens is None:
         fits = _free_bytes(config, model, spec) // _bytes_per_token(spec)
         tokens = fits if spec.device.type == "cuda" else max(min(fits, CPU_CACHE_TOKENS), config.max_model_len or 0)
-    num_blocks = tokens // spec.block_size
+    num_blocks = model.group.least(tokens // spec.block_size, spec.device)
     tokens = num_blocks * spec.block_size
     if config.max_model_len is not None and tokens < config.max_model_len:
         raise ConfigError(
@@ -200,7 +253,7 @@ def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec
     with torch.inference_mode():
         attention.plan(AttentionBatch([num_tokens], [num_tokens], [list(range(num_blocks))]))
         hidden_TD = model(torch.zeros_like(positions), positions, positions + 1, positions, caches, attention, None)
-        logits = model.logits(hidden_TD[: config.max_num_seqs])
+        logits = model.gather_logits(model.logits(hidden_TD[: config.max_num_seqs])).float()
         del logits, hidden_TD
     torch.cuda.synchronize(spec.device)
     cache_bytes = num_blocks * config.block_size * _bytes_per_token(spec)

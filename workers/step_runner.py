@@ -2,7 +2,7 @@
 nothing, and all that depends on requests is in runner.py.
 """
 
-# T tokens of the step · B rows that sample · D hidden size · V vocabulary
+# T tokens of the step · B rows that sample · D hidden size · V vocabulary · W this rank's part of it
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lorafleet.workers.host_copy import to_device
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.prefill_graphs import PrefillGraphs
-from lorafleet.workers.sampler import greedy
+from lorafleet.workers.sampler import greedy_of_ranks
 from lorafleet.workers.step_inputs import StepInputs
 from lorafleet.workers.step_plan import StepPlan
 
@@ -56,19 +56,31 @@ class StepRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepLogits:
         """Queues the step; waits for nothing."""
-        logits_BV = self._decode(plan)
-        if logits_BV is not None:  # the graph has chosen the greedy tokens too
-            return StepLogits(None if plan.is_greedy else logits_BV, [])
+        logits_BW = self._decode(plan)
+        if logits_BW is not None:  # the graph has chosen the greedy tokens too
+            return StepLogits(None if plan.is_greedy else self.model.gather_logits(logits_BW), [])
         hidden_TD = self._forward(plan)
-        prompts = [self.model.logits(hidden_TD[first : first + count]) for first, count in plan.prompts]
+        spans = [hidden_TD[first : first + count] for first, count in plan.prompts]
+        prompts = [self.model.gather_logits(self.model.logits(span)) for span in spans]
         if not plan.sampling:
             return StepLogits(None, prompts)
         rows_B = to_device(plan.sampling, torch.int64, self.device)
-        logits_BV = self.model.logits(hidden_TD[rows_B])
+        logits_BW = self.model.logits(hidden_TD[rows_B])
         if not plan.is_greedy:
-            return StepLogits(logits_BV, prompts)
-        self.inputs.sampled_B[: len(plan.sampling)].copy_(greedy(logits_BV))
+            return StepLogits(self.model.gather_logits(logits_BW), prompts)
+        self.inputs.sampled_B[: len(plan.sampling)].copy_(greedy_of_ranks(logits_BW, self.model.group))
         return StepLogits(None, prompts)
+
+    def follow(self, plan: StepPlan) -> None:
+        """A step of a rank that does not sample: the tokens that rank 0 chose come from there, see share()."""
+        self.run(plan)
+        if not plan.is_greedy:
+            self.share(len(plan.sampling))
+
+    @torch.inference_mode()
+    def share(self, num_rows: int) -> None:
+        """Rank 0's sampled_B goes to all ranks, which take the next step's tokens from it."""
+        self.model.group.broadcast(self.inputs.sampled_B[:num_rows])
 
     def _decode(self, plan: StepPlan) -> Tensor | None:
         """Logits of a step of decodes alone, by a captured graph; None where none serves it."""

@@ -1,6 +1,7 @@
 """Fills a DecoderModel from a checkpoint's safetensors files, one or sharded, and checks that nothing is missing.
 
-Tensors are copied one at a time into the packed parameters, so that the host never holds the whole model twice.
+Tensors are copied one at a time into the packed parameters, so that the host never holds the whole model twice; a
+tensor-parallel rank reads its own part of each.
 """
 
 from __future__ import annotations
@@ -8,8 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +22,8 @@ from torch import Tensor
 
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.layers import RMSNorm
+from lorafleet.workers.models.vocabulary import VocabTable
 
 # Where checkpoints keep what an fp8 KV cache's numbers are multiplied by. kv_scale is both; output_scale its old name.
 KV_SCALE = re.compile(
@@ -26,6 +33,14 @@ KV_SCALE = re.compile(
 ANY_NAME = re.compile(".*")
 
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
+
+
+class _Stored(Protocol):
+    """A tensor in a file: safetensors' slice, which has no public name. Only what an index takes is read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor: ...
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -58,24 +73,23 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = None) -> None:
     """Raises ConfigError naming the tensor for a missing, unknown or misshapen one."""
-    targets = _targets(model)
+    parts = _parts(model)
     seen: set[str] = set()
     for path in checkpoint_files(folder):
-        for name, tensor in _tensors(path):
-            target = targets.get(name)
-            if target is None:
+        for name, stored in _tensors(path):
+            part = parts.get(name)
+            if part is None:
                 if not _ignorable(name, model.config.tie_word_embeddings) and not KV_SCALE.fullmatch(name):
                     raise ConfigError(f"{path} has tensor {name!r}, which {model.config.architecture} does not.")
                 continue
-            if tensor.shape != target.shape:
-                raise ConfigError(
-                    f"{path}: {name} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}."
-                )
-            target.copy_(tensor)
+            shape = stored.get_shape()
+            if shape != part.whole_shape:
+                raise ConfigError(f"{path}: {name} has shape {shape}; config.json asks for {part.whole_shape}.")
+            part.held.copy_(stored[part.place])
             seen.add(name)
             if progress is not None:
-                progress(len(seen), len(targets))
-    missing = sorted(set(targets) - seen)
+                progress(len(seen), len(parts))
+    missing = sorted(set(parts) - seen)
     if missing:
         raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}.", "model")
 
@@ -84,9 +98,10 @@ def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] |
     """(k_scale, v_scale) of each layer, None where the checkpoint has none. Raises ConfigError for half of them."""
     scales: dict[tuple[int, str], float] = {}
     for path in checkpoint_files(folder):
-        for name, tensor in _tensors(path, KV_SCALE):
+        for name, stored in _tensors(path, KV_SCALE):
             found = KV_SCALE.fullmatch(name)
             assert found is not None
+            tensor = stored[...]
             scale = tensor.item() if tensor.numel() == 1 else math.nan
             if not 0 < scale < math.inf:
                 raise ConfigError(f"{path}: {name} is not one positive number, as the scale of a KV cache must be.")
@@ -106,20 +121,25 @@ def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] |
 
 
 def fill_randomly(model: DecoderModel) -> None:
-    """Weights that mean nothing and keep activations in range: speed does not depend on them, but for zeros."""
-    for name, parameter in model.named_parameters():
+    """Weights that mean nothing and keep activations in range: speed does not depend on them, but for zeros.
+
+    What several ranks hold is the same on each.
+    """
+    generator = torch.Generator(model.norm.weight.device)
+    for name, part in _parts(model).items():
         if "norm" in name:
-            parameter.fill_(1.0)
+            part.held.fill_(1.0)
         else:
-            parameter.normal_(std=0.02)
+            generator.manual_seed(zlib.crc32(f"{name} {part.place}".encode()))
+            part.held.normal_(std=0.02, generator=generator)
 
 
-def _tensors(path: Path, names: re.Pattern[str] = ANY_NAME) -> Iterator[tuple[str, Tensor]]:
+def _tensors(path: Path, names: re.Pattern[str] = ANY_NAME) -> Iterator[tuple[str, _Stored]]:
     try:
         with safe_open(path, framework="pt") as f:
             for name in f.keys():  # noqa: SIM118  safe_open is no mapping
                 if names.fullmatch(name):
-                    yield name, f.get_tensor(name)
+                    yield name, f.get_slice(name)
     except (SafetensorError, OSError) as e:
         raise ConfigError(f"{path} cannot be read: {e}", "model") from None
 
@@ -128,23 +148,46 @@ def _ignorable(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
-def _targets(model: DecoderModel) -> dict[str, Tensor]:
-    """Where each checkpoint tensor goes: a whole parameter, or its rows of a packed one."""
-    targets = {"model.embed_tokens.weight": model.embed_tokens.data, "model.norm.weight": model.norm.weight.data}
-    if not model.config.tie_word_embeddings:
-        targets["lm_head.weight"] = model.lm_head.data
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What this rank holds of a checkpoint's tensor. held: a parameter, or rows of one; place: where in the whole."""
+
+    held: Tensor
+    place: tuple[slice, ...]
+    whole_shape: list[int]
+
+
+def _parts(model: DecoderModel) -> dict[str, _Part]:
+    """By the checkpoint tensors' names."""
+    config, shard = model.config, model.shard
+
+    def vocabulary(table: VocabTable) -> _Part:
+        place = (shard.vocabulary, slice(0, config.hidden_size))
+        return _Part(table.weight.data[: table.num_tokens], place, [config.vocab_size, config.hidden_size])
+
+    def norm(norm: RMSNorm) -> _Part:
+        size = norm.weight.shape[0]
+        return _Part(norm.weight.data, (slice(0, size),), [size])
+
+    parts = {"model.embed_tokens.weight": vocabulary(model.embed_tokens), "model.norm.weight": norm(model.norm)}
+    if not config.tie_word_embeddings:
+        parts["lm_head.weight"] = vocabulary(model.lm_head)
     for i, layer in enumerate(model.decoder_layers()):
-        prefix = f"model.layers.{i}"
         norms = {
             "input_layernorm": layer.input_layernorm,
             "post_attention_layernorm": layer.post_attention_layernorm,
             "self_attn.q_norm": layer.self_attn.q_norm,
             "self_attn.k_norm": layer.self_attn.k_norm,
         }
-        targets |= {f"{prefix}.{name}.weight": norm.weight.data for name, norm in norms.items() if norm is not None}
+        parts |= {f"model.layers.{i}.{name}.weight": norm(n) for name, n in norms.items() if n is not None}
+    shapes = config.linear_shapes()
     for names, linear in model.packed_linears():
-        rows = linear.weight.data.split(linear.out_features)
-        biases = linear.bias.data.split(linear.out_features) if linear.bias is not None else ()
-        targets |= {f"model.{name}.weight": part for name, part in zip(names, rows, strict=True)}
-        targets |= {f"model.{name}.bias": part for name, part in zip(names, biases, strict=bool(biases))}
-    return targets
+        weights = linear.weight.data.split(linear.out_features)
+        biases = () if linear.bias is None else linear.bias.data.split(linear.out_features)
+        for name, weight in zip(names, weights, strict=True):
+            inputs, outputs = shapes[name]
+            place = (shard.output(name), shard.input(name))
+            parts[f"model.{name}.weight"] = _Part(weight, place, [outputs, inputs])
+        for name, bias in zip(names, biases, strict=linear.bias is not None):
+            parts[f"model.{name}.bias"] = _Part(bias, (shard.output(name),), [shapes[name][1]])
+    return parts

@@ -26,6 +26,7 @@ from lorafleet.workers.messages import (
     TokenOutput,
 )
 from lorafleet.workers.startup import build_engine
+from lorafleet.workers.tp.link import RankAddresses
 from lorafleet.workers.transport import WorkerSocket
 
 log = logging.getLogger(__name__)
@@ -36,11 +37,14 @@ STATS_PERIOD_S = 0.5
 
 
 class GPUWorker:
-    def __init__(self, config: EngineConfig, address: str) -> None:
-        """Loads the model, binds `address` (zmq ipc://…), starts the loop. Raises ConfigError."""
+    def __init__(self, config: EngineConfig, address: str, ranks: RankAddresses | None = None) -> None:
+        """Loads the model, binds `address` (zmq ipc://…), starts the loop. Raises ConfigError.
+
+        ranks: where the replica's other ranks (workers/tp/follower.py) meet this one; None where there are none.
+        """
         self._socket = WorkerSocket(address)
         try:
-            self._engine = build_engine(config, _ProgressLog(), self._socket.wake)
+            self._engine = build_engine(config, _ProgressLog(), self._socket.wake, ranks)
         except BaseException:
             self._socket.close()
             raise

@@ -97,7 +97,7 @@ def test_dtype_auto_is_the_checkpoints_own(tmp_path):
     half = make_model(tmp_path / "half", "llama3", dtype="bfloat16")
     assert read_model_config(half).dtype == torch.bfloat16
     engine = build_engine(EngineConfig(model=str(edit(half, dtype=...)), kv_cache_tokens=512))
-    assert engine.runner.steps.model.embed_tokens.dtype == torch.bfloat16
+    assert engine.runner.steps.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
 def test_context_over_the_models_limit_is_refused_with_both_numbers(model):

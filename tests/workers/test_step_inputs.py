@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from lorafleet.workers.kv_cache import SequenceBlocks
+from lorafleet.workers.planner import plan_step
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.scheduler import Chunk
 from lorafleet.workers.sequence import UNKNOWN, Sequence
 from lorafleet.workers.step_inputs import StepInputs
-from lorafleet.workers.step_plan import Rows, plan_step
+from lorafleet.workers.step_plan import Rows
 
 BLOCK, TRASH = 4, 400
 

@@ -45,16 +45,19 @@ class CPUTier:
             self._adapters[digest] = adapter
             self._credit[digest] = self._floor + adapter.info.num_bytes
 
-    def add(self, adapter: PackedAdapter, need: Need) -> None:
-        digest = adapter.info.digest
+    def add(self, adapter: PackedAdapter, need: Need) -> list[str]:
+        """The digests of those that had to go."""
+        digest, gone = adapter.info.digest, []
         self.remove(digest)
         while len(self._adapters) >= self.capacity:
             victim = min(self._adapters, key=lambda d: (need(d), self._credit[d]))
             self._floor = max(self._floor, self._credit[victim])
             self.remove(victim)
+            gone.append(victim)
             log.info("adapter %s leaves CPU memory", victim[:12])
         self._adapters[digest] = adapter
         self.touch(digest)
+        return gone
 
     def remove(self, digest: str) -> None:
         self._adapters.pop(digest, None)

@@ -13,16 +13,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
-
-from lorafleet.workers.errors import AdapterError, LorafleetError
+from lorafleet.workers.errors import AdapterChanged, AdapterError, LorafleetError, from_wire
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.cpu_tier import CPUTier
 from lorafleet.workers.lora.loader import AdapterLoader
 from lorafleet.workers.lora.model_manager import LoRAModelManager, Slot
 from lorafleet.workers.lora.packed_adapter import PackedAdapter
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.tp.link import OtherRanks
+from lorafleet.workers.tp.messages import EmptySlot, FillSlot, ForgetShard, LoadShard, Order
 
 log = logging.getLogger(__name__)
 
@@ -36,28 +35,55 @@ class LoadCounts:
 
 @dataclass(slots=True)
 class _Load:
+    """Of one adapter on all ranks. awaited: the other ranks that have not answered. error: the first of theirs."""
+
     name: str
     future: Future[PackedAdapter]
     started_s: float
+    awaited: set[int] = field(default_factory=set)
+    error: BaseException | None = None
+    digests: set[str] = field(default_factory=set)
     callers: list[Future[AdapterInfo]] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return self.future.done() and not self.awaited
+
+    def outcome(self) -> PackedAdapter | BaseException:
+        """Once it is done: the adapter where every rank has its part of the same one."""
+        error = self.future.exception() or self.error
+        if error is not None:
+            return error
+        adapter = self.future.result()
+        if self.digests - {adapter.info.digest}:
+            return AdapterChanged(
+                f"adapter {self.name!r} is not the same on all ranks of its replica: the files changed while they "
+                "were read. Load it again."
+            )
+        return adapter
 
 
 class WorkerLoRAManager:
-    """wake: called from a pool thread when a load has ended, to end the engine loop's sleep."""
+    """others: the replica's other ranks, which hold their parts of the same adapters in the same slots; an adapter is
+    here only once all of them have it. wake: called from a pool thread when a load has ended, to end the engine loop's
+    sleep."""
 
     def __init__(
         self,
-        model: DecoderModel,
         config: LoRAConfig,
-        dtype: torch.dtype,
-        device: torch.device,
+        slots: LoRAModelManager,
+        loader: AdapterLoader,
+        others: OtherRanks | None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self.slots = LoRAModelManager(model, config, dtype, device)
+        self.slots = slots
         self.counts = LoadCounts()
         self._wake = wake
-        self._loader = AdapterLoader(model.config.linear_shapes(), config, self.slots, dtype, device)
+        self._loader = loader
+        self._others = others
+        self._num_loads = 0
+        self._by_id: dict[int, _Load] = {}  # under way on other ranks
         self._cpu = CPUTier(config.cpu_loras)
         self._loads: dict[tuple[str, str], _Load] = {}
         self._wanted: frozenset[str] = frozenset()
@@ -78,7 +104,7 @@ class WorkerLoRAManager:
 
     def drop(self, digest: str) -> None:
         """Forgets the adapter in every tier, its slot as soon as no sequence holds it."""
-        self._cpu.remove(digest)
+        self._forget(digest)
         self._doomed.add(digest)
         self._sweep()
 
@@ -104,16 +130,20 @@ class WorkerLoRAManager:
     def poll(self) -> list[tuple[str, LorafleetError]]:
         """Takes in the loads that have ended; returns the failed ones as (digest asked for, why)."""
         failed: list[tuple[str, LorafleetError]] = []
-        for key in [key for key, load in self._loads.items() if load.future.done()]:
+        self._hear_others()
+        for key in [key for key, load in self._loads.items() if load.done]:
             load = self._loads.pop(key)
             self.counts.seconds += time.monotonic() - load.started_s
-            error = load.future.exception()
-            if error is None:
-                self._admit(load.future.result())
+            outcome = load.outcome()
+            if isinstance(outcome, PackedAdapter):
+                self._admit(outcome)
                 for caller in load.callers:
-                    caller.set_result(load.future.result().info)
+                    caller.set_result(outcome.info)
                 continue
-            known = error if isinstance(error, LorafleetError) else _unexpected(load.name, error)
+            known = outcome if isinstance(outcome, LorafleetError) else _unexpected(load.name, outcome)
+            for digest in load.digests:  # what some rank has read and others have not
+                if digest not in self._cpu:
+                    self._tell(ForgetShard(digest))
             self.counts.failures += 1
             failed.append((key[0], known))
             for caller in load.callers:
@@ -145,6 +175,7 @@ class WorkerLoRAManager:
             if slot is None:
                 return
             self.slots.activate(adapter, slot)
+            self._tell(FillSlot(digest, slot.index, slot.generation))
 
     def slot_for(self, lora: LoRARequest) -> Slot | None:
         """The adapter's slot, filled or being filled by prefetch(); None where it has none."""
@@ -180,6 +211,11 @@ class WorkerLoRAManager:
         if load is None:
             load = self._loads[key] = _Load(lora.lora_name, self._loader.submit(lora), time.monotonic())
             load.future.add_done_callback(lambda _: self._wake())
+            if self._others is not None:
+                self._num_loads += 1
+                load.awaited = set(self._others.ranks)
+                self._by_id[self._num_loads] = load
+                self._tell(LoadShard(self._num_loads, lora))
         return load
 
     def _admit(self, adapter: PackedAdapter) -> None:
@@ -193,7 +229,8 @@ class WorkerLoRAManager:
             times.check_s * 1e3,
             times.pack_s * 1e3,
         )
-        self._cpu.add(adapter, self._need)
+        for victim in self._cpu.add(adapter, self._need):
+            self._tell(ForgetShard(victim))
 
     def _need(self, digest: str) -> int:
         """An adapter in a slot needs its copy here as soon as the slot is given away."""
@@ -203,12 +240,37 @@ class WorkerLoRAManager:
         """Empties the slots of dropped adapters once nobody holds them."""
         for digest in list(self._doomed):
             slot = self.slots.find(digest)
-            self._cpu.remove(digest)
+            self._forget(digest)
             if slot is None:
                 self._doomed.discard(digest)
             elif slot.holders == 0:
                 self.slots.deactivate(slot)
+                self._tell(EmptySlot(slot.index))
                 self._doomed.discard(digest)
+
+    def _forget(self, digest: str) -> None:
+        """In host memory, on all ranks."""
+        if digest in self._cpu:
+            self._cpu.remove(digest)
+            self._tell(ForgetShard(digest))
+
+    def _tell(self, order: Order) -> None:
+        """To the other ranks, which obey in the order of telling."""
+        if self._others is not None:
+            self._others.send(order)
+
+    def _hear_others(self) -> None:
+        if self._others is None:
+            return
+        for answer in self._others.loaded():
+            load = self._by_id[answer.load_id]
+            load.awaited.discard(answer.rank)
+            if answer.error is not None:
+                load.error = load.error or from_wire(answer.error)
+            else:
+                load.digests.add(answer.digest)
+            if not load.awaited:
+                del self._by_id[answer.load_id]
 
 
 def _unexpected(name: str, error: BaseException) -> LorafleetError:

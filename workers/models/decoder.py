@@ -1,11 +1,12 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share; ModelConfig says where they differ.
 
 One forward pass takes a step's tokens of all sequences in one row [T, D]; which belong together is the attention
-backend's affair, which adapter each uses is LoRABatch's.
+backend's affair, which adapter each uses is LoRABatch's. Under tensor parallelism each rank has its heads, its part of
+the MLP and of the vocabulary; x is the same on all ranks between layers.
 """
 
-# T tokens · D hidden size · E all heads of q, k and v in one row · H query heads · G KV heads · V vocabulary
-# I intermediate size
+# T tokens · D hidden size · E this rank's heads of q, k and v in one row · H query heads · G KV heads · V vocabulary
+# W this rank's part of the vocabulary
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorafleet.kernels.lora_batch import LoRABatch
@@ -22,8 +22,11 @@ from lorafleet.kernels.rope_store import rotate_and_store
 from lorafleet.kernels.silu_mul import silu_mul
 from lorafleet.workers.attention.base import AttentionBackend, KVCache
 from lorafleet.workers.checkpoint import ModelConfig
-from lorafleet.workers.models.layers import LinearOutput, PackedLinear, RMSNorm, parameter
+from lorafleet.workers.models.layers import LinearOutput, PackedLinear, RMSNorm
 from lorafleet.workers.models.rope import RotaryEmbedding
+from lorafleet.workers.models.vocabulary import VocabTable
+from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,15 @@ class StepContext:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, group: TPGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.eps = config.rms_norm_eps
         qkv = (config.q_size, config.kv_size, config.kv_size)
         self.qkv_proj = PackedLinear(config.hidden_size, qkv, config.qkv_bias, dtype, device)
-        self.o_proj = PackedLinear(config.q_size, (config.hidden_size,), config.o_bias, dtype, device)
+        self.o_proj = PackedLinear(config.q_size, (config.hidden_size,), config.o_bias, dtype, device, group)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
 
@@ -76,11 +81,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         inner = config.intermediate_size
         self.gate_up_proj = PackedLinear(config.hidden_size, (inner, inner), config.mlp_bias, dtype, device)
-        self.down_proj = PackedLinear(inner, (config.hidden_size,), config.mlp_bias, dtype, device)
+        self.down_proj = PackedLinear(inner, (config.hidden_size,), config.mlp_bias, dtype, device, group)
 
     def forward(self, x_TD: Tensor, step: StepContext) -> LinearOutput:
         out: LinearOutput = self.down_proj(silu_mul(*self.gate_up_proj(x_TD, step.lora)), step.lora)
@@ -88,12 +93,14 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, group: TPGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.self_attn = Attention(config, layer, dtype, device)
+        self.self_attn = Attention(config, layer, group, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = MLP(config, dtype, device)
+        self.mlp = MLP(config, group, dtype, device)
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor, step: StepContext) -> LinearOutput:
         """x is the input norm's output. Returns the MLP's, not yet added to the residual: the next layer's norm does
@@ -105,19 +112,22 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """forward() gives the last norm's output for every token; logits() projects chosen rows to the vocabulary."""
+    """forward() gives the last norm's output for every token; logits() projects chosen rows to the vocabulary.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    config is the whole model's, shard says what this rank holds. All ranks of the group make the same calls.
+    """
+
+    def __init__(self, config: ModelConfig, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ConfigError where the model cannot be divided among the group."""
         super().__init__()
         self.config = config
-        self.embed_tokens = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_layers))
+        self.group = group
+        self.shard = Shard.of(config, group.rank, group.size)
+        local = self.shard.local
+        self.embed_tokens = VocabTable(self.shard, group, dtype, device)
+        self.layers = nn.ModuleList(DecoderLayer(local, i, group, dtype, device) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.lm_head = (
-            self.embed_tokens
-            if config.tie_word_embeddings
-            else parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        )
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabTable(self.shard, group, dtype, device)
         self.rope = RotaryEmbedding(config.rope, device)
 
     def forward(
@@ -136,7 +146,7 @@ class DecoderModel(nn.Module):
         """
         if lora is not None:
             lora.begin()
-        residual_TD = F.embedding(token_T, self.embed_tokens)
+        residual_TD = self.embed_tokens.embed(token_T)
         cos, sin = self.rope.cos_sin(position_T, rope_length_T, residual_TD.dtype)
         step = StepContext(cos, sin, slot_mapping_T, caches, attention, lora)
         first, *later = [*(layer.input_layernorm for layer in self.decoder_layers()), self.norm]
@@ -146,14 +156,18 @@ class DecoderModel(nn.Module):
         return x_TD
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """float32 [T, V]."""
-        return F.linear(x_TD, self.lm_head).float()
+        """[T, W] in the model's dtype: this rank's columns, -inf past the vocabulary's end."""
+        return self.lm_head.logits(x_TD)
+
+    def gather_logits(self, logits_TW: Tensor) -> Tensor:
+        """[T, V] on every rank, from what logits() gave each."""
+        return self.lm_head.gather(logits_TW)
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         return (cast(DecoderLayer, layer) for layer in self.layers)
 
     def packed_linears(self) -> list[tuple[tuple[str, ...], PackedLinear]]:
-        """Every packed linear with its projections' module paths, in layer order."""
+        """Every packed linear, this rank's part, with its projections' module paths, in layer order."""
         found: list[tuple[tuple[str, ...], PackedLinear]] = []
         for i, layer in enumerate(self.decoder_layers()):
             attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"

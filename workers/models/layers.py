@@ -15,6 +15,7 @@ from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.packed_lora import PackedLoRA
 from lorafleet.kernels.rms_norm import add_rms_norm, rms_norm
+from lorafleet.workers.tp.group import TPGroup
 
 # y [T, O] and what adapters add to it, [T, O] or None: kernels/lora.py. Whoever reads y adds it in the same pass.
 LinearOutput = tuple[Tensor, Tensor | None]
@@ -41,20 +42,35 @@ class RMSNorm(nn.Module):
 class PackedLinear(nn.Module):
     """One GEMM for several projections that share an input (q, k, v or gate, up), or for one.
 
+    Sizes are this rank's. sum_over: of a row-parallel linear, whose output is a sum over the ranks; None of others.
     lora is None until adapters are enabled.
     """
 
     def __init__(
-        self, in_features: int, out_features: tuple[int, ...], bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: tuple[int, ...],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        sum_over: TPGroup | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
+        self.sum_over = sum_over
         self.weight = parameter(sum(out_features), in_features, dtype=dtype, device=device)
         self.bias = parameter(sum(out_features), dtype=dtype, device=device) if bias else None
         self.lora: PackedLoRA | None = None
 
     def forward(self, x_TD: Tensor, batch: LoRABatch | None) -> LinearOutput:
+        if self.sum_over is None or self.sum_over.size == 1:
+            return self._local(x_TD, self.bias, batch)
+        y_TO, delta_TO = self._local(x_TD, self.bias if self.sum_over.rank == 0 else None, batch)
+        # Before the sum, so that one collective carries both.
+        return self.sum_over.all_reduce(y_TO if delta_TO is None else y_TO.add_(delta_TO)), None
+
+    def _local(self, x_TD: Tensor, bias_O: Tensor | None, batch: LoRABatch | None) -> LinearOutput:
         if batch is not None and self.lora is not None:
-            return linear_with_lora(x_TD, self.weight, self.bias, self.lora, batch)
-        return F.linear(x_TD, self.weight, self.bias), None
+            return linear_with_lora(x_TD, self.weight, bias_O, self.lora, batch)
+        return F.linear(x_TD, self.weight, bias_O), None

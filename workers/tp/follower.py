@@ -51,6 +51,10 @@ class RankWorker:
         if not self._loop.is_alive():
             raise EngineDead(f"rank {self._loop.rank} has stopped: {self._loop.failure or 'it was shut down'}")
 
+    def wait(self) -> None:
+        """Until rank 0 has told it to stop, or it fails."""
+        self._loop.join()
+
     def shutdown(self) -> None:
         self._loop.stop()
         self._loop.join(timeout=30)

@@ -46,6 +46,10 @@ class TPGroup:
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
+    def least(self, value: int, device: torch.device) -> int:
+        """Of every rank's value. Waits for all."""
+        return int(self.all_gather(torch.tensor([value], dtype=torch.int64, device=device)).min())
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
         if self.size > 1:

@@ -13,6 +13,7 @@ from lorafleet.workers.lora.packed_adapter import LoadTimes, PackedAdapter
 from lorafleet.workers.lora.pinned_memory import PIECE_BYTES, PinnedMemory
 from lorafleet.workers.lora.request import AdapterInfo
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.tp.group import TPGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -24,7 +25,7 @@ class Slots:
 
     def __init__(self, base, max_loras: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        model = DecoderModel(read_model_config(base), torch.bfloat16, device)
+        model = DecoderModel(read_model_config(base), TPGroup(), torch.bfloat16, device)
         self.num_linears = len(model.packed_linears())
         config = LoRAConfig(max_loras=max_loras, max_lora_rank=4096)
         self.manager = LoRAModelManager(model, config, torch.bfloat16, device)

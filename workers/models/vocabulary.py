@@ -1,0 +1,49 @@
+"""The table of the vocabulary: embedding, head, or both where they are tied. Each rank holds its part of the rows."""
+
+# T tokens · D hidden size · V vocabulary · W rows of a rank, its padding included
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorafleet.workers.models.layers import parameter
+from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.shard import Shard
+
+NEVER = float("-inf")
+
+
+class VocabTable(nn.Module):
+    """weight: [W, D]. The rows from num_tokens on are padding: zeros, so that all ranks have as many."""
+
+    def __init__(self, shard: Shard, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.group = group
+        self.vocab_size = shard.whole.vocab_size
+        self.first_token = shard.vocabulary.start
+        self.num_tokens = shard.vocabulary.stop - shard.vocabulary.start
+        self.weight = parameter(shard.vocab_per_rank, shard.whole.hidden_size, dtype=dtype, device=device)
+        self.weight[self.num_tokens :].zero_()
+
+    def embed(self, token_T: Tensor) -> Tensor:
+        """[T, D]. A token's row is on one rank; the others add zeros."""
+        if self.group.size == 1:
+            return F.embedding(token_T, self.weight)
+        local_T = token_T - self.first_token
+        row_T = local_T.clamp(0, max(self.num_tokens - 1, 0))
+        elsewhere_T1 = (row_T != local_T).unsqueeze(1)
+        return self.group.all_reduce(F.embedding(row_T, self.weight).masked_fill_(elsewhere_T1, 0))
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """[T, W] in x's dtype: this rank's columns, those of the padding -inf."""
+        logits_TW = F.linear(x_TD, self.weight)
+        if self.num_tokens < logits_TW.shape[1]:
+            logits_TW[:, self.num_tokens :] = NEVER
+        return logits_TW
+
+    def gather(self, logits_TW: Tensor) -> Tensor:
+        """[T, V] on every rank, from each rank's own columns."""
+        gathered_NTW = self.group.all_gather(logits_TW)
+        return gathered_NTW.transpose(0, 1).flatten(1)[:, : self.vocab_size]

@@ -1,0 +1,58 @@
+"""The other ranks of a replica as processes of this machine, for an engine without Ray (workers/llm.py)."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import shutil
+import socket
+import tempfile
+
+import torch
+
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.tp.link import RankAddresses
+
+log = logging.getLogger(__name__)
+
+STOP_S = 10
+
+
+def local_addresses(size: int, folder: str) -> RankAddresses:
+    """For ranks that share this machine: they meet on loopback and in a private folder."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return RankAddresses(size, f"tcp://127.0.0.1:{port}", folder)
+
+
+class RankProcesses:
+    """Ranks 1 to N - 1, started at once; they wait there for rank 0."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._folder = tempfile.mkdtemp(prefix="lf-ranks-")
+        self.addresses = local_addresses(config.tensor_parallel_size, self._folder)
+        context = multiprocessing.get_context("spawn")  # never fork: CUDA does not survive it
+        self._processes = [
+            context.Process(target=_run, args=(config, rank, self.addresses), daemon=True)
+            for rank in range(1, config.tensor_parallel_size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def close(self) -> None:
+        """After the engine, which has told them to stop."""
+        for process in self._processes:
+            process.join(STOP_S)
+            process.kill()
+            process.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _run(config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
+    from lorafleet.workers.tp.follower import RankWorker  # here: the parent needs none of it
+
+    logging.basicConfig(level=logging.WARNING)
+    if config.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    RankWorker(config, rank, addresses).wait()
