@@ -62,9 +62,16 @@ class Rank:
 
 
 def build_rank(
-    config: EngineConfig, rank: int = 0, addresses: RankAddresses | None = None, progress: Progress | None = None
+    config: EngineConfig,
+    rank: int = 0,
+    addresses: RankAddresses | None = None,
+    progress: Progress | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Rank:
-    """Raises ConfigError (UnsupportedModel among them) naming what does not fit. addresses: None for a rank alone."""
+    """Raises ConfigError (UnsupportedModel among them) naming what does not fit. addresses: None for a rank alone.
+
+    check: called while the other ranks are waited for; raises where one has failed.
+    """
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     device = _device(config)
@@ -73,7 +80,7 @@ def build_rank(
     dtype = _dtype(config, model_config, folder)
     Shard.of(model_config, rank, config.tensor_parallel_size)  # before the others are waited for
     assert (addresses is None) == (config.tensor_parallel_size == 1)
-    group = TPGroup() if addresses is None else TPGroup.join(rank, addresses.size, addresses.collectives, device)
+    group = TPGroup() if addresses is None else TPGroup.join(rank, addresses.size, addresses.collectives, device, check)
     model = _load_model(config, model_config, group, dtype, device, progress)
     slots = loader = None
     if config.lora is not None:
@@ -119,7 +126,7 @@ def build_engine(
     """
     others = None if addresses is None else OtherRanks(addresses, wake)
     try:
-        rank = build_rank(config, 0, addresses, progress)
+        rank = build_rank(config, 0, addresses, progress, others.check if others is not None else lambda: None)
     except BaseException:
         if others is not None:
             others.close()

@@ -26,7 +26,7 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     source = inspect.getsourcefile(function)
     assert source is not None
     context = multiprocessing.get_context("spawn")
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     pipes, processes = [], []
     for rank in range(size):
         mine, theirs = context.Pipe(duplex=False)

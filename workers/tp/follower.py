@@ -69,7 +69,8 @@ class FollowerLoop(threading.Thread):
         self._socket = RankSocket(addresses, rank)
         try:
             built = build_rank(config, rank, addresses)
-        except BaseException:
+        except BaseException as e:
+            self._socket.answer(RankFailed(rank, e.message if isinstance(e, LorafleetError) else repr(e)))
             self._socket.close()
             raise
         self._group: TPGroup = built.group

@@ -8,17 +8,23 @@ group, so that code for many ranks serves one as well.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+from lorafleet.workers.errors import EngineDead
 
 # torch 2.13 has a new name for it and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 JOIN_TIMEOUT_S = 300.0  # a rank may still be importing torch
+JOIN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +34,31 @@ class TPGroup:
     _group: dist.ProcessGroup | None = None
 
     @classmethod
-    def join(cls, rank: int, size: int, address: str, device: torch.device) -> TPGroup:
-        """Waits for all ranks. address: tcp://host:port, free, on rank 0's host. Once a process."""
+    def join(
+        cls, rank: int, size: int, address: str, device: torch.device, check: Callable[[], None] = lambda: None
+    ) -> TPGroup:
+        """Waits for all ranks; check raises where it is known that one will not come. Once a process.
+
+        address: host:port, free, on rank 0's host.
+        """
         if size == 1:
             return cls()
+        host, _, port = address.rpartition(":")
+        store = dist.TCPStore(
+            host,
+            int(port),
+            size,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            wait_for_workers=False,
+        )
+        _await_all(store, rank, size, check)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=address,
+            store=store,
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
         return cls(rank, size, dist.group.WORLD)
@@ -69,3 +90,14 @@ class TPGroup:
         if self.size > 1:
             dist.broadcast(x, src=0, group=self._group)
         return x
+
+
+def _await_all(store: TCPStore, rank: int, size: int, check: Callable[[], None]) -> None:
+    store.set(f"here/{rank}", "")
+    everybody = [f"here/{other}" for other in range(size)]
+    deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+    while not store.check(everybody):
+        check()
+        if time.monotonic() > deadline_s:
+            raise EngineDead(f"not all {size} ranks of the replica came within {JOIN_TIMEOUT_S:.0f} s.")
+        time.sleep(JOIN_POLL_S)

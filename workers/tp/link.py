@@ -27,7 +27,7 @@ POLL_MS = 200  # how soon the receiving thread sees that it is to end
 
 @dataclass(frozen=True, slots=True)
 class RankAddresses:
-    """Where the ranks of one replica meet. collectives: tcp://host:port for TPGroup.join. folder: private, for the
+    """Where the ranks of one replica meet. collectives: host:port for TPGroup.join. folder: private, for the
     sockets of orders and answers; short, since a Unix socket's path holds 107 bytes at most."""
 
     size: int

@@ -18,7 +18,7 @@ from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.step_plan import FIELDS, StepPlan
 
 
-class RunStep(msgspec.Struct, tag=True, array_like=True):
+class RunStep(msgspec.Struct, tag=True):
     """A StepPlan. fields: int64 [F, T]. blocks: int32, all sequences' blocks, as many of each as its context fills.
     generations: of each slot that the step uses, so that no rank computes with another adapter than the rest."""
 

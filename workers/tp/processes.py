@@ -23,7 +23,7 @@ def local_addresses(size: int, folder: str) -> RankAddresses:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
-    return RankAddresses(size, f"tcp://127.0.0.1:{port}", folder)
+    return RankAddresses(size, f"127.0.0.1:{port}", folder)
 
 
 class RankProcesses:
