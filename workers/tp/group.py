@@ -44,14 +44,8 @@ class TPGroup:
         if size == 1:
             return cls()
         host, _, port = address.rpartition(":")
-        store = dist.TCPStore(
-            host,
-            int(port),
-            size,
-            is_master=rank == 0,
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
-            wait_for_workers=False,
-        )
+        timeout = timedelta(seconds=JOIN_TIMEOUT_S)
+        store = TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
         _await_all(store, rank, size, check)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
