@@ -138,6 +138,7 @@ class DecodeGraphs:
         with torch.cuda.stream(self._side):
             forward()  # compiles kernels and makes library handles, which a capture must not
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+        # Only this thread: NCCL has one that asks for events meanwhile, which a capture would otherwise not bear.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             logits_BW = forward()
         return DecodeGraph(size, graph, attention, lora, logits_BW)

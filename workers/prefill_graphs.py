@@ -144,7 +144,8 @@ class _Cuts:
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool)
+        # Only this thread: NCCL has one that asks for events meanwhile, which a capture would otherwise not bear.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self, out: Tensor) -> None:
         assert self._graph is not None

@@ -1,4 +1,4 @@
-"""Runs a function on every rank of a tensor-parallel group: processes of their own, gloo, loopback."""
+"""Ranks of a tensor-parallel group for tests: processes of their own, gloo, loopback."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lorafleet.workers.llm import LLM
 from lorafleet.workers.tp.group import TPGroup
 
 TIMEOUT_S = 120
@@ -82,3 +83,18 @@ def _load(source: str, name: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     function: Callable[..., Any] = getattr(module, name)
     return function
+
+
+def start_llm(folder: str, size: int, **options: Any) -> LLM:
+    """An engine over `size` ranks, one thread each; prompts over 64 tokens take more than one step."""
+    return LLM(
+        folder,
+        device="cpu",
+        dtype="float32",
+        kv_cache_tokens=2048,
+        max_num_batched_tokens=64,
+        max_num_seqs=16,
+        tensor_parallel_size=size,
+        cpu_threads=1,
+        **{"enable_lora": False, **options},
+    )

@@ -33,16 +33,16 @@ class RankProcesses:
         self._folder = tempfile.mkdtemp(prefix="lf-ranks-")
         self.addresses = local_addresses(config.tensor_parallel_size, self._folder)
         context = multiprocessing.get_context("spawn")  # never fork: CUDA does not survive it
-        self._processes = [
+        self.processes = [
             context.Process(target=_run, args=(config, rank, self.addresses), daemon=True)
             for rank in range(1, config.tensor_parallel_size)
         ]
-        for process in self._processes:
+        for process in self.processes:
             process.start()
 
     def close(self) -> None:
         """After the engine, which has told them to stop."""
-        for process in self._processes:
+        for process in self.processes:
             process.join(STOP_S)
             process.kill()
             process.join()

@@ -6,29 +6,47 @@ from collections.abc import Iterator
 
 import pytest
 
-from lorafleet.workers.llm import LLM, SamplingParams
+from lorafleet.workers.llm import LLM, RequestOutput, SamplingParams
+from ranks import start_llm
+
+CASES = [("llama3", 2), ("qwen3", 4), ("llama_dynamic", 2)]
 
 
-@pytest.fixture(scope="module", params=[2])
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def pair(request, fleet) -> Iterator[tuple[LLM, LLM]]:
-    models = [
-        LLM(
-            str(fleet("llama3").base),
-            device="cpu",
-            dtype="float32",
-            kv_cache_tokens=2048,
-            tensor_parallel_size=size,
-            enable_lora=False,
-            cpu_threads=1,
-        )
-        for size in (1, request.param)
+    family, size = request.param
+    alone, shared = (start_llm(str(fleet(family).base), n) for n in (1, size))
+    yield alone, shared
+    alone.close()
+    shared.close()
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
+
+
+def test_greedy_answers_are_the_same(pair, prompt):
+    prompts = [{"prompt_token_ids": prompt(n)} for n in (5, 100, 17, 1)]
+    alone, shared = (tokens(llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))) for llm in pair)
+    assert alone == shared
+
+
+def test_drawn_answers_and_logprobs_are_the_same(pair, prompt):
+    """Rank 0 draws, and the other ranks go on from its tokens."""
+    params = [
+        SamplingParams(max_tokens=10, temperature=0.9, seed=7, n=2, logprobs=3, ignore_eos=True),
+        SamplingParams(max_tokens=10, temperature=1.2, top_p=0.8, seed=3, prompt_logprobs=2, ignore_eos=True),
+        SamplingParams(max_tokens=10, frequency_penalty=0.7, ignore_eos=True),
+        SamplingParams(max_tokens=10, ignore_eos=True),
     ]
-    yield models[0], models[1]
-    for model in models:
-        model.close()
+    prompts = [{"prompt_token_ids": prompt(n)} for n in (30, 90, 4, 8)]
+    alone, shared = (llm.generate(prompts, params) for llm in pair)
+    assert tokens(alone) == tokens(shared)
+    for mine, theirs in zip(alone, shared, strict=True):
+        for a, b in zip(logprobs(mine), logprobs(theirs), strict=True):
+            assert a == pytest.approx(b, abs=1e-3)
 
 
-def test_greedy(pair, prompt):
-    prompts = [{"prompt_token_ids": prompt(n)} for n in (5, 40, 17)]
-    alone, shared = (llm.generate(prompts, SamplingParams(max_tokens=12, logprobs=3)) for llm in pair)
-    assert [o.outputs[0].token_ids for o in alone] == [o.outputs[0].token_ids for o in shared]
+def logprobs(output: RequestOutput) -> list[float]:
+    of_answers = [one for answer in output.outputs for one in answer.logprobs or []]
+    return [one.logprob for one in (*of_answers, *(output.prompt_logprobs or [])) if one is not None]
