@@ -23,7 +23,7 @@ from lorafleet.workers.scheduler import Chunk
 from lorafleet.workers.sequence import Sequence
 from lorafleet.workers.step_runner import StepRunner
 from lorafleet.workers.tp.link import OtherRanks
-from lorafleet.workers.tp.messages import RunStep, Stop
+from lorafleet.workers.tp.messages import RunStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,6 @@ class ModelRunner:
     def close(self) -> None:
         """Ends the other ranks."""
         if self._others is not None:
-            self._others.send(Stop())
             self._others.close()
             self.steps.model.group.leave()
 

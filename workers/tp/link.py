@@ -7,6 +7,7 @@ A message of 4 KB to two ranks takes about 60 us this way, a Ray call a millisec
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -18,11 +19,12 @@ import msgspec
 import zmq
 
 from lorafleet.workers.errors import EngineDead
-from lorafleet.workers.tp.messages import Answer, Order, RankFailed, ShardLoaded
+from lorafleet.workers.tp.messages import Answer, Order, RankFailed, ShardLoaded, Stop
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 200  # how soon the receiving thread sees that it is to end
+GONE_MS = 2000  # a rank that is still connecting takes a few
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,11 @@ class OtherRanks:
         self._receiver.start()
 
     def send(self, order: Order) -> None:
+        """Raises EngineDead where a rank is not there any more."""
         encoded = self._encoder.encode(order)
-        for queue in self._queues:
+        for rank, queue in zip(self.ranks, self._queues, strict=True):
+            if not queue.poll(GONE_MS, zmq.POLLOUT):
+                raise EngineDead(f"rank {rank} of the replica has gone.")
             queue.send(encoded)
 
     def check(self) -> None:
@@ -80,9 +85,12 @@ class OtherRanks:
         return [self._loaded.popleft() for _ in range(len(self._loaded))]
 
     def close(self) -> None:
+        """Tells the ranks that are there to stop."""
         self._closing.set()
         self._receiver.join()
         for queue in self._queues:
+            with contextlib.suppress(zmq.Again):
+                queue.send(self._encoder.encode(Stop()), zmq.NOBLOCK)
             queue.close(linger=1000)  # ms: the order to stop must arrive
         self._context.term()
 
