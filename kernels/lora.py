@@ -17,7 +17,9 @@ def linear_with_lora(
 ) -> tuple[Tensor, Tensor | None]:
     """(y, delta): y + delta = x @ W.T + bias + scale * B[slot[t]] @ (A[slot[t]] @ x[t]); all contiguous.
 
-    Where delta is not None, who reads y adds it in the same pass; on a CPU it is in y already.
+    Where delta is not None, who reads y adds it in the same pass; on a CPU it is in y already. On a rank of a
+    tensor-parallel group, W, A and B are its parts: see kernels/lora_layout.py. Its partial sums want the base's own
+    all-reduce, of y + delta.
     """
     if x_TD.is_cuda and packed.dtype in (None, x_TD.dtype):
         from lorafleet.kernels.lora_triton import linear_triton  # triton is optional on a CPU
@@ -34,18 +36,17 @@ def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch)
     x and y are contiguous and of the base's dtype. Slots are trusted here, since checking would sync the GPU:
     LoRAModelManager.activate checks.
     """
-    if not x_TD.is_cuda and packed.dtype in (None, x_TD.dtype):
-        apply_lora_torch(x_TD, y_TO, packed, batch)
-    elif (delta_TO := _delta(x_TD if packed.dtype is None else x_TD.to(packed.dtype), packed, batch)) is not None:
-        # lora_dtype may be another than the base's: as in PEFT, x is cast and the sum is of the base's dtype.
-        y_TO += delta_TO
-
-
-def _delta(x_TD: Tensor, packed: PackedLoRA, batch: LoRABatch) -> Tensor | None:
+    # lora_dtype may be another than the base's: as in PEFT, x is cast and the sum is of the base's dtype.
+    cast_TD = x_TD if packed.dtype is None else x_TD.to(packed.dtype)
     if x_TD.is_cuda:
         from lorafleet.kernels.lora_triton import lora_delta_triton  # triton is optional on a CPU
 
-        return lora_delta_triton(x_TD, packed, batch)
-    delta_TO = x_TD.new_zeros(x_TD.shape[0], sum(packed.out_features))
-    apply_lora_torch(x_TD, delta_TO, packed, batch)
-    return delta_TO
+        delta_TO = lora_delta_triton(cast_TD, packed, batch)
+        if delta_TO is not None:
+            packed.part_of(y_TO).add_(delta_TO)
+    elif cast_TD is x_TD:
+        apply_lora_torch(x_TD, y_TO, packed, batch)
+    else:
+        delta_TO = cast_TD.new_zeros(y_TO.shape)
+        apply_lora_torch(cast_TD, delta_TO, packed, batch)
+        y_TO += delta_TO

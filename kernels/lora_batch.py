@@ -53,10 +53,6 @@ def count_tiles(slot_of_token: Sequence[int], num_tokens: int) -> int:
     return sum(-(-count // tile_tokens) for count in counts.values())
 
 
-def round_to_chunk(ranks: int) -> int:
-    return -(-ranks // CHUNK_RANKS) * CHUNK_RANKS
-
-
 class DevicePlan:
     """What the Triton kernels read, views of one int32 buffer, so that a step costs one copy.
 

@@ -7,7 +7,8 @@ launch) and has its first block of B when P is there. Each output belongs to exa
 same bits on every run, however long the span. The arithmetic is as wide as the slot's own rank.
 
 Memory: delta [T, O] holds the slices side by side; every row is written, base tokens' and slices without an adapter
-with zeros (or the bias), so that who adds it need not ask. P as kernels/lora_shrink.py lays it out. B [out, rank] of
+with zeros (or the bias), so that who adds it need not ask. P as kernels/lora_shrink.py lays it out, its splits or, where
+A's rows are divided over the ranks of a tensor-parallel group, the gathered parts of all ranks. B [out, rank] of
 each slice is row-major at the address that the tile's table row holds, without padding; a rank that is a multiple of
 16 gets vector loads.
 Source: SGMV, Punica, arXiv 2310.18547.
@@ -24,6 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from lorafleet.kernels.lora_batch import CHUNK_RANKS, LoRABatch
+from lorafleet.kernels.lora_shrink import chunk_of, columns_of
 from lorafleet.kernels.packed_lora import MAX_SLICES, PackedLoRA
 
 MAX_BLOCK_R = 64  # ranks whose P a program keeps; larger adapters take more than one round a block
@@ -38,15 +40,21 @@ def _sum_p(
     token_mask: tl.tensor,
     split_stride: tl.tensor,
     num_splits: tl.constexpr,
+    num_parts: tl.constexpr,
     dtype: tl.constexpr,
     chunk: tl.constexpr,
 ) -> tl.tensor:
-    mask = tl.max_constancy(token_mask & (r // chunk * chunk < rank)[None, :], [1, chunk])
-    p_tile = tl.max_contiguous(tl.multiple_of(p_row + r[None, :], [1, 16]), [1, chunk])
-    p = tl.load(p_tile, mask=mask, other=0.0)
-    for k in tl.static_range(1, num_splits):
-        p_tile = tl.max_contiguous(tl.multiple_of(p_row + k * split_stride + r[None, :], [1, 16]), [1, chunk])
-        p += tl.load(p_tile, mask=mask, other=0.0)
+    if num_parts > 1:
+        size = max(tl.cdiv(rank, num_parts), 1)  # never a division by zero, where the adapter leaves the slice alone
+        p_tile = p_row + (r // size * split_stride + r % size)[None, :]
+        p = tl.load(p_tile, mask=token_mask & (r < rank)[None, :], other=0.0)
+    else:
+        mask = tl.max_constancy(token_mask & (r // chunk * chunk < rank)[None, :], [1, chunk])
+        p_tile = tl.max_contiguous(tl.multiple_of(p_row + r[None, :], [1, 16]), [1, chunk])
+        p = tl.load(p_tile, mask=mask, other=0.0)
+        for k in tl.static_range(1, num_splits):
+            p_tile = tl.max_contiguous(tl.multiple_of(p_row + k * split_stride + r[None, :], [1, 16]), [1, chunk])
+            p += tl.load(p_tile, mask=mask, other=0.0)
     return p.to(dtype)
 
 
@@ -71,6 +79,7 @@ def _store_span(
     token_mask: tl.tensor,
     split_stride: tl.tensor,
     num_splits: tl.constexpr,
+    num_parts: tl.constexpr,
     chunk: tl.constexpr,
     block_r: tl.constexpr,
     block_o: tl.constexpr,
@@ -83,13 +92,13 @@ def _store_span(
     b = _load_b(b_ptr, r, rank, begin, end, block_o)
     if early:
         gdc_wait()
-    p = _sum_p(p_row, r, rank, token_mask, split_stride, num_splits, dtype, chunk)
+    p = _sum_p(p_row, r, rank, token_mask, split_stride, num_splits, num_parts, dtype, chunk)
     for at in tl.range(begin, end, block_o, num_stages=1):
         b_next = _load_b(b_ptr, r, rank, at + block_o, end, block_o)
         acc = tl.dot(p, b, input_precision="ieee")
         if large:
             for first in tl.range(block_r, rank, block_r, num_stages=1):
-                more = _sum_p(p_row, first + r, rank, token_mask, split_stride, num_splits, dtype, chunk)
+                more = _sum_p(p_row, first + r, rank, token_mask, split_stride, num_splits, num_parts, dtype, chunk)
                 acc = tl.dot(more, _load_b(b_ptr, first + r, rank, at, end, block_o), acc, input_precision="ieee")
         o = at + tl.arange(0, block_o)
         if with_bias:
@@ -115,6 +124,7 @@ def _expand_kernel(
     num_columns: tl.tensor,
     span: tl.tensor,
     num_splits: tl.constexpr,
+    num_parts: tl.constexpr,
     address_stride: tl.constexpr,
     rank_stride: tl.constexpr,
     tile_tokens: tl.constexpr,
@@ -140,13 +150,13 @@ def _expand_kernel(
     out = out_0
     if index >= spans_0:
         slice_index = 1
-        p_column = tl.cdiv(tl.load(rank_row), chunk) * chunk
+        p_column = columns_of(tl.load(rank_row), num_parts, chunk)
         delta_column = out_0
         out = out_1
         index -= spans_0
         if index >= spans_1:
             slice_index = 2
-            p_column += tl.cdiv(tl.load(rank_row + 1), chunk) * chunk
+            p_column += columns_of(tl.load(rank_row + 1), num_parts, chunk)
             delta_column += out_1
             out = out_2
             index -= spans_1
@@ -168,29 +178,32 @@ def _expand_kernel(
     if rank_16 != rank:
         _store_span(
             p_row, delta_row, b_ptr, bias_row, rank, begin, end, token_mask, split_stride,
-            num_splits, chunk, block_r, block_o, large, with_bias, early,
+            num_splits, num_parts, chunk, block_r, block_o, large, with_bias, early,
         )  # fmt: skip
     elif rank <= 16:
         _store_span(
             p_row, delta_row, b_ptr, bias_row, rank_16, begin, end, token_mask, split_stride,
-            num_splits, chunk, 16, narrow_o, False, with_bias, early,
+            num_splits, num_parts, chunk, 16, narrow_o, False, with_bias, early,
         )  # fmt: skip
     elif block_r > 16:
         _store_span(
             p_row, delta_row, b_ptr, bias_row, rank_16, begin, end, token_mask, split_stride,
-            num_splits, chunk, block_r, block_o, large, with_bias, early,
+            num_splits, num_parts, chunk, block_r, block_o, large, with_bias, early,
         )  # fmt: skip
 
 
 def expand(p_KTC: Tensor, packed: PackedLoRA, batch: LoRABatch, dtype: torch.dtype, bias_O: Tensor | None) -> Tensor:
-    """B[slot[t]] @ sum over K of P[k, t] + bias, [T, O]; p is what shrink() returned for the batch.
-
-    Base tokens' rows are the bias, or zero.
+    """B[slot[t]] @ sum over K of P[k, t] + bias, [T, O] for this rank's rows of B; p is what shrink() returned for the
+    batch, or LoRALayout.exchanged() made of it. Base tokens' rows are the bias, or zero.
     """
     splits, rows, columns = p_KTC.shape
+    num_parts = packed.layout.num_parts
+    assert splits == num_parts or not packed.layout.exchanges
     total = sum(packed.out_features)
     assert bias_O is None or (bias_O.shape == (total,) and bias_O.is_contiguous())
     delta_TO = torch.empty(batch.num_tokens, total, dtype=dtype, device=p_KTC.device)
+    if total == 0:  # the last ranks of many may have no part of a small output
+        return delta_TO
     outs = packed.out_features + (0,) * (MAX_SLICES - len(packed.out_features))
     tiles, shape = batch.num_tiles, batch.tuning.expand
     rank = packed.max_total_rank(batch.slots) if batch.max_rank is None else batch.max_rank
@@ -200,7 +213,8 @@ def expand(p_KTC: Tensor, packed: PackedLoRA, batch: LoRABatch, dtype: torch.dty
     blocks = tiles * total // (narrow_o * shape.programs)
     span = narrow_o * max(1, min(MAX_BLOCKS, blocks))
     # `early` is legal only right behind the shrink on the same stream.
-    launch = {"launch_pdl": True} if shape.early else {}
+    early = shape.early and not packed.layout.exchanges
+    launch = {"launch_pdl": True} if early else {}
     _expand_kernel[(sum(triton.cdiv(out, span) for out in packed.out_features), tiles)](
         p_KTC,
         delta_TO,
@@ -213,17 +227,18 @@ def expand(p_KTC: Tensor, packed: PackedLoRA, batch: LoRABatch, dtype: torch.dty
         rows * columns,
         columns,
         span,
-        num_splits=splits,
+        num_splits=splits // num_parts,
+        num_parts=num_parts,
         address_stride=1 + MAX_SLICES,
         rank_stride=MAX_SLICES,
         tile_tokens=batch.tile_tokens,
-        chunk=CHUNK_RANKS,
+        chunk=chunk_of(packed.layout),
         block_r=block_r,
         narrow_o=narrow_o,
         block_o=block_o,
         large=rank > MAX_BLOCK_R,
         with_bias=bias_O is not None,
-        early=shape.early,
+        early=early,
         num_warps=shape.warps,
         **launch,
     )

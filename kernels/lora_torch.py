@@ -6,7 +6,7 @@ that arithmetic is not multiplied by the number of adapters.
 Source: SGMV, Punica, arXiv 2310.18547.
 """
 
-# T tokens · D in · O out · C columns of all stacked ranks
+# T tokens · D in · O out · C columns of P: of all stacked ranks, or of one adapter's · N parts of A's rows
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora_batch import LoRABatch
+from lorafleet.kernels.lora_layout import LoRALayout
 from lorafleet.kernels.packed_lora import PackedLoRA, SlotWeights
 
 # Wasted multiply-adds that cost as much as one more operator launch: 10 us at about 20 GFLOP/s a core.
@@ -21,8 +22,11 @@ STACK_LIMIT = 1 << 21
 
 
 def apply_lora_torch(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
-    """y[t] += scale * B[slot[t]] @ (A[slot[t]] @ x[t]) in place; base tokens' rows are not changed."""
-    columns = sum(w.total_rank for s in batch.slots if (w := packed.slots[s]) is not None)
+    """y[t] += scale * B[slot[t]] @ (A[slot[t]] @ x[t]) in place; base tokens' rows are not changed.
+
+    Which form is taken is the same on all ranks that exchange P, since their shapes of x and y are.
+    """
+    columns = sum(sum(w.ranks) for s in batch.slots if (w := packed.slots[s]) is not None)
     if len(batch.slots) > 1 and batch.num_tokens * columns * (x_TD.shape[1] + y_TO.shape[1]) > STACK_LIMIT * len(
         batch.slots
     ):
@@ -35,26 +39,48 @@ def _apply_stacked(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABa
     stacked = packed.stacked(batch.slots)
     if stacked is not None:
         p_TC = (x_TD @ stacked.a_DC) * stacked.scale_NC[batch.active_T]
-        y_TO.addmm_(p_TC, stacked.b_CO)
+        p_NTC = packed.layout.exchanged(p_TC)
+        packed.part_of(y_TO).addmm_(p_NTC.transpose(0, 1).reshape(len(x_TD), -1), stacked.b_CO)
 
 
 def _apply_grouped(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
-    for slot, (start, end) in zip(batch.slots, batch.spans, strict=True):
-        weights = packed.slots[slot]
-        if weights is not None:
-            rows = batch.order_T[start:end]
-            y_TO.index_add_(0, rows, lora_delta(x_TD[rows], weights, packed.out_features))
+    """P of all tokens, in order_T, before any B: ranks exchange it once a linear, not once an adapter."""
+    layout = packed.layout
+    present = [(w, span) for s, span in zip(batch.slots, batch.spans, strict=True) if (w := packed.slots[s])]
+    if not present:
+        return
+    most = max(sum(map(layout.columns, w.ranks)) for w, _ in present)
+    p_TC = x_TD.new_zeros(batch.spans[-1][1], most)
+    for weights, (start, end) in present:
+        _shrink(x_TD[batch.order_T[start:end]], weights, layout, p_TC[start:end])
+    p_NTC = layout.exchanged(p_TC)
+    part_TO = packed.part_of(y_TO)
+    for weights, (start, end) in present:
+        delta_TO = _expand(p_NTC[:, start:end], weights, layout, packed.out_features)
+        part_TO.index_add_(0, batch.order_T[start:end], delta_TO)
 
 
-def lora_delta(x_TD: Tensor, weights: SlotWeights, out_features: tuple[int, ...]) -> Tensor:
-    """What one adapter adds to one packed linear's output, [T, sum of out_features], in x's dtype."""
-    p_TR = x_TD @ weights.a_RD.T
+def _shrink(x_TD: Tensor, weights: SlotWeights, layout: LoRALayout, p_TC: Tensor) -> None:
+    """Writes one adapter's columns of P; those that this rank's part does not fill stay as they are."""
+    a_TR = x_TD @ weights.a_RD.T
+    row = column = 0
+    for rank, scale in zip(weights.ranks, weights.scales, strict=True):
+        rows = layout.num_rows(rank)
+        torch.mul(a_TR[:, row : row + rows], scale, out=p_TC[:, column : column + rows])
+        row += rows
+        column += layout.columns(rank)
+
+
+def _expand(p_NTC: Tensor, weights: SlotWeights, layout: LoRALayout, out_features: tuple[int, ...]) -> Tensor:
+    """What one adapter adds to this rank's columns of the output, [T, sum of out_features], in P's dtype."""
+    num_tokens = p_NTC.shape[1]
     parts: list[Tensor] = []
-    row = 0
-    for b_OR, scale, out in zip(weights.b, weights.scales, out_features, strict=True):
+    column = 0
+    for b_OR, rank, out in zip(weights.b, weights.ranks, out_features, strict=True):
         if b_OR is None:
-            parts.append(x_TD.new_zeros(x_TD.shape[0], out))
+            parts.append(p_NTC.new_zeros(num_tokens, out))
         else:
-            parts.append((p_TR[:, row : row + b_OR.shape[1]] * scale) @ b_OR.T)
-            row += b_OR.shape[1]
+            own_NTC = p_NTC[:, :, column : column + layout.columns(rank)]
+            parts.append(own_NTC.transpose(0, 1).reshape(num_tokens, -1)[:, :rank] @ b_OR.T)
+            column += layout.columns(rank)
     return torch.cat(parts, dim=1)

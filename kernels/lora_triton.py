@@ -3,7 +3,8 @@
 Decode: shrink and expand both run on a side stream beside the base GEMM, and whatever reads the GEMM's output next adds
 their delta: nothing of them is left on the step's critical path but their bytes. A captured CUDA graph keeps the fork
 and the join. Prefill: the GEMM, not memory, is the bottleneck and fills the GPU, so nothing runs beside it; the delta
-is written first and the GEMM adds to it, which costs it nothing.
+is written first and the GEMM adds to it, which costs it nothing. A collective between shrink and expand
+(kernels/lora_layout.py) runs where they run; a delta of some columns only, where B is divided by output, is added here.
 Measured on an H200 by benchmarks/lora_kernels.py.
 """
 
@@ -18,16 +19,23 @@ from torch import Tensor
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.lora_expand import expand
 from lorafleet.kernels.lora_shrink import shrink
+from lorafleet.kernels.lora_splits import sum_splits
 from lorafleet.kernels.packed_lora import PackedLoRA
 
 
 def lora_delta_triton(
     x_TD: Tensor, packed: PackedLoRA, batch: LoRABatch, bias_O: Tensor | None = None
 ) -> Tensor | None:
-    """scale * B[slot[t]] @ (A[slot[t]] @ x[t]) + bias, [T, O]; None, and no launch, if no adapter has this linear."""
+    """scale * B[slot[t]] @ (A[slot[t]] @ x[t]) + bias, [T, O]; None, and no launch, if no adapter has this linear.
+
+    O: of packed.out_features, and B this rank's.
+    """
     if not _is_used(packed, batch):
         return None
-    return expand(shrink(x_TD, packed, batch), packed, batch, x_TD.dtype, bias_O)
+    p_KTC = shrink(x_TD, packed, batch)
+    if packed.layout.exchanges:
+        p_KTC = packed.layout.exchanged(sum_splits(p_KTC))
+    return expand(p_KTC, packed, batch, x_TD.dtype, bias_O)
 
 
 def linear_triton(
@@ -36,7 +44,8 @@ def linear_triton(
     """x @ W.T + bias, and what the adapters add to it where that is not in it yet."""
     if not _is_used(packed, batch):
         return F.linear(x_TD, weight_OD, bias_O), None
-    if batch.is_prefill:
+    is_whole = sum(packed.out_features) == len(weight_OD)
+    if batch.is_prefill and is_whole:
         y_TO = lora_delta_triton(x_TD, packed, batch, bias_O)
         assert y_TO is not None
         return y_TO.addmm_(x_TD, weight_OD.T), None
@@ -49,7 +58,11 @@ def linear_triton(
     y_TO = F.linear(x_TD, weight_OD, bias_O)
     main.wait_stream(side)
     # No record_stream: each stream waits for the other before it reuses what was freed.
-    return y_TO, delta_TO
+    if is_whole:
+        return y_TO, delta_TO
+    assert delta_TO is not None
+    packed.part_of(y_TO).add_(delta_TO)
+    return y_TO, None
 
 
 def _is_used(packed: PackedLoRA, batch: LoRABatch) -> bool:

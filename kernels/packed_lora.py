@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.lora_layout import UNDIVIDED, LoRALayout
+
 MAX_SLICES = 3
 
 Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -28,8 +30,9 @@ Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 class SlotWeights:
     """One adapter on one packed linear. All tensors contiguous, of the serving dtype, on the serving device.
 
-    a_RD: the slices' A, stacked in slice order. b: each slice's [out_p, r_p], None where the adapter leaves the slice
-    alone. scales: alpha/r (or alpha/sqrt(r)) of each slice, applied in fp32 between A and B.
+    a_RD: the slices' A, stacked in slice order; of each the rows that LoRALayout.rows gives this rank. b: each slice's
+    [out_p, r_p], None where the adapter leaves the slice alone. scales: alpha/r (or alpha/sqrt(r)) of each slice,
+    applied in fp32 between A and B.
     """
 
     a_RD: Tensor
@@ -40,15 +43,11 @@ class SlotWeights:
     def ranks(self) -> tuple[int, ...]:
         return tuple(0 if b is None else b.shape[1] for b in self.b)
 
-    @property
-    def total_rank(self) -> int:
-        return self.a_RD.shape[0]
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterTable:
     """One adapter on every packed linear. offset_LA: bytes from where the adapter begins to A, then to each slice's B;
-    -1 where it has none. Rank 0: the adapter leaves the slice alone."""
+    -1 where it has none. Rank 0: the adapter leaves the slice alone. Ranks are B's, however A is divided."""
 
     offset_LA: Int64s
     rank_LP: Int32s
@@ -108,10 +107,21 @@ class LoRATables:
 
 
 class PackedLoRA:
-    """The slots of one packed linear: a row of the tables for the Triton kernels, tensors for the torch twin."""
+    """The slots of one packed linear: a row of the tables for the Triton kernels, tensors for the torch twin.
 
-    def __init__(self, index: int, in_features: int, out_features: tuple[int, ...], tables: LoRATables) -> None:
+    in_features, out_features: of A and B as this rank holds them.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        in_features: int,
+        out_features: tuple[int, ...],
+        tables: LoRATables,
+        layout: LoRALayout = UNDIVIDED,
+    ) -> None:
         assert 1 <= len(out_features) <= MAX_SLICES
+        self.layout = layout
         self.tables = tables
         self.index = index  # row of the tables
         self.in_features = in_features
@@ -125,10 +135,14 @@ class PackedLoRA:
         """For the torch twin. The device tables are written for the whole model at once: LoRATables.write_slot."""
         if weights is not None:
             self.dtype = weights.a_RD.dtype
-            assert weights.a_RD.shape == (sum(weights.ranks), self.in_features)
+            assert weights.a_RD.shape == (sum(map(self.layout.num_rows, weights.ranks)), self.in_features)
             assert all(b is None or b.shape[0] == o for b, o in zip(weights.b, self.out_features, strict=True))
         self.slots[slot] = weights
         self._stacked = ((), None)
+
+    def part_of(self, y_TO: Tensor) -> Tensor:
+        """The columns of the base linear's output that this rank's B has."""
+        return y_TO.narrow(1, self.layout.first_column, sum(self.out_features))
 
     def max_total_rank(self, slots: tuple[int, ...]) -> int:
         """By the tables. Kept until these or the set of slots change: walking 64 slots a linear costs 1 ms a step."""
@@ -148,8 +162,9 @@ class PackedLoRA:
 class StackedSlots:
     """All of a step's adapters on one linear as one wide adapter, for the torch twin's few-token path.
 
-    a_DC: [in, C], C the sum of all ranks. b_CO: [C, out], zero where a slice's columns are not the row's own.
-    scale_NC: [N + 1, C], row i has the scale in active slot i's columns and zero elsewhere; row N (base) is zero.
+    a_DC: [in, C], C the columns that this rank's part of all ranks has; zero where the part is short. b_CO: [parts * C,
+    out], zero where a slice's columns are not the row's own. scale_NC: [N + 1, C], row i has the scale in active slot
+    i's columns and zero elsewhere; row N (base) is zero.
     """
 
     a_DC: Tensor
@@ -161,16 +176,24 @@ class StackedSlots:
         present = [(i, w) for i, s in enumerate(slots) if (w := packed.slots[s]) is not None]
         if not present:
             return None
-        a_CD = torch.cat([w.a_RD for _, w in present])
-        b_CO = a_CD.new_zeros(a_CD.shape[0], sum(packed.out_features))
-        scale_NC = torch.zeros(len(slots) + 1, a_CD.shape[0], dtype=torch.float32, device=a_CD.device)
-        row = 0
+        layout, parts = packed.layout, packed.layout.num_parts
+        columns = sum(layout.columns(rank) for _, w in present for rank in w.ranks)
+        like = present[0][1].a_RD
+        a_CD = like.new_zeros(columns, packed.in_features)
+        b_NCO = like.new_zeros(parts, columns, sum(packed.out_features))
+        scale_NC = torch.zeros(len(slots) + 1, columns, dtype=torch.float32, device=like.device)
+        first = 0
         for i, w in present:
-            column = 0
-            for b, scale, out in zip(w.b, w.scales, packed.out_features, strict=True):
-                if b is not None:
-                    b_CO[row : row + b.shape[1], column : column + out] = b.T
-                    scale_NC[i, row : row + b.shape[1]] = scale
-                    row += b.shape[1]
+            a_first = column = 0
+            for b, rank, scale, out in zip(w.b, w.ranks, w.scales, packed.out_features, strict=True):
+                rows = layout.num_rows(rank)
+                a_CD[first : first + rows] = w.a_RD[a_first : a_first + rows]
+                a_first += rows
+                for part in range(parts if b is not None else 0):
+                    assert b is not None
+                    b_RO = b[:, layout.rows(rank, part)].T
+                    b_NCO[part, first : first + len(b_RO), column : column + out] = b_RO
+                scale_NC[i, first : first + layout.columns(rank)] = scale
+                first += layout.columns(rank)
                 column += out
-        return cls(a_CD.T.contiguous(), b_CO, scale_NC.to(a_CD.dtype))
+        return cls(a_CD.T.contiguous(), b_NCO.view(parts * columns, -1), scale_NC.to(like.dtype))

@@ -1,0 +1,36 @@
+"""Triton sum of shrink's splits, for ranks that exchange P: a collective takes one sum, and a smaller message.
+
+Idea: elementwise, the splits added in order, so that the bits are those that expand would have had from them.
+"""
+
+# T tokens in the step · C columns of P · K splits of shrink
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024  # elements a program
+
+
+@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]  # triton has no types
+def _sum_kernel(
+    p_ptr: tl.tensor, sum_ptr: tl.tensor, size: tl.tensor, num_splits: tl.constexpr, block: tl.constexpr
+) -> None:
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    total = tl.load(p_ptr + at, mask=at < size, other=0.0)
+    for k in tl.static_range(1, num_splits):
+        total += tl.load(p_ptr + tl.cast(size, tl.int64) * k + at, mask=at < size, other=0.0)
+    tl.store(sum_ptr + at, total, mask=at < size)
+
+
+def sum_splits(p_KTC: Tensor) -> Tensor:
+    """P [T, C] of shrink's [K, T, C]; what shrink left unwritten stays meaningless."""
+    splits, *shape = p_KTC.shape
+    if splits == 1:
+        return p_KTC[0]
+    p_TC = torch.empty(shape, dtype=p_KTC.dtype, device=p_KTC.device)
+    _sum_kernel[(triton.cdiv(p_TC.numel(), BLOCK),)](p_KTC, p_TC, p_TC.numel(), num_splits=splits, block=BLOCK)
+    return p_TC
