@@ -122,7 +122,7 @@ def measure_activation(bench: Bench, rank: int, adapters: list[LoRARequest]) -> 
             pass
         ready.append((time.perf_counter() - before) * 1e3)
         loop.append((returned - before) * 1e3)
-        size = slot.adapter.info.num_bytes
+        size = slot.adapter.block.numel()
     ready, loop = ready[SLOTS:], loop[SLOTS:]  # the first round fills empty slots
     return Activation(rank, size / 1e6, statistics.median(ready), max(ready), statistics.median(loop), max(loop))
 

@@ -103,7 +103,11 @@ class AppArgs(BaseModel):
     max_lora_rank: int = Field(64, description="Largest rank accepted.")
     max_cpu_loras: int | None = Field(None, description="Adapters kept in host memory; default: 2 x max_loras.")
     lora_dtype: DType = Field("auto", description="Of the adapters' weights; auto is the base model's.")
-    fully_sharded_loras: bool = Field(False, description="Without effect in this version: refused when set.")
+    fully_sharded_loras: bool = Field(
+        False,
+        description="Under tensor parallel, divide both A and B over the GPUs, for one small collective more a linear; "
+        "set it where adapters fill the GPUs' memory. On one GPU it changes nothing.",
+    )
     bias_enabled: bool = Field(False, description="Without effect in this version: refused when set.")
     lora_extra_vocab_size: int = Field(0, description="Without effect in this version: refused when set.")
     long_lora_scaling_factors: list[float] | None = Field(

@@ -7,8 +7,8 @@ launch) and has its first block of B when P is there. Each output belongs to exa
 same bits on every run, however long the span. The arithmetic is as wide as the slot's own rank.
 
 Memory: delta [T, O] holds the slices side by side; every row is written, base tokens' and slices without an adapter
-with zeros (or the bias), so that who adds it need not ask. P as kernels/lora_shrink.py lays it out, its splits or, where
-A's rows are divided over the ranks of a tensor-parallel group, the gathered parts of all ranks. B [out, rank] of
+with zeros (or the bias), so that who adds it need not ask. P as kernels/lora_shrink.py lays it out, its splits or,
+where A's rows are divided over the ranks of a tensor-parallel group, the gathered parts of all ranks. B [out, rank] of
 each slice is row-major at the address that the tile's table row holds, without padding; a rank that is a multiple of
 16 gets vector loads.
 Source: SGMV, Punica, arXiv 2310.18547.

@@ -70,8 +70,8 @@ class LoRALayout:
         return slice(start, min(start + size, rank))
 
     def num_rows(self, rank: int) -> int:
-        rows = self.rows(rank)
-        return rows.stop - rows.start
+        size = self.columns(rank)
+        return min(max(rank - self.part * size, 0), size)
 
     def exchanged(self, p_TC: Tensor) -> Tensor:
         """[N, T, C]: all parts' P, complete. A collective unless exchange is none; may overwrite p."""

@@ -34,11 +34,14 @@ def max_magnitude(tensor: Tensor) -> Tensor:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous and of that dtype; the tensor itself where it already is."""
-    source = tensor.contiguous()
+    """A matrix of that dtype with contiguous rows; the tensor itself where it already is one."""
+    source = tensor if tensor.stride(1) == 1 else tensor.contiguous()
     if source.dtype is dtype:
         return source
     target = torch.empty(source.shape, dtype=dtype)
-    for start in range(0, source.numel(), CHUNK):
-        target.view(-1)[start : start + CHUNK] = source.view(-1)[start : start + CHUNK]
+    whole = source.is_contiguous()
+    pairs = [(target.view(-1), source.view(-1))] if whole else zip(target, source, strict=True)
+    for to, row in pairs:
+        for start in range(0, len(row), CHUNK):
+            to[start : start + CHUNK] = row[start : start + CHUNK]
     return target

@@ -18,7 +18,6 @@ MAX_RANK_BOUND = 4096  # a rank beyond the hidden size is of no use; the kernels
 
 # What can be done instead of setting a field that has no effect yet.
 _WITHOUT_EFFECT = {
-    "fully_sharded_loras": "A and B are not split over ranks yet. Leave it false.",
     "bias_enabled": "adapters with a bias are not served yet. Leave it false.",
     "lora_extra_vocab_size": "adapters that add tokens are not served yet. Leave it 0.",
     "long_lora_scaling_factors": "rope scaling by adapter is not served yet. Leave it unset, and set the base model's "
@@ -34,6 +33,9 @@ class LoRAConfig:
     max_lora_rank: int = 64  # largest rank accepted; a slot costs what its adapter's own rank costs
     max_cpu_loras: int | None = None  # adapters kept in host memory; None is 2 x max_loras; raise it if disk is slow
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of A and B when served; auto is the base's
+    # Under tensor parallel: divide also the matrix that is whole on every GPU otherwise, A by LoRA rank or B by output.
+    # A GPU then holds 1/N of an adapter, for one small collective more a linear. On one GPU it changes nothing. Off
+    # until both are measured.
     fully_sharded_loras: bool = False
     bias_enabled: bool = False
     lora_extra_vocab_size: int = 0

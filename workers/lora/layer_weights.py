@@ -11,8 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LoRALayerWeights:
-    """y += scaling * B (A x). Both tensors are contiguous, in the serving dtype, on the CPU.
+    """y += scaling * B (A x). Both tensors are in the serving dtype, on the CPU; each row is contiguous.
 
+    Of a rank of a tensor-parallel group they are its part (workers/tp/adapter_sharding.py): A may have fewer rows.
     scaling is alpha/r, or alpha/sqrt(r) for rsLoRA; it is kept apart from B, since multiplying it in would round B.
     """
 
@@ -21,11 +22,11 @@ class LoRALayerWeights:
     scaling: float
 
     def __post_init__(self) -> None:
-        assert self.a_RD.shape[0] == self.b_OR.shape[1]
+        assert self.a_RD.shape[0] <= self.b_OR.shape[1]
 
     @property
     def rank(self) -> int:
-        return self.a_RD.shape[0]
+        return self.b_OR.shape[1]
 
     @property
     def in_features(self) -> int:
@@ -34,7 +35,3 @@ class LoRALayerWeights:
     @property
     def out_features(self) -> int:
         return self.b_OR.shape[0]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.a_RD.nbytes + self.b_OR.nbytes

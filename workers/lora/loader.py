@@ -34,6 +34,7 @@ class AdapterLoader:
         self._shapes = shapes
         self._config = config
         self._packed_names = slots.packed_names
+        self._sharding = slots.sharding
         self._dtype = dtype
         self._pinned = PinnedMemory() if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="lora-load")
@@ -60,6 +61,7 @@ class AdapterLoader:
             dtype=self._dtype,
             name=lora.lora_name,
             expected_digest=lora.digest,
+            sharding=self._sharding,
         )
         if self._pinned is None:
             return pack(model, self._packed_names, self._dtype, _pageable)

@@ -33,17 +33,20 @@ from lorafleet.workers.lora.peft_helper import PEFTHelper
 from lorafleet.workers.lora.peft_names import Pair, pair_names
 from lorafleet.workers.lora.strict_json import shown
 from lorafleet.workers.lora.weight_files import FLOAT_DTYPES, LoadedTensors, TensorInfo, read_weights
+from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 
 Shapes = Mapping[str, tuple[int, int]]  # module -> (in_features, out_features)
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAModel:
-    """modules: "layers.0.self_attn.q_proj" -> its A, B and scaling; only those that the adapter has."""
+    """modules: "layers.0.self_attn.q_proj" -> its A, B and scaling; only those that the adapter has. On a rank of a
+    tensor-parallel group they are its part, and num_bytes still the whole adapter's, in the serving dtype."""
 
     name: str
     digest: str  # sha256 (hex) of config and weights
     modules: dict[str, LoRALayerWeights]
+    num_bytes: int
     read_s: float = 0.0  # what reading the values took, with the digest
     check_s: float = 0.0  # the rest
 
@@ -51,10 +54,6 @@ class LoRAModel:
     def rank(self) -> int:
         """The largest of the modules' ranks."""
         return max(layer.rank for layer in self.modules.values())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(layer.num_bytes for layer in self.modules.values())
 
     @property
     def target_modules(self) -> list[str]:
@@ -72,11 +71,14 @@ class LoRAModel:
         name: str,
         base_name: str = "",
         expected_digest: str = "",
+        sharding: AdapterSharding | None = None,
     ) -> LoRAModel:
         """Reads and checks the adapter in the folder `path`, and casts it to `dtype`, the serving dtype.
 
-        shapes: every linear of the base that LoRA can be served on. name, base_name: for messages. expected_digest:
-        where it is given, other bytes than those are AdapterChanged. Raises an AdapterError, never half an adapter.
+        shapes: every linear of the base that LoRA can be served on, whole. name, base_name: for messages.
+        expected_digest: where it is given, other bytes than those are AdapterChanged. sharding: None for the whole
+        adapter. What is checked is the whole adapter in any case, so that all ranks come to the same end.
+        Raises an AdapterError, never half an adapter.
         Blocks on the disk, so call it in a thread; most of its time is spent without the GIL.
         """
         started = time.perf_counter()
@@ -88,24 +90,23 @@ class LoRAModel:
                 digest = new_digest(config_bytes, file)
                 weights = read_weights(file, digest)
                 pairs = pair_names(weights.infos, shapes, base_name)
-                layouts = _check_layouts(pairs, weights.infos, shapes, helper, base_name)
+                ranks = _check_layouts(pairs, weights.infos, shapes, helper, base_name)
                 _check_targets(pairs, shapes, helper)
-                _check_rank_limit(layouts, name, config.max_lora_rank)
+                _check_rank_limit(ranks, name, config.max_lora_rank)
                 reading = time.perf_counter()
                 loaded = weights.load()
                 read_s = time.perf_counter() - reading
             _check_digest(digest.hexdigest(), expected_digest)
             _check_values(loaded, dtype)
-            tensors = loaded.by_name
-            modules = {
-                module: LoRALayerWeights(
-                    cast(tensors[pair.a], dtype),
-                    cast(tensors[pair.b], dtype),
-                    _scaling(module, layouts[module], helper, dtype),
-                )
-                for module, pair in giving_way(pairs.items())
-            }
-        return cls(name, digest.hexdigest(), modules, read_s, time.perf_counter() - started - read_s)
+            modules = {}
+            for module, pair in giving_way(pairs.items()):
+                a_RD, b_OR = loaded.by_name[pair.a], loaded.by_name[pair.b]
+                if sharding is not None:
+                    a_RD, b_OR = sharding.part_of(module, a_RD, b_OR)
+                scaling = _scaling(module, ranks[module], helper, dtype)
+                modules[module] = LoRALayerWeights(cast(a_RD, dtype), cast(b_OR, dtype), scaling)
+            num_bytes = sum(rank * sum(shapes[module]) for module, rank in ranks.items()) * dtype.itemsize
+        return cls(name, digest.hexdigest(), modules, num_bytes, read_s, time.perf_counter() - started - read_s)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
 from lorafleet.workers.lora.pinned_memory import PIECE_BYTES
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 
 
 @dataclass(slots=True)
@@ -38,7 +39,10 @@ class Slot:
 
 
 class LoRAModelManager:
+    """sharding: which part of every adapter this rank's slots hold."""
+
     def __init__(self, model: DecoderModel, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.sharding = AdapterSharding(model.shard, model.group, config.fully_sharded_loras)
         self.dtype = dtype
         self._max_rank = config.max_lora_rank
         self.device = device
@@ -51,11 +55,12 @@ class LoRAModelManager:
         self._clock = 0
         self.tables = LoRATables(len(linears), config.max_loras, device)
         self._linears: list[PackedLoRA] = []
-        for i, (_, linear) in enumerate(linears):
-            linear.lora = PackedLoRA(i, linear.in_features, linear.out_features, self.tables)
+        for i, (names, linear) in enumerate(linears):
+            linear.lora = _packed_lora(i, names, self.sharding, self.tables)
             linear.lora.dtype = dtype
+            assert linear.lora.in_features == linear.in_features, "the base and its adapters are divided alike"
             self._linears.append(linear.lora)
-        self._stride = slot_bytes([(p.in_features, p.out_features) for p in self._linears], config.max_lora_rank, dtype)
+        self._stride = slot_bytes(self._linears, config.max_lora_rank, dtype)
         # One region a slot, so that any max_loras adapters fit without fragmentation and addresses never change.
         self._arena: torch.Tensor | None = None
         self._copy_stream: torch.cuda.Stream | None = None
@@ -127,7 +132,8 @@ class LoRAModelManager:
             self._upload(adapter, slot, self._arena[slot.index], self._copy_stream)
         else:
             for i, linear in enumerate(self._linears):
-                linear.set_slot(slot.index, adapter.weights(i, linear.in_features, linear.out_features))
+                weights = adapter.weights(i, linear.in_features, linear.out_features, linear.layout)
+                linear.set_slot(slot.index, weights)
         self._clock += 1
         slot.digest, slot.adapter, slot.last_used = adapter.info.digest, adapter, self._clock
         self._of_digest[adapter.info.digest] = slot
@@ -162,3 +168,11 @@ class LoRAModelManager:
             self.tables.write_slot(slot.index, adapter.table, target.data_ptr())
             slot.ready = torch.cuda.Event()
             slot.ready.record(stream)
+
+
+def _packed_lora(index: int, names: tuple[str, ...], sharding: AdapterSharding, tables: LoRATables) -> PackedLoRA:
+    """names: the module paths of its projections, which share an input and so a layout."""
+    inputs = sharding.input(names[0])
+    outputs = [sharding.output(name) for name in names]
+    out_features = tuple(part.stop - part.start for part in outputs)
+    return PackedLoRA(index, inputs.stop - inputs.start, out_features, tables, sharding.layout(names[0]))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.packed_lora import AdapterTable, SlotWeights
+from lorafleet.kernels.lora_layout import UNDIVIDED, LoRALayout
+from lorafleet.kernels.packed_lora import AdapterTable, PackedLoRA, SlotWeights
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.model import LoRAModel
@@ -34,7 +35,7 @@ class LoadTimes:
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """block: uint8. table: where each packed linear's matrices begin in it."""
+    """block: uint8, this rank's part. table: where each packed linear's matrices begin in it."""
 
     info: AdapterInfo
     block: Tensor
@@ -42,7 +43,9 @@ class PackedAdapter:
     table: AdapterTable
     times: LoadTimes
 
-    def weights(self, linear: int, in_features: int, out_features: Sequence[int]) -> SlotWeights | None:
+    def weights(
+        self, linear: int, in_features: int, out_features: Sequence[int], layout: LoRALayout = UNDIVIDED
+    ) -> SlotWeights | None:
         """Views of the block; None where the adapter has nothing for the linear."""
         offsets, ranks = self.table.offset_LA[linear].tolist(), self.table.rank_LP[linear].tolist()
         if offsets[0] < 0:
@@ -52,7 +55,8 @@ class PackedAdapter:
             for offset, out, rank in zip(offsets[1:], out_features, ranks, strict=False)
         )
         scales = tuple(self.table.scale_LP[linear, : len(out_features)].tolist())
-        return SlotWeights(self._matrix(offsets[0], sum(ranks), in_features), b, scales)
+        a_RD = self._matrix(offsets[0], sum(map(layout.num_rows, ranks)), in_features)
+        return SlotWeights(a_RD, b, scales)
 
     def _matrix(self, offset: int, rows: int, columns: int) -> Tensor:
         size = rows * columns * self.dtype.itemsize
@@ -71,17 +75,19 @@ def pack(
     table, size = _lay_out(linears, dtype)
     block = allocate(size)
     _fill(block, table, linears)
-    info = AdapterInfo(digest=model.digest, rank=model.rank, num_bytes=size, target_modules=model.target_modules)
+    info = AdapterInfo(model.digest, model.rank, model.num_bytes, model.target_modules)
     times = LoadTimes(model.read_s, model.check_s, time.perf_counter() - started)
     return PackedAdapter(info, block, dtype, table, times)
 
 
-def slot_bytes(packed_shapes: Sequence[tuple[int, tuple[int, ...]]], rank: int, dtype: torch.dtype) -> int:
-    """The most that one adapter of this rank on every projection can need."""
+def slot_bytes(linears: Sequence[PackedLoRA], rank: int, dtype: torch.dtype) -> int:
+    """The most that an adapter of up to this rank on every projection can need here."""
     end = 0
-    for in_features, out_features in packed_shapes:
-        end = _aligned(end + len(out_features) * rank * in_features * dtype.itemsize)
-        for out in out_features:
+    for linear in linears:
+        # The largest part, not this rank's own of exactly that rank: a smaller rank may divide otherwise.
+        rows = len(linear.out_features) * linear.layout.columns(rank)
+        end = _aligned(end + rows * linear.in_features * dtype.itemsize)
+        for out in linear.out_features:
             end = _aligned(end + rank * out * dtype.itemsize)
     return end
 
@@ -106,15 +112,20 @@ def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtyp
 
 def _fill(block: Tensor, table: AdapterTable, linears: Sequence[list[LoRALayerWeights | None]]) -> None:
     """By numpy: torch would split each copy over its thread pool, see casting.py."""
-    target = block.numpy()
     for offsets, slices in zip(table.offset_LA.tolist(), linears, strict=True):
         a_end = offsets[0]
         for b_start, s in zip(offsets[1:], slices, strict=False):
             if s is not None:
-                a, b = s.a_RD.view(-1).view(torch.uint8).numpy(), s.b_OR.view(-1).view(torch.uint8).numpy()
-                target[a_end : a_end + a.size] = a
-                target[b_start : b_start + b.size] = b
-                a_end += a.size
+                a_end = _copy(s.a_RD, block, a_end)
+                _copy(s.b_OR, block, b_start)
+
+
+def _copy(matrix: Tensor, block: Tensor, start: int) -> int:
+    """The rows may lie apart in memory. Returns where the matrix ends in the block."""
+    rows = matrix.view(torch.uint8).numpy()
+    end: int = start + rows.size
+    block.numpy()[start:end].reshape(rows.shape)[:] = rows
+    return end
 
 
 def _aligned(offset: int) -> int:

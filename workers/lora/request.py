@@ -28,5 +28,5 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
     digest: str
     rank: int  # the largest of its modules' ranks
-    num_bytes: int  # packed weights in the serving dtype
+    num_bytes: int  # of all its matrices in the serving dtype, over however many GPUs they are divided
     target_modules: list[str]  # leaf names, sorted: ["k_proj", "q_proj"]

@@ -224,7 +224,7 @@ class WorkerLoRAManager:
         log.info(
             "adapter %s loaded: %.0f MB, read %.0f ms, check %.0f ms, pack %.0f ms",
             adapter.info.digest[:12],
-            adapter.info.num_bytes / 1e6,
+            adapter.block.numel() / 1e6,
             times.read_s * 1e3,
             times.check_s * 1e3,
             times.pack_s * 1e3,

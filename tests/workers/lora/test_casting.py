@@ -29,7 +29,7 @@ def test_max_magnitude_shows_what_is_not_finite(dtype: torch.dtype, bad: float) 
 @pytest.mark.parametrize("target", DTYPES)
 def test_cast_equals_torch(source: torch.dtype, target: torch.dtype) -> None:
     x = torch.randn(3, CHUNK // 2 + 1).to(source)
-    for tensor in (x, x.T):
+    for tensor in (x, x.T, x[:, 3:]):
         result = cast(tensor, target)
-        assert result.is_contiguous()
+        assert result.stride(1) == 1
         assert result.equal(tensor.to(target))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack, slot_bytes
@@ -22,7 +23,8 @@ def layer(in_features: int, out_features: int, rank: int, dtype: torch.dtype) ->
 
 
 def packed(modules: dict[str, LoRALayerWeights], dtype: torch.dtype) -> PackedAdapter:
-    return pack(LoRAModel("a", "d", modules), NAMES, dtype, lambda size: torch.zeros(size, dtype=torch.uint8))
+    model = LoRAModel("a", "d", modules, num_bytes=1234)
+    return pack(model, NAMES, dtype, lambda size: torch.zeros(size, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,7 +37,8 @@ def test_every_matrix_is_found_again_bit_by_bit(dtype: torch.dtype) -> None:
     assert all(b is not None and torch.equal(b, s.b_OR) for b, s in zip(first.b, (gate, up), strict=True))
     assert first.scales == (0.75, 1.25)
     assert torch.equal(second.a_RD, down.a_RD)
-    assert adapter.info.rank == 7 and adapter.info.target_modules == ["down", "gate", "up"]
+    assert adapter.info.rank == 7 and adapter.info.num_bytes == 1234
+    assert adapter.info.target_modules == ["down", "gate", "up"]
 
 
 def test_what_an_adapter_leaves_alone_has_no_matrices() -> None:
@@ -55,4 +58,6 @@ def test_matrices_begin_where_kernels_may_load_16_bytes_and_fit_the_slot() -> No
     adapter = packed(modules, torch.float32)
     offsets = adapter.table.offset_LA[adapter.table.offset_LA >= 0]
     assert len(offsets) == 5 and not (offsets % 256).any()
-    assert adapter.info.num_bytes <= slot_bytes(SHAPES, 5, torch.float32)
+    tables = LoRATables(len(SHAPES), 1, torch.device("cpu"))
+    linears = [PackedLoRA(i, *shape, tables) for i, shape in enumerate(SHAPES)]
+    assert adapter.block.numel() == slot_bytes(linears, 5, torch.float32)
