@@ -47,6 +47,17 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
             process.join()
 
 
+def start_process(function: Callable[..., None], *arguments: Any) -> multiprocessing.process.BaseProcess:
+    """Runs a function of a test module in a process of its own."""
+    source = inspect.getsourcefile(function)
+    assert source is not None
+    process = multiprocessing.get_context("spawn").Process(
+        target=_call, args=((source, function.__name__), arguments), daemon=True
+    )
+    process.start()
+    return process
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -72,6 +83,10 @@ def _run(
     except BaseException:
         answer = False, traceback.format_exc()
     pipe.send_bytes(pickle.dumps(answer))
+
+
+def _call(function: tuple[str, str], arguments: tuple[Any, ...]) -> None:
+    _load(*function)(*arguments)
 
 
 def _load(source: str, name: str) -> Callable[..., Any]:

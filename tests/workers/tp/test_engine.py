@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from lorafleet.workers.llm import LLM, RequestOutput, SamplingParams
+from lorafleet.workers.llm import LLM, LoRARequest, RequestOutput, SamplingParams
+from lorafleet.workers.lora.config import LoRAConfig
 from ranks import start_llm
 
-CASES = [("llama3", 2), ("qwen3", 4), ("llama_dynamic", 2)]
+CASES = [("llama3", 2, False), ("qwen3", 4, True), ("llama_dynamic", 2, True)]  # family, ranks, fully_sharded_loras
+# Fewer slots and less host memory than adapters: they come and go on all ranks.
+LORA = LoRAConfig(max_loras=3, max_lora_rank=64, max_cpu_loras=4)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def pair(request, fleet) -> Iterator[tuple[LLM, LLM]]:
-    family, size = request.param
-    alone, shared = (start_llm(str(fleet(family).base), n) for n in (1, size))
+    family, size, fully = request.param
+    config = replace(LORA, fully_sharded_loras=fully)
+    alone, shared = (start_llm(str(fleet(family).base), n, enable_lora=True, lora_config=config) for n in (1, size))
     yield alone, shared
     alone.close()
     shared.close()
@@ -27,8 +32,23 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 def test_greedy_answers_are_the_same(pair, prompt):
     prompts = [{"prompt_token_ids": prompt(n)} for n in (5, 100, 17, 1)]
-    alone, shared = (tokens(llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))) for llm in pair)
+    alone, shared = (
+        tokens(llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))) for llm in pair
+    )
     assert alone == shared
+
+
+def test_adapters_of_every_kind_in_one_batch(pair, fleet, prompt, request):
+    family = request.node.callspec.params["pair"][0]
+    adapters = [*fleet(family).adapters.items()] * 2
+    loras = [None, *(LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(adapters, 1))]
+    prompts = [{"prompt_token_ids": prompt(3 + 11 * i % 90)} for i in range(len(loras))]
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=1, ignore_eos=True)
+    alone, shared = (llm.generate(prompts, params, lora_request=loras) for llm in pair)
+    assert tokens(alone) == tokens(shared)
+    assert len({str(answer) for answer in tokens(alone)}) > 8, "adapters make no difference"
+    for mine, theirs in zip(alone, shared, strict=True):
+        assert logprobs(mine) == pytest.approx(logprobs(theirs), abs=1e-3)
 
 
 def test_drawn_answers_and_logprobs_are_the_same(pair, prompt):
@@ -36,8 +56,8 @@ def test_drawn_answers_and_logprobs_are_the_same(pair, prompt):
     params = [
         SamplingParams(max_tokens=10, temperature=0.9, seed=7, n=2, logprobs=3, ignore_eos=True),
         SamplingParams(max_tokens=10, temperature=1.2, top_p=0.8, seed=3, prompt_logprobs=2, ignore_eos=True),
-        SamplingParams(max_tokens=10, frequency_penalty=0.7, ignore_eos=True),
-        SamplingParams(max_tokens=10, ignore_eos=True),
+        SamplingParams(max_tokens=10, temperature=0, frequency_penalty=0.7, ignore_eos=True),
+        SamplingParams(max_tokens=10, temperature=0, ignore_eos=True),
     ]
     prompts = [{"prompt_token_ids": prompt(n)} for n in (30, 90, 4, 8)]
     alone, shared = (llm.generate(prompts, params) for llm in pair)

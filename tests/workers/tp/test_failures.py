@@ -2,12 +2,24 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
-from lorafleet.workers.errors import ConfigError, EngineDead
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.errors import AdapterMalformed, ConfigError, EngineDead
 from lorafleet.workers.llm import SamplingParams
-from ranks import start_llm
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.model import LoRAModel
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.messages import EngineRequest, TokenOutput
+from lorafleet.workers.startup import build_engine
+from lorafleet.workers.tp.follower import RankWorker
+from lorafleet.workers.tp.link import RankAddresses
+from lorafleet.workers.tp.processes import local_addresses
+from ranks import start_llm, start_process
 
 
 def test_a_model_that_cannot_be_divided_is_refused_and_leaves_no_process(fleet):
@@ -26,3 +38,55 @@ def test_a_rank_that_dies_ends_the_engine_at_once(fleet, prompt):
     with pytest.raises((EngineDead, RuntimeError)):  # by the link, or by gloo in a collective
         llm.generate(asked, SamplingParams(max_tokens=2))
     llm.close()
+
+
+def rank_that_cannot_read(config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
+    """As on a machine where the files of one adapter are damaged."""
+    read = LoRAModel.from_local_checkpoint
+
+    def fail(path: str, *, name: str, **rest: Any) -> LoRAModel:
+        if name == "bad":
+            raise AdapterMalformed("the file is cut off on this machine")
+        return read(path, name=name, **rest)
+
+    LoRAModel.from_local_checkpoint = fail
+    RankWorker(config, rank, addresses).wait()
+
+
+def test_an_adapter_that_one_rank_cannot_read_fails_on_all_and_leaves_nothing_behind(fleet, prompt):
+    config = EngineConfig(
+        str(fleet("llama3").base),
+        kv_cache_tokens=512,
+        tensor_parallel_size=2,
+        cpu_threads=1,
+        lora=LoRAConfig(max_loras=2, max_lora_rank=64),
+    )
+    addresses = local_addresses(2, tempfile.mkdtemp(prefix="lf-"))
+    other = start_process(rank_that_cannot_read, config, 1, addresses)
+    engine = build_engine(config, addresses=addresses)
+
+    def load(name: str, kind: str) -> Future[AdapterInfo]:
+        asked = engine.load_adapter(LoRARequest(name, 1, str(fleet("llama3").adapters[kind])))
+        while not asked.done():
+            engine.step()
+        return asked
+
+    def answer(digest: str, kind: str) -> list[int]:
+        lora = LoRARequest(kind, 1, str(fleet("llama3").adapters[kind]), digest=digest)
+        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        engine.add(EngineRequest(request_id="r", prompt_token_ids=prompt(9), params=params, lora=lora))
+        outputs: list[TokenOutput] = []
+        while engine.has_work:
+            outputs += engine.step()
+        return [token for output in outputs for token in output.token_ids]
+
+    digest = load("good", "qv").result().digest
+    before = answer(digest, "qv")
+    with pytest.raises(AdapterMalformed, match="cut off on this machine"):
+        load("bad", "all").result()
+    assert engine.loras is not None and engine.loras.resident_cpu() == [digest] and not engine.loras.loading
+    assert len(before) == 5 and answer(digest, "qv") == before
+    assert load("under another name", "all").result().rank == 8
+    engine.close()
+    other.join(20)
+    assert other.exitcode == 0
