@@ -32,8 +32,9 @@ from lorafleet.workers.runner import ModelRunner
 from lorafleet.workers.scheduler import Scheduler
 from lorafleet.workers.step_inputs import StepInputs
 from lorafleet.workers.step_runner import StepRunner
+from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.link import OtherRanks, RankAddresses
+from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.shard import Shard
 from lorafleet.workers.weights import Progress, fill_randomly, load_weights, read_kv_scales, stored_dtype
 

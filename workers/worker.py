@@ -26,7 +26,7 @@ from lorafleet.workers.messages import (
     TokenOutput,
 )
 from lorafleet.workers.startup import build_engine
-from lorafleet.workers.tp.link import RankAddresses
+from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import WorkerSocket
 
 log = logging.getLogger(__name__)

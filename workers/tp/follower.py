@@ -19,8 +19,9 @@ from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.packed_adapter import PackedAdapter
 from lorafleet.workers.startup import build_rank
 from lorafleet.workers.step_runner import StepRunner
+from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.link import RankAddresses, RankSocket
+from lorafleet.workers.tp.link import RankSocket
 from lorafleet.workers.tp.messages import (
     EmptySlot,
     FillSlot,

@@ -9,44 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 import zmq
 
 from lorafleet.workers.errors import EngineDead
+from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.tp.messages import Answer, Order, RankFailed, ShardLoaded, Stop
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 200  # how soon the receiving thread sees that it is to end
 GONE_MS = 2000  # a rank that is still connecting takes a few
-
-
-@dataclass(frozen=True, slots=True)
-class RankAddresses:
-    """Where the ranks of one replica meet. collectives: host:port for TPGroup.join. folder: private, for the
-    sockets of orders and answers; short, since a Unix socket's path holds 107 bytes at most."""
-
-    size: int
-    collectives: str
-    folder: str
-
-    def orders(self, rank: int) -> str:
-        return self._socket(f"rank{rank}.sock")
-
-    @property
-    def answers(self) -> str:
-        return self._socket("ranks.sock")
-
-    def _socket(self, name: str) -> str:
-        path = os.path.join(self.folder, name)
-        assert len(path.encode()) <= 107, path
-        return f"ipc://{path}"
 
 
 class OtherRanks:

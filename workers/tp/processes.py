@@ -5,25 +5,16 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import shutil
-import socket
 import tempfile
 
 import torch
 
 from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.tp.link import RankAddresses
+from lorafleet.workers.tp.addresses import RankAddresses, local_addresses
 
 log = logging.getLogger(__name__)
 
 STOP_S = 10
-
-
-def local_addresses(size: int, folder: str) -> RankAddresses:
-    """For ranks that share this machine: they meet on loopback and in a private folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return RankAddresses(size, f"127.0.0.1:{port}", folder)
 
 
 class RankProcesses:
