@@ -3,6 +3,7 @@
 # Annotations stay objects here (no `from __future__ import annotations`): Serve looks at the type of build's argument.
 
 import dataclasses
+from typing import Any
 
 import ray
 from ray import serve
@@ -36,16 +37,29 @@ def build(args: AppArgs) -> Application:
 
 
 def _device(args: AppArgs) -> Device:
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray's own omission
-    num_gpus = resources.get("GPU", 0)
-    if args.device == "cpu" or (args.device == "auto" and num_gpus == 0):
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's own omission
+    num_gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
+    if args.device == "cpu" or (args.device == "auto" and not any(num_gpus)):
         return "cpu"
-    if num_gpus < args.num_replicas:
-        raise ConfigError(
-            f"num_replicas={args.num_replicas} on device={args.device} needs as many GPUs; this Ray cluster has "
-            f"{num_gpus:g}. Lower num_replicas, add GPUs, or use device=cpu."
-        )
+    check_gpus(args, num_gpus)
     return "cuda"
+
+
+def check_gpus(args: AppArgs, num_gpus: list[int]) -> None:
+    """num_gpus: of each node. Raises ConfigError where the replicas do not fit, each of them on one node."""
+    size, total = args.tensor_parallel_size, sum(num_gpus)
+    if sum(count // size for count in num_gpus) >= args.num_replicas:
+        return
+    wanted = f"num_replicas={args.num_replicas} with tensor_parallel_size={size} on device={args.device} needs "
+    if total < args.num_replicas * size:
+        raise ConfigError(
+            f"{wanted}{args.num_replicas * size} GPUs; this Ray cluster has {total}. Lower either, add GPUs, or use "
+            "device=cpu."
+        )
+    raise ConfigError(
+        f"{wanted}{size} GPUs of one node for each replica; this Ray cluster's nodes have "
+        f"{', '.join(map(str, num_gpus))}. Lower either, or add GPUs to a node."
+    )
 
 
 def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
@@ -56,8 +70,8 @@ def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
         max_ongoing_requests=args.max_ongoing_requests,
         max_constructor_retry_count=MAX_START_ATTEMPTS,
         ray_actor_options={"num_cpus": FRONT_CPUS},
-        placement_group_bundles=[{"CPU": FRONT_CPUS}, worker],
-        placement_group_strategy="STRICT_PACK",  # they speak over a Unix socket
+        placement_group_bundles=[{"CPU": FRONT_CPUS}, *[worker] * args.tensor_parallel_size],
+        placement_group_strategy="STRICT_PACK",  # they speak over Unix sockets
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter,  # type: ignore[arg-type]  # Serve's annotation is of what it stores
             request_router_kwargs={"model": args.model},

@@ -18,7 +18,11 @@ from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.openai.front import MAX_BODY_BYTES
 
-ALIASES = {"lora_paths": "lora_modules", "max_loras_per_batch": "max_loras"}  # SGLang's names
+ALIASES = {  # SGLang's names
+    "lora_paths": "lora_modules",
+    "max_loras_per_batch": "max_loras",
+    "tp": "tensor_parallel_size",
+}
 
 
 class LoRAModule(BaseModel):
@@ -95,7 +99,9 @@ class AppArgs(BaseModel):
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prompt beginnings.")
     attention_backend: AttentionName = Field("auto", description="auto takes the fastest one installed.")
     enforce_eager: bool = Field(False, description="No CUDA graphs; slower, to find faults with.")
-    cpu_threads: int | None = Field(None, description="torch threads of a CPU worker; default: cores / replicas.")
+    cpu_threads: int | None = Field(
+        None, description="torch threads of a CPU worker; default: cores / (replicas x tensor_parallel_size)."
+    )
     seed: int = Field(0, description="Seeds the requests that name none.")
 
     enable_lora: bool = Field(True, description="Serve adapters beside the base model.")
@@ -127,6 +133,9 @@ class AppArgs(BaseModel):
     )
 
     num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="GPUs of one node that share each engine's model; raise it where one is too small or slow."
+    )
     num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker; fractions are allowed.")
     max_ongoing_requests: int = Field(1024, ge=1, description="Requests that one replica takes at a time.")
     max_body_bytes: int = Field(

@@ -87,7 +87,8 @@ def _start(args: AppArgs, host: str, port: int) -> None:
     from lorafleet.cluster.app import FRONT_CPUS, build
     from lorafleet.cluster.directory_actor import directory_name
 
-    num_cpus = max(os.cpu_count() or 1, math.ceil(args.num_replicas * (FRONT_CPUS + args.num_cpus)) + 1)
+    replica_cpus = FRONT_CPUS + args.tensor_parallel_size * args.num_cpus
+    num_cpus = max(os.cpu_count() or 1, math.ceil(args.num_replicas * replica_cpus) + 1)
     ray.init(
         address="local",
         include_dashboard=False,

@@ -1,7 +1,7 @@
-"""One replica: the HTTP front of one engine, and the engine's worker process.
+"""One replica: the HTTP front of one engine, and the engine's worker processes, a rank each.
 
-Starts the worker, connects to it, joins the directory, loads the adapters it was told to, and then serves the API of
-workers/openai. Ends when its worker ends, so that Serve replaces both.
+Starts the workers, connects to rank 0, joins the directory, loads the adapters it was told to, and then serves the API
+of workers/openai. Ends when a worker ends, so that Serve replaces them all.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from lorafleet.cluster.directory import Catalogue, Load
 from lorafleet.cluster.directory_actor import directory_name, get_or_create
 from lorafleet.cluster.front import make_api, make_resolver
 from lorafleet.cluster.membership import Membership
-from lorafleet.cluster.worker_actor import WorkerHandle
+from lorafleet.cluster.ranks import ReplicaRanks
+from lorafleet.cluster.worker_actor import StartOrder
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.tp.addresses import local_addresses
 from lorafleet.workers.transport import EngineClient, ipc_address
 
-WATCH_S = 0.5  # how often it is looked whether the worker lives
+WATCH_S = 0.5  # how often it is looked whether the workers live
 REPORT_S = 0.1  # how often a change of load or residency is looked for
 
 logger = logging.getLogger("lorafleet.cluster")
@@ -48,7 +50,7 @@ class EngineReplica:
 
     def __init__(self, args: AppArgs, config: EngineConfig) -> None:
         self._args = args
-        self._config = _with_threads(config, args.num_replicas)
+        self._config = config_with_threads(config, args.num_replicas)
         self._engine: EngineClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
@@ -56,7 +58,7 @@ class EngineReplica:
         self._replica_id = context.replica_id.unique_id
         self._directory = directory_name(context.app_name, args.model)
         self._membership = Membership(get_or_create(self._directory), self._replica_id, self._on_change)
-        self._worker = WorkerHandle(args.num_cpus, 1 if config.device == "cuda" else 0)
+        self._ranks = ReplicaRanks(config.tensor_parallel_size, args.num_cpus, 1 if config.device == "cuda" else 0)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this once, after the constructor: here is where a replica starts."""
@@ -71,7 +73,7 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        await self._worker.check_health()
+        await self._ranks.check_health()
 
     async def __del__(self) -> None:
         await self._stop()
@@ -81,17 +83,22 @@ class EngineReplica:
         await self._membership.note(f"loading {self._config.model} on {self._config.device}")
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.from_folder, self._args.model))
         address = ipc_address(self._run_dir)
-        hello = await self._worker.start(self._config, address, self._directory, self._replica_id)
+        hello = await self._ranks.start(self._start_order(address))
         engine = self._engine = await EngineClient.connect(address, hello)
         catalog = DirectoryCatalog(self._membership, engine, self._args.base_names, make_resolver(self._args))
         await self._membership.note(
             f"engine ready after {time.monotonic() - started:.1f} s: context {hello.max_model_len} tokens, "
             f"KV cache {hello.kv_cache_tokens} tokens"
         )
+        self._keep(self._watch_ranks(engine))
         await self._load_adapters(catalog)
         self._keep(self._report_changes(engine))
-        self._keep(self._watch_worker(engine))
         return make_api(self._args, await tokenizer, engine, catalog)
+
+    def _start_order(self, address: str) -> StartOrder:
+        size = self._config.tensor_parallel_size
+        addresses = local_addresses(size, self._run_dir) if size > 1 else None
+        return StartOrder(self._config, address, addresses, self._directory, self._replica_id)
 
     async def _load_adapters(self, catalog: DirectoryCatalog) -> None:
         """All are asked for at once, the worker reads several at a time; they are served in the order given."""
@@ -117,14 +124,16 @@ class EngineReplica:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _watch_worker(self, engine: EngineClient) -> None:
-        """Ends the requests in flight when the worker is gone; Serve's own health check comes later."""
+    async def _watch_ranks(self, engine: EngineClient) -> None:
+        """Ends the requests in flight and all ranks when one is gone; Serve's own health check comes later."""
         while True:
             await asyncio.sleep(WATCH_S)
             try:
-                await self._worker.check_health()
+                await self._ranks.check_health()
             except EngineDead as error:
+                logger.error("the replica ends: %s", error.message)
                 engine.fail(error.message)
+                await self._ranks.stop()
                 return
 
     async def _report_changes(self, engine: EngineClient) -> None:
@@ -141,7 +150,7 @@ class EngineReplica:
     async def _stop(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-        await self._worker.stop()
+        await self._ranks.stop()
         if self._engine is not None:
             await self._engine.close()
         with contextlib.suppress(Exception):  # the cluster is going down: nobody needs to know
@@ -149,8 +158,9 @@ class EngineReplica:
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
-def _with_threads(config: EngineConfig, num_replicas: int) -> EngineConfig:
-    """Ray gives a worker one thread; share the machine's cores among the replicas instead."""
+def config_with_threads(config: EngineConfig, num_replicas: int) -> EngineConfig:
+    """Ray gives a worker one thread; share the machine's cores among the replicas' ranks instead."""
     if config.cpu_threads is not None or config.device != "cpu":
         return config
-    return dataclasses.replace(config, cpu_threads=max(1, (os.cpu_count() or 1) // num_replicas))
+    num_workers = num_replicas * config.tensor_parallel_size
+    return dataclasses.replace(config, cpu_threads=max(1, (os.cpu_count() or 1) // num_workers))

@@ -1,4 +1,4 @@
-"""One GPUWorker as a Ray actor, started and stopped by its replica.
+"""One rank of a replica's engine as a Ray actor: rank 0 is the GPUWorker, the others follow it.
 
 The actor starts empty and builds the worker in `start`, so that an error of the model or of the configuration comes
 back as itself and not as the death of an actor.
@@ -6,13 +6,13 @@ back as itself and not as the death of an actor.
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import get_current_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lorafleet.cluster.directory import Progress
@@ -20,28 +20,49 @@ from lorafleet.cluster.directory_actor import get_or_create
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import EngineDead
 from lorafleet.workers.messages import EngineHello
+from lorafleet.workers.tp.addresses import RankAddresses
 
-WORKER_BUNDLE = 1  # of the replica's placement group; the replica itself has bundle 0
-STOP_S = 5.0
+FIRST_BUNDLE = 1  # rank 0's, of the replica's placement group; the replica itself has bundle 0
 
-logger = logging.getLogger("lorafleet.cluster")
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """What each rank of a replica is started with. address: where rank 0 meets the replica. addresses: where the ranks
+    meet, None for a rank alone. directory, replica_id: whom to tell of the progress, and as whom."""
+
+    config: EngineConfig
+    address: str
+    addresses: RankAddresses | None
+    directory: str
+    replica_id: str
 
 
 class WorkerActor:
     """Calls one after another; the engine loop runs in a thread of its own."""
 
-    def start(self, config: EngineConfig, address: str, directory: str, replica_id: str) -> EngineHello:
-        """Loads the model. What the worker logs meanwhile is told to the directory too, for whoever waits."""
-        from lorafleet.workers.worker import GPUWorker  # here, so that only this process pays for torch
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def start(self, order: StartOrder) -> EngineHello | None:
+        """Loads the model; rank 0 says what it can do. What it logs meanwhile is told to the directory too, for
+        whoever waits: the other ranks do the same things at the same time."""
+        # Here, so that only this process pays for torch.
+        from lorafleet.workers.tp.follower import RankWorker
+        from lorafleet.workers.worker import GPUWorker
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        teller = _TellDirectory(directory, replica_id)
+        if self._rank > 0:
+            assert order.addresses is not None
+            self._worker: GPUWorker | RankWorker = RankWorker(order.config, self._rank, order.addresses)
+            return None
+        teller = _TellDirectory(order.directory, order.replica_id)
         logging.getLogger("lorafleet.workers").addHandler(teller)
         try:
-            self._worker = GPUWorker(config, address)
+            worker = GPUWorker(order.config, order.address, order.addresses)
         finally:
             logging.getLogger("lorafleet.workers").removeHandler(teller)
-        return self._worker.hello()
+        self._worker = worker
+        return worker.hello()
 
     def check_health(self) -> None:
         self._worker.check_health()
@@ -61,31 +82,29 @@ class _TellDirectory(logging.Handler):
 
 
 class WorkerHandle:
-    """The replica's side. Raises the worker's own errors; EngineDead where the process is gone."""
+    """The replica's side of one rank. Raises the worker's own errors; EngineDead where the process is gone."""
 
-    def __init__(self, num_cpus: float, num_gpus: int) -> None:
-        group = get_current_placement_group()
-        assert group is not None, "a replica has a placement group: see cluster/app.py"
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=WORKER_BUNDLE)
+    def __init__(self, rank: int, group: PlacementGroup, num_cpus: float, num_gpus: int) -> None:
+        bundle = FIRST_BUNDLE + rank
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
-        self._started = False
-        self._actor: Any = ray.remote(WorkerActor).options(**options).remote()
+        self._rank = rank
+        named = type(f"WorkerActor:rank{rank}", (WorkerActor,), {})  # Ray titles the process with it
+        self._actor: Any = ray.remote(named).options(**options).remote(rank)
 
-    async def start(self, config: EngineConfig, address: str, directory: str, replica_id: str) -> EngineHello:
-        hello: EngineHello = await self._call("start", config, address, directory, replica_id)
-        self._started = True
+    async def start(self, order: StartOrder) -> EngineHello | None:
+        hello: EngineHello | None = await self._call("start", order)
         return hello
 
     async def check_health(self) -> None:
         await self._call("check_health")
 
-    async def stop(self) -> None:
-        """Lets it close its socket and free its memory, then ends the process either way."""
-        if self._started:
-            try:
-                await asyncio.wait_for(self._call("shutdown"), STOP_S)
-            except Exception as error:
-                logger.warning("the worker did not stop by itself: %r", error)
+    async def shutdown(self) -> None:
+        """Lets it close its sockets and free its memory."""
+        await self._call("shutdown")
+
+    def kill(self) -> None:
+        """Ends the process, whatever it is doing."""
         ray.kill(self._actor)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
@@ -94,4 +113,6 @@ class WorkerHandle:
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
-            raise EngineDead(f"The worker process ended: {type(error).__name__}. It is being replaced.") from error
+            raise EngineDead(
+                f"The worker process of rank {self._rank} ended: {type(error).__name__}. It is being replaced."
+            ) from error

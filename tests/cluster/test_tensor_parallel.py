@@ -1,0 +1,116 @@
+"""Replicas of two ranks in the running cluster, against transformers, and what becomes of a lost rank."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from openai import AsyncOpenAI
+
+from tests.cluster.harness import descendants_named, free_port, running_server, start_server, stop_server
+
+pytestmark = pytest.mark.timeout(300)
+TEXT = "the answer of the harbour "
+
+
+def rank_pids(rank: int, server: int) -> list[int]:
+    return descendants_named(server, f"WorkerActor:rank{rank}")
+
+
+@pytest.fixture(scope="module")
+def made(fleet):
+    return fleet("llama3")
+
+
+@pytest.fixture(scope="module")
+def url(made, tmp_path_factory) -> Iterator[str]:
+    arguments = ["--model", str(made.base), "--served-model-name", "tiny", "--device", "cpu", "--tp", "2"]
+    arguments += [
+        "--no-enable-lora",
+        "--kv-cache-tokens",
+        "4096",
+        "--max-num-batched-tokens",
+        "32",
+        "--max-num-seqs",
+        "8",
+    ]
+    with running_server(arguments, tmp_path_factory.mktemp("log") / "serve.log") as address:
+        yield address
+
+
+async def test_a_burst_equals_transformers(url, made, prompt):
+    jobs = [prompt(n) for n in (4, 19, 50, 7, 33)]
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        async def ask(ids: list[int]) -> Any:
+            return await client.completions.create(
+                model="tiny",
+                prompt=ids,
+                max_tokens=10,
+                temperature=0,
+                logprobs=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+
+        answers = await asyncio.gather(*map(ask, jobs))
+    for ids, answer in zip(jobs, answers, strict=True):
+        expected = made.reference.greedy(ids, 10)
+        assert answer.choices[0].model_extra["token_ids"] == expected.tokens
+        assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+def test_a_rank_lost_amid_a_stream_ends_it_with_an_error_and_the_replica_is_replaced(url):
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    [lost] = rank_pids(1, os.getpid())
+    before = {lost, *rank_pids(0, os.getpid())}
+    with httpx.Client(base_url=url, timeout=60) as client:
+        expected = client.post("/v1/completions", json=body | {"max_tokens": 8}).json()["choices"]
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            next(lines)
+            os.kill(lost, signal.SIGKILL)
+            killed_s = time.monotonic()
+            *_, last, done = lines
+            assert time.monotonic() - killed_s < 5
+        assert (json.loads(last.removeprefix("data: "))["error"]["code"], done) == ("engine_dead", "data: [DONE]")
+        deadline = killed_s + 60
+        while True:
+            again = client.post("/v1/completions", json=body | {"max_tokens": 8})
+            if again.status_code == 200:
+                break
+            assert again.status_code == 503 and time.monotonic() < deadline, again.text
+            time.sleep(0.2)
+        assert again.json()["choices"] == expected
+    assert len(rank_pids(0, os.getpid())) == len(rank_pids(1, os.getpid())) == 1
+    assert not any(psutil.pid_exists(pid) for pid in before)
+
+
+def test_a_rank_lost_during_the_start_ends_it(made, tmp_path):
+    process = start_server(["--model", str(made.base), "--tp", "2", "--port", str(free_port())], tmp_path / "serve.log")
+    try:
+        deadline = time.monotonic() + 60
+        while not (ranks := rank_pids(1, process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(ranks[0], signal.SIGKILL)
+        assert process.wait(30) == 1
+    finally:
+        _, left = stop_server(process, signal.SIGTERM)
+    assert left == []
+    printed = (tmp_path / "serve.log").read_text()
+    assert "rank 1 ended" in printed and "Traceback" not in printed
+
+
+def test_a_size_that_does_not_divide_the_model_is_refused(made, tmp_path):
+    process = start_server(["--model", str(made.base), "--tp", "3", "--port", str(free_port())], tmp_path / "serve.log")
+    assert process.wait(60) == 1
+    printed = (tmp_path / "serve.log").read_text()
+    assert "tensor_parallel_size=3 does not divide the model's num_attention_heads=4" in printed
+    assert "Traceback" not in printed
