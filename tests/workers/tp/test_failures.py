@@ -16,9 +16,8 @@ from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import EngineRequest, TokenOutput
 from lorafleet.workers.startup import build_engine
+from lorafleet.workers.tp.addresses import RankAddresses, local_addresses
 from lorafleet.workers.tp.follower import RankWorker
-from lorafleet.workers.tp.addresses import RankAddresses
-from lorafleet.workers.tp.processes import local_addresses
 from ranks import start_llm, start_process
 
 
