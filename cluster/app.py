@@ -14,12 +14,11 @@ from ray.serve.schema import LoggingConfig
 from lorafleet.cluster import ingress
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.replica import EngineReplica
+from lorafleet.cluster.resources import FRONT_CPUS, check_gpus, replica_bundles
 from lorafleet.cluster.router import AdapterRouter, AffinityRouter
 from lorafleet.workers.config import Device, EngineConfig
-from lorafleet.workers.errors import ConfigError
 
-FRONT_CPUS = 0.1  # the HTTP front's share; Ray counts it, nothing enforces it
-HEALTH_PERIOD_S = 2.0
+HEALTH_PERIOD_S = 0.5  # Serve replaces a replica after three checks that fail
 HEALTH_TIMEOUT_S = 15.0
 DRAIN_S = 20.0  # a replica that is told to stop waits this long for its requests
 MAX_START_ATTEMPTS = 3
@@ -45,32 +44,14 @@ def _device(args: AppArgs) -> Device:
     return "cuda"
 
 
-def check_gpus(args: AppArgs, num_gpus: list[int]) -> None:
-    """num_gpus: of each node. Raises ConfigError where the replicas do not fit, each of them on one node."""
-    size, total = args.tensor_parallel_size, sum(num_gpus)
-    if sum(count // size for count in num_gpus) >= args.num_replicas:
-        return
-    wanted = f"num_replicas={args.num_replicas} with tensor_parallel_size={size} on device={args.device} needs "
-    if total < args.num_replicas * size:
-        raise ConfigError(
-            f"{wanted}{args.num_replicas * size} GPUs; this Ray cluster has {total}. Lower either, add GPUs, or use "
-            "device=cpu."
-        )
-    raise ConfigError(
-        f"{wanted}{size} GPUs of one node for each replica; this Ray cluster's nodes have "
-        f"{', '.join(map(str, num_gpus))}. Lower either, or add GPUs to a node."
-    )
-
-
 def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
-    worker = {"CPU": args.num_cpus} | ({"GPU": 1} if config.device == "cuda" else {})
     return serve.deployment(
         name="EngineReplica",
         num_replicas=args.num_replicas,
         max_ongoing_requests=args.max_ongoing_requests,
         max_constructor_retry_count=MAX_START_ATTEMPTS,
         ray_actor_options={"num_cpus": FRONT_CPUS},
-        placement_group_bundles=[{"CPU": FRONT_CPUS}, *[worker] * args.tensor_parallel_size],
+        placement_group_bundles=replica_bundles(args, config.device),
         placement_group_strategy="STRICT_PACK",  # they speak over Unix sockets
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter,  # type: ignore[arg-type]  # Serve's annotation is of what it stores

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from lorafleet.cluster import serve_environment
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.processes import adopt_orphans, end_descendants
+from lorafleet.cluster.resources import replica_bundles
 from lorafleet.workers.errors import ConfigError, LorafleetError
 
 APP_NAME = "lorafleet"
@@ -84,10 +85,10 @@ def _start(args: AppArgs, host: str, port: int) -> None:
     import ray  # these read the environment when they are imported
     from ray import serve
 
-    from lorafleet.cluster.app import FRONT_CPUS, build
+    from lorafleet.cluster.app import build
     from lorafleet.cluster.directory_actor import directory_name
 
-    replica_cpus = FRONT_CPUS + args.tensor_parallel_size * args.num_cpus
+    replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
     num_cpus = max(os.cpu_count() or 1, math.ceil(args.num_replicas * replica_cpus) + 1)
     ray.init(
         address="local",

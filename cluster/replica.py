@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import shutil
@@ -27,6 +26,7 @@ from lorafleet.cluster.directory_actor import directory_name, get_or_create
 from lorafleet.cluster.front import make_api, make_resolver
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.ranks import ReplicaRanks
+from lorafleet.cluster.resources import with_cpu_threads
 from lorafleet.cluster.worker_actor import StartOrder
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
@@ -50,7 +50,7 @@ class EngineReplica:
 
     def __init__(self, args: AppArgs, config: EngineConfig) -> None:
         self._args = args
-        self._config = config_with_threads(config, args.num_replicas)
+        self._config = with_cpu_threads(config, args.num_replicas)
         self._engine: EngineClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
@@ -156,11 +156,3 @@ class EngineReplica:
         with contextlib.suppress(Exception):  # the cluster is going down: nobody needs to know
             await self._membership.stop()
         shutil.rmtree(self._run_dir, ignore_errors=True)
-
-
-def config_with_threads(config: EngineConfig, num_replicas: int) -> EngineConfig:
-    """Ray gives a worker one thread; share the machine's cores among the replicas' ranks instead."""
-    if config.cpu_threads is not None or config.device != "cpu":
-        return config
-    num_workers = num_replicas * config.tensor_parallel_size
-    return dataclasses.replace(config, cpu_threads=max(1, (os.cpu_count() or 1) // num_workers))

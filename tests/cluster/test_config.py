@@ -19,6 +19,11 @@ def test_without_lora_there_is_no_lora_config() -> None:
     assert parse_args({"model": "m", "enable_lora": False}).engine_config().lora is None
 
 
+def test_tensor_parallel_has_sglangs_short_name() -> None:
+    for name in ("tp", "tensor_parallel_size"):
+        assert parse_args({"model": "m", name: 4}).engine_config().tensor_parallel_size == 4
+
+
 def test_modules_are_read_in_every_spelling() -> None:
     given = ["a=/x", '{"name": "b", "path": "/y", "base_model_name": "m"}', {"lora_name": "c", "lora_path": "/z"}]
     modules = parse_args({"model": "m", "lora_paths": given}).lora_modules
@@ -37,6 +42,7 @@ def test_modules_are_read_in_every_spelling() -> None:
         ({"modle": "m"}, "did you mean 'model'"),
         ({"model": "m", "num_replicas": "two"}, "num_replicas"),
         ({"model": "m", "device": "tpu"}, "device"),
+        ({"model": "m", "tp": 0}, "tensor_parallel_size"),
         ({"model": "m", "lora_modules": ["nothing"]}, "name=path"),
         ({"model": "m", "lora_modules": ["{nothing"]}, "not valid JSON"),
         ({"model": "m", "lora_modules": [{"name": "a", "path": "x", "rank": 3}]}, "rank"),

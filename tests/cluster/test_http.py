@@ -1,4 +1,5 @@
-"""The API of a running cluster of two replicas, through openai-python and httpx, against transformers + PEFT.
+"""The API of a running cluster, through openai-python and httpx, against transformers + PEFT: of two replicas, and of
+one that two ranks share.
 
 Every field is seen to do what it says on real answers; the finer points of each are in tests/workers/openai.
 """
@@ -39,13 +40,13 @@ def resolver_dir(made, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def url(made, resolver_dir, tmp_path_factory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=[["--num-replicas", "2"], ["--tp", "2", "--fully-sharded-loras"]], ids=" ".join)
+def url(request, made, resolver_dir, tmp_path_factory) -> Iterator[str]:
     modules = [f"{kind}={made.adapters[kind]}" for kind in KINDS[:6]]
     modules += [
         json.dumps({"name": kind, "path": str(made.adapters[kind]), "base_model_name": "tiny"}) for kind in KINDS[6:]
     ]
-    arguments = ["--model", str(made.base), "--served-model-name", "tiny", "tiny-alias", "--num-replicas", "2"]
+    arguments = ["--model", str(made.base), "--served-model-name", "tiny", "tiny-alias", *request.param]
     arguments += ["--lora-modules", *modules, "--lora-resolver-dir", str(resolver_dir)]
     arguments += ["--max-loras", "3", "--max-lora-rank", "64", "--max-cpu-loras", "6", "--device", "cpu"]
     arguments += ["--allow-runtime-lora-updating", "--kv-cache-tokens", "8192", "--max-num-batched-tokens", "128"]
