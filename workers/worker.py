@@ -50,7 +50,7 @@ class GPUWorker:
             raise
         gc.collect()
         gc.freeze()  # a full collection walks all that the model and its graphs are made of: 0.1 s without a step
-        self._loop = EngineLoop(self._engine, self._socket)
+        self._loop = EngineLoop(self._engine, self._socket, alone=ranks is None)
         self._loop.start()
 
     def hello(self) -> EngineHello:
@@ -68,11 +68,12 @@ class GPUWorker:
 
 
 class EngineLoop(threading.Thread):
-    def __init__(self, engine: Engine, socket: WorkerSocket) -> None:
+    def __init__(self, engine: Engine, socket: WorkerSocket, *, alone: bool) -> None:
         super().__init__(name="engine-loop", daemon=True)
         self.failure: str | None = None
         self._engine = engine
         self._socket = socket
+        self._alone = alone
         self._stopping = False
         self._acknowledged = 0
         self._replies: list[AdapterReply] = []
@@ -88,12 +89,19 @@ class EngineLoop(threading.Thread):
             while not self._stopping:
                 waiting_for_adapters = self._turn(waiting_for_adapters)
         except Exception as e:
-            self.failure = f"{type(e).__name__}: {e}"
+            self.failure = self._in_words(e)
             log.exception("the engine loop ends")
             self._socket.send(StepBatch(self._acknowledged, fatal=self.failure))
         finally:
             self._engine.close()
             self._socket.close()
+
+    def _in_words(self, error: Exception) -> str:
+        """For the clients whose streams end with it."""
+        if self._alone or isinstance(error, LorafleetError):
+            return f"{type(error).__name__}: {error}"
+        # Of a lost peer the collectives tell addresses and source files; the log has them.
+        return f"a step over the replica's ranks failed ({type(error).__name__}). The replica is being replaced."
 
     def _turn(self, idle: bool) -> bool:
         """One step with what goes in and out; True where nothing could run though requests wait."""

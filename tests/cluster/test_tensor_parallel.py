@@ -1,4 +1,7 @@
-"""Replicas of two ranks in the running cluster, against transformers, and what becomes of a lost rank."""
+"""A replica of two ranks with adapters divided as the base model is, and what becomes of a lost rank.
+
+test_http.py has the whole API over two ranks, with adapters fully sharded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from openai import AsyncOpenAI
 from tests.cluster.harness import descendants_named, free_port, running_server, start_server, stop_server
 
 pytestmark = pytest.mark.timeout(300)
-TEXT = "the answer of the harbour "
+KINDS = ("all", "qv", "large")
 
 
 def rank_pids(rank: int, server: int) -> list[int]:
@@ -33,26 +36,19 @@ def made(fleet):
 @pytest.fixture(scope="module")
 def url(made, tmp_path_factory) -> Iterator[str]:
     arguments = ["--model", str(made.base), "--served-model-name", "tiny", "--device", "cpu", "--tp", "2"]
-    arguments += [
-        "--no-enable-lora",
-        "--kv-cache-tokens",
-        "4096",
-        "--max-num-batched-tokens",
-        "32",
-        "--max-num-seqs",
-        "8",
-    ]
+    arguments += ["--lora-modules", *(f"{kind}={made.adapters[kind]}" for kind in KINDS), "--max-loras", "2"]
+    arguments += ["--kv-cache-tokens", "4096", "--max-num-batched-tokens", "32", "--max-num-seqs", "8"]
     with running_server(arguments, tmp_path_factory.mktemp("log") / "serve.log") as address:
         yield address
 
 
-async def test_a_burst_equals_transformers(url, made, prompt):
-    jobs = [prompt(n) for n in (4, 19, 50, 7, 33)]
+async def test_a_burst_equals_transformers_and_peft(url, made, prompt):
+    jobs = [(prompt(n), kind) for n in (4, 19, 50) for kind in (None, *KINDS)]
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
 
-        async def ask(ids: list[int]) -> Any:
+        async def ask(ids: list[int], kind: str | None) -> Any:
             return await client.completions.create(
-                model="tiny",
+                model=kind or "tiny",
                 prompt=ids,
                 max_tokens=10,
                 temperature=0,
@@ -60,19 +56,19 @@ async def test_a_burst_equals_transformers(url, made, prompt):
                 extra_body={"ignore_eos": True, "return_token_ids": True},
             )
 
-        answers = await asyncio.gather(*map(ask, jobs))
-    for ids, answer in zip(jobs, answers, strict=True):
-        expected = made.reference.greedy(ids, 10)
-        assert answer.choices[0].model_extra["token_ids"] == expected.tokens
+        answers = await asyncio.gather(*(ask(*job) for job in jobs))
+    for (ids, kind), answer in zip(jobs, answers, strict=True):
+        expected = made.reference.greedy(ids, 10, made.adapters.get(kind))
+        assert answer.choices[0].model_extra["token_ids"] == expected.tokens, kind
         assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-3)
 
 
 def test_a_rank_lost_amid_a_stream_ends_it_with_an_error_and_the_replica_is_replaced(url):
-    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-    [lost] = rank_pids(1, os.getpid())
-    before = {lost, *rank_pids(0, os.getpid())}
+    body = {"model": "qv", "prompt": "the harbour", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    short = body | {"max_tokens": 8}
+    [lost], [peer] = rank_pids(1, os.getpid()), rank_pids(0, os.getpid())
     with httpx.Client(base_url=url, timeout=60) as client:
-        expected = client.post("/v1/completions", json=body | {"max_tokens": 8}).json()["choices"]
+        expected = client.post("/v1/completions", json=short).json()["choices"]
         with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
             lines = (line for line in stream.iter_lines() if line)
             next(lines)
@@ -80,17 +76,15 @@ def test_a_rank_lost_amid_a_stream_ends_it_with_an_error_and_the_replica_is_repl
             killed_s = time.monotonic()
             *_, last, done = lines
             assert time.monotonic() - killed_s < 5
-        assert (json.loads(last.removeprefix("data: "))["error"]["code"], done) == ("engine_dead", "data: [DONE]")
-        deadline = killed_s + 60
-        while True:
-            again = client.post("/v1/completions", json=body | {"max_tokens": 8})
-            if again.status_code == 200:
-                break
-            assert again.status_code == 503 and time.monotonic() < deadline, again.text
-            time.sleep(0.2)
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["code"], done) == ("engine_dead", "data: [DONE]")
+        assert "rank" in error["message"] and "gloo" not in error["message"]
+        while (again := client.post("/v1/completions", json=short)).status_code == 503:
+            assert time.monotonic() - killed_s < 60, again.text
+            time.sleep(0.1)
         assert again.json()["choices"] == expected
     assert len(rank_pids(0, os.getpid())) == len(rank_pids(1, os.getpid())) == 1
-    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert not psutil.pid_exists(lost) and not psutil.pid_exists(peer)
 
 
 def test_a_rank_lost_during_the_start_ends_it(made, tmp_path):
