@@ -8,6 +8,9 @@ group, so that code for many ranks serves one as well.
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,8 +48,11 @@ class TPGroup:
             return cls()
         host, _, port = address.rpartition(":")
         timeout = timedelta(seconds=JOIN_TIMEOUT_S)
-        store = TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+        listener = _listen(host, int(port)) if rank == 0 else None
+        store = TCPStore(host, int(port), size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener)
         _await_all(store, rank, size, check)
+        if sys.platform == "linux":  # gloo would take the interface of the host's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -84,6 +90,15 @@ class TPGroup:
         if self.size > 1:
             dist.broadcast(x, src=0, group=self._group)
         return x
+
+
+def _listen(host: str, port: int) -> int:
+    """A file descriptor for TCPStore, which would listen on every interface by itself, and asks nobody who he is."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+        return listener.detach()
 
 
 def _await_all(store: TCPStore, rank: int, size: int, check: Callable[[], None]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import psutil
 import torch
 
 from lorafleet.workers.tp.group import TPGroup
@@ -19,3 +20,13 @@ def test_every_rank_gets_the_same() -> None:
 
 def test_group_of_one_needs_no_process_group() -> None:
     assert collectives(TPGroup()) == ([1.0] * 3, [[0, 0]], [7])
+
+
+def listening_on(_: TPGroup) -> set[str]:
+    sockets = psutil.Process().net_connections("inet")
+    return {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+
+
+def test_nothing_listens_on_the_network():
+    first, second = on_ranks(2, listening_on)
+    assert first | second == {"127.0.0.1"}
