@@ -1,4 +1,7 @@
+from pathlib import Path
+
 import pytest
+import yaml
 
 from lorafleet.cluster.cli import spread_values
 from lorafleet.cluster.config import LoRAModule, parse_args
@@ -55,6 +58,12 @@ def test_modules_are_read_in_every_spelling() -> None:
 def test_a_mistake_is_an_error_that_names_it(values: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         parse_args(values)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_the_examples_are_valid(path: Path) -> None:
+    for application in yaml.safe_load(path.read_text())["applications"]:
+        parse_args(application["args"]).engine_config()
 
 
 def test_several_values_may_follow_one_flag() -> None:
