@@ -32,7 +32,7 @@ from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.tokenizer import Tokenizer
-from lorafleet.workers.tp.addresses import local_addresses
+from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import EngineClient, ipc_address
 
 WATCH_S = 0.5  # how often it is looked whether the workers live
@@ -97,7 +97,7 @@ class EngineReplica:
 
     def _start_order(self, address: str) -> StartOrder:
         size = self._config.tensor_parallel_size
-        addresses = local_addresses(size, self._run_dir) if size > 1 else None
+        addresses = RankAddresses(size, self._run_dir) if size > 1 else None
         return StartOrder(self._config, address, addresses, self._directory, self._replica_id)
 
     async def _load_adapters(self, catalog: DirectoryCatalog) -> None:

@@ -81,7 +81,7 @@ def build_rank(
     dtype = _dtype(config, model_config, folder)
     Shard.of(model_config, rank, config.tensor_parallel_size)  # before the others are waited for
     assert (addresses is None) == (config.tensor_parallel_size == 1)
-    group = TPGroup() if addresses is None else TPGroup.join(rank, addresses.size, addresses.collectives, device, check)
+    group = TPGroup() if addresses is None else TPGroup.join(rank, addresses.size, addresses.meeting, device, check)
     model = _load_model(config, model_config, group, dtype, device, progress)
     slots = loader = None
     if config.lora is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import multiprocessing
+import os
 import pickle
-import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -27,12 +28,12 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     source = inspect.getsourcefile(function)
     assert source is not None
     context = multiprocessing.get_context("spawn")
-    address = f"127.0.0.1:{free_port()}"
+    meeting = os.path.join(tempfile.mkdtemp(prefix="lf-"), "store")
     pipes, processes = [], []
     for rank in range(size):
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_run, args=(theirs, rank, size, address, (source, function.__name__), arguments)
+            target=_run, args=(theirs, rank, size, meeting, (source, function.__name__), arguments)
         )
         process.start()
         theirs.close()
@@ -58,13 +59,6 @@ def start_process(function: Callable[..., None], *arguments: Any) -> multiproces
     return process
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _result(pipe: Connection, rank: int) -> Any:
     assert pipe.poll(TIMEOUT_S), f"rank {rank} gave no result within {TIMEOUT_S} s"
     succeeded, result = pickle.loads(pipe.recv_bytes())
@@ -73,11 +67,11 @@ def _result(pipe: Connection, rank: int) -> Any:
 
 
 def _run(
-    pipe: Connection, rank: int, size: int, address: str, function: tuple[str, str], arguments: tuple[Any, ...]
+    pipe: Connection, rank: int, size: int, meeting: str, function: tuple[str, str], arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     try:
-        group = TPGroup.join(rank, size, address, torch.device("cpu"))
+        group = TPGroup.join(rank, size, meeting, torch.device("cpu"))
         answer = True, _load(*function)(group, *arguments)
         group.leave()
     except BaseException:

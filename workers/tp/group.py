@@ -9,7 +9,6 @@ group, so that code for many ranks serves one as well.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 from lorafleet.workers.errors import EngineDead
 
@@ -38,18 +37,18 @@ class TPGroup:
 
     @classmethod
     def join(
-        cls, rank: int, size: int, address: str, device: torch.device, check: Callable[[], None] = lambda: None
+        cls, rank: int, size: int, meeting: str, device: torch.device, check: Callable[[], None] = lambda: None
     ) -> TPGroup:
         """Waits for all ranks; check raises where it is known that one will not come. Once a process.
 
-        address: host:port, free, on rank 0's host.
+        meeting: the path of a file that is not there yet, in a private folder: the ranks share a machine, and a port
+        could be taken by others and found by anybody.
         """
         if size == 1:
             return cls()
-        host, _, port = address.rpartition(":")
         timeout = timedelta(seconds=JOIN_TIMEOUT_S)
-        listener = _listen(host, int(port)) if rank == 0 else None
-        store = TCPStore(host, int(port), size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener)
+        store = FileStore(meeting, size)
+        store.set_timeout(timeout)
         _await_all(store, rank, size, check)
         if sys.platform == "linux":  # gloo would take the interface of the host's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -92,16 +91,7 @@ class TPGroup:
         return x
 
 
-def _listen(host: str, port: int) -> int:
-    """A file descriptor for TCPStore, which would listen on every interface by itself, and asks nobody who he is."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen()
-        return listener.detach()
-
-
-def _await_all(store: TCPStore, rank: int, size: int, check: Callable[[], None]) -> None:
+def _await_all(store: FileStore, rank: int, size: int, check: Callable[[], None]) -> None:
     store.set(f"here/{rank}", "")
     everybody = [f"here/{other}" for other in range(size)]
     deadline_s = time.monotonic() + JOIN_TIMEOUT_S

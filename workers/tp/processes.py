@@ -10,7 +10,7 @@ import tempfile
 import torch
 
 from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.tp.addresses import RankAddresses, local_addresses
+from lorafleet.workers.tp.addresses import RankAddresses
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class RankProcesses:
 
     def __init__(self, config: EngineConfig) -> None:
         self._folder = tempfile.mkdtemp(prefix="lf-ranks-")
-        self.addresses = local_addresses(config.tensor_parallel_size, self._folder)
+        self.addresses = RankAddresses(config.tensor_parallel_size, self._folder)
         context = multiprocessing.get_context("spawn")  # never fork: CUDA does not survive it
         self.processes = [
             context.Process(target=_run, args=(config, rank, self.addresses), daemon=True)

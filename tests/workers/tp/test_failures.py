@@ -16,7 +16,7 @@ from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import EngineRequest, TokenOutput
 from lorafleet.workers.startup import build_engine
-from lorafleet.workers.tp.addresses import RankAddresses, local_addresses
+from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.tp.follower import RankWorker
 from ranks import start_llm, start_process
 
@@ -60,7 +60,7 @@ def test_an_adapter_that_one_rank_cannot_read_fails_on_all_and_leaves_nothing_be
         cpu_threads=1,
         lora=LoRAConfig(max_loras=2, max_lora_rank=64),
     )
-    addresses = local_addresses(2, tempfile.mkdtemp(prefix="lf-"))
+    addresses = RankAddresses(2, tempfile.mkdtemp(prefix="lf-"))
     other = start_process(rank_that_cannot_read, config, 1, addresses)
     engine = build_engine(config, addresses=addresses)
 
