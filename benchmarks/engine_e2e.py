@@ -22,29 +22,34 @@ import logging
 import statistics
 import tempfile
 import time
-import zlib
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import torch
-from safetensors.torch import save_file
 
+from engine_driver import (
+    abort,
+    copy_bandwidth,
+    decode_step_ms,
+    load,
+    prefill_tokens_per_s,
+    submit,
+    until_all_answer,
+)
 from lorafleet.workers.config import EngineConfig, KVCacheDType
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import EngineRequest
-from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.startup import build_engine
+from random_llama import write_alike_adapters
 
 PROMPT, GENERATED, RANK = 512, 128, 16
 STREAMS, LONG_PROMPT = 32, 8000
 PREFILL_TOKENS = 8192  # in one step
 HIDDEN, INNER, LAYERS, KV = 4096, 14336, 32, 1024
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 128256,
     "hidden_size": HIDDEN,
@@ -69,35 +74,6 @@ ADAPTER_BYTES = 2 * LAYERS * RANK * sum(i + o for i, o in SHAPES.values())
 KV_NUMBERS_A_TOKEN = 2 * LAYERS * KV
 
 
-def write_adapters(folder: Path, count: int) -> list[Path]:
-    """They share one file of weights and differ in lora_alpha: distinct digests, slots and bytes on the GPU."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    tensors = {}
-    for layer in range(LAYERS):
-        for name, (inputs, outputs) in SHAPES.items():
-            for leaf, shape in (("lora_A", (RANK, inputs)), ("lora_B", (outputs, RANK))):
-                value = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) * 0.02
-                tensors[f"base_model.model.model.layers.{layer}.{name}.{leaf}.weight"] = value.cpu()
-    save_file(tensors, folder / "weights")
-    paths = [folder / f"a{i}" for i in range(count)]
-    for i, path in enumerate(paths):
-        path.mkdir()
-        (path / "adapter_model.safetensors").hardlink_to(folder / "weights")
-        leaves = [name.split(".")[1] for name in SHAPES]
-        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK + i, "target_modules": leaves}
-        (path / "adapter_config.json").write_text(json.dumps(config))
-    return paths
-
-
-def load(engine: Engine, paths: list[Path]) -> list[LoRARequest]:
-    asked = [LoRARequest(path.name, i + 1, str(path)) for i, path in enumerate(paths)]
-    futures: list[Future[AdapterInfo]] = [engine.load_adapter(lora) for lora in asked]
-    while not all(future.done() for future in futures):
-        engine.step()
-        time.sleep(0.001)
-    return [msgspec.structs.replace(lora, digest=f.result().digest) for lora, f in zip(asked, futures, strict=True)]
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     batch: int
@@ -107,53 +83,15 @@ class Measured:
     floor_ms: float
 
 
-def submit(engine: Engine, name: str, count: int, num_tokens: int, generated: int, loras: list[LoRARequest]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True)
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    for i in range(count):
-        prompt = torch.randint(10, 128000, (num_tokens,), generator=generator).tolist()
-        lora = loras[i % len(loras)] if loras else None
-        engine.add(EngineRequest(request_id=f"{name} {i}", prompt_token_ids=prompt, params=params, lora=lora))
-
-
-def abort(engine: Engine, name: str, count: int) -> None:
-    for i in range(count):
-        engine.abort(f"{name} {i}")
-    while engine.has_work:
-        engine.step()
-    torch.cuda.synchronize()
-
-
-def until_all_answer(engine: Engine, name: str, count: int) -> float:
-    """Seconds until each of the requests has its first token."""
-    waiting = {f"{name} {i}" for i in range(count)}
-    started = time.perf_counter()
-    while waiting:
-        waiting -= {output.request_id for output in engine.step()}
-    return time.perf_counter() - started
-
-
 def measure(engine: Engine, batch: int, loras: list[LoRARequest], bandwidth: float, weights: int) -> Measured:
-    prefills: list[float] = []
-    for repeat in range(1 + (5 if batch * PROMPT <= PREFILL_TOKENS else 2)):
-        name = f"prefill {batch} {repeat}"
-        submit(engine, name, batch, PROMPT, GENERATED, loras)
-        prefills.append(until_all_answer(engine, name, batch))
-        abort(engine, name, batch)
-    submit(engine, f"decode {batch}", batch, PROMPT, GENERATED, loras)
-    until_all_answer(engine, f"decode {batch}", batch)
-    steps: list[float] = []
-    while engine.has_work:
-        before = time.perf_counter()
-        outputs = engine.step()
-        if len(outputs) == batch:
-            steps.append(time.perf_counter() - before)
+    repeats = 5 if batch * PROMPT <= PREFILL_TOKENS else 2
+    prefill = prefill_tokens_per_s(engine, batch, PROMPT, GENERATED, loras, repeats)
+    step_ms = decode_step_ms(engine, batch, PROMPT, GENERATED, loras)
     distinct = min(batch, len(loras))
     kv_bytes = KV_NUMBERS_A_TOKEN * engine.runner.steps.caches[0].k_NPGD.element_size()
     kv = batch * (PROMPT + GENERATED / 2) * kv_bytes
     floor_ms = (weights + distinct * ADAPTER_BYTES + kv) / bandwidth * 1e3
-    prefill_s = statistics.median(prefills[1:])  # the first one warms up
-    return Measured(batch, len(loras), statistics.median(steps) * 1e3, batch * PROMPT / prefill_s, floor_ms)
+    return Measured(batch, len(loras), step_ms, prefill, floor_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,21 +123,6 @@ def measure_mixed(engine: Engine, mixed_tokens: int) -> Mixed:
     return row
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second, read plus written."""
-    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end))
-    return 2 * source.numel() / best * 1e3
-
-
 def start(
     checkpoint: Path, max_num_seqs: int, mixed_tokens: int, lora: LoRAConfig | None, kv_cache_dtype: KVCacheDType
 ) -> Engine:
@@ -223,7 +146,7 @@ def run_batches(checkpoint: Path, folder: Path, args: argparse.Namespace, bandwi
     most = max(args.adapters)
     lora = LoRAConfig(max_loras=most, max_lora_rank=RANK, max_cpu_loras=most) if most else None
     engine = start(checkpoint, max(args.batches), PREFILL_TOKENS, lora, args.kv_cache_dtype)
-    loras = load(engine, write_adapters(folder, most)) if most else []
+    loras = load(engine, write_alike_adapters(folder / "adapters", CONFIG, most, RANK)) if most else []
     model = engine.runner.steps.model
     read = sum(p.numel() * p.element_size() for p in model.parameters()) - model.embed_tokens.weight.nbytes
     print(

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engine_driver import copy_bandwidth
 from lorafleet.kernels.decoder_stack import (
-    DEVICE,
     DTYPE,
     LINEARS,
     MAX_SLOTS,
@@ -69,21 +68,6 @@ CASES = [
     Case("prefill 8x512, 8 adapters r16", 4096, 8),
     Case("64x32 r8,16,32,64", 64, 32, (8, 16, 32, 64)),
 ]
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    times: list[float] = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return 2 * source.numel() / statistics.median(times) * 1e3
 
 
 def check(stack: Stack, case: Case, x_of_size: dict[int, Tensor], batch: LoRABatch) -> float:

@@ -54,6 +54,19 @@ def write_adapters(folder: Path, config: dict[str, Any], count: int, rank: int) 
         list(pool.map(write, range(count)))
 
 
+def write_alike_adapters(folder: Path, config: dict[str, Any], count: int, rank: int) -> list[Path]:
+    """folder/a0, a1, …: they share one file of weights and differ in lora_alpha, so digests, slots and bytes on a GPU
+    are distinct, and the disk holds it once."""
+    write_adapters(folder, config, 1, rank)
+    first, *others = paths = [folder / f"a{i}" for i in range(count)]
+    peft = json.loads((first / "adapter_config.json").read_text())
+    for i, path in enumerate(others, 1):
+        path.mkdir()
+        (path / "adapter_config.json").write_text(json.dumps(peft | {"lora_alpha": rank + i}))
+        (path / "adapter_model.safetensors").hardlink_to(first / "adapter_model.safetensors")
+    return paths
+
+
 def _tensor_shapes(config: dict[str, Any], rank: int) -> dict[str, tuple[int, int]]:
     """PEFT's names."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]

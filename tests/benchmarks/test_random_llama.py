@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 
 from lorafleet.workers.detokenizer import make_detokenizer
 from lorafleet.workers.tokenizer import Tokenizer
-from random_llama import write_adapters, write_model
+from random_llama import write_adapters, write_alike_adapters, write_model
 
 CONFIG = {
     "vocab_size": 1000,
@@ -31,6 +32,14 @@ def test_adapters_are_whole_and_each_has_weights_of_its_own(tmp_path: Path) -> N
         assert (weight.abs() >= 2**-7).all() and (weight.abs() < 2**-6).all()
         assert weight.float().mean().abs() < 0.005, "both signs"
         assert not weight.equal(other[name])
+
+
+def test_alike_adapters_share_one_file_and_differ_in_scale(tmp_path: Path) -> None:
+    paths = write_alike_adapters(tmp_path / "adapters", CONFIG, 3, 4)
+    assert [path.name for path in paths] == ["a0", "a1", "a2"]
+    assert len({(path / "adapter_model.safetensors").stat().st_ino for path in paths}) == 1
+    alphas = [json.loads((path / "adapter_config.json").read_text())["lora_alpha"] for path in paths]
+    assert alphas == [4, 5, 6]
 
 
 def test_every_token_of_the_model_has_a_text_so_that_each_streams(tmp_path: Path) -> None:

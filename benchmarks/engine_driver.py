@@ -1,0 +1,100 @@
+"""Drives an engine without a server, for benchmarks: adapters in, batches in, seconds out. And what a GPU can copy."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import torch
+
+from lorafleet.workers.engine import Engine
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.messages import EngineRequest
+from lorafleet.workers.sampling_params import SamplingParams
+
+MARGIN = 256  # token ids at the vocabulary's end that are not drawn
+
+
+def load(engine: Engine, paths: Sequence[Path]) -> list[LoRARequest]:
+    asked = [LoRARequest(path.name, i + 1, str(path)) for i, path in enumerate(paths)]
+    futures: list[Future[AdapterInfo]] = [engine.load_adapter(lora) for lora in asked]
+    while not all(future.done() for future in futures):
+        engine.step()
+        time.sleep(0.001)
+    return [msgspec.structs.replace(lora, digest=f.result().digest) for lora, f in zip(asked, futures, strict=True)]
+
+
+def submit(
+    engine: Engine, name: str, count: int, num_tokens: int, generated: int, loras: Sequence[LoRARequest]
+) -> None:
+    """Greedy requests with random prompts; request i uses adapter i modulo their number."""
+    params = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    for i in range(count):
+        prompt = torch.randint(10, engine.hello.vocab_size - MARGIN, (num_tokens,), generator=generator).tolist()
+        lora = loras[i % len(loras)] if loras else None
+        engine.add(EngineRequest(request_id=f"{name} {i}", prompt_token_ids=prompt, params=params, lora=lora))
+
+
+def abort(engine: Engine, name: str, count: int) -> None:
+    for i in range(count):
+        engine.abort(f"{name} {i}")
+    while engine.has_work:
+        engine.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def until_all_answer(engine: Engine, name: str, count: int) -> float:
+    """Seconds until each of the requests has its first token."""
+    waiting = {f"{name} {i}" for i in range(count)}
+    started = time.perf_counter()
+    while waiting:
+        waiting -= {output.request_id for output in engine.step()}
+    return time.perf_counter() - started
+
+
+def prefill_tokens_per_s(
+    engine: Engine, batch: int, num_tokens: int, generated: int, loras: Sequence[LoRARequest], repeats: int
+) -> float:
+    """Median, from all prompts at once to the last one's first token, after one that warms up."""
+    seconds: list[float] = []
+    for repeat in range(1 + repeats):
+        name = f"prefill {batch} {repeat}"
+        submit(engine, name, batch, num_tokens, generated, loras)
+        seconds.append(until_all_answer(engine, name, batch))
+        abort(engine, name, batch)
+    return batch * num_tokens / statistics.median(seconds[1:])
+
+
+def decode_step_ms(engine: Engine, batch: int, num_tokens: int, generated: int, loras: Sequence[LoRARequest]) -> float:
+    """Median on the host, from the scheduler to the tokens, of the steps in which every sequence decodes."""
+    name = f"decode {batch}"
+    submit(engine, name, batch, num_tokens, generated, loras)
+    until_all_answer(engine, name, batch)
+    steps: list[float] = []
+    while engine.has_work:
+        before = time.perf_counter()
+        if len(engine.step()) == batch:
+            steps.append(time.perf_counter() - before)
+    return statistics.median(steps) * 1e3
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that the GPU reads and writes, in a copy of 4 GiB."""
+    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times: list[float] = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * source.numel() / statistics.median(times) * 1e3
