@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -10,8 +11,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
+from openai import AsyncOpenAI
 
 START_S = 300.0  # Ray, torch and transformers are imported by several processes on few cores; FlashInfer may compile
 STOP_S = 30.0
@@ -36,6 +39,23 @@ def running_server(arguments: Sequence[str], log_file: Path, stop_signal: int = 
         status, left = stop_server(process, stop_signal)
     assert left == [], f"processes left: {left}"
     assert status == 0, log_file.read_text()
+
+
+async def greedy_answers(url: str, jobs: Sequence[tuple[list[int], str | None]]) -> list[Any]:
+    """Ten greedy tokens for each (prompt, adapter), all asked for at once, with logprobs and token ids."""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+
+        async def ask(ids: list[int], kind: str | None) -> Any:
+            return await client.completions.create(
+                model=kind or "tiny",
+                prompt=ids,
+                max_tokens=10,
+                temperature=0,
+                logprobs=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+
+        return await asyncio.gather(*(ask(*job) for job in jobs))
 
 
 def start_server(arguments: Sequence[str], log_file: Path) -> subprocess.Popen[bytes]:

@@ -6,7 +6,6 @@ Every field is seen to do what it says on real answers; the finer points of each
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import re
@@ -17,9 +16,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
-from tests.cluster.harness import running_server
+from tests.cluster.harness import greedy_answers, running_server
 from tiny_models import ALL_TARGETS, make_adapter, tokenizer
 
 pytestmark = pytest.mark.timeout(600)
@@ -83,19 +82,7 @@ def text_of(client: OpenAI, **fields: Any) -> str:
 async def test_a_burst_over_all_adapters_equals_peft_token_by_token(url, made, prompt):
     jobs = [(prompt(n), kind) for n in (4, 19, 50) for kind in (None, *KINDS)]
     random.Random(1).shuffle(jobs)
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
-
-        async def ask(ids: list[int], kind: str | None) -> Any:
-            return await client.completions.create(
-                model=kind or "tiny",
-                prompt=ids,
-                max_tokens=10,
-                temperature=0,
-                logprobs=0,
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-            )
-
-        answers = await asyncio.gather(*(ask(*job) for job in jobs))
+    answers = await greedy_answers(url, jobs)
     for (ids, kind), answer in zip(jobs, answers, strict=True):
         expected = made.reference.greedy(ids, 10, made.adapters.get(kind))
         [choice] = answer.choices

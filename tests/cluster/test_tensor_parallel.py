@@ -5,20 +5,24 @@ test_http.py has the whole API over two ranks, with adapters fully sharded.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import psutil
 import pytest
-from openai import AsyncOpenAI
 
-from tests.cluster.harness import descendants_named, free_port, running_server, start_server, stop_server
+from tests.cluster.harness import (
+    descendants_named,
+    free_port,
+    greedy_answers,
+    running_server,
+    start_server,
+    stop_server,
+)
 
 pytestmark = pytest.mark.timeout(300)
 KINDS = ("all", "qv", "large")
@@ -44,19 +48,7 @@ def url(made, tmp_path_factory) -> Iterator[str]:
 
 async def test_a_burst_equals_transformers_and_peft(url, made, prompt):
     jobs = [(prompt(n), kind) for n in (4, 19, 50) for kind in (None, *KINDS)]
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-
-        async def ask(ids: list[int], kind: str | None) -> Any:
-            return await client.completions.create(
-                model=kind or "tiny",
-                prompt=ids,
-                max_tokens=10,
-                temperature=0,
-                logprobs=0,
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-            )
-
-        answers = await asyncio.gather(*(ask(*job) for job in jobs))
+    answers = await greedy_answers(url, jobs)
     for (ids, kind), answer in zip(jobs, answers, strict=True):
         expected = made.reference.greedy(ids, 10, made.adapters.get(kind))
         assert answer.choices[0].model_extra["token_ids"] == expected.tokens, kind

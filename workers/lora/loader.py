@@ -6,16 +6,20 @@ it and decides.
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from lorafleet.workers.errors import LorafleetError
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack
 from lorafleet.workers.lora.pinned_memory import PinnedMemory
 from lorafleet.workers.lora.request import LoRARequest
+
+log = logging.getLogger(__name__)
 
 LOAD_THREADS = 4
 
@@ -40,8 +44,8 @@ class AdapterLoader:
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="lora-load")
 
     def submit(self, lora: LoRARequest) -> Future[PackedAdapter]:
-        """Raises into the future what is wrong with the adapter, an AdapterError."""
-        return self._pool.submit(self._read, lora)
+        """Its error is always a LorafleetError: of the adapter, or of a fault of our own, which is logged."""
+        return self._pool.submit(self._load, lora)
 
     def stop(self) -> None:
         """Waits for the loads under way."""
@@ -52,8 +56,17 @@ class AdapterLoader:
         if self._pinned is not None:
             self._pinned.close()
 
-    def _read(self, lora: LoRARequest) -> PackedAdapter:
+    def _load(self, lora: LoRARequest) -> PackedAdapter:
         """In a pool thread."""
+        try:
+            return self._read(lora)
+        except LorafleetError:
+            raise
+        except Exception as error:
+            log.exception("adapter %s: loading failed", lora.lora_name)
+            raise LorafleetError(f"adapter {lora.lora_name!r}: loading failed: {error!r}") from error
+
+    def _read(self, lora: LoRARequest) -> PackedAdapter:
         model = LoRAModel.from_local_checkpoint(
             lora.lora_path,
             shapes=self._shapes,

@@ -41,7 +41,7 @@ class _Load:
     future: Future[PackedAdapter]
     started_s: float
     awaited: set[int] = field(default_factory=set)
-    error: BaseException | None = None
+    error: LorafleetError | None = None
     digests: set[str] = field(default_factory=set)
     callers: list[Future[AdapterInfo]] = field(default_factory=list)
 
@@ -49,10 +49,11 @@ class _Load:
     def done(self) -> bool:
         return self.future.done() and not self.awaited
 
-    def outcome(self) -> PackedAdapter | BaseException:
+    def outcome(self) -> PackedAdapter | LorafleetError:
         """Once it is done: the adapter where every rank has its part of the same one."""
         error = self.future.exception() or self.error
         if error is not None:
+            assert isinstance(error, LorafleetError), error  # the loader raises no others
             return error
         adapter = self.future.result()
         if self.digests - {adapter.info.digest}:
@@ -140,14 +141,13 @@ class WorkerLoRAManager:
                 for caller in load.callers:
                     caller.set_result(outcome.info)
                 continue
-            known = outcome if isinstance(outcome, LorafleetError) else _unexpected(load.name, outcome)
             for digest in load.digests:  # what some rank has read and others have not
                 if digest not in self._cpu:
                     self._tell(ForgetShard(digest))
             self.counts.failures += 1
-            failed.append((key[0], known))
+            failed.append((key[0], outcome))
             for caller in load.callers:
-                caller.set_exception(known)
+                caller.set_exception(outcome)
         self._sweep()
         return failed
 
@@ -271,8 +271,3 @@ class WorkerLoRAManager:
                 load.digests.add(answer.digest)
             if not load.awaited:
                 del self._by_id[answer.load_id]
-
-
-def _unexpected(name: str, error: BaseException) -> LorafleetError:
-    log.error("adapter %s: loading failed", name, exc_info=error)
-    return LorafleetError(f"adapter {name!r}: loading failed: {error!r}")

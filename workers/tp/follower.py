@@ -128,8 +128,8 @@ class FollowerLoop(threading.Thread):
                 adapters.keep(done.result())
                 socket.answer(ShardLoaded(rank, order.load_id, digest=done.result().info.digest))
             else:
-                known = error if isinstance(error, LorafleetError) else LorafleetError(f"loading failed: {error!r}")
-                socket.answer(ShardLoaded(rank, order.load_id, error=to_wire(known)))
+                assert isinstance(error, LorafleetError), error  # the loader raises no others
+                socket.answer(ShardLoaded(rank, order.load_id, error=to_wire(error)))
 
         adapters.loader.submit(order.lora).add_done_callback(answer)
 
