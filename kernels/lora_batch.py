@@ -73,8 +73,9 @@ class LoRABatch:
     """Tokens grouped by slot. The host's fields serve the torch twin; `plan` and `tables` the Triton kernels.
 
     slots: the distinct slots of the step, ascending. spans: for each, its [start, end) in order_T.
-    order_T: int64 on the host; active_T: int64, index into `slots`, N for base tokens. max_rank: the largest rank that
-    a static batch may meet, None where the slots themselves say it. tuning: of the kernels for so many tiles.
+    order_T: int64 on the host; active_T: int64, index into `slots`, N for base tokens. max_rank: the launches are those
+    of any mix with ranks up to it; None where they are the least that the slots themselves need. tuning: of the kernels
+    for so many tiles.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class LoRABatch:
         return self._tables
 
     @classmethod
-    def build(cls, slot_of_token: Sequence[int], tables: LoRATables) -> LoRABatch | None:
+    def build(cls, slot_of_token: Sequence[int], tables: LoRATables, max_rank: int | None = None) -> LoRABatch | None:
         """None when no token uses an adapter: such a step runs no LoRA kernel."""
         num_tokens = len(slot_of_token)
         tile_tokens = tile_tokens_of(num_tokens)
@@ -119,7 +120,7 @@ class LoRABatch:
         size = DevicePlan.size(num_tiles, tile_tokens)
         host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         step.write(DevicePlan(host, num_tiles, tile_tokens))
-        batch = cls(num_tokens, num_tiles, host.to(device, non_blocking=True), tables, None)
+        batch = cls(num_tokens, num_tiles, host.to(device, non_blocking=True), tables, max_rank)
         batch._take(step)
         return batch
 
@@ -145,8 +146,8 @@ class LoRABatch:
 
         rank_of_slot: each slot's largest rank over all modules.
         """
-        assert max(rank_of_slot, default=0) <= (self.max_rank or 0), "P has no room for such a rank"
         assert self.max_rank is not None, "only a static batch is filled"
+        assert max(rank_of_slot, default=0) <= self.max_rank, "P has no room for such a rank"
         assert len(slot_of_token) <= self.num_tokens
         step = _Step.of([*slot_of_token, *[BASE_SLOT] * (self.num_tokens - len(slot_of_token))], self.tile_tokens)
         if not self._pinned:

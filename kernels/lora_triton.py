@@ -66,5 +66,5 @@ def linear_triton(
 
 
 def _is_used(packed: PackedLoRA, batch: LoRABatch) -> bool:
-    """A static batch's launches must not depend on its content."""
+    """A static batch's launches must not depend on its content, nor those that were compiled before a request came."""
     return batch.max_rank is not None or packed.max_total_rank(batch.slots) > 0

@@ -108,7 +108,7 @@ class PrefillGraphs:
         self._inputs.mark_copied()
         out = first.out
         for layer, piece in enumerate(later):
-            self._attended_THD[:num_tokens].copy_(self._attention.attend(layer, out[:num_tokens]))
+            self._attention.attend(layer, out[:num_tokens], self._attended_THD[:num_tokens])
             piece.graph.replay()
             out = piece.out
         return out[:num_tokens]
@@ -153,7 +153,7 @@ class _Cuts:
         self.pieces.append(_Piece(self._graph, _borrowed(out)))
         self._graph = None
 
-    def attend(self, layer: int, q_THD: Tensor) -> Tensor:  # noqa: ARG002  every layer is cut alike
+    def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:  # noqa: ARG002  all cut alike
         if self._graph is not None:
             self.end(q_THD)
             self.begin()

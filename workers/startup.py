@@ -111,6 +111,10 @@ def build_rank(
         counts = graph_token_counts(config.max_num_batched_tokens)
         prefill_graphs = PrefillGraphs(model, caches, attention, spec, inputs, counts, slots)
     steps = StepRunner(model, attention, caches, inputs, device, slots, decode_graphs, prefill_graphs)
+    if device.type == "cuda" and config.lora is not None:
+        started = time.monotonic()
+        steps.warm_up(config.max_num_batched_tokens, config.lora.max_lora_rank)
+        log.info("adapters in steps without graphs: warmed up in %.1f s", time.monotonic() - started)
     log.info("rank %d ready: %s on %s in %s, context %d", rank, folder.name, device, dtype, max_model_len)
     return Rank(group, steps, model_config, device, slots, loader, num_blocks, max_model_len)
 

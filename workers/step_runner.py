@@ -11,16 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
-from lorafleet.workers.attention.base import AttentionBackend, KVCache
+from lorafleet.kernels.lora_batch import BASE_SLOT, CHUNK_RANKS, LoRABatch
+from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.decode_graphs import DecodeGraphs
 from lorafleet.workers.host_copy import to_device
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.prefill_graphs import PrefillGraphs
 from lorafleet.workers.sampler import greedy_of_ranks
-from lorafleet.workers.step_inputs import StepInputs
+from lorafleet.workers.step_inputs import InputTensors, StepInputs
 from lorafleet.workers.step_plan import StepPlan
+
+# Tokens of the steps to warm up with: the LoRA kernels have variants for few, some and many tiles of 16 tokens, and one
+# for tiles of prompts.
+WARM_UP_BEYOND_GRAPHS = (2049,)
+WARM_UP_WITHOUT_GRAPHS = (4, 400, 800, *WARM_UP_BEYOND_GRAPHS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +110,36 @@ class StepRunner:
         self.inputs.mark_copied()
         inputs = self.inputs.tensors(plan.num_tokens)
         lengths_T = None if plan.rope_lengths is None else to_device(plan.rope_lengths, torch.int64, self.device)
-        lora = None if self._slots is None else LoRABatch.build(plan.lora_slots, self._slots.tables)
+        lora = None
+        if self._slots is not None:
+            max_rank = _rank_class(max((plan.slot_ranks[slot] for slot in plan.slots if slot != BASE_SLOT), default=0))
+            lora = LoRABatch.build(plan.lora_slots, self._slots.tables, max_rank)
+        return self._run_model(inputs, lengths_T, lora)
+
+    def _run_model(self, inputs: InputTensors, lengths_T: Tensor | None, lora: LoRABatch | None) -> Tensor:
         hidden_TD: Tensor = self.model(
             inputs.tokens(), inputs.position_T, lengths_T, inputs.kv_slot_T, self.caches, self._attention, lora
         )
         return hidden_TD
+
+    @torch.inference_mode()
+    def warm_up(self, most_tokens: int, max_lora_rank: int) -> None:
+        """Compiles the LoRA kernels that steps without a graph may need, for every class of ranks, so that no request
+        waits for a compiler. The tokens are padding, the adapters empty slots."""
+        assert self._slots is not None
+        block_size = self.caches[0].k_NPGD.shape[1]
+        counts = WARM_UP_WITHOUT_GRAPHS if self._prefill_graphs is None else WARM_UP_BEYOND_GRAPHS
+        for count in (count for count in counts if count <= most_tokens):
+            self.inputs.fill_with_padding(count)
+            self._attention.plan(AttentionBatch([count], [count], [[0] * -(-count // block_size)]))
+            self.inputs.mark_copied()
+            inputs = self.inputs.tensors(count)
+            for max_rank in sorted({_rank_class(rank) for rank in range(1, max_lora_rank + 1)}):
+                lora = LoRABatch.build([0] * count, self._slots.tables, max_rank)
+                self._run_model(inputs, inputs.position_T, lora)
+        torch.cuda.synchronize(self.device)
+
+
+def _rank_class(rank: int) -> int:
+    """The kernels have a variant for each power of two that the largest rank in a step may have."""
+    return max(CHUNK_RANKS, 1 << (rank - 1).bit_length())

@@ -110,7 +110,7 @@ def test_graphs_on_and_off_agree(small, prompt):
     jobs = [(prompt(n), name) for n in (3, 40, 130, 700, 64) for name in (None, *paths)]
     greedy = {"temperature": 0}
     params = [
-        SamplingParams(max_tokens=8 + i, ignore_eos=True, logprobs=2, **(SAMPLED if i % 7 == 3 else greedy))
+        SamplingParams(max_tokens=8 + i, ignore_eos=True, logprobs=20, **(SAMPLED if i % 7 == 3 else greedy))
         for i in range(len(jobs))
     ]
 

@@ -36,7 +36,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The sequences of one step, in the order of their tokens.
+    """The sequences of one step, in the order of their tokens. Decodes that stand first may be computed apart.
 
     query_lens: tokens each sequence computes now (1 for a decode); they sum to T. context_lens: tokens in the cache
     once this step's are written, so a query token i of sequence b stands at context_lens[b] - query_lens[b] + i.
@@ -68,6 +68,9 @@ class AttentionBackend(Protocol):
         writes to fixed memory; None where this kind has none."""
         ...
 
-    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
-        """Causal attention [T, H, D] in q's dtype over the layer's cache, which holds this step's tokens already."""
+    def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
+        """Causal attention [T, H, D] in q's dtype over the layer's cache, which holds this step's tokens already.
+
+        out_THD: where to put it, where its place matters.
+        """
         ...

@@ -55,10 +55,12 @@ class TorchAttention:
     def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  there is none
         return None
 
-    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         if len(self._groups) == 1 and self._groups[0].is_whole_step:
-            return self._attend_group(layer, self._groups[0], q_THD)
-        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+            attended_THD = self._attend_group(layer, self._groups[0], q_THD)
+            return attended_THD if out_THD is None else out_THD.copy_(attended_THD)
+        if out_THD is None:
+            out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         for group in self._groups:
             group_THD = self._attend_group(layer, group, q_THD.index_select(0, group.padded_tokens))
             if group.valid is not None:

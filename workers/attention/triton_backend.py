@@ -32,9 +32,12 @@ class TritonAttention:
     def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  there is none
         return None
 
-    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         assert self._paged is not None, "plan() comes first"
         cache = self._caches[layer]
         window = self._spec.sliding_windows[layer]
         scales = cache.k_scale, cache.v_scale
-        return paged_attention(q_THD, cache.k_NPGD, cache.v_NPGD, self._paged, self._spec.scale, window, *scales)
+        attended_THD = paged_attention(
+            q_THD, cache.k_NPGD, cache.v_NPGD, self._paged, self._spec.scale, window, *scales
+        )
+        return attended_THD if out_THD is None else out_THD.copy_(attended_THD)

@@ -64,7 +64,7 @@ def test_a_slot_gets_the_adapters_bytes_and_its_table_row(slots):
     adapter = slots.adapter("a")
     slot = activate(slots, adapter)
     assert torch.equal(slots.content(slot).cpu(), adapter.block)
-    tables = slots.manager._tables
+    tables = slots.manager.tables
     address = slots.content(slot).data_ptr()
     assert tables.address_LSA[:, slot.index].tolist() == [[address, address + 256, 0, 0]] * slots.num_linears
     assert tables.rank_LSP[:, slot.index].tolist() == [[8, 0, 0]] * slots.num_linears
