@@ -60,6 +60,7 @@ class Bench:
                 kv_cache_tokens=200_000,
                 max_num_seqs=streams,
                 max_num_batched_tokens=8192,
+                max_num_mixed_tokens=8192,  # the streams start at once, not one after the other
                 enable_prefix_caching=False,
                 lora=LoRAConfig(max_loras=SLOTS, max_lora_rank=max_rank, max_cpu_loras=cpu_loras),
             ),
