@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,10 +15,14 @@ def to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch
 
 
 class Download:
-    """Tensors on their way to the host: add() each, close() once, and wait() before one is read."""
+    """Tensors on their way to the host: add() each, close() once, and wait() before one is read.
 
-    def __init__(self, device: torch.device) -> None:
+    check: called while waiting; raises where what is waited for will never come.
+    """
+
+    def __init__(self, device: torch.device, check: Callable[[], None] | None = None) -> None:
         self._done = torch.cuda.Event() if device.type == "cuda" else None
+        self._check = check
 
     def add(self, tensor: Tensor) -> Tensor:
         """What `tensor` holds now, on the host."""
@@ -31,5 +37,9 @@ class Download:
             self._done.record()
 
     def wait(self) -> None:
-        if self._done is not None:
-            self._done.synchronize()
+        if self._done is None:
+            return
+        if self._check is not None:
+            while not self._done.query():
+                self._check()
+        self._done.synchronize()

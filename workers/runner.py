@@ -95,7 +95,8 @@ class ModelRunner:
         logits = self.steps.run(plan)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled_B = self._inputs.sampled_B[: len(sampling)]
-        download = Download(self._device)
+        # A peer that is gone leaves the device waiting for it in a collective for ever.
+        download = Download(self._device, None if self._others is None else self._others.check)
         asked, found = [], None
         if logits.sampled_BV is not None:
             asked = [i for i, seq in enumerate(sampling) if seq.params.logprobs is not None]

@@ -22,9 +22,10 @@ from lorafleet.workers.tp.group import TPGroup
 TIMEOUT_S = 120
 
 
-def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, device: str = "cpu") -> list[Any]:
     """What function(group, *arguments) returned on each rank; the function is one of a test module's own, and its
-    results are pickled. Raises AssertionError with the first rank's traceback where one fails."""
+    results are pickled. On "cuda" each rank sees a GPU of its own. Raises AssertionError with the first rank's
+    traceback where one fails."""
     source = inspect.getsourcefile(function)
     assert source is not None
     context = multiprocessing.get_context("spawn")
@@ -33,7 +34,7 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     for rank in range(size):
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_run, args=(theirs, rank, size, meeting, (source, function.__name__), arguments)
+            target=_run, args=(theirs, rank, size, meeting, device, (source, function.__name__), arguments)
         )
         process.start()
         theirs.close()
@@ -67,11 +68,18 @@ def _result(pipe: Connection, rank: int) -> Any:
 
 
 def _run(
-    pipe: Connection, rank: int, size: int, meeting: str, function: tuple[str, str], arguments: tuple[Any, ...]
+    pipe: Connection,
+    rank: int,
+    size: int,
+    meeting: str,
+    device: str,
+    function: tuple[str, str],
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     try:
-        group = TPGroup.join(rank, size, meeting, torch.device("cpu"))
+        group = TPGroup.join(rank, size, meeting, torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
         answer = True, _load(*function)(group, *arguments)
         group.leave()
     except BaseException:

@@ -22,10 +22,11 @@ from lorafleet.kernels.rope_store import rotate_and_store
 from lorafleet.kernels.silu_mul import silu_mul
 from lorafleet.workers.attention.base import AttentionBackend, KVCache
 from lorafleet.workers.checkpoint import ModelConfig
-from lorafleet.workers.models.layers import LinearOutput, PackedLinear, RMSNorm
+from lorafleet.workers.models.layers import LinearOutput, PackedLinear, ResidualNorm, RMSNorm
 from lorafleet.workers.models.rope import RotaryEmbedding
 from lorafleet.workers.models.vocabulary import VocabTable
 from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.rank_sum import RankSum
 from lorafleet.workers.tp.shard import Shard
 
 
@@ -54,7 +55,9 @@ class Attention(nn.Module):
         self.eps = config.rms_norm_eps
         qkv = (config.q_size, config.kv_size, config.kv_size)
         self.qkv_proj = PackedLinear(config.hidden_size, qkv, config.qkv_bias, dtype, device)
-        self.o_proj = PackedLinear(config.q_size, (config.hidden_size,), config.o_bias, dtype, device, group)
+        self.o_proj = PackedLinear(
+            config.q_size, (config.hidden_size,), config.o_bias, dtype, device, adds_bias=group.rank == 0
+        )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
 
@@ -85,7 +88,9 @@ class MLP(nn.Module):
         super().__init__()
         inner = config.intermediate_size
         self.gate_up_proj = PackedLinear(config.hidden_size, (inner, inner), config.mlp_bias, dtype, device)
-        self.down_proj = PackedLinear(inner, (config.hidden_size,), config.mlp_bias, dtype, device, group)
+        self.down_proj = PackedLinear(
+            inner, (config.hidden_size,), config.mlp_bias, dtype, device, adds_bias=group.rank == 0
+        )
 
     def forward(self, x_TD: Tensor, step: StepContext) -> LinearOutput:
         out: LinearOutput = self.down_proj(silu_mul(*self.gate_up_proj(x_TD, step.lora)), step.lora)
@@ -94,12 +99,18 @@ class MLP(nn.Module):
 
 class DecoderLayer(nn.Module):
     def __init__(
-        self, config: ModelConfig, layer: int, group: TPGroup, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layer: int,
+        group: TPGroup,
+        ranks: RankSum,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.input_layernorm = ResidualNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ranks)
         self.self_attn = Attention(config, layer, group, dtype, device)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ranks)
         self.mlp = MLP(config, group, dtype, device)
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor, step: StepContext) -> LinearOutput:
@@ -125,8 +136,11 @@ class DecoderModel(nn.Module):
         self.shard = Shard.of(config, group.rank, group.size)
         local = self.shard.local
         self.embed_tokens = VocabTable(self.shard, group, dtype, device)
-        self.layers = nn.ModuleList(DecoderLayer(local, i, group, dtype, device) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        ranks = RankSum(group, device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(local, i, group, ranks, dtype, device) for i in range(config.num_layers)
+        )
+        self.norm = ResidualNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ranks)
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabTable(self.shard, group, dtype, device)
         self.rope = RotaryEmbedding(config.rope, device)
 

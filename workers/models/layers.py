@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.packed_lora import PackedLoRA
-from lorafleet.kernels.rms_norm import add_rms_norm, rms_norm
-from lorafleet.workers.tp.group import TPGroup
+from lorafleet.kernels.rms_norm import rms_norm
+from lorafleet.workers.tp.rank_sum import RankSum
 
 # y [T, O] and what adapters add to it, [T, O] or None: kernels/lora.py. Whoever reads y adds it in the same pass.
 LinearOutput = tuple[Tensor, Tensor | None]
@@ -34,15 +34,23 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+
+class ResidualNorm(RMSNorm):
+    """The norm behind a row-parallel linear, whose output is a sum over the ranks."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, ranks: RankSum) -> None:
+        super().__init__(size, eps, dtype, device)
+        self._ranks = ranks
+
     def add(self, x: LinearOutput, residual: Tensor) -> Tensor:
-        """residual += x, in place; returns its norm."""
-        return add_rms_norm(*x, residual, self.weight, self.eps)
+        """residual += the ranks' sum of x, in place; returns its norm."""
+        return self._ranks.add_rms_norm(*x, residual, self.weight, self.eps)
 
 
 class PackedLinear(nn.Module):
     """One GEMM for several projections that share an input (q, k, v or gate, up), or for one.
 
-    Sizes are this rank's. sum_over: of a row-parallel linear, whose output is a sum over the ranks; None of others.
+    Sizes are this rank's. adds_bias: False where the output is a sum over the ranks, and another rank adds it.
     lora is None until adapters are enabled.
     """
 
@@ -53,24 +61,18 @@ class PackedLinear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
-        sum_over: TPGroup | None = None,
+        adds_bias: bool = True,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.sum_over = sum_over
         self.weight = parameter(sum(out_features), in_features, dtype=dtype, device=device)
         self.bias = parameter(sum(out_features), dtype=dtype, device=device) if bias else None
         self.lora: PackedLoRA | None = None
+        self._adds_bias = adds_bias
 
     def forward(self, x_TD: Tensor, batch: LoRABatch | None) -> LinearOutput:
-        if self.sum_over is None or self.sum_over.size == 1:
-            return self._local(x_TD, self.bias, batch)
-        y_TO, delta_TO = self._local(x_TD, self.bias if self.sum_over.rank == 0 else None, batch)
-        # Before the sum, so that one collective carries both.
-        return self.sum_over.all_reduce(y_TO if delta_TO is None else y_TO.add_(delta_TO)), None
-
-    def _local(self, x_TD: Tensor, bias_O: Tensor | None, batch: LoRABatch | None) -> LinearOutput:
+        bias_O = self.bias if self._adds_bias else None
         if batch is not None and self.lora is not None:
             return linear_with_lora(x_TD, self.weight, bias_O, self.lora, batch)
         return F.linear(x_TD, self.weight, bias_O), None

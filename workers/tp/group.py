@@ -62,6 +62,11 @@ class TPGroup:
         )
         return cls(rank, size, dist.group.WORLD)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        assert self._group is not None, "a group of one has none"
+        return self._group
+
     def leave(self) -> None:
         if self._group is not None:
             dist.destroy_process_group(self._group)

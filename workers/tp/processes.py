@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import shutil
 import tempfile
 
 import torch
 
 from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.tp.addresses import RankAddresses
 
 log = logging.getLogger(__name__)
@@ -18,9 +20,15 @@ STOP_S = 10
 
 
 class RankProcesses:
-    """Ranks 1 to N - 1, started at once; they wait there for rank 0."""
+    """Ranks 1 to N - 1, started at once; they wait there for rank 0. Raises ConfigError where there are fewer GPUs."""
 
     def __init__(self, config: EngineConfig) -> None:
+        count = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else None
+        if count is not None and count < config.tensor_parallel_size:
+            raise ConfigError(
+                f"tensor_parallel_size={config.tensor_parallel_size} wants as many GPUs; torch sees {count}. Lower it.",
+                "tensor_parallel_size",
+            )
         self._folder = tempfile.mkdtemp(prefix="lf-ranks-")
         self.addresses = RankAddresses(config.tensor_parallel_size, self._folder)
         context = multiprocessing.get_context("spawn")  # never fork: CUDA does not survive it
@@ -44,6 +52,7 @@ def _run(config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
     from lorafleet.workers.tp.follower import RankWorker  # here: the parent needs none of it
 
     logging.basicConfig(level=logging.WARNING)
-    if config.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(rank)
+    if config.device != "cpu":  # before CUDA is touched: a rank sees one GPU, its own, as Ray's actors do
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     RankWorker(config, rank, addresses).wait()

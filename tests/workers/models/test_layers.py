@@ -7,8 +7,9 @@ from torch import Tensor
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
 from lorafleet.workers.models import layers
-from lorafleet.workers.models.layers import PackedLinear
+from lorafleet.workers.models.layers import PackedLinear, ResidualNorm
 from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.rank_sum import RankSum
 
 CPU = torch.device("cpu")
 
@@ -39,8 +40,8 @@ def with_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "linear_with_lora", linear)
 
 
-def linear_of_ones(sum_over: TPGroup | None) -> PackedLinear:
-    linear = PackedLinear(4, (3,), True, torch.float32, CPU, sum_over)
+def linear_of_ones(**options: bool) -> PackedLinear:
+    linear = PackedLinear(4, (3,), True, torch.float32, CPU, **options)
     linear.weight.fill_(1.0)
     linear.bias.fill_(10.0)
     linear.lora = PackedLoRA(0, 4, (3,), LoRATables(1, 1, CPU))
@@ -52,18 +53,32 @@ def forward(linear: PackedLinear) -> tuple[Tensor, Tensor | None]:
     return linear(torch.ones(2, 4), batch)
 
 
-@pytest.mark.usefixtures("with_delta")
-@pytest.mark.parametrize(("rank", "bias"), [(0, 10.0), (1, 0.0)])
-def test_one_sum_carries_base_and_adapters_and_the_bias_once(summed, rank: int, bias: float) -> None:
-    y, delta = forward(linear_of_ones(Recording(rank, 2)))
-    assert delta is None
-    assert [part.tolist() for part in summed] == [[[104.0 + bias] * 3] * 2] == [y.tolist()]
+def norm_of(group: TPGroup) -> ResidualNorm:
+    norm = ResidualNorm(3, 0.0, torch.float32, CPU, RankSum(group, CPU))
+    norm.weight.fill_(1.0)
+    return norm
 
 
 @pytest.mark.usefixtures("with_delta")
-@pytest.mark.parametrize("sum_over", [None, Recording()])
-def test_a_linear_of_one_rank_leaves_the_adapters_part_to_who_reads_it(summed, sum_over) -> None:
-    y, delta = forward(linear_of_ones(sum_over))
-    assert y.tolist() == [[14.0] * 3] * 2
+@pytest.mark.parametrize(("adds_bias", "y"), [(True, 14.0), (False, 4.0)])
+def test_a_linear_leaves_the_adapters_part_to_who_reads_it_and_the_bias_to_one_rank(adds_bias: bool, y: float) -> None:
+    found, delta = forward(linear_of_ones(adds_bias=adds_bias))
+    assert found.tolist() == [[y] * 3] * 2
     assert delta is not None and delta.tolist() == [[100.0] * 3] * 2
+
+
+@pytest.mark.parametrize("delta", [None, 100.0])
+def test_one_sum_over_the_ranks_carries_base_and_adapters(summed, delta: float | None) -> None:
+    y, residual = torch.full((2, 3), 4.0), torch.ones(2, 3)
+    total = 4.0 + (delta or 0.0)
+    out = norm_of(Recording(0, 2)).add((y, None if delta is None else torch.full((2, 3), delta)), residual)
+    assert [part.tolist() for part in summed] == [[[total] * 3] * 2]
+    assert residual.tolist() == [[total + 1.0] * 3] * 2
+    assert out.tolist() == [[1.0] * 3] * 2
+
+
+def test_one_rank_sums_nothing(summed) -> None:
+    residual = torch.ones(2, 3)
+    norm_of(Recording()).add((torch.ones(2, 3), torch.ones(2, 3)), residual)
+    assert residual.tolist() == [[3.0] * 3] * 2
     assert not summed

@@ -23,7 +23,9 @@ ADAPTERS = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fully", [False, True])
 def test_answers_and_logprobs_equal_those_of_one_gpu(fully, tmp_path, prompt):
-    base = make_model(tmp_path / "base", "llama3", dtype="bfloat16", hidden_size=256, head_dim=64)
+    base = make_model(
+        tmp_path / "base", "llama3", dtype="bfloat16", hidden_size=512, num_attention_heads=4, num_key_value_heads=2
+    )
     paths = [
         make_adapter(tmp_path / name, base, seed=i, **options) for i, (name, options) in enumerate(ADAPTERS.items())
     ]

@@ -21,7 +21,7 @@ from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.shard import Shard
+from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
 from lorafleet.workers.weights import load_weights
 from ranks import on_ranks
 from tiny_models import ALL_TARGETS, make_adapter, make_model
@@ -82,7 +82,9 @@ def run(group: TPGroup, model_folder: Path, adapters: list[Path], fully_sharded:
             x_TD = torch.randn(num_tokens, config.linear_shapes()[names[0]][0], generator=random).to(dtype)
             batch = LoRABatch.build(slots_of(num_tokens), manager.tables)
             own_TD = x_TD[:, model.shard.input(names[0])].contiguous()
-            ys.append(linear(own_TD, batch)[0])
+            y_TO, _ = linear(own_TD, batch)
+            is_sum = names[0].rpartition(".")[2] in ROW_PARALLEL
+            ys.append(group.all_reduce(y_TO) if is_sum else y_TO)
         outputs.append((names, ys))
     loras = [linear.lora for _, linear in model.packed_linears()]
     weights = [[lora.slots[slot] for lora in loras if lora is not None] for slot in range(len(adapters))]

@@ -1,0 +1,91 @@
+"""The sum over the ranks behind a row-parallel linear, with the residual's add and the norm: microseconds a call.
+
+    python benchmarks/rank_sum.py [--size 4096] [--rows 1 8 64 256 512] [--json FILE]
+
+All GPUs of the machine, bf16, 64 calls in one CUDA graph. Beside each other: NCCL's all-reduce and the kernel of the
+norm, and the one kernel that reads the other GPUs' memory (kernels/rank_sum_triton.py). The bytes that a GPU must take
+in from the others, over 450 GB/s (NVLink 4, one direction), are the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.rms_norm import add_rms_norm
+from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.rank_sum import RankSum
+
+CALLS, REPEATS = 64, 20
+LINK_BYTES_PER_S = 450e9
+
+
+def in_graph_us(call: Callable[[], Tensor]) -> float:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            call()
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / CALLS)
+    return statistics.median(times)
+
+
+def measure(rank: int, size: int, meeting: str, args: argparse.Namespace) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    device = torch.device("cuda", 0)
+    group = TPGroup.join(rank, size, meeting, device)
+    ranks = RankSum(group, device)
+    weight = torch.ones(args.size, dtype=torch.bfloat16, device=device)
+    rows = []
+    if rank == 0:
+        print(f"{torch.cuda.get_device_name()} x {size}, rows of {args.size} in bf16")
+        print("rows   floor us   NCCL + norm   one kernel")
+    for count in args.rows:
+        x = torch.zeros(count, args.size, dtype=torch.bfloat16, device=device)
+        residual = torch.zeros_like(x)
+        floor = (size - 1) * x.numel() * 2 / LINK_BYTES_PER_S * 1e6
+        nccl = in_graph_us(lambda x=x, r=residual: add_rms_norm(group.all_reduce(x), None, r, weight, 1e-5))
+        ours = in_graph_us(lambda x=x, r=residual: ranks.add_rms_norm(x, None, r, weight, 1e-5))
+        rows.append({"ranks": size, "rows": count, "floor_us": floor, "nccl_us": nccl, "one_kernel_us": ours})
+        if rank == 0:
+            print(f"{count:4} {floor:10.1f} {nccl:13.1f} {ours:12.1f}", flush=True)
+    if rank == 0 and args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    group.leave()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 512])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    size = torch.cuda.device_count()
+    meeting = os.path.join(tempfile.mkdtemp(prefix="lf-"), "store")
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=measure, args=(rank, size, meeting, args)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What follows a row-parallel linear: the sum over the ranks, the residual and the next norm.
+
+On GPUs that reach each other's memory steps of a few hundred tokens take one kernel for all three; larger ones, and
+other machines, a collective and the kernel of the norm.
+"""
+
+# T tokens · D hidden size
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.rms_norm import add_rms_norm
+from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.peer_memory import open_peer_memory
+
+
+class RankSum:
+    """All ranks of the group make one at once."""
+
+    def __init__(self, group: TPGroup, device: torch.device) -> None:
+        self._group = group
+        self._peers = open_peer_memory(group, device)
+
+    def add_rms_norm(
+        self, x_TD: Tensor, delta_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> Tensor:
+        """As kernels/rms_norm.py's, of every rank's x + delta. May overwrite x."""
+        if self._group.size == 1:
+            return add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps)
+        if self._peers is not None and self._peers.rows.holds(x_TD):
+            from lorafleet.kernels.rank_sum_triton import rank_sum_add_rms_norm  # triton is optional on a CPU
+
+            return rank_sum_add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps, self._peers.rows)
+        # Before the sum, so that one collective carries both.
+        total_TD = self._group.all_reduce(x_TD if delta_TD is None else x_TD.add_(delta_TD))
+        return add_rms_norm(total_TD, None, residual_TD, weight_D, eps)
