@@ -12,35 +12,29 @@ import os
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.rank_sum import MOST_RANKS, PROGRAMS, PeerRows
+from lorafleet.kernels.rank_sum import BYTES, MOST_RANKS, PROGRAMS, PeerRows
 from lorafleet.workers.tp.group import TPGroup
 
 log = logging.getLogger(__name__)
 
-# Of rows that the others read. Of two ranks each reads as much as any algorithm would have it; of more, every row is
-# read by all, and larger sums are left to collectives, which divide the work.
-HALF_BYTES_OF_TWO = 64 << 20
-HALF_BYTES = 4 << 20
-
 
 class PeerMemory:
-    """rows: what kernels/rank_sum.py needs; valid as long as this lives."""
+    """rows: what kernels/rank_sum_triton.py needs; valid as long as this lives."""
 
     def __init__(self, group: TPGroup, device: torch.device) -> None:
         """All ranks of the group at once. Raises RuntimeError where their GPUs cannot reach each other's memory."""
         from torch.distributed import _symmetric_memory as symmetric
 
-        half_bytes = HALF_BYTES_OF_TWO if group.size == 2 else HALF_BYTES
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         # Each rank sees its own GPU only, as device 0: torch would take them for one and the same.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        self._own: Tensor = symmetric.empty(PeerRows.bytes(group.size, half_bytes), dtype=torch.uint8, device=device)
+        self._own: Tensor = symmetric.empty(BYTES, dtype=torch.uint8, device=device)
         self._own.zero_()
         torch.cuda.synchronize(device)
         self._handle = symmetric.rendezvous(self._own, group.process_group)
         addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         calls_P = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        self.rows = PeerRows(group.rank, group.size, addresses, calls_P, half_bytes)
+        self.rows = PeerRows(group.rank, group.size, addresses, calls_P)
         group.least(0, device)  # nobody writes flags before all have cleared theirs
 
 

@@ -1,24 +1,28 @@
-"""Triton sum over the ranks of rows that each rank reads from the others: see kernels/rank_sum.py.
+"""The sum of all ranks' rows, the residual's add and the RMS norm in one kernel, over memory that all ranks can read.
 
-Idea: a program copies its rows of x + delta into this rank's memory, tells the same program of every other rank, waits
-for theirs, then reads all ranks' rows over NVLink, adds them in rank order, and goes on as kernels/rms_norm_triton.py
-does.
+Idea: what follows a row-parallel linear is a sum over the ranks and then a norm of each whole row. A program copies its
+rows of x + delta into this rank's memory, tells the same program of every other rank, waits for theirs, then reads all
+ranks' rows over NVLink, adds them in rank order, and goes on as kernels/rms_norm_triton.py does: one launch and one
+crossing of the link, where a collective has launches and a protocol of its own around it. Every rank adds in the same
+order and so has the same bits.
 
-Memory: flags int32 [PROGRAMS, N], then two halves of rows [T, D]. Calls alternate between the halves: a program that
-passes call k has heard from all ranks that they have ended call k - 1, so call k + 1 may overwrite what was read then.
-Each program counts its calls in device memory, so that captured graphs may be replayed in any order that is the same on
-all ranks; the grid is the same for all calls, so that all programs count alike.
+Memory of a rank: flags int32 [PROGRAMS, N], then two halves of rows [T, D]. Calls alternate between the halves: a
+program that passes call k has heard from all ranks that they have ended call k - 1, so call k + 1 may overwrite what
+was read then. Each program counts its calls in device memory, so that captured graphs may be replayed in any order that
+is the same on all ranks; the grid is the same for all calls, so that all programs count alike.
+Source: one-shot all-reduce, as in TensorRT-LLM and vLLM's custom all-reduce.
 """
 
 # T tokens · D hidden size · N ranks
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorafleet.kernels.rank_sum import FLAG_BYTES, PROGRAMS, PeerRows
+from lorafleet.kernels.rank_sum import FLAG_BYTES, HALF_BYTES, PROGRAMS, PeerRows
 from lorafleet.kernels.rms_norm_triton import ELEMENTS_A_THREAD, MOST_WARPS
 
 
@@ -41,30 +45,8 @@ def _meet(
     tl.debug_barrier()
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def add_and_norm(
-    summed: tl.tensor,
-    residual_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    at: tl.tensor,
-    d: tl.tensor,
-    eps: tl.tensor,
-    size: tl.constexpr,
-) -> None:
-    """One row: residual += summed; out = its norm."""
-    inside = d < size
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    rounded = (summed + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
-    tl.store(residual_ptr + at, rounded, mask=inside)
-    x = rounded.to(tl.float32)
-    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    tl.store(out_ptr + at, (x * inverse * weight).to(dtype), mask=inside)
-
-
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]  # triton has no types
-def _read_kernel(
+def _rank_sum_kernel(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -99,29 +81,36 @@ def _read_kernel(
             x = (x.to(tl.float32) + tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
         tl.store(tl.multiple_of(mine, 16) + at, x, mask=inside)
     _meet(address_ptr, program, call, rank, num_ranks)
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
     for row in tl.range(program, num_rows, tl.num_programs(0), num_stages=1):
         at = row.to(tl.int64) * size + d
+        before = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         summed = tl.zeros((block_d,), dtype=tl.float32)
         for other in tl.static_range(num_ranks):
             theirs = (tl.load(address_ptr + other) + flag_bytes).to(tl.pointer_type(dtype)) + first
             # Past L1, which may still hold what lay there two calls ago.
             part = tl.load(tl.multiple_of(theirs, 16) + at, mask=inside, other=0.0, cache_modifier=".cg")
             summed += part.to(tl.float32)
-        add_and_norm(summed, residual_ptr, weight_ptr, out_ptr, at, d, eps, size)
+        rounded = (summed + before).to(dtype)
+        tl.store(residual_ptr + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+        tl.store(out_ptr + at, (x * inverse * weight).to(dtype), mask=inside)
 
 
-def rank_sum_by_reading(
-    x_TD: Tensor,
-    delta_TD: Tensor | None,
-    residual_TD: Tensor,
-    weight_D: Tensor,
-    out_TD: Tensor,
-    eps: float,
-    peers: PeerRows,
-) -> None:
+def rank_sum_add_rms_norm(
+    x_TD: Tensor, delta_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float, peers: PeerRows
+) -> Tensor:
+    """residual += the sum over the ranks of x + delta, in place; returns the norm of that sum. All ranks must call."""
     num_rows, size = x_TD.shape
+    assert peers.holds(x_TD)
+    assert weight_D.shape == (size,)
+    for one_TD in (x_TD, residual_TD) if delta_TD is None else (x_TD, residual_TD, delta_TD):
+        assert one_TD.shape == x_TD.shape and one_TD.dtype == x_TD.dtype
+        assert one_TD.is_contiguous()
+    out_TD = torch.empty_like(x_TD)
     block_d = triton.next_power_of_2(size)
-    _read_kernel[(PROGRAMS,)](
+    _rank_sum_kernel[(PROGRAMS,)](
         x_TD,
         delta_TD,
         residual_TD,
@@ -131,7 +120,7 @@ def rank_sum_by_reading(
         peers.calls_P,
         eps,
         num_rows,
-        half=peers.half_bytes // x_TD.dtype.itemsize,
+        half=HALF_BYTES // x_TD.dtype.itemsize,
         size=size,
         rank=peers.rank,
         num_ranks=peers.size,
@@ -140,3 +129,4 @@ def rank_sum_by_reading(
         block_d=block_d,
         num_warps=min(MOST_WARPS, max(1, block_d // (32 * ELEMENTS_A_THREAD))),
     )
+    return out_TD
