@@ -15,6 +15,7 @@ import argparse
 import gc
 import json
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,9 @@ class Replica:
 
 def run(folder: Path, adapters: list[Path], size: int, layout: str, args: argparse.Namespace) -> list[Row]:
     shape = SHAPES[args.shape]
+    started = time.perf_counter()
     replica = Replica(folder, adapters, size, layout, args)
+    print(f"tp {size}: started in {time.perf_counter() - started:.0f} s", flush=True)
     rows = []
     for count in args.adapters:
         for batch in args.batches:

@@ -11,7 +11,10 @@ from torch import Tensor
 PROGRAMS = 128  # at most one for each SM: all run at once, on all ranks, so none waits for one that cannot start
 MOST_RANKS = 8
 FLAG_BYTES = PROGRAMS * MOST_RANKS * 4
-HALF_BYTES = 4 << 20  # larger sums are left to collectives, which divide the work among the ranks
+# Of rows. Larger sums are left to collectives, which divide the work among the ranks: of more than two, every rank
+# reads more here than it would there. Measured on H200s (benchmarks/rank_sum.py).
+HALF_BYTES = 4 << 20
+HALF_BYTES_OF_MANY = 256 << 10
 BYTES = FLAG_BYTES + 2 * HALF_BYTES
 
 
@@ -26,4 +29,4 @@ class PeerRows:
     calls_P: Tensor
 
     def holds(self, x_TD: Tensor) -> bool:
-        return x_TD.numel() * x_TD.dtype.itemsize <= HALF_BYTES
+        return x_TD.nbytes <= (HALF_BYTES if self.size == 2 else HALF_BYTES_OF_MANY)

@@ -112,6 +112,7 @@ class ModelRunner:
         """Ends the other ranks."""
         if self._others is not None:
             self._others.close()
+            self.steps.close()
             self.steps.model.group.leave()
 
     def _generations(self, slots: Many[int]) -> list[tuple[int, int]]:

@@ -87,6 +87,12 @@ class StepRunner:
         """Rank 0's sampled_B goes to all ranks, which take the next step's tokens from it."""
         self.model.group.broadcast(self.inputs.sampled_B[:num_rows])
 
+    def close(self) -> None:
+        """Lets go of the graphs: NCCL's communicator, which they hold, cannot be destroyed before them."""
+        self.decode_graphs = self._prefill_graphs = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _decode(self, plan: StepPlan) -> Tensor | None:
         """Logits of a step of decodes alone, by a captured graph; None where none serves it."""
         if self.decode_graphs is None or not plan.is_decode:

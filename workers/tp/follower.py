@@ -99,6 +99,7 @@ class FollowerLoop(threading.Thread):
                 self._adapters.close()
             self._socket.close()
             if self.failure is None:
+                self._steps.close()
                 self._group.leave()
 
     def _obey(self, order: Order) -> None:

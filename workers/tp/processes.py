@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import threading
+from multiprocessing.connection import wait
 
 import torch
 
@@ -55,4 +57,13 @@ def _run(config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
     if config.device != "cpu":  # before CUDA is touched: a rank sees one GPU, its own, as Ray's actors do
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     RankWorker(config, rank, addresses).wait()
+
+
+def _end_with_parent() -> None:
+    """At once, even in the midst of a collective that waits for it; a parent that was killed stops nobody."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +41,33 @@ def test_a_rank_that_dies_ends_the_engine_at_once(fleet, prompt):
     with pytest.raises((EngineDead, RuntimeError)):  # by the link, or by gloo in a collective
         llm.generate(asked, SamplingParams(max_tokens=2))
     llm.close()
+
+
+PARENT = """
+import sys, time
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.tp.processes import RankProcesses
+
+if __name__ == "__main__":
+    config = EngineConfig(sys.argv[1], device="cpu", kv_cache_tokens=512, tensor_parallel_size=2, cpu_threads=1)
+    print(RankProcesses(config).processes[0].pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_other_ranks_end_with_a_parent_that_is_killed(fleet, tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, script, fleet("llama3").base], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    rank = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline_s = time.monotonic() + 20
+    while Path(f"/proc/{rank}/stat").exists() and Path(f"/proc/{rank}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline_s, "the rank has outlived its parent"
+        time.sleep(0.1)
 
 
 def rank_that_cannot_read(config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
