@@ -1,7 +1,7 @@
 """The whole engine at 8B shape with random weights: milliseconds a decode step, prefill tokens a second.
 
     python benchmarks/engine_e2e.py [--batches 1 8 64 256] [--adapters 0 8 64] [--mixed-tokens 512]
-        [--kv-cache-dtype auto|fp8] [--json FILE]
+        [--kv-cache-dtype auto|fp8] [--lora-dtype auto|fp8] [--json FILE]
 
 Prompts of 512 random tokens, 128 generated, greedy, bf16, adapters of rank 16 on all seven projections; request i uses
 adapter i modulo their number. A step is timed on the host from the scheduler to the tokens, as a server lives through
@@ -70,7 +70,7 @@ SHAPES = {
     "mlp.up_proj": (HIDDEN, INNER),
     "mlp.down_proj": (INNER, HIDDEN),
 }
-ADAPTER_BYTES = 2 * LAYERS * RANK * sum(i + o for i, o in SHAPES.values())
+ADAPTER_NUMBERS = LAYERS * RANK * sum(i + o for i, o in SHAPES.values())
 KV_NUMBERS_A_TOKEN = 2 * LAYERS * KV
 
 
@@ -90,7 +90,8 @@ def measure(engine: Engine, batch: int, loras: list[LoRARequest], bandwidth: flo
     distinct = min(batch, len(loras))
     kv_bytes = KV_NUMBERS_A_TOKEN * engine.runner.steps.caches[0].k_NPGD.element_size()
     kv = batch * (PROMPT + GENERATED / 2) * kv_bytes
-    floor_ms = (weights + distinct * ADAPTER_BYTES + kv) / bandwidth * 1e3
+    adapter_bytes = ADAPTER_NUMBERS * (engine.loras.slots.dtype.itemsize if engine.loras is not None else 0)
+    floor_ms = (weights + distinct * adapter_bytes + kv) / bandwidth * 1e3
     return Measured(batch, len(loras), step_ms, prefill, floor_ms)
 
 
@@ -144,7 +145,9 @@ def start(
 
 def run_batches(checkpoint: Path, folder: Path, args: argparse.Namespace, bandwidth: float) -> list[Measured]:
     most = max(args.adapters)
-    lora = LoRAConfig(max_loras=most, max_lora_rank=RANK, max_cpu_loras=most) if most else None
+    lora = (
+        LoRAConfig(max_loras=most, max_lora_rank=RANK, max_cpu_loras=most, lora_dtype=args.lora_dtype) if most else None
+    )
     engine = start(checkpoint, max(args.batches), PREFILL_TOKENS, lora, args.kv_cache_dtype)
     loras = load(engine, write_alike_adapters(folder / "adapters", CONFIG, most, RANK)) if most else []
     model = engine.runner.steps.model
@@ -191,6 +194,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 64])
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--lora-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--mixed-tokens", type=int, nargs="+", default=[])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,11 +1,12 @@
 """What adapters add to the GEMMs of a decoder stack, on one GPU.
 
-    python benchmarks/lora_kernels.py [--layers 32] [--json FILE]
+    python benchmarks/lora_kernels.py [--layers 32] [--lora-dtype bf16|fp8] [--json FILE]
 
 The four packed linears of each layer of an 8B Llama, each with the kernel that reads its output (rotation, add + norm,
 SiLU times up), bf16, every layer with its own weights so that none is in the cache, in one CUDA graph: the base
 (torch's linear) against the engine's linears with adapters, in turn; medians of replays. Floor: the bytes of the
-step's distinct adapters over the copy bandwidth of the same run. Goal: 1.25 times the floor and 0.15 ms.
+step's distinct adapters over the copy bandwidth of the same run. Goal: 1.25 times the floor and 0.15 ms. With
+--lora-dtype fp8 the adapters' A and B are e4m3.
 """
 
 # T tokens · D in · O out
@@ -30,8 +31,11 @@ from lorafleet.kernels.decoder_stack import (
     medians,
     smallest_batch,
 )
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import LoRABatch
+
+LORA_DTYPES = {"bf16": DTYPE, "fp8": FP8}
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,9 @@ class Case:
             return [t * self.num_adapters // self.num_tokens for t in range(self.num_tokens)]
         return [t % self.num_adapters for t in range(self.num_tokens)]
 
-    @property
-    def adapter_bytes(self) -> int:
+    def adapter_bytes(self, lora_dtype: torch.dtype) -> int:
         a_and_b = sum(len(outs) * size + sum(outs) for size, outs in LINEARS.values())
-        return DTYPE.itemsize * a_and_b * sum(self.rank_of_slot[: self.num_adapters])
+        return lora_dtype.itemsize * a_and_b * sum(self.rank_of_slot[: self.num_adapters])
 
 
 CASES = [
@@ -83,8 +86,12 @@ def check(stack: Stack, case: Case, x_of_size: dict[int, Tensor], batch: LoRABat
             w = packed.slots[case.slot_of_token[t]]
             assert w is not None
             want = weight.double() @ x[t].double()
-            p = (w.a_RD.double() @ x[t].double()).split(w.ranks)
-            want += torch.cat([b.double() @ part for b, part in zip(w.b, p, strict=True) if b is not None])
+            p = w.a_RD.double() @ x[t].double()
+            if w.row_scale_R is not None:
+                p *= w.row_scale_R
+            want += torch.cat(
+                [b.double() @ part for b, part in zip(w.b, p.split(w.ranks), strict=True) if b is not None]
+            )
             worst = max(worst, float((y[t].double() - want).norm() / want.norm()))
     return worst
 
@@ -98,7 +105,7 @@ def measure(stack: Stack, case: Case, bandwidth: float) -> dict[str, float | str
         "lora": captured(lambda: stack.with_lora(x_of_size, batch)),
     }
     ms = medians(graphs, 7 if case.num_tokens > 1024 else 21)
-    floor = case.adapter_bytes * stack.num_layers / bandwidth * 1e3
+    floor = case.adapter_bytes(stack.lora_dtype) * stack.num_layers / bandwidth * 1e3
     return {
         "case": case.name,
         "base_ms": ms["base"],
@@ -113,12 +120,13 @@ def measure(stack: Stack, case: Case, bandwidth: float) -> dict[str, float | str
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--lora-dtype", choices=LORA_DTYPES, default="bf16")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "lora_kernels.json")
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
-    stack = Stack(args.layers)
+    stack = Stack(args.layers, LORA_DTYPES[args.lora_dtype])
     gpu = torch.cuda.get_device_name()
-    print(f"{gpu}, copy {bandwidth / 1e12:.2f} TB/s, {args.layers} layers")
+    print(f"{gpu}, copy {bandwidth / 1e12:.2f} TB/s, {args.layers} layers, {args.lora_dtype} adapters")
     names = " ".join(f"{name:>7}" for name in ("base", "+lora", "excess", "floor", "goal"))
     print(f"{'tokens x adapters, rank':30} {names}")
     rows = []
@@ -129,7 +137,8 @@ def main() -> None:
         print(f"{case.name:30} {numbers}  error {row['error']:.1e}", flush=True)
         torch.cuda.empty_cache()
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"gpu": gpu, "copy_bytes_per_s": bandwidth, "rows": rows}, indent=1))
+    result = {"gpu": gpu, "copy_bytes_per_s": bandwidth, "lora_dtype": args.lora_dtype, "rows": rows}
+    args.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType, LoadFormat, OnLoadFailure
 from lorafleet.workers.errors import ConfigError
-from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.config import LoRAConfig, LoRADType
 from lorafleet.workers.openai.front import MAX_BODY_BYTES
 
 ALIASES = {  # SGLang's names
@@ -108,7 +108,10 @@ class AppArgs(BaseModel):
     max_loras: int = Field(8, description="Adapters in GPU slots; raise it if the swap rate is high.")
     max_lora_rank: int = Field(64, description="Largest rank accepted.")
     max_cpu_loras: int | None = Field(None, description="Adapters kept in host memory; default: 2 x max_loras.")
-    lora_dtype: DType = Field("auto", description="Of the adapters' weights; auto is the base model's.")
+    lora_dtype: LoRADType = Field(
+        "auto",
+        description="Of the adapters' weights; auto is the base's; fp8 (e4m3) takes half the memory, less exactly.",
+    )
     fully_sharded_loras: bool = Field(
         False,
         description="Under tensor parallel, divide both A and B over the GPUs, for one small collective more a linear; "

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import LoRABatch, count_tiles, static_tile_counts
-from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights
+from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
 from lorafleet.kernels.rms_norm import add_rms_norm
 from lorafleet.kernels.rope_store import rotate_and_store
 from lorafleet.kernels.silu_mul import silu_mul
@@ -30,17 +31,19 @@ LINEARS = {
 MAX_SLOTS = 64
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
+FP8_STD = 100.0  # of random e4m3 numbers; the largest is 448
 Linear = Callable[[Tensor, Tensor, PackedLoRA], tuple[Tensor, Tensor | None]]
 
 
 class Stack:
     """Random weights and adapters of `num_layers` layers. Zeros would run faster than real data.
 
-    Every layer has its own, so that with enough layers none is in the cache.
+    Every layer has its own, so that with enough layers none is in the cache. lora_dtype: of A and B.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, lora_dtype: torch.dtype = DTYPE) -> None:
         self.num_layers = num_layers
+        self.lora_dtype = lora_dtype
         self.tables = LoRATables(num_layers * len(LINEARS), MAX_SLOTS, DEVICE)
         self.weights: list[Tensor] = []
         self.packed: list[PackedLoRA] = []
@@ -56,9 +59,7 @@ class Stack:
         for slot, rank in enumerate(rank_of_slot):
             slot_weights: list[SlotWeights | None] = []
             for packed in self.packed:
-                b = tuple(_random(out, rank, std=rank**-0.5) for out in packed.out_features)
-                a = _random(rank * len(b), packed.in_features, std=packed.in_features**-0.5)
-                weights = SlotWeights(a, b, (1.0,) * len(b))
+                weights = _random_slot(packed, rank, self.lora_dtype)
                 packed.set_slot(slot, weights)
                 slot_weights.append(weights)
             self.tables.write_slot(slot, AdapterTable.of(slot_weights))
@@ -98,6 +99,16 @@ class _Readers:
 
     def _norm(self, y: Tensor, delta: Tensor | None) -> Tensor:
         return add_rms_norm(y, delta, self.residual, self.weight, 1e-5)
+
+
+def _random_slot(packed: PackedLoRA, rank: int, dtype: torch.dtype) -> SlotWeights:
+    a_std, b_std = (FP8_STD, FP8_STD) if dtype == FP8 else (packed.in_features**-0.5, rank**-0.5)
+    b = tuple(_random(out, rank, std=b_std).to(dtype) for out in packed.out_features)
+    a_RD, row_scale_R = _random(rank * len(b), packed.in_features, std=a_std).to(dtype), None
+    if dtype == FP8:
+        scale = (packed.in_features * rank) ** -0.5 / FP8_STD**2
+        a_RD, row_scale_R = with_scales_behind(a_RD, torch.full((len(a_RD),), scale, device=DEVICE))
+    return SlotWeights(a_RD, b, (1.0,) * len(b), row_scale_R)
 
 
 def _random(*shape: int, std: float) -> Tensor:

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.lora_torch import apply_lora_torch
 from lorafleet.kernels.packed_lora import PackedLoRA
@@ -21,7 +23,7 @@ def linear_with_lora(
     tensor-parallel group, W, A and B are its parts: see kernels/lora_layout.py. Its partial sums want the base's own
     all-reduce, of y + delta.
     """
-    if x_TD.is_cuda and packed.dtype in (None, x_TD.dtype):
+    if x_TD.is_cuda and packed.dtype in (None, x_TD.dtype, FP8):
         from lorafleet.kernels.lora_triton import linear_triton  # triton is optional on a CPU
 
         return linear_triton(x_TD, weight_OD, bias_O, packed, batch)
@@ -36,8 +38,7 @@ def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch)
     x and y are contiguous and of the base's dtype. Slots are trusted here, since checking would sync the GPU:
     LoRAModelManager.activate checks.
     """
-    # lora_dtype may be another than the base's: as in PEFT, x is cast and the sum is of the base's dtype.
-    cast_TD = x_TD if packed.dtype is None else x_TD.to(packed.dtype)
+    cast_TD = _cast(x_TD, packed.dtype)
     if x_TD.is_cuda:
         from lorafleet.kernels.lora_triton import lora_delta_triton  # triton is optional on a CPU
 
@@ -50,3 +51,11 @@ def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch)
         delta_TO = cast_TD.new_zeros(y_TO.shape)
         apply_lora_torch(cast_TD, delta_TO, packed, batch)
         y_TO += delta_TO
+
+
+def _cast(x_TD: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """lora_dtype may be another than the base's: as in PEFT, x is cast and the sum is of the base's dtype. FP8 weights
+    are an exception: the kernels make them x's dtype, and their twin computes in float32."""
+    if dtype == FP8:
+        dtype = None if x_TD.is_cuda else torch.float32
+    return x_TD if dtype is None else x_TD.to(dtype)

@@ -10,7 +10,7 @@ Memory: delta [T, O] holds the slices side by side; every row is written, base t
 with zeros (or the bias), so that who adds it need not ask. P as kernels/lora_shrink.py lays it out, its splits or,
 where A's rows are divided over the ranks of a tensor-parallel group, the gathered parts of all ranks. B [out, rank] of
 each slice is row-major at the address that the tile's table row holds, without padding; a rank that is a multiple of
-16 gets vector loads.
+16 gets vector loads. FP8 weights become fp16, or delta's fp32, in registers; their scales are in P, by the shrink.
 Source: SGMV, Punica, arXiv 2310.18547.
 """
 
@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora_batch import CHUNK_RANKS, LoRABatch
 from lorafleet.kernels.lora_shrink import chunk_of, columns_of
 from lorafleet.kernels.packed_lora import MAX_SLICES, PackedLoRA
@@ -41,9 +42,9 @@ def _sum_p(
     split_stride: tl.tensor,
     num_splits: tl.constexpr,
     num_parts: tl.constexpr,
-    dtype: tl.constexpr,
     chunk: tl.constexpr,
 ) -> tl.tensor:
+    """fp32."""
     if num_parts > 1:
         size = max(tl.cdiv(rank, num_parts), 1)  # never a division by zero, where the adapter leaves the slice alone
         p_tile = p_row + (r // size * split_stride + r % size)[None, :]
@@ -55,7 +56,13 @@ def _sum_p(
         for k in tl.static_range(1, num_splits):
             p_tile = tl.max_contiguous(tl.multiple_of(p_row + k * split_stride + r[None, :], [1, 16]), [1, chunk])
             p += tl.load(p_tile, mask=mask, other=0.0)
-    return p.to(dtype)
+    return p
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _largest(p: tl.tensor) -> tl.tensor:
+    """Of each row, [tokens, 1]; never zero."""
+    return tl.maximum(tl.max(tl.abs(p), axis=1), 1e-30)[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -88,18 +95,36 @@ def _store_span(
     early: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = delta_row.dtype.element_ty
+    # One instruction makes two fp16 numbers of two e4m3 ones, and bf16 costs more. P may be beyond what fp16 holds, so
+    # each row of it is divided by its largest number first.
+    in_fp16: tl.constexpr = b_ptr.dtype.element_ty == tl.float8e4nv and dtype != tl.float32
+    operand: tl.constexpr = tl.float16 if in_fp16 else dtype
     r = tl.arange(0, block_r)
     b = _load_b(b_ptr, r, rank, begin, end, block_o)
     if early:
         gdc_wait()
-    p = _sum_p(p_row, r, rank, token_mask, split_stride, num_splits, num_parts, dtype, chunk)
+    p = _sum_p(p_row, r, rank, token_mask, split_stride, num_splits, num_parts, chunk)
+    if in_fp16:
+        largest = _largest(p)
+        p /= largest
+    p = p.to(operand)
     for at in tl.range(begin, end, block_o, num_stages=1):
         b_next = _load_b(b_ptr, r, rank, at + block_o, end, block_o)
-        acc = tl.dot(p, b, input_precision="ieee")
+        acc = tl.dot(p, b.to(operand), input_precision="ieee")
+        if in_fp16:
+            acc *= largest
         if large:
             for first in tl.range(block_r, rank, block_r, num_stages=1):
-                more = _sum_p(p_row, first + r, rank, token_mask, split_stride, num_splits, num_parts, dtype, chunk)
-                acc = tl.dot(more, _load_b(b_ptr, first + r, rank, at, end, block_o), acc, input_precision="ieee")
+                more = _sum_p(p_row, first + r, rank, token_mask, split_stride, num_splits, num_parts, chunk)
+                if in_fp16:
+                    largest_more = _largest(more)
+                    more /= largest_more
+                more = more.to(operand)
+                b_more = _load_b(b_ptr, first + r, rank, at, end, block_o).to(operand)
+                if in_fp16:
+                    acc += tl.dot(more, b_more) * largest_more
+                else:
+                    acc = tl.dot(more, b_more, acc, input_precision="ieee")
         o = at + tl.arange(0, block_o)
         if with_bias:
             acc += tl.load(bias_ptr + o, mask=o < end, other=0.0).to(tl.float32)[None, :]
@@ -135,6 +160,7 @@ def _expand_kernel(
     large: tl.constexpr,
     with_bias: tl.constexpr,
     early: tl.constexpr,
+    fp8: tl.constexpr,
 ) -> None:
     # Neighbours take neighbouring columns of the same rows: delta is written as whole rows.
     tile = tl.program_id(1)
@@ -161,7 +187,8 @@ def _expand_kernel(
             out = out_2
             index -= spans_1
     b_address = tl.multiple_of(tl.load(address_ptr + row * address_stride + 1 + slice_index), 16)
-    b_ptr = tl.multiple_of(b_address.to(tl.pointer_type(delta_ptr.dtype.element_ty)), 16)
+    b_dtype: tl.constexpr = tl.float8e4nv if fp8 else delta_ptr.dtype.element_ty
+    b_ptr = tl.multiple_of(b_address.to(tl.pointer_type(b_dtype)), 16)
     rank = tl.load(rank_row + slice_index)
     token = tl.load(tokens_ptr + tile * tile_tokens + tl.arange(0, tile_tokens)).to(tl.int64)
     token_mask = (token >= 0)[:, None]
@@ -239,6 +266,7 @@ def expand(p_KTC: Tensor, packed: PackedLoRA, batch: LoRABatch, dtype: torch.dty
         large=rank > MAX_BLOCK_R,
         with_bias=bias_O is not None,
         early=early,
+        fp8=packed.dtype == FP8,
         num_warps=shape.warps,
         **launch,
     )

@@ -5,8 +5,11 @@ does not walk all of D in one program. Each split stores its own partial sum and
 atomics and the same bits on every run. The number of splits depends on D alone: a token's result does not depend on
 who else is in the batch. The width of a program's arithmetic follows the slot's own rank, not the largest allowed.
 
+FP8 weights become x's dtype in registers, and each column of P is multiplied by its row's own scale too.
+
 Memory: x [T, D] rows are gathered by the tile's tokens, which need not lie together. A [rank, D] is row-major at the
-address that the tile's table row holds; rows past the slot's own rank are not read. P [K, T, C] fp32, row t is token t.
+address that the tile's table row holds; rows past the slot's own rank are not read. Behind an FP8 A, at the next
+multiple of 16 bytes, lies one float32 scale a row. P [K, T, C] fp32, row t is token t.
 A slice's columns start at a multiple of CHUNK_RANKS and are zero between its rank and the next multiple; columns past
 the slot's last slice, and base tokens' rows, stay unwritten and are never read. Where A's rows are divided over the
 ranks of a tensor-parallel group (kernels/lora_layout.py), a slice has the columns of one part, zero where this rank's
@@ -24,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora_batch import CHUNK_RANKS, LoRABatch
 from lorafleet.kernels.lora_layout import LoRALayout
 from lorafleet.kernels.packed_lora import MAX_SLICES, PackedLoRA
@@ -57,6 +61,7 @@ def _shrink_columns(
     p_row: tl.tensor,
     a_ptr: tl.tensor,
     scale_row: tl.tensor,
+    row_scale_ptr: tl.tensor,
     rows_0: tl.tensor,
     rows_1: tl.tensor,
     rows_2: tl.tensor,
@@ -71,6 +76,7 @@ def _shrink_columns(
     block_c: tl.constexpr,
     block_d: tl.constexpr,
     stages: tl.constexpr,
+    fp8: tl.constexpr,
 ) -> None:
     d = tl.arange(0, block_d)
     for first in tl.range(tl.program_id(2) * block_c, columns, tl.num_programs(2) * block_c, num_stages=1):
@@ -83,12 +89,14 @@ def _shrink_columns(
         own = (r < rows)[None, :]
         a_row = a_ptr + (a_first + r)[None, :].to(tl.int64) * num_features
         scale = tl.load(scale_row + index)
+        if fp8:
+            scale *= tl.load(row_scale_ptr + a_first + r, mask=r < rows, other=0.0)
         acc = tl.zeros((tile_tokens, block_c), dtype=tl.float32)
         for at in tl.range(first_feature, end_feature, block_d, num_stages=stages):
             inside = at + d < num_features
             x = tl.load(x_row + (at + d)[None, :], mask=mine & inside[None, :], other=0.0)
             a = tl.load(a_row + (at + d)[:, None], mask=own & inside[:, None], other=0.0)
-            acc = tl.dot(x, a, acc, input_precision="ieee")
+            acc = tl.dot(x, a.to(x.dtype), acc, input_precision="ieee")
         tl.store(p_row + c[None, :], acc * scale[None, :], mask=mine & (c < columns)[None, :])
 
 
@@ -117,6 +125,7 @@ def _shrink_kernel(
     narrow_stages: tl.constexpr,
     wide_d: tl.constexpr,
     wide_stages: tl.constexpr,
+    fp8: tl.constexpr,
     dependent: tl.constexpr,
 ) -> None:
     if dependent:  # the expand may begin: it waits for this kernel before it reads P
@@ -135,26 +144,31 @@ def _shrink_kernel(
     column_2 = column_1 + columns_of(rank_1, num_parts, chunk)
     columns = column_2 + columns_of(rank_2, num_parts, chunk)
     a_address = tl.multiple_of(tl.load(address_ptr + row * address_stride), 16)
-    a_ptr = tl.multiple_of(a_address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+    a_dtype: tl.constexpr = tl.float8e4nv if fp8 else x_ptr.dtype.element_ty
+    a_ptr = tl.multiple_of(a_address.to(tl.pointer_type(a_dtype)), 16)
     m = tl.arange(0, tile_tokens)
     token = tl.load(tokens_ptr + tile * tile_tokens + m).to(tl.int64)
     mine = (token >= 0)[:, None]
     x_row = x_ptr + token[:, None] * num_features
     p_row = p_ptr + (split.to(tl.int64) * num_tokens + token[:, None]) * num_columns
     scale_row = scale_ptr + row * rank_stride
+    row_scale_ptr = scale_row
+    if fp8:
+        a_bytes = (rows_0 + rows_1 + rows_2).to(tl.int64) * num_features
+        row_scale_ptr = (a_address + tl.cdiv(a_bytes, 16) * 16).to(tl.pointer_type(tl.float32))
     first_feature = split * split_features
     end_feature = min(first_feature + split_features, num_features)
     if columns == 0:
         return
     if columns <= 16:
         _shrink_columns(
-            x_row, p_row, a_ptr, scale_row, rows_0, rows_1, rows_2, column_1, column_2, columns, mine, num_features,
-            first_feature, end_feature, tile_tokens, 16, narrow_d, narrow_stages,
+            x_row, p_row, a_ptr, scale_row, row_scale_ptr, rows_0, rows_1, rows_2, column_1, column_2, columns, mine,
+            num_features, first_feature, end_feature, tile_tokens, 16, narrow_d, narrow_stages, fp8,
         )  # fmt: skip
     elif most_columns > 16:  # known when compiled: a base whose adapters are all narrow has no other branch
         _shrink_columns(
-            x_row, p_row, a_ptr, scale_row, rows_0, rows_1, rows_2, column_1, column_2, columns, mine, num_features,
-            first_feature, end_feature, tile_tokens, most_columns, wide_d, wide_stages,
+            x_row, p_row, a_ptr, scale_row, row_scale_ptr, rows_0, rows_1, rows_2, column_1, column_2, columns, mine,
+            num_features, first_feature, end_feature, tile_tokens, most_columns, wide_d, wide_stages, fp8,
         )  # fmt: skip
 
 
@@ -219,6 +233,7 @@ def shrink(x_TD: Tensor, packed: PackedLoRA, batch: LoRABatch) -> Tensor:
         narrow_stages=shape.narrow_stages,
         wide_d=shape.wide_d,
         wide_stages=shape.wide_stages,
+        fp8=packed.dtype == FP8,
         dependent=batch.tuning.expand.early and not packed.layout.exchanges,
         num_warps=shape.warps,
     )

@@ -2,7 +2,8 @@
 
 Two forms of the same sum. Few tokens: all of the step's adapters stacked into one wide adapter, each token's row masked
 to its own columns, so three operators serve any mix. Many tokens: one pair of GEMMs for each adapter's own tokens, so
-that arithmetic is not multiplied by the number of adapters.
+that arithmetic is not multiplied by the number of adapters. FP8 weights become float32, which holds each exactly, as x
+must be: kernels/lora.py.
 Source: SGMV, Punica, arXiv 2310.18547.
 """
 
@@ -62,11 +63,12 @@ def _apply_grouped(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABa
 
 def _shrink(x_TD: Tensor, weights: SlotWeights, layout: LoRALayout, p_TC: Tensor) -> None:
     """Writes one adapter's columns of P; those that this rank's part does not fill stay as they are."""
-    a_TR = x_TD @ weights.a_RD.T
+    a_TR = x_TD @ weights.a_RD.T.to(x_TD.dtype)
     row = column = 0
-    for rank, scale in zip(weights.ranks, weights.scales, strict=True):
+    for p, rank in enumerate(weights.ranks):
         rows = layout.num_rows(rank)
-        torch.mul(a_TR[:, row : row + rows], scale, out=p_TC[:, column : column + rows])
+        own = slice(row, row + rows)
+        torch.mul(a_TR[:, own], weights.scale(p, own), out=p_TC[:, column : column + rows])
         row += rows
         column += layout.columns(rank)
 
@@ -81,6 +83,6 @@ def _expand(p_NTC: Tensor, weights: SlotWeights, layout: LoRALayout, out_feature
             parts.append(p_NTC.new_zeros(num_tokens, out))
         else:
             own_NTC = p_NTC[:, :, column : column + layout.columns(rank)]
-            parts.append(own_NTC.transpose(0, 1).reshape(num_tokens, -1)[:, :rank] @ b_OR.T)
+            parts.append(own_NTC.transpose(0, 1).reshape(num_tokens, -1)[:, :rank] @ b_OR.T.to(p_NTC.dtype))
             column += layout.columns(rank)
     return torch.cat(parts, dim=1)

@@ -4,6 +4,9 @@ A packed linear is one base GEMM that serves several named projections ("slices"
 one. A slot's A for it is the slices' A stacked by rows, [sum of ranks, in]; each slice keeps its own B, [out, rank], so
 that an adapter costs its own ranks and no padding. The tables tell the Triton kernels where they are in device memory;
 the torch twin takes them as tensors.
+
+FP8: A and B are e4m3, each rank's row of A and column of B with a scale of its own. Only the two scales' product
+matters, one float32 a row of A; these lie right behind A, so that A's address finds them.
 """
 
 # L packed linears · S slots · P slices (at most MAX_SLICES) · A addresses, 1 + P · R rank
@@ -17,9 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora_layout import UNDIVIDED, LoRALayout
 
 MAX_SLICES = 3
+SCALES_ALIGNMENT = 16  # bytes from A's beginning; lora_shrink.py knows it
 
 Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -32,16 +37,45 @@ class SlotWeights:
 
     a_RD: the slices' A, stacked in slice order; of each the rows that LoRALayout.rows gives this rank. b: each slice's
     [out_p, r_p], None where the adapter leaves the slice alone. scales: alpha/r (or alpha/sqrt(r)) of each slice,
-    applied in fp32 between A and B.
+    applied in fp32 between A and B. row_scale_R: float32, of FP8 weights only; a row's product with x is multiplied by
+    it as well.
     """
 
     a_RD: Tensor
     b: tuple[Tensor | None, ...]
     scales: tuple[float, ...]
+    row_scale_R: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.a_RD.dtype == FP8) == (self.row_scale_R is not None)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(0 if b is None else b.shape[1] for b in self.b)
+
+    def scale(self, p: int, rows: slice) -> float | Tensor:
+        """Slice p's, as its rows of A want it."""
+        return self.scales[p] if self.row_scale_R is None else self.scales[p] * self.row_scale_R[rows]
+
+
+def scales_offset(rows: int, in_features: int) -> int:
+    """Bytes from an FP8 A to its scales."""
+    return -(-rows * in_features // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
+
+
+def bytes_of_a(rows: int, in_features: int, dtype: torch.dtype) -> int:
+    """With the scales."""
+    if dtype != FP8:
+        return rows * in_features * dtype.itemsize
+    return scales_offset(rows, in_features) + rows * torch.float32.itemsize
+
+
+def with_scales_behind(a_RD: Tensor, row_scale_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of an FP8 A and its scales, in the memory layout that the kernels know."""
+    block = torch.empty(bytes_of_a(len(a_RD), a_RD.shape[1], FP8), dtype=torch.uint8, device=a_RD.device)
+    own_RD = block[: a_RD.numel()].view(FP8).view(a_RD.shape)
+    own_R = block[scales_offset(*a_RD.shape) :].view(torch.float32)
+    return own_RD.copy_(a_RD), own_R.copy_(row_scale_R)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +103,8 @@ class AdapterTable:
             if w is None:
                 continue
             table.offset_LA[i, 0] = w.a_RD.data_ptr()
+            if w.row_scale_R is not None:
+                assert w.row_scale_R.data_ptr() == w.a_RD.data_ptr() + scales_offset(*w.a_RD.shape)
             for p, (b, scale) in enumerate(zip(w.b, w.scales, strict=True)):
                 if b is not None:
                     table.offset_LA[i, 1 + p] = b.data_ptr()
@@ -164,7 +200,7 @@ class StackedSlots:
 
     a_DC: [in, C], C the columns that this rank's part of all ranks has; zero where the part is short. b_CO: [parts * C,
     out], zero where a slice's columns are not the row's own. scale_NC: [N + 1, C], row i has the scale in active slot
-    i's columns and zero elsewhere; row N (base) is zero.
+    i's columns, as far as this rank's part fills them, and zero elsewhere; row N (base) is zero.
     """
 
     a_DC: Tensor
@@ -173,27 +209,30 @@ class StackedSlots:
 
     @classmethod
     def build(cls, packed: PackedLoRA, slots: tuple[int, ...]) -> StackedSlots | None:
+        """Of FP8 weights in float32."""
         present = [(i, w) for i, s in enumerate(slots) if (w := packed.slots[s]) is not None]
         if not present:
             return None
         layout, parts = packed.layout, packed.layout.num_parts
         columns = sum(layout.columns(rank) for _, w in present for rank in w.ranks)
         like = present[0][1].a_RD
-        a_CD = like.new_zeros(columns, packed.in_features)
-        b_NCO = like.new_zeros(parts, columns, sum(packed.out_features))
+        dtype = torch.float32 if like.dtype == FP8 else like.dtype
+        a_CD = like.new_zeros(columns, packed.in_features, dtype=dtype)
+        b_NCO = like.new_zeros(parts, columns, sum(packed.out_features), dtype=dtype)
         scale_NC = torch.zeros(len(slots) + 1, columns, dtype=torch.float32, device=like.device)
         first = 0
         for i, w in present:
             a_first = column = 0
-            for b, rank, scale, out in zip(w.b, w.ranks, w.scales, packed.out_features, strict=True):
+            for p, (b, rank, out) in enumerate(zip(w.b, w.ranks, packed.out_features, strict=True)):
                 rows = layout.num_rows(rank)
-                a_CD[first : first + rows] = w.a_RD[a_first : a_first + rows]
+                own = slice(a_first, a_first + rows)
+                a_CD[first : first + rows] = w.a_RD[own]
+                scale_NC[i, first : first + rows] = w.scale(p, own)
                 a_first += rows
                 for part in range(parts if b is not None else 0):
                     assert b is not None
                     b_RO = b[:, layout.rows(rank, part)].T
                     b_NCO[part, first : first + len(b_RO), column : column + out] = b_RO
-                scale_NC[i, first : first + layout.columns(rank)] = scale
                 first += layout.columns(rank)
                 column += out
-        return cls(a_CD.T.contiguous(), b_NCO.view(parts * columns, -1), scale_NC.to(like.dtype))
+        return cls(a_CD.T.contiguous(), b_NCO.view(parts * columns, -1), scale_NC.to(dtype))

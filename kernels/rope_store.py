@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+from lorafleet.kernels.fp8 import FP8, FP8_MAX
 
 
 def rotate_and_store(

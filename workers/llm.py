@@ -14,7 +14,7 @@ import msgspec
 
 from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType
 from lorafleet.workers.errors import ConfigError, InvalidRequest, from_wire
-from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.config import LoRAConfig, LoRADType
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput
 from lorafleet.workers.output import OutputProcessor
@@ -83,7 +83,7 @@ class LLM:
         max_loras: int | None = None,
         max_lora_rank: int | None = None,
         max_cpu_loras: int | None = None,
-        lora_dtype: DType | None = None,
+        lora_dtype: LoRADType | None = None,
         device: Device = "auto",
         dtype: DType = "auto",
         max_model_len: int | None = None,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lorafleet.kernels.rope_store import FP8
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.select import make_attention
 from lorafleet.workers.checkpoint import DTYPES, ModelConfig, read_model_config
@@ -22,6 +22,7 @@ from lorafleet.workers.decode_graphs import DecodeGraphs, graph_sizes
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.kv_cache import KVCacheManager
+from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.loader import AdapterLoader
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
@@ -85,7 +86,7 @@ def build_rank(
     model = _load_model(config, model_config, group, dtype, device, progress)
     slots = loader = None
     if config.lora is not None:
-        lora_dtype = config.lora.serving_dtype(dtype)
+        lora_dtype = _lora_dtype(config.lora, dtype, device)
         slots = LoRAModelManager(model, config.lora, lora_dtype, device)
         loader = AdapterLoader(model_config.linear_shapes(), config.lora, slots, lora_dtype, device)
     spec = AttentionSpec(
@@ -178,13 +179,24 @@ def _dtype(config: EngineConfig, model: ModelConfig, folder: Path) -> torch.dtyp
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     if config.kv_cache_dtype == "auto":
         return dtype
+    _check_fp8("kv_cache_dtype", device)
+    return FP8
+
+
+def _lora_dtype(config: LoRAConfig, base: torch.dtype, device: torch.device) -> torch.dtype:
+    dtype = config.serving_dtype(base)
+    if dtype == FP8:
+        _check_fp8("lora_dtype", device)
+    return dtype
+
+
+def _check_fp8(option: str, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ConfigError(
-            f"kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or newer; "
-            f"{torch.cuda.get_device_name(device)} is older. Use kv_cache_dtype=auto.",
-            "kv_cache_dtype",
+            f"{option}=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or newer; "
+            f"{torch.cuda.get_device_name(device)} is older. Use {option}=auto.",
+            option,
         )
-    return FP8
 
 
 def _load_model(

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
-from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights
+from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
 
+FP8_STD = 100.0  # of random e4m3 numbers; the largest is 448
 MIXES = ("one", "all_different", "zipf", "some_base", "mostly_base")
 # One tuple an adapter, one rank a slice; 0: the adapter leaves that slice alone, None: the whole linear.
 RANKS_OF_SLOTS: tuple[tuple[int, int, int] | None, ...] = (
@@ -46,29 +48,43 @@ def make_packed(
         weights = None
         ranks = () if all_ranks is None else all_ranks[: len(out_features)]
         if sum(ranks):
-            weights = SlotWeights(
-                a_RD=_normal((sum(ranks), in_features), in_features**-0.5, dtype, generator),
-                b=tuple(
-                    _normal((out, rank), rank**-0.5, dtype, generator) if rank else None
-                    for out, rank in zip(out_features, ranks, strict=True)
-                ),
-                scales=tuple(0.5 + 0.25 * i + slot / 8 for i in range(len(ranks))),
+            a_RD = _normal((sum(ranks), in_features), in_features**-0.5, dtype, generator)
+            b = tuple(
+                _normal((out, rank), rank**-0.5, dtype, generator) if rank else None
+                for out, rank in zip(out_features, ranks, strict=True)
             )
+            row_scale_R = None
+            if dtype == FP8:
+                a_RD, row_scale_R = with_scales_behind(a_RD, _row_scales(ranks, in_features, generator))
+            scales = tuple(0.5 + 0.25 * i + slot / 8 for i in range(len(ranks)))
+            weights = SlotWeights(a_RD, b, scales, row_scale_R)
         packed.set_slot(slot, weights)
         tables.write_slot(slot, AdapterTable.of([None, weights]))
     return packed
 
 
-def make_inputs(packed: PackedLoRA, num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """x and a base output y, of the adapters' dtype and device."""
+def make_inputs(
+    packed: PackedLoRA, num_tokens: int, seed: int = 0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """x and a base output y, of the adapters' device, and of their dtype where none is given."""
     a_RD = next(w.a_RD for w in packed.slots if w is not None)
+    dtype = dtype or a_RD.dtype
     generator = torch.Generator(a_RD.device).manual_seed(seed)
-    x_TD = _normal((num_tokens, packed.in_features), 1.0, a_RD.dtype, generator)
-    return x_TD, _normal((num_tokens, sum(packed.out_features)), 1.0, a_RD.dtype, generator)
+    x_TD = _normal((num_tokens, packed.in_features), 1.0, dtype, generator)
+    return x_TD, _normal((num_tokens, sum(packed.out_features)), 1.0, dtype, generator)
 
 
 def _normal(shape: tuple[int, ...], std: float, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """FP8 numbers have a scale beside them, and so the same spread whatever std."""
+    std = FP8_STD if dtype == FP8 else std
     return (torch.randn(shape, generator=generator, device=generator.device) * std).to(dtype)
+
+
+def _row_scales(ranks: tuple[int, ...], in_features: int, generator: torch.Generator) -> Tensor:
+    """Each row another one, so that the adapters' sums are as large as those of other dtypes."""
+    of_rank = torch.cat([torch.full((rank,), max(rank, 1) ** -0.5) for rank in ranks]).to(generator.device)
+    uneven = torch.rand(of_rank.shape, generator=generator, device=generator.device) + 0.5
+    return of_rank * uneven * in_features**-0.5 / FP8_STD**2
 
 
 def reference(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, slot_of_token: Sequence[int]) -> Tensor:
@@ -76,10 +92,15 @@ def reference(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, slot_of_token: Seq
     y_TO = y_TO.to(torch.float64, copy=True)
     for t, slot in enumerate(slot_of_token):
         weights = packed.slots[slot] if slot != BASE_SLOT else None
+        if weights is None:
+            continue
+        a_RD = weights.a_RD.double()
+        if weights.row_scale_R is not None:
+            a_RD *= weights.row_scale_R.double().unsqueeze(1)
         column, row = 0, 0
         for p, out in enumerate(packed.out_features):
-            if weights is not None and (b := weights.b[p]) is not None:
-                a = weights.a_RD[row : row + b.shape[1]].double()
+            if (b := weights.b[p]) is not None:
+                a = a_RD[row : row + b.shape[1]]
                 y_TO[t, column : column + out] += weights.scales[p] * (b.double() @ (a @ x_TD[t].double()))
                 row += b.shape[1]
             column += out

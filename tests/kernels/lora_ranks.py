@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora_layout import LoRALayout
-from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights
+from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
 
 Kind = Literal["column", "row"]
 
@@ -69,15 +69,22 @@ def part_of_packed(whole: PackedLoRA, rank: FakeRank, kind: Kind, fully_sharded:
     for slot, weights in enumerate(whole.slots):
         mine = None
         if weights is not None:
-            a = [
-                m[part(len(m), rank)] if kind == "column" and fully_sharded else m
-                for m in weights.a_RD.split(weights.ranks)
-            ]
+            own_rows = [slice(0, r) if kind == "row" or not fully_sharded else part(r, rank) for r in weights.ranks]
+            a_RD = _rows(weights.a_RD, weights.ranks, own_rows)[:, columns].contiguous()
             b = [None if m is None else m[rows].contiguous() for m, rows in zip(weights.b, rows_of_b, strict=True)]
-            mine = SlotWeights(torch.cat(a)[:, columns].contiguous(), tuple(b), weights.scales)
+            row_scale_R = None
+            if weights.row_scale_R is not None:
+                row_scale_R = _rows(weights.row_scale_R, weights.ranks, own_rows)
+                a_RD, row_scale_R = with_scales_behind(a_RD, row_scale_R)
+            mine = SlotWeights(a_RD, tuple(b), weights.scales, row_scale_R)
         own.set_slot(slot, mine)
         tables.write_slot(slot, AdapterTable.of([None, mine]))
     return own
+
+
+def _rows(stacked: Tensor, sizes: tuple[int, ...], rows: list[slice]) -> Tensor:
+    """Of each slice's rows, those."""
+    return torch.cat([m[own] for m, own in zip(stacked.split(sizes), rows, strict=True)])
 
 
 def part(size: int, rank: FakeRank) -> slice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora import apply_lora
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.lora_layout import LoRALayout
@@ -22,12 +23,19 @@ LINEARS: list[tuple[Kind, tuple[int, ...]]] = [("column", (40, 8, 8)), ("row", (
 @pytest.mark.parametrize("fully_sharded", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("kind", "out_features"), LINEARS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
 def test_ranks_together_equal_one(
-    kind: Kind, out_features: tuple[int, ...], size: int, fully_sharded: bool, mix: str, form: str
+    dtype: torch.dtype,
+    kind: Kind,
+    out_features: tuple[int, ...],
+    size: int,
+    fully_sharded: bool,
+    mix: str,
+    form: str,
 ) -> None:
-    whole = make_packed(37, out_features)
+    whole = make_packed(37, out_features, dtype=dtype)
     slots = slots_of_tokens(mix, 29, len(RANKS_OF_SLOTS))
-    x, y = make_inputs(whole, len(slots))
+    x, y = make_inputs(whole, len(slots), dtype=torch.float32)
 
     def work(rank: FakeRank) -> torch.Tensor:
         own = part_of_packed(whole, rank, kind, fully_sharded)
@@ -86,18 +94,22 @@ def test_gathered_columns_of_p_are_the_parts_and_no_padding() -> None:
 def test_interpreted_kernels_of_all_ranks_equal_the_loop() -> None:
     run_interpreted("""
         import torch
+        from lorafleet.kernels.fp8 import FP8
         from lorafleet.kernels.lora_triton import lora_delta_triton
         from tests.kernels.lora_cases import build, make_inputs, make_packed, reference, slots_of_tokens
         from tests.kernels.lora_ranks import joined, on_fake_ranks, own_base, own_input, part_of_packed
 
         torch.use_deterministic_algorithms(True)  # memory that is read but never written is NaN
         mixed = ((3, 17), None, (0, 16), (2, 1), (70, 40))
-        for dtype, tolerance, sizes in ((torch.float32, 1e-5, (2, 4)), (torch.float16, 1e-2, (4,))):
+        exact, rounded = (torch.float32, 1e-5, (2, 4)), (torch.float16, 1e-2, (4,))
+        for lora_dtype, (dtype, tolerance, sizes) in (
+            (torch.float32, exact), (torch.float16, rounded), (FP8, exact), (FP8, rounded)
+        ):
             for size in sizes:
                 for kind, in_features, outs in (("column", 530, (40, 24)), ("row", 1100, (34,)), ("row", 36, (5,))):
-                    whole = make_packed(in_features, outs, mixed, dtype)
+                    whole = make_packed(in_features, outs, mixed, lora_dtype)
                     slots = slots_of_tokens("some_base", 13, 5) + [0, 1, 2, 3, 4]
-                    x, y = make_inputs(whole, len(slots))
+                    x, y = make_inputs(whole, len(slots), dtype=dtype)
                     for fully_sharded in (False, True):
                         def work(rank):
                             own = part_of_packed(whole, rank, kind, fully_sharded)

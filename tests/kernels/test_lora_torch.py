@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora import apply_lora
 from lorafleet.kernels.lora_batch import BASE_SLOT, TILE_TOKENS, LoRABatch, count_tiles, static_tile_counts
 from lorafleet.kernels.lora_torch import _apply_grouped, _apply_stacked, apply_lora_torch
@@ -17,13 +18,28 @@ FORMS = {"stacked": _apply_stacked, "grouped": _apply_grouped, "either": apply_l
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("out_features", [(48,), (20, 33), (40, 8, 8)])
-def test_each_token_gets_its_own_adapter(form: str, mix: str, out_features: tuple[int, ...]) -> None:
-    packed = make_packed(37, out_features)
+@pytest.mark.parametrize("lora_dtype", [torch.float32, FP8], ids=str)
+def test_each_token_gets_its_own_adapter(
+    lora_dtype: torch.dtype, form: str, mix: str, out_features: tuple[int, ...]
+) -> None:
+    packed = make_packed(37, out_features, dtype=lora_dtype)
     slots = slots_of_tokens(mix, 29, len(RANKS_OF_SLOTS))
-    x, y = make_inputs(packed, len(slots))
+    x, y = make_inputs(packed, len(slots), dtype=torch.float32)
     want = reference(x, y, packed, slots)
     FORMS[form](x, y, packed, build(slots, packed))
     torch.testing.assert_close(y.double(), want, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fp8_weights_are_exact_whatever_the_bases_dtype(dtype: torch.dtype) -> None:
+    """Sums of numbers up to 448 would overflow float16, and scales that small vanish in it."""
+    packed = make_packed(512, (64, 64), dtype=FP8)
+    slots = slots_of_tokens("zipf", 40, len(RANKS_OF_SLOTS))
+    x, _ = make_inputs(packed, len(slots), dtype=dtype)
+    y = torch.zeros(40, 128, dtype=dtype)
+    want = reference(8 * x, y, packed, slots)
+    apply_lora(8 * x, y, packed, build(slots, packed))
+    torch.testing.assert_close(y.double(), want, atol=1e-4, rtol=torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("form", ["stacked", "grouped"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch, static_tile_counts
 from lorafleet.kernels.packed_lora import PackedLoRA
@@ -28,14 +29,18 @@ SHAPES = [(4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (
 def test_interpreted_kernels_equal_the_loop() -> None:
     run_interpreted("""
         import torch
+        from lorafleet.kernels.fp8 import FP8
         from lorafleet.kernels.lora_triton import lora_delta_triton
         from tests.kernels.lora_cases import build, make_inputs, make_packed, reference, slots_of_tokens
 
-        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 6e-3)):
+        exact, rounded = (torch.float32, 1e-5), (torch.float16, 6e-3)
+        for lora_dtype, (dtype, tolerance) in (
+            (torch.float32, exact), (torch.float16, rounded), (FP8, exact), (FP8, rounded)
+        ):
             for in_features, out_features in ((48, (40, 24)), (530, (9,))):
-                packed = make_packed(in_features, out_features, ((3, 17), None, (0, 16), (2, 1)), dtype)
-                slots = slots_of_tokens("some_base", 19, 4) + [0, 1, 2, 3]
-                x, y = make_inputs(packed, len(slots))
+                packed = make_packed(in_features, out_features, ((3, 17), None, (0, 16), (2, 1), (70, 0)), lora_dtype)
+                slots = slots_of_tokens("some_base", 19, 5) + [0, 1, 2, 3, 4]
+                x, y = make_inputs(packed, len(slots), dtype=dtype)
                 bias = y[0]
                 for shift in (None, bias):
                     want = reference(x, 0 * y if shift is None else shift.expand_as(y), packed, slots)
@@ -49,15 +54,17 @@ def test_interpreted_kernels_equal_the_loop() -> None:
 def test_interpreted_kernels_of_a_static_batch_equal_the_loop() -> None:
     run_interpreted("""
         import torch
+        from lorafleet.kernels.fp8 import FP8
         from lorafleet.kernels.lora_batch import LoRABatch, static_tile_counts
         from lorafleet.kernels.lora_triton import lora_delta_triton
         from tests.kernels.lora_cases import make_inputs, make_packed, reference, slots_of_tokens
 
         dtype = torch.float16
-        for ranks in (((3, 17), None, (0, 16), (2, 1)), ((8, 16), (16, 24), None, (8, 0))):
-            packed = make_packed(64, (32, 16), ranks, dtype)
+        mixes_of_ranks = ((3, 17), None, (0, 16), (2, 1)), ((8, 16), (16, 24), None, (8, 0))
+        for ranks, lora_dtype in zip(mixes_of_ranks * 2, (dtype, dtype, FP8, FP8)):
+            packed = make_packed(64, (32, 16), ranks, lora_dtype)
             rank_of_slot = [max(r, default=0) for r in (pair or () for pair in ranks)]
-            x, y = make_inputs(packed, 20)
+            x, y = make_inputs(packed, 20, dtype=dtype)
             batch = LoRABatch.static(20, static_tile_counts(20, 4)[-1], 32, packed.tables)
             for mix in ("some_base", "all_different", "one"):
                 slots = slots_of_tokens(mix, 17, 4)
@@ -107,14 +114,15 @@ class TestOnGPU:
     pytestmark = needs_gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("in_fp8", [False, True])
     @pytest.mark.parametrize("mix", MIXES)
     @pytest.mark.parametrize(("in_features", "out_features"), SHAPES, ids=str)
     def test_each_token_gets_its_own_adapter(
-        self, in_features: int, out_features: tuple[int, ...], mix: str, dtype: torch.dtype
+        self, in_features: int, out_features: tuple[int, ...], mix: str, in_fp8: bool, dtype: torch.dtype
     ) -> None:
-        packed = make_packed(in_features, out_features, dtype=dtype, device="cuda")
+        packed = make_packed(in_features, out_features, dtype=FP8 if in_fp8 else dtype, device="cuda")
         slots = slots_of_tokens(mix, 67, len(packed.slots))
-        x, y = make_inputs(packed, len(slots))
+        x, y = make_inputs(packed, len(slots), dtype=dtype)
         want = reference(x, 0 * y, packed, slots)
         poison_free_memory()
         delta = delta_of(x, packed, slots)
@@ -123,30 +131,33 @@ class TestOnGPU:
         base = torch.tensor([slot == -1 for slot in slots], device="cuda")
         assert not delta[base].any()
 
-    @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 1000])
-    def test_any_number_of_tokens(self, num_tokens: int) -> None:
-        packed = make_packed(512, (256, 64, 64), dtype=torch.bfloat16, device="cuda")
+    @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 1000, 3000])
+    @pytest.mark.parametrize("lora_dtype", [torch.bfloat16, FP8], ids=str)
+    def test_any_number_of_tokens(self, lora_dtype: torch.dtype, num_tokens: int) -> None:
+        packed = make_packed(512, (256, 64, 64), dtype=lora_dtype, device="cuda")
         slots = slots_of_tokens("zipf", num_tokens, len(packed.slots))
-        x, y = make_inputs(packed, num_tokens)
+        x, y = make_inputs(packed, num_tokens, dtype=torch.bfloat16)
         want = reference(x, 0 * y, packed, slots)
         poison_free_memory()
         torch.testing.assert_close(delta_of(x, packed, slots).double(), want, atol=3e-2, rtol=3e-2)
 
     @pytest.mark.parametrize("rank", [1, 2, 7, 16, 24, 33, 64, 128, 256])
-    def test_any_rank(self, rank: int) -> None:
-        packed = make_packed(1024, (512, 128), ((rank, rank), (rank, 0)), torch.bfloat16, "cuda")
+    @pytest.mark.parametrize("lora_dtype", [torch.bfloat16, FP8], ids=str)
+    def test_any_rank(self, lora_dtype: torch.dtype, rank: int) -> None:
+        packed = make_packed(1024, (512, 128), ((rank, rank), (rank, 0)), lora_dtype, "cuda")
         slots = [0, 1, -1, 0, 1]
-        x, y = make_inputs(packed, len(slots))
+        x, y = make_inputs(packed, len(slots), dtype=torch.bfloat16)
         want = reference(x, 0 * y, packed, slots)
         poison_free_memory()
         delta = delta_of(x, packed, slots)
         torch.testing.assert_close(delta.double(), want, atol=3e-2, rtol=3e-2)
         assert not delta[1, 512:].any(), "the adapter leaves this slice alone"
 
-    def test_same_bits_every_run_and_whoever_shares_the_batch(self) -> None:
-        packed = make_packed(4096, (4096, 1024, 1024), dtype=torch.bfloat16, device="cuda")
+    @pytest.mark.parametrize("lora_dtype", [torch.bfloat16, FP8], ids=str)
+    def test_same_bits_every_run_and_whoever_shares_the_batch(self, lora_dtype: torch.dtype) -> None:
+        packed = make_packed(4096, (4096, 1024, 1024), dtype=lora_dtype, device="cuda")
         slots = slots_of_tokens("zipf", 200, len(packed.slots))
-        x, _ = make_inputs(packed, len(slots))
+        x, _ = make_inputs(packed, len(slots), dtype=torch.bfloat16)
         first = delta_of(x, packed, slots)
         for _ in range(10):
             assert torch.equal(first, delta_of(x, packed, slots))
@@ -156,16 +167,18 @@ class TestOnGPU:
     @pytest.mark.parametrize("num_tokens", [1, 8, 64, 256])
     @pytest.mark.parametrize("ranks", [RANKS_OF_SLOTS, ((8, 8, 8), (16, 16, 16), None, (64, 64, 64), (24, 0, 16))])
     @pytest.mark.parametrize(("in_features", "out_features"), SHAPES[:-1], ids=str)
+    @pytest.mark.parametrize("lora_dtype", [torch.bfloat16, FP8], ids=str)
     def test_one_graph_serves_any_mix(
         self,
+        lora_dtype: torch.dtype,
         in_features: int,
         out_features: tuple[int, ...],
         ranks: Sequence[tuple[int, int, int] | None],
         num_tokens: int,
     ) -> None:
-        packed = make_packed(in_features, out_features, ranks, torch.bfloat16, "cuda")
+        packed = make_packed(in_features, out_features, ranks, lora_dtype, "cuda")
         rank_of_slot = [max(r or (0,)) for r in ranks]
-        x, _ = make_inputs(packed, num_tokens)
+        x, _ = make_inputs(packed, num_tokens, dtype=torch.bfloat16)
         weight = torch.randn(sum(out_features), in_features, device="cuda").div(in_features**0.5).bfloat16()
         base = x.double() @ weight.double().T
         tiles = static_tile_counts(num_tokens, len(ranks))[-1]
@@ -192,10 +205,11 @@ class TestOnGPU:
 
     @pytest.mark.parametrize("mix", MIXES)
     @pytest.mark.parametrize("num_tokens", [40, 1500])
-    def test_bias_and_an_eager_batch(self, num_tokens: int, mix: str) -> None:
-        packed = make_packed(512, (256, 128, 128), dtype=torch.bfloat16, device="cuda")
+    @pytest.mark.parametrize("lora_dtype", [torch.bfloat16, FP8], ids=str)
+    def test_bias_and_an_eager_batch(self, lora_dtype: torch.dtype, num_tokens: int, mix: str) -> None:
+        packed = make_packed(512, (256, 128, 128), dtype=lora_dtype, device="cuda")
         slots = slots_of_tokens(mix, num_tokens, len(packed.slots))
-        x, _ = make_inputs(packed, len(slots))
+        x, _ = make_inputs(packed, len(slots), dtype=torch.bfloat16)
         weight = torch.randn(512, 512, device="cuda").div(512**0.5).bfloat16()
         bias = torch.randn(512, device="cuda").bfloat16()
         want = reference(x, x.double() @ weight.double().T + bias.double(), packed, slots)

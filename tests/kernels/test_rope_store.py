@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.rope_store import FP8, rotate_and_store
+from lorafleet.kernels.fp8 import FP8
+from lorafleet.kernels.rope_store import rotate_and_store
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

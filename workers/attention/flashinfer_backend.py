@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.rope_store import FP8
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
 
 DTYPES = (torch.float16, torch.bfloat16)

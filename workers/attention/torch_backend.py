@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorafleet.kernels.rope_store import FP8
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
 
 # Costs in units of about 4 ns, one query-key pair of 4 heads x 32: what joining two sequences by padding is weighed by.

@@ -1,10 +1,12 @@
-"""Finds a tensor's largest magnitude, and casts it, on the calling thread alone.
+"""Finds a tensor's largest magnitudes, and casts it, on the calling thread alone.
 
 torch would split both over its thread pool, whose threads are the engine's: beside a busy engine loop the two wait for
 each other, and a load takes ten times as long. numpy's reductions use one thread, without the GIL.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ _INTEGERS = {
 }
 _CARRIERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 32_768  # elements; torch's own threshold for using its pool
+ROWS_AT_ONCE = 64  # numpy starts anew for every row of a few columns
 
 
 def max_magnitude(tensor: Tensor) -> Tensor:
@@ -26,11 +29,27 @@ def max_magnitude(tensor: Tensor) -> Tensor:
     Among floats of one sign the order of the values is the order of the bits, and NaN and infinity have the largest.
     As signed integers the positive floats are on top, as unsigned ones the negative floats.
     """
+    return _magnitudes(tensor.contiguous(), None)
+
+
+def max_of_rows(matrix: Tensor) -> Tensor:
+    """max |x| of each row, as max_magnitude."""
+    return _magnitudes(matrix.contiguous(), 1)
+
+
+def max_of_columns(matrix: Tensor) -> Tensor:
+    rows, columns = matrix.shape
+    wide = matrix.contiguous().view(-1, math.gcd(rows, ROWS_AT_ONCE) * columns)
+    return _magnitudes(_magnitudes(wide, 0).view(-1, columns), 0)
+
+
+def _magnitudes(tensor: Tensor, axis: int | None) -> Tensor:
     size = tensor.dtype.itemsize
     unsigned, signed, magnitude_bits = _INTEGERS[size]
-    bits = tensor.contiguous().view(_CARRIERS[size]).numpy()
-    largest = max(int(bits.view(signed).max()), int(bits.view(unsigned).max()) & magnitude_bits)
-    return torch.tensor(largest, dtype=_CARRIERS[size]).view(tensor.dtype)
+    bits = tensor.view(_CARRIERS[size]).numpy()
+    of_negative = bits.view(unsigned).max(axis) & magnitude_bits
+    largest = np.maximum(bits.view(signed).max(axis), of_negative.astype(signed))
+    return torch.from_numpy(np.asarray(largest)).view(tensor.dtype)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,12 +6,14 @@ Passed explicitly; never read from a global.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from lorafleet.workers.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+LoRADType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
 MAX_LORAS_BOUND = 4096  # a slot has a row in the device tables of every linear even while it is empty
 MAX_RANK_BOUND = 4096  # a rank beyond the hidden size is of no use; the kernels' tiles are sized by it
@@ -32,7 +34,9 @@ class LoRAConfig:
     max_loras: int = 8  # adapters resident per GPU; raise it if the swap rate is high
     max_lora_rank: int = 64  # largest rank accepted; a slot costs what its adapter's own rank costs
     max_cpu_loras: int | None = None  # adapters kept in host memory; None is 2 x max_loras; raise it if disk is slow
-    lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of A and B when served; auto is the base's
+    # Of A and B when served; auto is the base's. fp8 (e4m3, with scales) halves an adapter's memory and what a step
+    # reads of it, and is less exact.
+    lora_dtype: LoRADType = "auto"
     # Under tensor parallel: divide also the matrix that is whole on every GPU otherwise, A by LoRA rank or B by output.
     # A GPU then holds 1/N of an adapter, for one small collective more a linear. On one GPU it changes nothing. Off
     # until both are measured.
@@ -46,9 +50,9 @@ class LoRAConfig:
         _check_int("max_lora_rank", self.max_lora_rank, 1, MAX_RANK_BOUND)
         if self.max_cpu_loras is not None:
             self._check_max_cpu_loras(self.max_cpu_loras)
-        if self.lora_dtype not in ("auto", "float32", "bfloat16", "float16"):
+        if self.lora_dtype not in get_args(LoRADType):
             raise ConfigError(
-                f"lora.lora_dtype is {self.lora_dtype!r}; it can be auto, float32, bfloat16 or float16.",
+                f"lora.lora_dtype is {self.lora_dtype!r}; it can be one of {', '.join(get_args(LoRADType))}.",
                 "lora_dtype",
             )
         for field, remedy in _WITHOUT_EFFECT.items():
@@ -66,7 +70,12 @@ class LoRAConfig:
             return base
         import torch  # here, so that reading a configuration does not cost torch's import
 
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.lora_dtype]
+        return {
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+            "fp8": torch.float8_e4m3fn,
+        }[self.lora_dtype]
 
     def _check_max_cpu_loras(self, value: int) -> None:
         if type(value) is not int or value < self.max_loras:

@@ -15,14 +15,17 @@ class LoRALayerWeights:
 
     Of a rank of a tensor-parallel group they are its part (workers/tp/adapter_sharding.py): A may have fewer rows.
     scaling is alpha/r, or alpha/sqrt(r) for rsLoRA; it is kept apart from B, since multiplying it in would round B.
+    row_scale_R: of FP8 weights only, float32 for each row of A here: what B A's terms are multiplied by.
     """
 
     a_RD: Tensor
     b_OR: Tensor
     scaling: float
+    row_scale_R: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.a_RD.shape[0] <= self.b_OR.shape[1]
+        assert self.row_scale_R is None or len(self.row_scale_R) == len(self.a_RD)
 
     @property
     def rank(self) -> int:

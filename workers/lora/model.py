@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.workers.errors import (
     AdapterChanged,
     AdapterError,
@@ -31,6 +32,7 @@ from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.peft_helper import PEFTHelper
 from lorafleet.workers.lora.peft_names import Pair, pair_names
+from lorafleet.workers.lora.quantising import fp8_scales, to_fp8
 from lorafleet.workers.lora.strict_json import shown
 from lorafleet.workers.lora.weight_files import FLOAT_DTYPES, LoadedTensors, TensorInfo, read_weights
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
@@ -100,13 +102,43 @@ class LoRAModel:
             _check_values(loaded, dtype)
             modules = {}
             for module, pair in giving_way(pairs.items()):
-                a_RD, b_OR = loaded.by_name[pair.a], loaded.by_name[pair.b]
-                if sharding is not None:
-                    a_RD, b_OR = sharding.part_of(module, a_RD, b_OR)
                 scaling = _scaling(module, ranks[module], helper, dtype)
-                modules[module] = LoRALayerWeights(cast(a_RD, dtype), cast(b_OR, dtype), scaling)
-            num_bytes = sum(rank * sum(shapes[module]) for module, rank in ranks.items()) * dtype.itemsize
+                a_RD, b_OR = loaded.by_name[pair.a], loaded.by_name[pair.b]
+                modules[module] = _layer(module, a_RD, b_OR, scaling, dtype, sharding)
+            num_bytes = sum(_num_bytes(rank, shapes[module], dtype) for module, rank in ranks.items())
         return cls(name, digest.hexdigest(), modules, num_bytes, read_s, time.perf_counter() - started - read_s)
+
+
+def _layer(
+    module: str,
+    a_RD: torch.Tensor,
+    b_OR: torch.Tensor,
+    scaling: float,
+    dtype: torch.dtype,
+    sharding: AdapterSharding | None,
+) -> LoRALayerWeights:
+    """This rank's part of a module, in the serving dtype."""
+    own_a, own_b = (a_RD, b_OR) if sharding is None else sharding.part_of(module, a_RD, b_OR)
+    if dtype != FP8:
+        return LoRALayerWeights(cast(own_a, dtype), cast(own_b, dtype), scaling)
+    a_scale_R, b_scale_R = fp8_scales(a_RD, b_OR)
+    rows = slice(0, a_RD.shape[0]) if sharding is None else sharding.layout(module).rows(a_RD.shape[0])
+    return LoRALayerWeights(
+        to_fp8(own_a, a_scale_R[rows].unsqueeze(1)),
+        to_fp8(own_b, b_scale_R),
+        scaling,
+        (a_scale_R * b_scale_R)[rows],
+    )
+
+
+def _num_bytes(rank: int, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    scale_bytes = torch.float32.itemsize if dtype == FP8 else 0
+    return rank * (sum(shape) * dtype.itemsize + scale_bytes)
+
+
+def _range_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype whose largest number bounds what can be served: of FP8 weights the scales'."""
+    return torch.float32 if dtype == FP8 else dtype
 
 
 @contextmanager
@@ -211,13 +243,14 @@ def _check_digest(digest: str, expected: str) -> None:
 
 def _scaling(module: str, rank: int, helper: PEFTHelper, dtype: torch.dtype) -> float:
     scaling = helper.scaling_of(_peft_name(module), rank)
-    if abs(scaling) > torch.finfo(dtype).max:
+    if abs(scaling) > torch.finfo(_range_of(dtype)).max:
         raise AdapterMalformed(f"{module} has the scaling {scaling}, which overflows {dtype}.")
     return scaling
 
 
 def _check_values(loaded: LoadedTensors, dtype: torch.dtype) -> None:
     """Finite in the serving dtype. Rounding keeps the order, so the largest value decides for all."""
+    dtype = _range_of(dtype)
     if loaded.all_values is not None and max_magnitude(loaded.all_values).to(dtype).isfinite():
         return
     for name, tensor in loaded.by_name.items():

@@ -14,8 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora_layout import UNDIVIDED, LoRALayout
-from lorafleet.kernels.packed_lora import AdapterTable, PackedLoRA, SlotWeights
+from lorafleet.kernels.packed_lora import (
+    SCALES_ALIGNMENT,
+    AdapterTable,
+    PackedLoRA,
+    SlotWeights,
+    bytes_of_a,
+    scales_offset,
+)
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.model import LoRAModel
@@ -55,12 +63,19 @@ class PackedAdapter:
             for offset, out, rank in zip(offsets[1:], out_features, ranks, strict=False)
         )
         scales = tuple(self.table.scale_LP[linear, : len(out_features)].tolist())
-        a_RD = self._matrix(offsets[0], sum(map(layout.num_rows, ranks)), in_features)
-        return SlotWeights(a_RD, b, scales)
+        rows = sum(map(layout.num_rows, ranks))
+        a_RD = self._matrix(offsets[0], rows, in_features)
+        return SlotWeights(a_RD, b, scales, self._row_scale(offsets[0], rows, in_features))
 
     def _matrix(self, offset: int, rows: int, columns: int) -> Tensor:
         size = rows * columns * self.dtype.itemsize
         return self.block[offset : offset + size].view(self.dtype).view(rows, columns)
+
+    def _row_scale(self, offset: int, rows: int, in_features: int) -> Tensor | None:
+        if self.dtype != FP8:
+            return None
+        start, end = offset + scales_offset(rows, in_features), offset + bytes_of_a(rows, in_features, FP8)
+        return self.block[start:end].view(torch.float32)
 
 
 def pack(
@@ -86,7 +101,7 @@ def slot_bytes(linears: Sequence[PackedLoRA], rank: int, dtype: torch.dtype) -> 
     for linear in linears:
         # The largest part, not this rank's own of exactly that rank: a smaller rank may divide otherwise.
         rows = len(linear.out_features) * linear.layout.columns(rank)
-        end = _aligned(end + rows * linear.in_features * dtype.itemsize)
+        end = _aligned(end + bytes_of_a(rows, linear.in_features, dtype))
         for out in linear.out_features:
             end = _aligned(end + rank * out * dtype.itemsize)
     return end
@@ -101,7 +116,7 @@ def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtyp
         if not present:
             continue
         table.offset_LA[i, 0] = end
-        end = _aligned(end + sum(s.a_RD.numel() for s in present) * dtype.itemsize)
+        end = _aligned(end + bytes_of_a(sum(len(s.a_RD) for s in present), present[0].in_features, dtype))
         for p, s in enumerate(slices):
             if s is not None:
                 table.offset_LA[i, 1 + p] = end
@@ -113,11 +128,15 @@ def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtyp
 def _fill(block: Tensor, table: AdapterTable, linears: Sequence[list[LoRALayerWeights | None]]) -> None:
     """By numpy: torch would split each copy over its thread pool, see casting.py."""
     for offsets, slices in zip(table.offset_LA.tolist(), linears, strict=True):
+        present = [(s, b_start) for s, b_start in zip(slices, offsets[1:], strict=False) if s is not None]
         a_end = offsets[0]
-        for b_start, s in zip(offsets[1:], slices, strict=False):
-            if s is not None:
-                a_end = _copy(s.a_RD, block, a_end)
-                _copy(s.b_OR, block, b_start)
+        for s, b_start in present:
+            a_end = _copy(s.a_RD, block, a_end)
+            _copy(s.b_OR, block, b_start)
+        scale_end = -(-a_end // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
+        for s, _ in present:
+            if s.row_scale_R is not None:
+                scale_end = _copy(s.row_scale_R, block, scale_end)
 
 
 def _copy(matrix: Tensor, block: Tensor, start: int) -> int:

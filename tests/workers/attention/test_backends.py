@@ -6,7 +6,7 @@ from array import array
 import pytest
 import torch
 
-from lorafleet.kernels.rope_store import FP8
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
 from lorafleet.workers.attention.torch_backend import TorchAttention, _split

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lorafleet.workers.lora.casting import CHUNK, cast, max_magnitude
+from lorafleet.workers.lora.casting import CHUNK, cast, max_magnitude, max_of_columns, max_of_rows
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -23,6 +23,16 @@ def test_max_magnitude_shows_what_is_not_finite(dtype: torch.dtype, bad: float) 
     x[40, 3] = bad
     assert not max_magnitude(x).isfinite()
     assert not max_magnitude(x.T).isfinite()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (640, 16), (67, 3), (4, 1000)], ids=str)
+def test_max_of_rows_and_of_columns_equal_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape).to(dtype)
+    x[0] = -x[0].abs()
+    for matrix in (x, x.T, -x.abs()):
+        assert torch.equal(max_of_rows(matrix), matrix.abs().amax(1))
+        assert torch.equal(max_of_columns(matrix), matrix.abs().amax(0))
 
 
 @pytest.mark.parametrize("source", DTYPES)

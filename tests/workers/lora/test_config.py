@@ -18,6 +18,7 @@ def test_defaults_are_vllm_s() -> None:
 def test_auto_dtype_is_the_base_s() -> None:
     assert LoRAConfig().serving_dtype(torch.float16) is torch.float16
     assert LoRAConfig(lora_dtype="float32").serving_dtype(torch.float16) is torch.float32
+    assert LoRAConfig(lora_dtype="fp8").serving_dtype(torch.float16) is torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(

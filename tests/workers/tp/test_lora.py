@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
 from lorafleet.workers.checkpoint import read_model_config
 from lorafleet.workers.lora.config import LoRAConfig
@@ -41,8 +42,9 @@ ADAPTERS: list[dict[str, Any]] = [
 ]
 CASES = [(name, fully, torch.float32) for name in MODELS for fully in (False, True)]
 CASES.append(("even", True, torch.bfloat16))
+CASES += [(name, fully, FP8) for name in MODELS for fully in (False, True)]  # of the adapters; the base is float32
 NUM_TOKENS = 29, 1200  # the second is enough for the CPU's other form of the sum
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, FP8: 1e-4}
 
 Folders = dict[str, tuple[Path, list[Path]]]
 
@@ -62,14 +64,15 @@ def slots_of(num_tokens: int) -> list[int]:
 
 
 @torch.inference_mode()
-def run(group: TPGroup, model_folder: Path, adapters: list[Path], fully_sharded: bool, dtype: torch.dtype) -> Any:
+def run(group: TPGroup, model_folder: Path, adapters: list[Path], fully_sharded: bool, lora_dtype: torch.dtype) -> Any:
     """Result's fields: a class of this module could not be unpickled."""
+    dtype = torch.float32 if lora_dtype == FP8 else lora_dtype
     config = read_model_config(model_folder)
     model = DecoderModel(config, group, dtype, CPU)
     load_weights(model, model_folder)
     lora_config = LoRAConfig(max_loras=len(adapters), max_lora_rank=16, fully_sharded_loras=fully_sharded)
-    manager = LoRAModelManager(model, lora_config, dtype, CPU)
-    loader = AdapterLoader(config.linear_shapes(), lora_config, manager, dtype, CPU)
+    manager = LoRAModelManager(model, lora_config, lora_dtype, CPU)
+    loader = AdapterLoader(config.linear_shapes(), lora_config, manager, lora_dtype, CPU)
     packed = [loader.submit(LoRARequest(f"a{i}", i + 1, str(path))).result() for i, path in enumerate(adapters)]
     loader.stop()
     for adapter, slot in zip(packed, manager.slots, strict=True):
@@ -89,7 +92,8 @@ def run(group: TPGroup, model_folder: Path, adapters: list[Path], fully_sharded:
     loras = [linear.lora for _, linear in model.packed_linears()]
     weights = [[lora.slots[slot] for lora in loras if lora is not None] for slot in range(len(adapters))]
     matrix_bytes = [
-        sum(m.nbytes for w in of_slot if w is not None for m in (w.a_RD, *w.b) if m is not None) for of_slot in weights
+        sum(m.nbytes for w in of_slot if w is not None for m in (w.a_RD, *w.b, w.row_scale_R) if m is not None)
+        for of_slot in weights
     ]
     return outputs, [adapter.info for adapter in packed], matrix_bytes
 
