@@ -121,6 +121,8 @@ class Engine:
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
+            running_tokens=sum(len(sequence.tokens) for sequence in self.scheduler.running),
+            waiting_tokens=self.scheduler.waiting.num_tokens,
             kv_blocks_total=self._kv.num_blocks,
             kv_blocks_free=self._kv.num_free,
             prompt_tokens_total=self._prompt_tokens,

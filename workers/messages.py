@@ -79,6 +79,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    running_tokens: int = 0  # of the running sequences: prompts and what is answered so far
+    waiting_tokens: int = 0
     kv_blocks_total: int = 0
     kv_blocks_free: int = 0
     prompt_tokens_total: int = 0

@@ -1,21 +1,22 @@
 """Decides what each step computes: which sequences, how many tokens of each, with which KV blocks and adapter slots.
 
 Continuous batching with chunked prefill: running sequences first (decodes take one token each), then waiting ones in
-the order of arrival, as far as the step's tokens, its sequences, the KV blocks and the adapter slots reach. A step's
-time is that of its tokens, and every stream waits for it: so a step that decodes takes fewer prompt tokens. When blocks
-run out the youngest running sequence is preempted and computed anew later (its prefix is often still cached).
+their adapters' turns (fair_queue.py), as far as the step's tokens, its sequences, the KV blocks and the adapter slots
+reach. A step's time is that of its tokens, and every stream waits for it: so a step that decodes takes fewer prompt
+tokens. When blocks run out the youngest running sequence is preempted and computed anew later (its prefix is often
+still cached).
 
-More adapters than slots: a waiting request whose adapter has no slot claims one of those in use. No request that
-came after it is admitted to a claimed slot, so the slot drains and is handed over, and no adapter starves.
+More adapters than slots: a waiting request whose adapter has no slot claims one of those in use. No request whose turn
+is after its own is admitted to a claimed slot, so the slot drains and is handed over, and no adapter starves.
 Source of the policy: continuous batching as in Orca (OSDI 22), chunked prefill as in Sarathi-Serve (arXiv 2403.02310).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from lorafleet.workers.fair_queue import FairQueue
 from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.model_manager import Slot
 from lorafleet.workers.lora.request import LoRARequest
@@ -23,7 +24,7 @@ from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.models.rope import RopeConfig
 from lorafleet.workers.sequence import UNKNOWN, Sequence
 
-PREFETCH_SCAN = 1024  # waiting sequences looked at for adapters to load ahead
+PREFETCH_SCAN = 1024  # adapters looked at that may be loaded ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Scheduler:
     ) -> None:
         self.kv = kv
         self.loras = loras
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = FairQueue(slot_credit=max_num_batched_tokens)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._rope = rope
@@ -63,12 +64,13 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, in the order of their tokens: decodes first, so that attention can take them apart.
         Empty where everything waits for an adapter."""
         chunks, budget = self._schedule_running()
+        self.waiting.sort(self.loras.slots.digests if self.loras is not None else ())
         if self.loras is not None:
             self.loras.prefetch(self._waiting_adapters())
         if self.waiting:
@@ -85,6 +87,7 @@ class Scheduler:
         chunk.sequence.num_computed += chunk.num_tokens
         if chunk.sequence.num_uncomputed == 0:
             chunk.sequence.tokens.append(UNKNOWN)
+            self.waiting.count_output(chunk.sequence)
 
     def commit(self, sequence: Sequence, num_known: int) -> None:
         """The first num_known tokens have been computed and are known: their full blocks may be shared from now on."""
@@ -93,9 +96,8 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is; its blocks and its slot are free from now on."""
-        if sequence.blocks is None:
-            self.waiting.remove(sequence)
-        else:
+        self.waiting.finish(sequence)
+        if sequence.blocks is not None:
             self.running.remove(sequence)
             self._release(sequence)
 
@@ -147,7 +149,7 @@ class Scheduler:
         sequence.num_computed = 0
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []
-        self.waiting.appendleft(sequence)
+        self.waiting.add_preempted(sequence)
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
@@ -160,21 +162,17 @@ class Scheduler:
 
     def _schedule_waiting(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        passed: deque[Sequence] = deque()
         blocked: set[str] = set()  # adapters that this pass has found without a usable slot
         claimed: set[int] = set()  # slots that drain for a request further ahead
-        while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting.popleft()
+        turns = self.waiting.turns()
+        while budget > 0 and len(self.running) < self._max_num_seqs and (sequence := next(turns, None)) is not None:
             slot = self._slot_for(sequence, blocked, claimed)
             if sequence.lora is not None and slot is None:
-                passed.append(sequence)
                 continue
             if not self._admit(sequence, slot):
-                passed.append(sequence)
-                break  # no blocks: whoever came later must not overtake
+                break  # no blocks: those whose turn is later must not overtake
             chunks.append(self._chunk(sequence, min(sequence.num_uncomputed, budget)))
             budget -= chunks[-1].num_tokens
-        self.waiting.extendleft(reversed(passed))
         return chunks
 
     def _slot_for(self, sequence: Sequence, blocked: set[str], claimed: set[int]) -> Slot | None:
@@ -206,6 +204,7 @@ class Scheduler:
             return False
         sequence.blocks = blocks
         sequence.num_computed = cached
+        self.waiting.start(sequence)
         if sequence.num_generated == 0:
             sequence.num_cached = cached
         if slot is not None:
@@ -224,7 +223,7 @@ class Scheduler:
 
     def _waiting_adapters(self) -> list[LoRARequest]:
         found: dict[str, LoRARequest] = {}
-        for sequence, _ in zip(self.waiting, range(PREFETCH_SCAN), strict=False):
+        for sequence in self.waiting.heads()[:PREFETCH_SCAN]:
             if sequence.lora is not None:
                 found.setdefault(sequence.lora.digest, sequence.lora)
         return list(found.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from lorafleet.workers.kv_cache import SequenceBlocks
@@ -13,12 +14,25 @@ UNKNOWN = -1  # a token that the device has sampled, or will, and the host has n
 
 
 @dataclass(slots=True, eq=False)
+class Lane:
+    """One adapter's requests in the FairQueue. served: its virtual counter, in weighted tokens. place: the smaller, the
+    sooner it is its turn. unfinished: its sequences that wait or run."""
+
+    digest: str
+    served: int = 0
+    place: int = 0
+    waiting: deque[Sequence] = field(default_factory=deque)
+    unfinished: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """tokens: prompt, then answer; the last is UNKNOWN while the step that samples it is under way. num_computed: how
     many of them have their keys and values in the cache, or will after that step.
 
     seed is always set: the request's own, or one drawn for it. slot: the adapter's, while it is held. blocks: None
-    while waiting. prompt_logprobs fill up chunk by chunk and go out with the first token.
+    while waiting. lane: its adapter's, from add() on. prompt_logprobs fill up chunk by chunk and go out with the first
+    token.
     """
 
     request_id: str
@@ -35,6 +49,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     fallback_reason: str | None = None
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+    lane: Lane = field(init=False)
 
     @property
     def num_uncomputed(self) -> int:

@@ -4,20 +4,22 @@ test_matches_transformers.py."""
 from __future__ import annotations
 
 from lorafleet.workers.kv_cache import KVCacheManager
+from lorafleet.workers.lora.model_manager import Slot
+from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.models.rope import RopeConfig
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.scheduler import Scheduler
 from lorafleet.workers.sequence import Sequence
 
 
-def sequence(name: str, num_prompt: int, max_tokens: int = 1000) -> Sequence:
+def sequence(name: str, num_prompt: int, max_tokens: int = 1000, lora: LoRARequest | None = None) -> Sequence:
     tokens = [len(name) % 1000] * num_prompt
-    return Sequence(name, tokens, num_prompt, SamplingParams(), seed=0, max_tokens=max_tokens)
+    return Sequence(name, tokens, num_prompt, SamplingParams(), seed=0, max_tokens=max_tokens, lora=lora)
 
 
-def scheduler(*, max_num_seqs=256, most=8192, mixed=512, caching=False) -> Scheduler:
+def scheduler(*, max_num_seqs=256, most=8192, mixed=512, caching=False, loras=None, num_blocks=4096) -> Scheduler:
     rope = RopeConfig(head_dim=8, theta=10000.0, max_position_embeddings=16384)
-    return Scheduler(KVCacheManager(4096, 16, caching), None, rope, max_num_seqs, most, mixed)
+    return Scheduler(KVCacheManager(num_blocks, 16, caching), loras, rope, max_num_seqs, most, mixed)
 
 
 def step(scheduled: Scheduler) -> dict[str, int]:
@@ -79,3 +81,84 @@ def test_a_shared_prompt_over_several_steps_is_computed_once_too():
         s.add(sequence(name, 400))
     assert step(s) == {"one": 256}
     assert step(s) == {"one": 144, "two": 16}
+
+
+def lora(name: str) -> LoRARequest:
+    return LoRARequest(name, 1, "/", digest=name)
+
+
+class SlotsForAll:
+    """Stands in for WorkerLoRAManager where every adapter has a slot and each is ready."""
+
+    def __init__(self) -> None:
+        self.slots = self
+        self.asked: list[list[str]] = []
+        self.of = {name: Slot(i, digest=name) for i, name in enumerate(("hot", "cold", "warm"))}
+        self.digests = self.of.keys()
+
+    def prefetch(self, wanted: list[LoRARequest]) -> None:
+        self.asked.append([one.digest for one in wanted])
+
+    def slot_for(self, wanted: LoRARequest) -> Slot:
+        return self.of[wanted.digest]
+
+    def is_ready(self, _: Slot) -> bool:
+        return True
+
+    def hold(self, slot: Slot) -> None:
+        slot.holders += 1
+
+    def let_go(self, index: int) -> None:
+        self.of[list(self.of)[index]].holders -= 1
+
+
+def finish(scheduled: Scheduler, name: str) -> None:
+    scheduled.finish(next(one for one in scheduled.running if one.request_id == name))
+
+
+def test_a_flood_of_one_adapter_leaves_the_others_their_turns():
+    slots = SlotsForAll()
+    s = scheduler(max_num_seqs=2, loras=slots)
+    for i in range(20):
+        s.add(sequence(f"hot {i}", 100, lora=lora("hot")))
+    assert step(s).keys() == {"hot 0", "hot 1"}
+    for kind in ("warm", None):
+        for i in range(3):
+            s.add(sequence(f"{kind} {i}", 100, lora=lora(kind) if kind else None))
+    started: list[str] = []
+    for _ in range(3):
+        for one in list(s.running):
+            s.finish(one)
+        started += step(s)
+    assert sorted(started) == ["None 0", "None 1", "hot 2", "hot 3", "warm 0", "warm 1"]
+
+
+def test_adapters_are_loaded_ahead_in_the_order_of_their_turns():
+    slots = SlotsForAll()
+    s = scheduler(max_num_seqs=1, loras=slots)
+    s.add(sequence("running", 500, lora=lora("hot")))
+    step(s)
+    s.add(sequence("next", 10, lora=lora("hot")))
+    for name in ("cold", "warm"):
+        s.add(sequence(name, 10, lora=lora(name)))
+    s.add(sequence("cold 2", 10, lora=lora("cold")))
+    step(s)
+    assert slots.asked[-1] == ["hot", "cold", "warm"], "as they came, while none had more than another"
+    finish(s, "running")  # it has answered a token meanwhile, which its adapter has paid for
+    assert step(s) == {"cold": 10}
+    step(s)
+    assert slots.asked[-1] == ["warm", "hot", "cold"]
+
+
+def test_a_preempted_sequence_starts_again_before_those_whose_turn_it_would_be():
+    slots = SlotsForAll()
+    s = scheduler(loras=slots, num_blocks=8, mixed=512)
+    s.add(sequence("first", 60, lora=lora("hot")))
+    s.add(sequence("second", 60, lora=lora("hot")))
+    step(s)
+    s.add(sequence("cold", 20, lora=lora("cold")))
+    while not s.num_preemptions:
+        step(s)
+    assert [one.request_id for one in s.running] == ["first"]
+    finish(s, "first")
+    assert next(iter(step(s))) == "second"

@@ -7,7 +7,7 @@ generation up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,11 @@ class LoRAModelManager:
     def find(self, digest: str) -> Slot | None:
         """The slot that holds the adapter, whether its copy has finished or not."""
         return self._of_digest.get(digest)
+
+    @property
+    def digests(self) -> KeysView[str]:
+        """Of the adapters in slots, those among them whose copies are under way."""
+        return self._of_digest.keys()
 
     def is_ready(self, slot: Slot) -> bool:
         if slot.ready is not None and slot.ready.query():

@@ -35,6 +35,8 @@ _REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.
 _GAUGES = {
     "num_running": "Sequences in the running batch.",
     "num_waiting": "Sequences waiting for a place in the batch.",
+    "running_tokens": "Tokens of the running sequences.",
+    "waiting_tokens": "Tokens of the sequences that wait.",
     "kv_blocks_total": "KV blocks there are.",
     "kv_blocks_free": "KV blocks that are free.",
     "lora_slots_total": "Adapters that the GPU holds at once.",

@@ -1,0 +1,142 @@
+"""The waiting sequences of one engine, and in which order they may start: each adapter gets its fair share.
+
+A virtual counter says how much service an adapter has had, in prompt and answer tokens. The adapter with the least
+comes next, its own requests in the order of their arrival; the base model counts as one adapter, and so do two names
+for the same bytes. Whoever was idle starts at the least counter of those that wait: idling saves up nothing. So while
+two adapters wait, what they get differs by a bounded number of tokens, however much more one of them asks for, and
+nothing is held back from an adapter that waits alone.
+Source: VTC, Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.
+
+With more adapters than slots, those in a slot come before the others until they are slot_credit tokens ahead: else
+every request would push another adapter out, and a step would hold one request a slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterator
+from heapq import heappop, heappush
+from itertools import count
+from operator import attrgetter
+
+from lorafleet.workers.sequence import Lane, Sequence
+
+PROMPT_WEIGHT = 1  # of a prompt token that must be computed; one from the prefix cache is free
+OUTPUT_WEIGHT = 2  # VTC's
+MAX_IDLE_LANES = 1024  # kept at least, before those are forgotten whose counters say nothing any more
+
+
+class FairQueue:
+    """slot_credit: weighted tokens by which an adapter in a slot may be ahead of one that has none."""
+
+    def __init__(self, slot_credit: int) -> None:
+        self.num_tokens = 0  # of all that wait
+        self._slot_credit = slot_credit
+        self._preempted: deque[Sequence] = deque()
+        self._lanes: dict[str, Lane] = {}
+        self._order: list[Lane] = []  # those in which somebody waits; sorted by sort()
+        self._last_left = Lane("")  # the lane that was the last to have nobody waiting any more
+        self._forget_at = MAX_IDLE_LANES
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All that wait, in no particular order."""
+        yield from self._preempted
+        for lane in self._order:
+            yield from lane.waiting
+
+    def add(self, sequence: Sequence) -> None:
+        lane = self._lane("" if sequence.lora is None else sequence.lora.digest)
+        if not lane.waiting:
+            lane.served = max(lane.served, self._least_served())
+            self._order.append(lane)
+        lane.waiting.append(sequence)
+        lane.unfinished += 1
+        sequence.lane = lane
+        self._count(sequence, 1)
+
+    def add_preempted(self, sequence: Sequence) -> None:
+        """Before all others, and without charge: it has started once."""
+        self._preempted.appendleft(sequence)
+        self._count(sequence, 1)
+
+    def start(self, sequence: Sequence) -> None:
+        """It leaves the queue; its adapter pays for the tokens that are not yet computed."""
+        if self._remove(sequence):
+            sequence.lane.served += PROMPT_WEIGHT * sequence.num_uncomputed
+
+    def count_output(self, sequence: Sequence) -> None:
+        """A started sequence answers one more token."""
+        sequence.lane.served += OUTPUT_WEIGHT
+
+    def finish(self, sequence: Sequence) -> None:
+        """It has ended, or has been given up, whether it waited or ran."""
+        if sequence.blocks is None:
+            self._remove(sequence)
+        sequence.lane.unfinished -= 1
+
+    def sort(self, in_slots: Container[str]) -> None:
+        """Decides whose turn it is. in_slots: digests of the adapters in slots; the base is always at hand."""
+        for lane in self._order:
+            ahead = not lane.digest or lane.digest in in_slots
+            lane.place = lane.served - self._slot_credit if ahead else lane.served
+        self._order.sort(key=attrgetter("place"))  # equals stay as they came; nearly sorted from the last time
+
+    def heads(self) -> list[Sequence]:
+        """The preempted ones, then the first sequence of each adapter, as of the last sort()."""
+        return [*self._preempted, *(lane.waiting[0] for lane in self._order)]
+
+    def turns(self) -> Iterator[Sequence]:
+        """Sequences in the order in which they should start, as of the last sort(). An adapter whose sequence was
+        given and not started is passed over from then on."""
+        yield from list(self._preempted)
+        lanes, i = list(self._order), 0
+        again: list[tuple[int, int, Lane]] = []  # those of which one was started: they are at hand
+        numbers = count()
+        while i < len(lanes) or again:
+            if again and (i == len(lanes) or again[0][0] < lanes[i].place):
+                lane = heappop(again)[2]
+            else:
+                lane = lanes[i]
+                i += 1
+            head = lane.waiting[0]
+            yield head
+            if lane.waiting and lane.waiting[0] is not head:
+                heappush(again, (lane.served - self._slot_credit, next(numbers), lane))
+
+    def _lane(self, digest: str) -> Lane:
+        lane = self._lanes.get(digest)
+        if lane is None:
+            if len(self._lanes) >= self._forget_at:
+                self._forget_idle()
+            lane = self._lanes[digest] = Lane(digest)
+        return lane
+
+    def _least_served(self) -> int:
+        return min((lane.served for lane in self._order), default=self._last_left.served)
+
+    def _remove(self, sequence: Sequence) -> bool:
+        """False where it was a preempted one."""
+        self._count(sequence, -1)
+        if sequence in self._preempted:
+            self._preempted.remove(sequence)
+            return False
+        lane = sequence.lane
+        lane.waiting.remove(sequence)
+        if not lane.waiting:
+            self._order.remove(lane)
+            self._last_left = lane
+        return True
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        self._length += sign
+        self.num_tokens += sign * len(sequence.tokens)
+
+    def _forget_idle(self) -> None:
+        """A lane at or below the least counter would be lifted to it anyway."""
+        least = self._least_served()
+        self._lanes = {d: lane for d, lane in self._lanes.items() if lane.unfinished or lane.served > least}
+        self._forget_at = max(MAX_IDLE_LANES, 2 * len(self._lanes))
