@@ -1,0 +1,48 @@
+"""A program for tests: a Ray cluster of three nodes on this machine and the application on it.
+
+Says "ready" when it answers, and ends one of the nodes for each line that it reads; ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+from lorafleet.cluster import serve_environment
+
+OBJECT_STORE_BYTES = 80 << 20  # Ray's least
+
+
+def main(run_dir: str, port: int, arguments: str) -> None:
+    """arguments: of the application, in JSON."""
+    os.environ["LORAFLEET_RUN_DIR"] = run_dir
+    # Without HAProxy: its replicas' ports are counted by node, and these nodes are one machine.
+    serve_environment.prepare(run_dir, direct_streaming=False)
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    from lorafleet.cluster.app import build
+    from lorafleet.cluster.config import parse_args
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 6, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False},
+    )
+    nodes = [cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES) for _ in range(2)]
+    ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+    serve.run(build(parse_args(json.loads(arguments))), name="lorafleet", route_prefix="/")
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        print("removed", flush=True)
+    serve.shutdown()
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
