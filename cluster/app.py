@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from lorafleet.cluster import ingress
@@ -47,7 +47,7 @@ def _device(args: AppArgs) -> Device:
 def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
     return serve.deployment(
         name="EngineReplica",
-        num_replicas=args.num_replicas,
+        **_scaling(args),
         max_ongoing_requests=args.max_ongoing_requests,
         max_constructor_retry_count=MAX_START_ATTEMPTS,
         ray_actor_options={"num_cpus": FRONT_CPUS},
@@ -63,6 +63,25 @@ def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
         graceful_shutdown_timeout_s=DRAIN_S,
         logging_config=QUIET,
     )(serve.ingress()(EngineReplica))
+
+
+def _scaling(args: AppArgs) -> dict[str, Any]:
+    if args.max_replicas is None:
+        return {"num_replicas": args.num_replicas}
+    window_s = min(max(args.upscale_delay_s, 1.0), 30.0)
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=args.num_replicas,
+            max_replicas=args.max_replicas,
+            upscale_delay_s=args.upscale_delay_s,
+            downscale_delay_s=args.downscale_delay_s,
+            look_back_period_s=window_s,
+            metrics_interval_s=window_s / 3,
+            policy=AutoscalingPolicy(  # type: ignore[no-untyped-call]  # Ray's own omission
+                policy_function="lorafleet.cluster.autoscaling:LoadPolicy", policy_kwargs={"target": args.target_load}
+            ),
+        )
+    }
 
 
 def router() -> serve.Deployment:

@@ -136,6 +136,21 @@ class AppArgs(BaseModel):
     )
 
     num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
+    max_replicas: int | None = Field(
+        None, ge=1, description="More than num_replicas are started under load, up to so many; default: never."
+    )
+    target_load: float = Field(
+        0.7,
+        gt=0,
+        le=1,
+        description="With max_replicas: how full replicas should be, of sequences and of KV tokens, 0 to 1.",
+    )
+    upscale_delay_s: float = Field(
+        30.0, ge=0, description="With max_replicas: for so long they must be too busy before one more is started."
+    )
+    downscale_delay_s: float = Field(
+        600.0, ge=0, description="With max_replicas: for so long they must be idle before one is stopped."
+    )
     tensor_parallel_size: int = Field(
         1, ge=1, description="GPUs of one node that share each engine's model; raise it where one is too small or slow."
     )
@@ -167,9 +182,18 @@ class AppArgs(BaseModel):
                 raise ValueError(f"lora_modules names {name!r} twice; give each adapter its own name.")
             if name in self.base_names:
                 raise ValueError(f"lora_modules names an adapter {name!r}, which is the base model's name; rename it.")
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ValueError(
+                f"max_replicas={self.max_replicas} is below num_replicas={self.num_replicas}, the least that run. "
+                "Raise it or lower the other."
+            )
         if self.lora_modules and not self.enable_lora:
             raise ValueError("lora_modules needs enable_lora; drop one of the two.")
         return self
+
+    @property
+    def most_replicas(self) -> int:
+        return self.num_replicas if self.max_replicas is None else self.max_replicas
 
     @property
     def base_names(self) -> list[str]:

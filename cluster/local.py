@@ -89,7 +89,7 @@ def _start(args: AppArgs, host: str, port: int) -> None:
     from lorafleet.cluster.directory_actor import directory_name
 
     replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
-    num_cpus = max(os.cpu_count() or 1, math.ceil(args.num_replicas * replica_cpus) + 1)
+    num_cpus = max(os.cpu_count() or 1, math.ceil(args.most_replicas * replica_cpus) + 1)
     ray.init(
         address="local",
         include_dashboard=False,

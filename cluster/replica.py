@@ -19,6 +19,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
+from lorafleet.cluster.autoscaling import load_of
 from lorafleet.cluster.catalog import DirectoryCatalog, drop_unnamed
 from lorafleet.cluster.config import AppArgs, LoRAModule
 from lorafleet.cluster.directory import Catalogue, Load
@@ -50,7 +51,7 @@ class EngineReplica:
 
     def __init__(self, args: AppArgs, config: EngineConfig) -> None:
         self._args = args
-        self._config = with_cpu_threads(config, args.num_replicas)
+        self._config = with_cpu_threads(config, args.most_replicas)
         self._engine: EngineClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
@@ -74,6 +75,12 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         await self._ranks.check_health()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks for it where the number of replicas follows the load."""
+        if self._engine is None:
+            return {}
+        return load_of(self._engine.stats, self._config.max_num_seqs, self._engine.hello.kv_cache_tokens)
 
     async def __del__(self) -> None:
         await self._stop()

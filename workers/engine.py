@@ -134,6 +134,7 @@ class Engine:
             step_seconds_total=self._step_seconds,
             lora_slots_total=len(slots.slots) if slots is not None else 0,
             lora_slots_used=len(resident),
+            lora_adapters_wanted=len({s.lora.digest for s in self._sequences.values() if s.lora is not None}),
             lora_cpu_adapters=len(cpu),
             lora_loads_total=counts.loads,
             lora_load_failures_total=counts.failures,

@@ -92,6 +92,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_seconds_total: float = 0.0
     lora_slots_total: int = 0
     lora_slots_used: int = 0
+    lora_adapters_wanted: int = 0  # by running and waiting requests
     lora_cpu_adapters: int = 0
     lora_loads_total: int = 0  # disk to CPU
     lora_load_failures_total: int = 0
