@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.lora_batch import BASE_SLOT, CHUNK_RANKS, LoRABatch
+from lorafleet.kernels.lora_batch import BASE_SLOT, CHUNK_RANKS, PREFILL_TOKENS, LoRABatch
 from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.decode_graphs import DecodeGraphs
 from lorafleet.workers.host_copy import to_device
@@ -25,7 +25,7 @@ from lorafleet.workers.step_plan import StepPlan
 # Tokens of the steps to warm up with: the LoRA kernels have variants for few, some and many tiles of 16 tokens, and one
 # for tiles of prompts.
 WARM_UP_BEYOND_GRAPHS = (2049,)
-WARM_UP_WITHOUT_GRAPHS = (4, 400, 800, *WARM_UP_BEYOND_GRAPHS)
+WARM_UP_WITHOUT_GRAPHS = (4, 400, 800, PREFILL_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
