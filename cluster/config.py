@@ -155,7 +155,20 @@ class AppArgs(BaseModel):
         1, ge=1, description="GPUs of one node that share each engine's model; raise it where one is too small or slow."
     )
     num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker; fractions are allowed.")
-    max_ongoing_requests: int = Field(1024, ge=1, description="Requests that one replica takes at a time.")
+    max_ongoing_requests: int = Field(
+        1024, ge=1, description="Requests that one replica takes at a time; Serve lets no more through."
+    )
+    max_queued_requests: int | None = Field(
+        512,
+        description="Requests that may wait on one replica beside the max_num_seqs that it runs; more are refused with "
+        "429 and Retry-After.",
+    )
+    queue_timeout: float | None = Field(
+        None,
+        ge=0,
+        description="Seconds that a request may wait to start before it is refused with 429 and Retry-After, unless "
+        "its X-Queue-Timeout-Seconds header says otherwise; default: no limit.",
+    )
     max_body_bytes: int = Field(
         MAX_BODY_BYTES, ge=1, description="Largest body of a request; a larger one is refused with 413."
     )

@@ -27,6 +27,7 @@ def front_config(args: AppArgs) -> FrontConfig:
         served_model_names=tuple(args.base_names),
         model_path=args.model,
         allow_runtime_lora_updating=args.allow_runtime_lora_updating,
+        queue_timeout_s=args.queue_timeout,
         max_body_bytes=args.max_body_bytes,
         chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
         generation_defaults=read_generation_defaults(args.model),

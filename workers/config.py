@@ -32,6 +32,8 @@ class EngineConfig:
     # Tokens in a step that decodes beside prompts, half of them at least left for prompts. Lower it to shorten the gaps
     # between streamed tokens while prompts arrive, raise it to answer new requests sooner.
     max_num_mixed_tokens: int = 512
+    # Requests are refused with 429 while this many sequences wait beyond max_num_seqs; None: none is.
+    max_queued_requests: int | None = None
     enable_prefix_caching: bool = True
     attention_backend: AttentionName = "auto"
     async_scheduling: bool | None = None  # launch a step before the last one's tokens are known; None: on a GPU
@@ -51,6 +53,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1, or left out.", name)
+        if self.max_queued_requests is not None and self.max_queued_requests < 0:
+            raise ConfigError(
+                f"max_queued_requests={self.max_queued_requests} must be at least 0, or left out.",
+                "max_queued_requests",
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1].", "gpu_memory_utilization"

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from lorafleet.workers.admission import Admission
 from lorafleet.workers.config import OnLoadFailure
 from lorafleet.workers.errors import ContextOverflow, InvalidRequest, LorafleetError, to_wire
 from lorafleet.workers.kv_cache import KVCacheManager
@@ -40,6 +41,7 @@ class Engine:
         on_lora_load_failure: OnLoadFailure,
         seed: int,
         overlap: bool,
+        max_queued_requests: int | None,
     ) -> None:
         self.stalled = False  # the last step could do nothing: every waiting request waits for its adapter
         self._overlap = overlap
@@ -48,6 +50,7 @@ class Engine:
         self.scheduler = scheduler
         self.loras: WorkerLoRAManager | None = scheduler.loras
         self.runner = runner
+        self._admission = Admission(scheduler, max_queued_requests)
         self._kv: KVCacheManager = scheduler.kv
         self._on_lora_load_failure = on_lora_load_failure
         self._seeds = random.Random(seed)
@@ -62,7 +65,7 @@ class Engine:
         return self.scheduler.has_work or self._under_way is not None
 
     def add(self, request: EngineRequest) -> None:
-        """Raises LorafleetError where the request can never be served; nothing is queued then."""
+        """Raises LorafleetError where the request can never be served, or not now; nothing is queued then."""
         self._check(request)
         params, prompt = request.params, request.prompt_token_ids
         room = self.hello.max_model_len - len(prompt)
@@ -77,15 +80,18 @@ class Engine:
             lora=request.lora,
             prompt_logprobs=[] if params.prompt_logprobs is not None else None,
             stop_ids=frozenset(eos) | frozenset(params.stop_token_ids or ()),
+            group=self._admission.join(request),
         )
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
+        self._admission.queued(sequence, request.queue_timeout_s)
 
     def abort(self, request_id: str) -> None:
         """Frees what the sequence holds, before the next step. Unknown ids are finished ones."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self.scheduler.finish(sequence)
+            self._admission.left(sequence)
 
     def load_adapter(self, lora: LoRARequest) -> Future[AdapterInfo]:
         if self.loras is None:
@@ -101,6 +107,9 @@ class Engine:
         if self._under_way is not None and not self._may_run_ahead():
             outputs += self._collect()
         chunks = self.scheduler.schedule()
+        for sequence, error in self._admission.expired():
+            if self._sequences.get(sequence.request_id) is sequence:
+                outputs.append(self._refuse(sequence, error))
         self.stalled = not chunks and self._under_way is None
         if self.stalled:
             return outputs
@@ -211,6 +220,9 @@ class Engine:
         if self._on_lora_load_failure == "base" and sequence.num_generated == 0:
             sequence.lora, sequence.fallback_reason = None, error.message
             return None
+        return self._refuse(sequence, error)
+
+    def _refuse(self, sequence: Sequence, error: LorafleetError) -> TokenOutput:
         self.abort(sequence.request_id)
         return TokenOutput(request_id=sequence.request_id, finish_reason="error", error=to_wire(error))
 

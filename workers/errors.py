@@ -17,10 +17,12 @@
     │   ├── AdapterChanged       the bytes under the path are not the ones that were registered
     │   ├── AdapterExists        the name is taken
     │   └── InvalidAdapterName   empty, too long, path parts, control characters, the base's own name
-    ├── Overloaded               try again later
+    ├── Overloaded               try again later; `retry_after_s` says when
+    │   ├── QueueFull            too many requests wait already
+    │   └── QueueTimeout         the request could not start in the time that it had
     └── EngineDead               the engine loop stopped; the replica is being replaced
 
-Errors cross the process boundary as (class name, message, param): see to_wire and from_wire. The HTTP status of each
+Errors cross the process boundary as (class name, message, param, …): see to_wire and from_wire. The HTTP status of each
 is in workers/openai/errors.py.
 """
 
@@ -106,6 +108,19 @@ class InvalidAdapterName(AdapterError):
 
 
 class Overloaded(LorafleetError):
+    def __init__(self, message: str, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, param)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, float]]:  # type: ignore[override]  # wider
+        return type(self), (self.message, self.param, self.retry_after_s)
+
+
+class QueueFull(Overloaded):
+    pass
+
+
+class QueueTimeout(Overloaded):
     pass
 
 
@@ -117,6 +132,7 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     message: str
     param: str | None = None
+    retry_after_s: float | None = None  # of Overloaded
 
 
 def _subclasses(cls: type[LorafleetError]) -> dict[str, type[LorafleetError]]:
@@ -127,8 +143,12 @@ def _subclasses(cls: type[LorafleetError]) -> dict[str, type[LorafleetError]]:
 
 
 def to_wire(error: LorafleetError) -> WireError:
-    return WireError(type(error).__name__, error.message, error.param)
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else None
+    return WireError(type(error).__name__, error.message, error.param, retry_after_s)
 
 
 def from_wire(error: WireError) -> LorafleetError:
-    return _subclasses(LorafleetError).get(error.kind, LorafleetError)(error.message, error.param)
+    made = _subclasses(LorafleetError).get(error.kind, LorafleetError)(error.message, error.param)
+    if isinstance(made, Overloaded) and error.retry_after_s is not None:
+        made.retry_after_s = error.retry_after_s
+    return made

@@ -31,6 +31,7 @@ class FairQueue:
 
     def __init__(self, slot_credit: int) -> None:
         self.num_tokens = 0  # of all that wait
+        self.started_tokens = 0  # of all that ever started
         self._slot_credit = slot_credit
         self._preempted: deque[Sequence] = deque()
         self._lanes: dict[str, Lane] = {}
@@ -66,6 +67,7 @@ class FairQueue:
     def start(self, sequence: Sequence) -> None:
         """It leaves the queue; its adapter pays for the tokens that are not yet computed."""
         if self._remove(sequence):
+            self.started_tokens += len(sequence.tokens)
             sequence.lane.served += PROMPT_WEIGHT * sequence.num_uncomputed
 
     def count_output(self, sequence: Sequence) -> None:

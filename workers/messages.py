@@ -17,12 +17,18 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
-    """One sequence to generate. `params.n` is 1 here: the front makes one request per sample, with seed + i."""
+    """One sequence to generate. `params.n` is 1 here: the front makes one request per sample, with seed + i.
+
+    group: what all sequences of one client's request have in common; "" for one that is alone. queue_timeout_s: how
+    long it may wait to start; None: as long as it takes.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     lora: LoRARequest | None = None
+    group: str = ""
+    queue_timeout_s: float | None = None
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

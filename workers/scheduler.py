@@ -13,6 +13,7 @@ Source of the policy: continuous batching as in Orca (OSDI 22), chunked prefill 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -62,6 +63,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def num_beyond_a_step(self) -> int:
+        """Sequences that would have to wait even if each that can did run. Negative where there is room."""
+        return len(self.waiting) + len(self.running) - self._max_num_seqs
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
@@ -205,6 +211,8 @@ class Scheduler:
         sequence.blocks = blocks
         sequence.num_computed = cached
         self.waiting.start(sequence)
+        sequence.group.started = True
+        sequence.started_s = sequence.started_s or time.monotonic()
         if sequence.num_generated == 0:
             sequence.num_cached = cached
         if slot is not None:

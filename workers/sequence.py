@@ -26,13 +26,22 @@ class Lane:
 
 
 @dataclass(slots=True, eq=False)
+class Group:
+    """The sequences of one client's request. started: one of them has been in a step, or will be in the next."""
+
+    name: str
+    unfinished: int = 0
+    started: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """tokens: prompt, then answer; the last is UNKNOWN while the step that samples it is under way. num_computed: how
     many of them have their keys and values in the cache, or will after that step.
 
     seed is always set: the request's own, or one drawn for it. slot: the adapter's, while it is held. blocks: None
-    while waiting. lane: its adapter's, from add() on. prompt_logprobs fill up chunk by chunk and go out with the first
-    token.
+    while waiting. lane: its adapter's, from add() on. queued_s, started_s: monotonic; 0 before. prompt_logprobs fill up
+    chunk by chunk and go out with the first token.
     """
 
     request_id: str
@@ -49,7 +58,10 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     fallback_reason: str | None = None
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+    group: Group = field(default_factory=lambda: Group(""))
     lane: Lane = field(init=False)
+    queued_s: float = 0.0
+    started_s: float = 0.0
 
     @property
     def num_uncomputed(self) -> int:

@@ -156,7 +156,9 @@ def build_engine(
         kv_cache_tokens=rank.num_blocks * config.block_size,
         eos_token_ids=list(rank.model_config.eos_token_ids),
     )
-    return Engine(runner, scheduler, hello, config.on_lora_load_failure, config.seed, overlap)
+    return Engine(
+        runner, scheduler, hello, config.on_lora_load_failure, config.seed, overlap, config.max_queued_requests
+    )
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -18,6 +18,12 @@ def test_the_engine_and_lora_settings_arrive_by_name() -> None:
     assert config.kv_cache_dtype == "fp8"
 
 
+def test_the_bounds_of_the_queue_arrive_where_they_are_kept() -> None:
+    args = parse_args({"model": "m", "max_queued_requests": 7, "queue_timeout": 2.5})
+    assert (args.engine_config().max_queued_requests, args.queue_timeout) == (7, 2.5)
+    assert parse_args({"model": "m", "max_queued_requests": None}).engine_config().max_queued_requests is None
+
+
 def test_without_lora_there_is_no_lora_config() -> None:
     assert parse_args({"model": "m", "enable_lora": False}).engine_config().lora is None
 
@@ -46,6 +52,7 @@ def test_modules_are_read_in_every_spelling() -> None:
         ({"model": "m", "num_replicas": "two"}, "num_replicas"),
         ({"model": "m", "device": "tpu"}, "device"),
         ({"model": "m", "tp": 0}, "tensor_parallel_size"),
+        ({"model": "m", "queue_timeout": -1}, "queue_timeout"),
         ({"model": "m", "lora_modules": ["nothing"]}, "name=path"),
         ({"model": "m", "lora_modules": ["{nothing"]}, "not valid JSON"),
         ({"model": "m", "lora_modules": [{"name": "a", "path": "x", "rank": 3}]}, "rank"),

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.errors import AdapterMissing, ContextOverflow, EngineDead
+from lorafleet.workers.errors import AdapterMissing, ContextOverflow, EngineDead, QueueFull, QueueTimeout
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineRequest, TokenOutput
@@ -113,3 +113,26 @@ async def test_a_dead_loop_ends_every_stream_and_fails_the_health_check(fleet, p
     with pytest.raises(EngineDead):
         await tokens_of(client, request("after", prompt(5), 3))
     await client.close()
+
+
+async def test_a_full_queue_and_a_deadline_refuse_the_late_ones_and_leave_the_running_alone(fleet, prompt, tmp_path):
+    config = EngineConfig(model=str(fleet("llama3").base), kv_cache_tokens=2048, max_num_seqs=1, max_queued_requests=1)
+    worker = GPUWorker(config, ipc_address(str(tmp_path)))
+    client = await EngineClient.connect(ipc_address(str(tmp_path)), worker.hello())
+    running = client.generate(request("runs", prompt(5), 400))
+    tokens = list((await anext(running)).token_ids)
+    asked = request("waits", prompt(6), 3)
+    asked.queue_timeout_s = 0.05
+    waits = asyncio.create_task(tokens_of(client, asked))
+    await asyncio.sleep(0.02)
+    with pytest.raises(QueueFull, match="1 requests wait") as full:
+        await tokens_of(client, request("too many", prompt(7), 3))
+    with pytest.raises(QueueTimeout, match=r"within 0\.05 s") as late:
+        await waits
+    assert full.value.retry_after_s >= 1 and late.value.retry_after_s >= 1
+    patient = asyncio.create_task(tokens_of(client, request("patient", prompt(6), 3)))
+    tokens += [token async for output in running for token in output.token_ids]
+    assert tokens == fleet("llama3").reference.greedy(prompt(5), 400).tokens
+    assert await patient == fleet("llama3").reference.greedy(prompt(6), 3).tokens
+    await client.close()
+    worker.shutdown()

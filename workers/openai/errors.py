@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -26,6 +27,8 @@ from lorafleet.workers.errors import (
     LorafleetError,
     ModelNotFound,
     Overloaded,
+    QueueFull,
+    QueueTimeout,
     RankTooLarge,
 )
 
@@ -54,6 +57,8 @@ TABLE: dict[type[LorafleetError], HttpError] = {
     AdapterExists: HttpError(400, _INVALID, "adapter_exists"),
     InvalidAdapterName: HttpError(400, _INVALID, "invalid_adapter_name"),
     Overloaded: HttpError(503, "server_error", "overloaded"),
+    QueueFull: HttpError(429, "rate_limit_error", "queue_full"),
+    QueueTimeout: HttpError(429, "rate_limit_error", "queue_timeout"),
     EngineDead: HttpError(503, "server_error", "engine_dead"),
 }
 
@@ -70,7 +75,11 @@ def error_body(error: LorafleetError) -> bytes:
 
 def error_response(error: LorafleetError) -> Response:
     status = http_error(error).status
-    headers = {"retry-after": "1"} if status == 503 else None
+    headers = None
+    if isinstance(error, Overloaded):
+        headers = {"retry-after": str(math.ceil(error.retry_after_s))}
+    elif status == 503:
+        headers = {"retry-after": "1"}
     return Response(error_body(error), status, headers, media_type="application/json")
 
 

@@ -29,6 +29,7 @@ class FrontConfig:
     model_path: str  # shown as the base model's `root`
     allow_runtime_lora_updating: bool = False  # opens /v1/load_lora_adapter and /v1/unload_lora_adapter
     chat_template: str | None = None  # Jinja source; None: the tokenizer's own
+    queue_timeout_s: float | None = None  # how long a request may wait to start where it does not say; None: ever
     max_body_bytes: int = MAX_BODY_BYTES  # of a request; a larger one is refused with 413
     generation_defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # see below
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970, shown by /v1/models

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import request_id
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Answer, Sample, Task, collect, fallback_of, make_samples, merged
@@ -48,14 +49,16 @@ _SAME_NAMES = (
 
 
 async def generate(front: Front, request: Request) -> Response:
+    deadline = Deadline.of(front, request)
     body = await read_body(front, request, SGLangRequest)
     prompts, is_batch = await _read_prompts(front, body)
     sampling = _read_sampling(body, len(prompts))
-    models = await _read_models(front, body, sampling)
+    async with deadline.while_finding_models():
+        models = await _read_models(front, body, sampling)
     label_request(request.scope, front.label(models[0]))
     tasks = [_make_task(front, body, *one) for one in zip(prompts, models, sampling, strict=True)]
     rids = _read_rids(request, body, len(prompts))
-    samples = make_samples(front, rids[0], tasks)
+    samples = make_samples(front, rids[0], tasks, deadline)
     ids = [rid for rid, task in zip(rids, tasks, strict=True) for _ in range(task.params.n)]
     results = [_Result(body, sample, rid) for sample, rid in zip(samples, ids, strict=True)]
     if body.stream:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from lorafleet.workers.errors import EngineDead, InvalidRequest
 from lorafleet.workers.messages import EngineRequest
+from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.metrics import Stopwatch
 from lorafleet.workers.openai.prompts import Prompt
@@ -39,10 +40,19 @@ class Task:
 
 
 class Sample:
-    """One sequence. `params` are its own: n is 1. `counts_prompt`: it is its prompt's first, which the usage counts."""
+    """One sequence. `params` are its own: n is 1. `group`: unique, of all samples of one client's request.
+    `counts_prompt`: it is its prompt's first, which the usage counts."""
 
     def __init__(
-        self, front: Front, request_id: str, index: int, task: Task, params: SamplingParams, *, counts_prompt: bool
+        self,
+        front: Front,
+        group: str,
+        index: int,
+        task: Task,
+        params: SamplingParams,
+        deadline: Deadline,
+        *,
+        counts_prompt: bool,
     ) -> None:
         self.index = index
         self.prompt = task.prompt
@@ -53,7 +63,9 @@ class Sample:
         self.fallback_reason: str | None = None
         self._scoring = task.scoring
         self._front = front
-        self._engine_id = f"{request_id}-{next(_numbers)}"
+        self._group = group
+        self._engine_id = f"{group}-{index}"
+        self._deadline = deadline
         self._processor = OutputProcessor(front.tokenizer, self.prompt.token_ids, params)
 
     @property
@@ -67,6 +79,8 @@ class Sample:
             prompt_token_ids=self.prompt.token_ids,
             params=self.params,
             lora=self.model.lora,
+            group=self._group,
+            queue_timeout_s=self._deadline.left_s(),
         )
         push = self._processor.push
         watch = Stopwatch()
@@ -170,15 +184,16 @@ def fallback_of(samples: Sequence[Sample]) -> dict[str, str] | None:
     return None
 
 
-def make_samples(front: Front, request_id: str, tasks: Sequence[Task]) -> list[Sample]:
+def make_samples(front: Front, request_id: str, tasks: Sequence[Task], deadline: Deadline) -> list[Sample]:
     total = sum(task.params.n for task in tasks)
     if total > MAX_SAMPLES:
         raise InvalidRequest(f"prompts x n is {total}; at most {MAX_SAMPLES} answers in one request.", "n")
     samples: list[Sample] = []
+    group = f"{request_id}-{next(_numbers)}"
     for task in tasks:
         for i in range(task.params.n):
             params = task.params.of_sample(i)
-            samples.append(Sample(front, request_id, len(samples), task, params, counts_prompt=i == 0))
+            samples.append(Sample(front, group, len(samples), task, params, deadline, counts_prompt=i == 0))
     return samples
 
 

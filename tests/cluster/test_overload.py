@@ -1,0 +1,88 @@
+"""More requests than a cluster of two replicas can take, through openai-python and HAProxy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.cluster.harness import running_server
+
+pytestmark = pytest.mark.timeout(600)
+LONG = 900  # tokens: seconds on a CPU
+REPLICAS, RUNNING, WAITING = 2, 2, 1
+
+
+@pytest.fixture(scope="module")
+def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--num-replicas", str(REPLICAS)]
+    arguments += ["--lora-modules", f"a0={tiny_model.parent / 'a0'}", f"a1={tiny_model.parent / 'a1'}"]
+    arguments += ["--kv-cache-tokens", "4096", "--max-num-seqs", str(RUNNING), "--max-queued-requests", str(WAITING)]
+    with running_server([*arguments, "--queue-timeout", "60"], tmp_path_factory.mktemp("log") / "serve.log") as address:
+        yield address
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+async def stream(client: AsyncOpenAI, model: str = "base") -> tuple[Any, Any]:
+    """A long answer that has begun, and its first chunk."""
+    chunks = await client.completions.create(
+        model=model, prompt="hello", max_tokens=LONG, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    return chunks, await anext(chunks)
+
+
+async def rest_of(chunks: Any) -> str:
+    reasons = [choice.finish_reason async for chunk in chunks for choice in chunk.choices]
+    return str(reasons[-1])
+
+
+async def test_what_cannot_be_queued_is_429_with_retry_after_and_the_rest_runs_on(client: AsyncOpenAI) -> None:
+    asked = [
+        client.completions.create(
+            model=("base", "a0", "a1")[i % 3], prompt="hi", max_tokens=LONG, extra_body={"ignore_eos": True}
+        )
+        for i in range(20)
+    ]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
+    served = [one for one in answers if not isinstance(one, BaseException)]
+    assert len(refused) + len(served) == 20, answers
+    assert len(served) >= RUNNING + WAITING
+    assert len(refused) >= 20 - 2 * REPLICAS * (RUNNING + WAITING)
+    assert {one.usage.completion_tokens for one in served} == {LONG}
+    for one in refused:
+        assert one.code == "queue_full" and "max_queued_requests=1" in str(one)
+        assert 1 <= int(one.response.headers["retry-after"]) <= 60
+
+
+async def test_who_cannot_start_in_time_is_429_and_streams_are_not_cut(client: AsyncOpenAI) -> None:
+    models = ["base", "a0", "a1"] * 4
+    begun, queued = await asyncio.wait([asyncio.create_task(stream(client, m)) for m in models], timeout=0.5)
+    for task in queued:
+        task.cancel()
+    await asyncio.gather(*queued, return_exceptions=True)
+    streams = [task.result() for task in begun if task.exception() is None]
+    hasty = client.with_options(default_headers={"X-Queue-Timeout-Seconds": "0.05"})
+    short = [hasty.completions.create(model=model, prompt="hi", max_tokens=2) for model in models]
+    refused = [
+        one for one in await asyncio.gather(*short, return_exceptions=True) if isinstance(one, openai.RateLimitError)
+    ]
+    assert "queue_timeout" in {one.code for one in refused}
+    assert len(streams) >= RUNNING
+    assert await asyncio.gather(*(rest_of(chunks) for chunks, _ in streams)) == ["length"] * len(streams)
+
+
+async def test_clients_that_try_again_when_told_are_all_served(url: str) -> None:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=20, timeout=120) as client:
+        asked = [client.completions.create(model="a1", prompt="hi", max_tokens=200) for _ in range(16)]
+        assert len(await asyncio.gather(*asked)) == 16

@@ -1,0 +1,116 @@
+"""Which requests may wait for their turn, and for how long. What has started is never taken back from here.
+
+A request that finds the queue full, or that has not started when its time is up, ends at once with an error that says
+when to try again, rather than late. Sequences of one request (its samples, its prompts) stand or fall together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+
+from lorafleet.workers.errors import QueueFull, QueueTimeout
+from lorafleet.workers.messages import EngineRequest
+from lorafleet.workers.scheduler import Scheduler
+from lorafleet.workers.sequence import Group, Sequence
+
+RATE_MEMORY_S = 30.0  # of service under a backlog, after which older service counts half
+MAX_RETRY_S = 60.0  # what clients of OpenAI's make accept; they ignore a longer Retry-After
+
+
+class Admission:
+    """max_queued: requests are refused once this many more sequences are here than a step holds; None: never."""
+
+    def __init__(
+        self, scheduler: Scheduler, max_queued: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._scheduler = scheduler
+        self._max_queued = max_queued
+        self._clock = clock
+        self._groups: dict[str, Group] = {}
+        self._deadlines: list[tuple[float, int, float, Sequence]] = []  # when, number, timeout
+        self._numbers = count()
+        self._rate = _Rate(clock())
+
+    def join(self, request: EngineRequest) -> Group:
+        """Of a sequence that is about to be queued. Raises QueueFull for the first of its request, never for others."""
+        group = self._groups.get(request.group)
+        if group is None:
+            self._check_room()
+            group = Group(request.group)
+            if request.group:
+                self._groups[request.group] = group
+        group.unfinished += 1
+        return group
+
+    def queued(self, sequence: Sequence, timeout_s: float | None) -> None:
+        sequence.queued_s = self._clock()
+        if timeout_s is not None:
+            entry = (sequence.queued_s + timeout_s, next(self._numbers), timeout_s, sequence)
+            heappush(self._deadlines, entry)
+
+    def left(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        group = sequence.group
+        group.unfinished -= 1
+        if not group.unfinished:
+            self._groups.pop(group.name, None)
+
+    def expired(self) -> list[tuple[Sequence, QueueTimeout]]:
+        """Once a step, after it was scheduled: those whose time is up and nothing of whose request has started. Some
+        may have ended otherwise."""
+        now = self._clock()
+        waiting = self._scheduler.waiting
+        self._rate.note(now, waiting.started_tokens, backlog=len(waiting) > 0)
+        found: list[tuple[Sequence, QueueTimeout]] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, timeout_s, sequence = heappop(self._deadlines)
+            if not sequence.group.started:
+                found.append((sequence, self._timeout(timeout_s)))
+        return found
+
+    def retry_after_s(self) -> float:
+        """How long what waits now will take at the measured rate."""
+        return min(MAX_RETRY_S, max(1.0, self._rate.seconds_for(self._scheduler.waiting.num_tokens)))
+
+    def _check_room(self) -> None:
+        if self._max_queued is None or self._scheduler.num_beyond_a_step < self._max_queued:
+            return
+        raise QueueFull(
+            f"{len(self._scheduler.waiting)} requests wait on this replica, which lets max_queued_requests="
+            f"{self._max_queued} wait. Try again later; raise max_queued_requests, or num_replicas, if this lasts.",
+            retry_after_s=self.retry_after_s(),
+        )
+
+    def _timeout(self, timeout_s: float) -> QueueTimeout:
+        return QueueTimeout(
+            f"The request could not start within {timeout_s:g} s: {len(self._scheduler.waiting)} wait on this replica. "
+            "Try again later, or let it wait longer (X-Queue-Timeout-Seconds).",
+            retry_after_s=self.retry_after_s(),
+        )
+
+
+class _Rate:
+    """At which waiting tokens start, measured while some wait: else it would be the rate at which they come."""
+
+    def __init__(self, now: float) -> None:
+        self._noted = now
+        self._total = 0
+        self._backlog = False
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def note(self, now: float, total: int, *, backlog: bool) -> None:
+        """total: tokens started so far."""
+        if self._backlog:
+            self._seconds += now - self._noted
+            self._tokens += total - self._total
+        if self._seconds > RATE_MEMORY_S:
+            self._seconds, self._tokens = self._seconds / 2, self._tokens / 2
+        self._noted, self._total, self._backlog = now, total, backlog
+
+    def seconds_for(self, num_tokens: int) -> float:
+        """Where none has started yet: as long again as has been waited."""
+        return num_tokens * self._seconds / self._tokens if self._tokens else self._seconds

@@ -1,0 +1,59 @@
+"""How long a client's request may wait to start: its own header, else the server's setting. Starting is being computed:
+all that comes before counts, finding its adapter as well as the engine's queue (workers/admission.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from lorafleet.workers.errors import InvalidRequest, QueueTimeout
+from lorafleet.workers.openai.front import Front
+
+HEADER = "X-Queue-Timeout-Seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    timeout_s: float | None  # None: as long as it takes
+    began_s: float  # monotonic
+
+    @classmethod
+    def of(cls, front: Front, request: Request) -> Deadline:
+        """Of a request that has just come."""
+        given = request.headers.get(HEADER)
+        return cls(front.config.queue_timeout_s if given is None else _read(given), time.monotonic())
+
+    def left_s(self) -> float | None:
+        if self.timeout_s is None:
+            return None
+        return max(0.0, self.began_s + self.timeout_s - time.monotonic())
+
+    @asynccontextmanager
+    async def while_finding_models(self) -> AsyncIterator[None]:
+        """Raises QueueTimeout when the time is up inside the block."""
+        try:
+            async with asyncio.timeout(self.left_s()) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise QueueTimeout(
+                f"The request could not start within {self.timeout_s:g} s: its adapter is still being found and read. "
+                f"Try again later, or let it wait longer ({HEADER})."
+            ) from None
+
+
+def _read(given: str) -> float:
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise InvalidRequest(f"The header {HEADER} is {given!r}; it must be a number of seconds, 0 or more.", HEADER)
+    return seconds
