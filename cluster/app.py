@@ -3,6 +3,7 @@
 # Annotations stay objects here (no `from __future__ import annotations`): Serve looks at the type of build's argument.
 
 import dataclasses
+import uuid
 from typing import Any
 
 import ray
@@ -29,7 +30,7 @@ MAX_ROUTED = 10_000  # requests waiting for a router's answer
 def build(args: AppArgs) -> Application:
     """Replicas of one base model and, with direct streaming, the router before them."""
     config = dataclasses.replace(args.engine_config(), device=_device(args))
-    replicas = _replicas(args, config).bind(args, config)
+    replicas = _replicas(args, config).bind(args, config, uuid.uuid4().hex)
     if not ingress.direct_streaming():
         return replicas
     return ingress.with_ingress_router(replicas, router().bind(replicas))
@@ -55,7 +56,7 @@ def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
         placement_group_strategy="STRICT_PACK",  # they speak over Unix sockets
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter,  # type: ignore[arg-type]  # Serve's annotation is of what it stores
-            request_router_kwargs={"model": args.model},
+            request_router_kwargs={"directory": args.directory_place()},
         ),
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,

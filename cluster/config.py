@@ -135,6 +135,12 @@ class AppArgs(BaseModel):
         [], description="Installed resolver plugins to ask for unknown adapters, in this order, after the folder."
     )
 
+    catalog_uri: str | None = Field(
+        None,
+        description="Where the catalogue of adapters is kept: a folder that all nodes see, or s3://bucket/prefix; "
+        "default: a folder below LORAFLEET_STATE_DIR or ~/.local/state/lorafleet on the head node.",
+    )
+
     num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
     max_replicas: int | None = Field(
         None, ge=1, description="More than num_replicas are started under load, up to so many; default: never."
@@ -211,6 +217,10 @@ class AppArgs(BaseModel):
     @property
     def base_names(self) -> list[str]:
         return self.served_model_name or [self.model]
+
+    def directory_place(self) -> dict[str, Any]:
+        """Of DirectoryPlace, all but the application's name."""
+        return {"model": self.model, "catalog_uri": self.catalog_uri, "base_names": tuple(self.base_names)}
 
     def engine_config(self) -> EngineConfig:
         """Raises ConfigError where a value is out of its bounds."""

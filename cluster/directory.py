@@ -1,39 +1,64 @@
-"""The adapter directory: which names exist, with which digest, and which replica holds which of them.
+"""The adapter directory: what each public name stands for, and which replica holds which adapter.
 
-Plain asyncio, in memory, without Ray (cluster/directory_actor.py wraps it into an actor). Every replica keeps a copy of
-the catalogue and polls `watch`; a write returns once every live replica has the new version, or can no longer use its
-old copy: see LEASE_S.
+Plain asyncio without Ray (cluster/directory_actor.py wraps it into an actor). The catalogue below it is durable; what
+resolvers found is kept in memory, and brought back by the replicas after a restart. Every replica keeps copies of the
+names that it was asked for and polls `watch`; a write returns once every live replica has heard of it, or can no
+longer use its old copies: see LEASE_S. What administrators ask for is in cluster/administration.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
 
 import msgspec
 
-from lorafleet.workers.errors import AdapterExists, ModelNotFound
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.state import Served
+from lorafleet.workers.errors import Overloaded, WireError, from_wire
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
-# A replica may answer from its copy for LEASE_S after it *sent* the last watch call that was answered. A watch call is
-# held for HOLD_S at most, so the lease of a healthy replica never runs out. A write that waited ACKNOWLEDGE_S for a
+# A replica may answer from its copies for LEASE_S after it *sent* the last watch call that was answered. A watch call
+# is held for HOLD_S at most, so the lease of a healthy replica never runs out. A write that waited ACKNOWLEDGE_S for a
 # silent replica may return: that replica's lease is over, so it asks the directory before it answers.
 HOLD_S = 1.0
 LEASE_S = 4.0
 ACKNOWLEDGE_S = 5.0
 FORGET_S = 60.0  # a replica that was silent for this long is gone without having said so
+MAX_CHANGES = 100_000  # remembered for replicas that are behind; who is further behind joins again
 
 
-class Catalogue(msgspec.Struct, frozen=True):
-    """One version of what exists. `removed`: unloaded names, which a restarting replica must not bring back."""
+OrderKind = Literal["load", "pin", "unpin", "drop"]
 
-    epoch: str  # of the directory process that made it
+
+class Changes(msgspec.Struct, frozen=True):
+    """What a replica did not know: names that stand for something else now (None: for nothing), and its orders."""
+
+    epoch: str  # of the directory process
     version: int
-    entries: dict[str, LoRARequest]
-    removed: frozenset[str] = frozenset()
+    served: dict[str, Served | None]
+    orders: tuple[Order, ...] = ()
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What one replica shall do, answered by `done`. load: into host memory. pin: keep in a slot. drop: wait for the
+    requests in flight, then forget it in every tier."""
+
+    number: int
+    kind: OrderKind
+    lora: LoRARequest
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The answer to a lookup, and the version in which it holds."""
+
+    version: int
+    served: Served | None
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -62,19 +87,23 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class StaleEpoch(Exception):
-    """The directory was restarted: join again, then repeat the call."""
+    """The directory was restarted, or has forgotten how far this replica was: join again, then repeat the call."""
 
 
 class Directory(Protocol):
     """What replicas and routers call; AdapterDirectory itself, or its actor's handle in RemoteDirectory."""
 
-    async def join(self, replica_id: str, known: Catalogue | None) -> Catalogue: ...
+    async def join(
+        self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
+    ) -> Changes: ...
     async def leave(self, replica_id: str) -> None: ...
-    async def watch(self, replica_id: str, epoch: str, version: int) -> Catalogue: ...
-    async def lookup(self, epoch: str, name: str) -> LoRARequest | None: ...
-    async def publish(self, epoch: str, entry: LoRARequest, *, replace: bool, wait: bool) -> LoRARequest: ...
-    async def seed(self, epoch: str, entry: LoRARequest) -> LoRARequest | None: ...
-    async def retract(self, epoch: str, name: str) -> None: ...
+    async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes: ...
+    async def done(
+        self, replica_id: str, epoch: str, order: int, info: AdapterInfo | None, error: WireError | None
+    ) -> None: ...
+    async def lookup(self, epoch: str, name: str) -> Found: ...
+    async def found(self, epoch: str, lora: LoRARequest) -> Found: ...
+    async def listed(self, epoch: str) -> list[LoRARequest]: ...
     async def report(self, replica_id: str, load: Load) -> None: ...
     async def routes(self, version: int) -> RouteTable: ...
     async def note(self, progress: Progress) -> None: ...
@@ -83,19 +112,37 @@ class Directory(Protocol):
 class _Replica:
     def __init__(self, now: float) -> None:
         self.acknowledged = -1
+        self.ready = False
         self.seen = now
         self.load = Load()
+        self.orders: dict[int, tuple[Order, asyncio.Future[AdapterInfo | None]]] = {}
+        self.changed = asyncio.Event()
+
+    @property
+    def last_order(self) -> int:
+        return max(self.orders, default=0)
 
 
 class AdapterDirectory:
     """Everything runs on one event loop; between two awaits nothing else happens."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, catalogue: Catalogue, clock: Callable[[], float] = time.monotonic) -> None:
+        self.catalogue = catalogue
+        self.on_replicas: Callable[[], None] = lambda: None  # told when one has come or gone
+        catalogue.on_change = self._publish
         self._clock = clock
-        self._catalogue = Catalogue(uuid.uuid4().hex, 0, {})
+        self._started = clock()
+        self._epoch = uuid.uuid4().hex
+        self._version = 0
+        self._changes: deque[tuple[int, str]] = deque(maxlen=MAX_CHANGES)
+        self._since: dict[str, int] = {}  # of names that changed in this epoch
+        self._found: dict[str, LoRARequest] = {}
         self._replicas: dict[str, _Replica] = {}
+        self._live_before: set[str] = set()
+        self._order_numbers = itertools.count(1)
+        # Copies of an earlier process's time may still be in use by replicas that this one has not heard of.
+        self._leases_until = clock() + (ACKNOWLEDGE_S if catalogue.state.adapters else 0.0)
         self._routes_version = 0
-        self._changed = asyncio.Event()
         self._acknowledgement = asyncio.Event()
         self._routes_changed = asyncio.Event()
         self._progress: list[Progress] = []
@@ -103,69 +150,124 @@ class AdapterDirectory:
     @property
     def idle(self) -> bool:
         """No replica has called for a while: nobody is left who could use this directory."""
-        return not self._live()
+        return not self.live()
 
-    async def join(self, replica_id: str, known: Catalogue | None) -> Catalogue:
-        """A replica starts, or finds a restarted directory and brings what it knows: the newest copy wins."""
-        self._replicas = {name: one for name, one in self._replicas.items() if self._clock() - one.seen < FORGET_S}
-        self._replicas[replica_id] = _Replica(self._clock())
-        now = self._catalogue
-        if known is not None and known.epoch != now.epoch and known.version > now.version:
-            self._publish(known.entries, known.removed, known.version)
-        return self._catalogue
+    def live(self) -> list[str]:
+        return [name for name, one in self._replicas.items() if self._clock() - one.seen < ACKNOWLEDGE_S + HOLD_S]
+
+    def ready(self) -> list[str]:
+        return [name for name in self.live() if self._replicas[name].ready]
+
+    async def wait_for_ready(self, count: int) -> list[str]:
+        """Those that are ready; gives a restarted directory's replicas time to come back to it."""
+        while len(self.ready()) < count and await self._wait(self._acknowledgement, self._started + ACKNOWLEDGE_S):
+            pass
+        return self.ready()
+
+    def tick(self) -> None:
+        """Called every second: a replica that fell silent counts as gone."""
+        live = set(self.ready())
+        if live != self._live_before:
+            self._live_before = live
+            self.on_replicas()
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    async def join(
+        self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
+    ) -> Changes:
+        """A replica starts (epoch ""), or finds a restarted directory and brings what resolvers found for it: the
+        first to bring a name wins. Answers what its names stand for now. ready: to be ordered to load adapters."""
+        if epoch not in ("", self._epoch):
+            self._leases_until = max(self._leases_until, self._clock() + ACKNOWLEDGE_S)
+        for name, one in list(self._replicas.items()):
+            if self._clock() - one.seen > FORGET_S:
+                self._forget(name)
+        replica = self._seen(replica_id)
+        replica.ready = ready
+        for lora in found:
+            if self.served(lora.lora_name) is None:
+                self._found[lora.lora_name] = lora
+                self._publish({lora.lora_name})
+        self._wake_writers()
+        self.on_replicas()
+        orders = tuple(order for order, _ in replica.orders.values())
+        return Changes(self._epoch, self._version, {name: self.served(name) for name in names}, orders)
 
     async def leave(self, replica_id: str) -> None:
-        if self._replicas.pop(replica_id, None):
-            self._wake_writers()
-            self._wake_routers()
+        self._forget(replica_id)
 
-    async def watch(self, replica_id: str, epoch: str, version: int) -> Catalogue:
-        """Acknowledges `version`; returns as soon as there is another one, or after HOLD_S."""
+    async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
+        """Acknowledges `version`; returns as soon as there is another one or an order behind `order`, or after
+        HOLD_S."""
         self._check(epoch)
         replica = self._seen(replica_id)
         replica.acknowledged = max(replica.acknowledged, version)
         self._wake_writers()
         deadline = self._clock() + HOLD_S
-        while self._catalogue.version <= version and await self._wait(self._changed, deadline):
-            pass
+        while version >= self._version and order >= replica.last_order and await self._wait(replica.changed, deadline):
+            replica.changed.clear()
         self._seen(replica_id)
-        return self._catalogue
+        orders = tuple(one for one, _ in replica.orders.values() if one.number > order)
+        return Changes(self._epoch, self._version, self._changed_since(version), orders)
 
-    async def lookup(self, epoch: str, name: str) -> LoRARequest | None:
+    async def done(
+        self, replica_id: str, epoch: str, order: int, info: AdapterInfo | None, error: WireError | None
+    ) -> None:
         self._check(epoch)
-        return self._catalogue.entries.get(name)
+        _, answer = self._seen(replica_id).orders.pop(order, (None, None))
+        if answer is None or answer.done():
+            return
+        if error is not None:
+            answer.set_exception(from_wire(error))
+        else:
+            answer.set_result(info)
 
-    async def publish(self, epoch: str, entry: LoRARequest, *, replace: bool, wait: bool) -> LoRARequest:
-        """Adds or replaces a name. AdapterExists where the name is taken. wait: until every replica knows of it."""
+    async def lookup(self, epoch: str, name: str) -> Found:
         self._check(epoch)
-        present = self._catalogue.entries.get(entry.lora_name)
-        if present is not None and not replace:
-            raise AdapterExists(
-                f"The lora adapter '{entry.lora_name}' has already been loaded. If you want to load the adapter in "
-                "place, set 'load_inplace' to True.",
-                "lora_name",
-            )
-        self._put(entry)
-        if wait:
-            await self._acknowledged(self._catalogue.version)
-        return entry
+        return Found(self._version, self.served(name))
 
-    async def seed(self, epoch: str, entry: LoRARequest) -> LoRARequest | None:
-        """Adds a name if nobody did; what is there stays, and what was unloaded stays unloaded (None)."""
+    async def found(self, epoch: str, lora: LoRARequest) -> Found:
+        """A resolver has found it, and a worker has read it; who was first wins."""
         self._check(epoch)
-        name = entry.lora_name
-        if name not in self._catalogue.entries and name not in self._catalogue.removed:
-            self._put(entry)
-        return self._catalogue.entries.get(name)
+        if self.served(lora.lora_name) is None:
+            self._found[lora.lora_name] = lora
+            self._publish({lora.lora_name})
+        return Found(self._version, self.served(lora.lora_name))
 
-    async def retract(self, epoch: str, name: str) -> None:
-        """Removes a name, for every replica."""
+    async def listed(self, epoch: str) -> list[LoRARequest]:
+        """Every public name; of a split, its first version."""
         self._check(epoch)
-        entries = dict(self._catalogue.entries)
-        if entries.pop(name, None) is None:
-            raise ModelNotFound(f"The lora adapter '{name}' cannot be found.", "lora_name")
-        self._publish(entries, self._catalogue.removed | {name}, self._catalogue.version + 1)
-        await self._acknowledged(self._catalogue.version)
+        names = itertools.chain(self.catalogue.state.aliases(), self._found)
+        return [served.loras[0] for name in names if (served := self.served(name)) is not None]
+
+    def order(self, replica_id: str, kind: OrderKind, lora: LoRARequest) -> asyncio.Future[AdapterInfo | None]:
+        """The answer comes with `done`; Overloaded where the replica goes before."""
+        replica = self._replicas[replica_id]
+        number = next(self._order_numbers)
+        answer: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting any more
+        replica.orders[number] = Order(number, kind, lora), answer
+        replica.changed.set()
+        return answer
+
+    def forget_found(self, name: str) -> bool:
+        """A name that only resolvers know of; it is looked for again when it is asked for."""
+        if self._found.pop(name, None) is None:
+            return False
+        self._publish({name})
+        return True
+
+    async def acknowledged(self) -> None:
+        """Until every live replica knows of all changes so far, or its lease is over because it asked for nothing."""
+        version = self._version
+        await asyncio.sleep(max(0.0, self._leases_until - self._clock()))
+        deadline = self._clock() + ACKNOWLEDGE_S
+        while any(self._replicas[name].acknowledged < version for name in self.live()):
+            if not await self._wait(self._acknowledgement, deadline):
+                return
+
+    # -- routers ------------------------------------------------------------------------------------------------------
 
     async def report(self, replica_id: str, load: Load) -> None:
         self._seen(replica_id).load = load
@@ -184,8 +286,10 @@ class AdapterDirectory:
     async def progress(self, after: int) -> list[Progress]:
         return self._progress[after:]
 
+    # -- inside -------------------------------------------------------------------------------------------------------
+
     def _check(self, epoch: str) -> None:
-        if epoch != self._catalogue.epoch:
+        if epoch != self._epoch:
             raise StaleEpoch(epoch)
 
     def _seen(self, replica_id: str) -> _Replica:
@@ -193,27 +297,40 @@ class AdapterDirectory:
         replica.seen = self._clock()
         return replica
 
-    def _live(self) -> list[_Replica]:
-        return [r for r in self._replicas.values() if self._clock() - r.seen < ACKNOWLEDGE_S + HOLD_S]
+    def _forget(self, replica_id: str) -> None:
+        replica = self._replicas.pop(replica_id, None)
+        if replica is None:
+            return
+        for _, answer in replica.orders.values():
+            if not answer.done():
+                answer.set_exception(Overloaded(f"replica {replica_id} has left the cluster."))
+        self._wake_writers()
+        self._wake_routers()
+        self.on_replicas()
 
-    def _put(self, entry: LoRARequest) -> None:
-        entries = self._catalogue.entries | {entry.lora_name: entry}
-        self._publish(entries, self._catalogue.removed - {entry.lora_name}, self._catalogue.version + 1)
+    def served(self, name: str) -> Served | None:
+        since = self._since.get(name, 0)
+        served = self.catalogue.state.served(name, since)
+        if served is None and name in self._found:
+            return Served(name, since, (self._found[name],), (1.0,), found=True)
+        return served
 
-    def _publish(self, entries: dict[str, LoRARequest], removed: frozenset[str], version: int) -> None:
-        self._catalogue = Catalogue(self._catalogue.epoch, version, entries, removed)
-        self._wake_replicas()
+    def _publish(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._version += 1
+            self._since[name] = self._version
+            self._changes.append((self._version, name))
+            if self.catalogue.state.owner(name) is not None:
+                self._found.pop(name, None)
+        for replica in self._replicas.values():
+            replica.changed.set()
         self._wake_routers()
 
-    async def _acknowledged(self, version: int) -> None:
-        deadline = self._clock() + ACKNOWLEDGE_S
-        while any(replica.acknowledged < version for replica in self._live()):
-            if not await self._wait(self._acknowledgement, deadline):
-                return
-
-    def _wake_replicas(self) -> None:
-        self._changed, moved = asyncio.Event(), self._changed
-        moved.set()
+    def _changed_since(self, version: int) -> dict[str, Served | None]:
+        if version < self._version - len(self._changes):
+            raise StaleEpoch(self._epoch)
+        names = itertools.takewhile(lambda change: change[0] > version, reversed(self._changes))
+        return {name: self.served(name) for _, name in names}
 
     def _wake_writers(self) -> None:
         self._acknowledgement, moved = asyncio.Event(), self._acknowledgement
@@ -233,8 +350,10 @@ class AdapterDirectory:
 
     def _route_table(self) -> RouteTable:
         names_of: dict[str, list[str]] = {}
-        for entry in self._catalogue.entries.values():
-            names_of.setdefault(entry.digest, []).append(entry.lora_name)
+        for name in itertools.chain(self.catalogue.state.aliases(), self._found):
+            served = self.served(name)
+            for lora in served.loras if served is not None else ():
+                names_of.setdefault(lora.digest, []).append(name)
         gpu: dict[str, tuple[str, ...]] = {}
         cpu: dict[str, tuple[str, ...]] = {}
         for replica_id, replica in self._replicas.items():

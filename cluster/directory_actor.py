@@ -1,7 +1,7 @@
 """The adapter directory as a named Ray actor, and how the other processes reach it.
 
 One for each application and base model, made by whoever comes first. It ends by itself when no replica has called for
-a while, so that an application that was deleted leaves nothing behind.
+a while, so that an application that was deleted leaves nothing behind but its catalogue.
 """
 
 from __future__ import annotations
@@ -9,58 +9,104 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from lorafleet.cluster.directory import AdapterDirectory, Catalogue, Load, Progress, RouteTable
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.cluster.administration import Administration
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.store import open_store
+from lorafleet.cluster.directory import AdapterDirectory, Changes, Found, Load, Progress, RouteTable
+from lorafleet.workers.errors import WireError
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 NAMESPACE = "lorafleet"
 IDLE_EXIT_S = 30.0
 MAX_CALLS = 10_000  # at a time: every replica and router holds one or two
+HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives the head node
 
 T = TypeVar("T")
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
+@dataclass(frozen=True, slots=True)
+class DirectoryPlace:
+    """Which directory, and where its catalogue is: all that is needed to reach or to make it."""
+
+    app_name: str
+    model: str
+    catalog_uri: str | None
+    base_names: tuple[str, ...]
+
+    @property
+    def actor_name(self) -> str:
+        return f"directory:{self.app_name}:{self._model_id}"
+
+    @property
+    def uri(self) -> str:
+        """A folder of its own under the state directory where none was configured."""
+        return self.catalog_uri or str(state_folder() / "catalogues" / f"{self.app_name}-{self._model_id}")
+
+    @property
+    def _model_id(self) -> str:
+        return hashlib.sha256(self.model.encode()).hexdigest()[:12]
+
+
+def state_folder() -> Path:
+    """Where what must outlive a restart is kept: LORAFLEET_STATE_DIR, or the XDG base directory for state."""
+    own = os.environ.get("LORAFLEET_STATE_DIR")
+    xdg = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(own).expanduser() if own else Path(xdg).expanduser() / "lorafleet"
+
+
 class DirectoryActor(AdapterDirectory):
-    """AdapterDirectory in a process of its own."""
+    """AdapterDirectory and Administration in a process of their own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._watchdog = asyncio.get_event_loop().create_task(self._exit_when_idle())
+    def __init__(self, catalog_uri: str, base_names: tuple[str, ...]) -> None:
+        super().__init__(Catalogue(open_store(catalog_uri)))
+        self._administration = Administration(self, base_names)
+        loop = asyncio.get_event_loop()
+        loop.call_soon(self._administration.resume)
+        self._watchdog = loop.create_task(self._watch())
 
-    async def _exit_when_idle(self) -> None:
+    async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        """A public method of Administration."""
+        assert not verb.startswith("_"), verb
+        return await getattr(self._administration, verb)(**arguments)
+
+    async def _watch(self) -> None:
         idle_s = 0.0
         while idle_s < IDLE_EXIT_S:
             await asyncio.sleep(1.0)
+            self.tick()
             idle_s = idle_s + 1.0 if self.idle else 0.0
         logger.info("no replica is left: the adapter directory ends")
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-def directory_name(app_name: str, model: str) -> str:
-    return f"directory:{app_name}:{hashlib.sha256(model.encode()).hexdigest()[:12]}"
-
-
-def get_or_create(name: str) -> RemoteDirectory:
+def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
+    # A local folder is where the head node has it, wherever the caller runs.
+    resources = {} if place.uri.startswith("s3://") else {HEAD_NODE: 0.001}
     actor = (
         ray.remote(DirectoryActor)
         .options(
-            name=name,
+            name=place.actor_name,
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
             max_restarts=-1,
             max_task_retries=0,
             num_cpus=0,
+            resources=resources,
             max_concurrency=MAX_CALLS,
         )
-        .remote()
+        .remote(place.uri, place.base_names)
     )
     return RemoteDirectory(actor)
 
@@ -71,26 +117,33 @@ class RemoteDirectory:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    async def join(self, replica_id: str, known: Catalogue | None) -> Catalogue:
-        return await _result(self._actor.join.remote(replica_id, known))
+    async def join(
+        self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
+    ) -> Changes:
+        return await _result(self._actor.join.remote(replica_id, epoch, names, found, ready))
 
     async def leave(self, replica_id: str) -> None:
         await _result(self._actor.leave.remote(replica_id))
 
-    async def watch(self, replica_id: str, epoch: str, version: int) -> Catalogue:
-        return await _result(self._actor.watch.remote(replica_id, epoch, version))
+    async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
+        return await _result(self._actor.watch.remote(replica_id, epoch, version, order))
 
-    async def lookup(self, epoch: str, name: str) -> LoRARequest | None:
+    async def done(
+        self, replica_id: str, epoch: str, order: int, info: AdapterInfo | None, error: WireError | None
+    ) -> None:
+        await _result(self._actor.done.remote(replica_id, epoch, order, info, error))
+
+    async def lookup(self, epoch: str, name: str) -> Found:
         return await _result(self._actor.lookup.remote(epoch, name))
 
-    async def publish(self, epoch: str, entry: LoRARequest, *, replace: bool, wait: bool) -> LoRARequest:
-        return await _result(self._actor.publish.remote(epoch, entry, replace=replace, wait=wait))
+    async def found(self, epoch: str, lora: LoRARequest) -> Found:
+        return await _result(self._actor.found.remote(epoch, lora))
 
-    async def seed(self, epoch: str, entry: LoRARequest) -> LoRARequest | None:
-        return await _result(self._actor.seed.remote(epoch, entry))
+    async def listed(self, epoch: str) -> list[LoRARequest]:
+        return await _result(self._actor.listed.remote(epoch))
 
-    async def retract(self, epoch: str, name: str) -> None:
-        await _result(self._actor.retract.remote(epoch, name))
+    async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        return await _result(self._actor.administer.remote(verb, arguments))
 
     async def report(self, replica_id: str, load: Load) -> None:
         await _result(self._actor.report.remote(replica_id, load))

@@ -86,7 +86,7 @@ def _start(args: AppArgs, host: str, port: int) -> None:
     from ray import serve
 
     from lorafleet.cluster.app import build
-    from lorafleet.cluster.directory_actor import directory_name
+    from lorafleet.cluster.directory_actor import DirectoryPlace
 
     replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
     num_cpus = max(os.cpu_count() or 1, math.ceil(args.most_replicas * replica_cpus) + 1)
@@ -104,7 +104,7 @@ def _start(args: AppArgs, host: str, port: int) -> None:
     serve.start(http_options={"host": host, "port": port})
     target = serve.RunTarget(build(args), name=APP_NAME, route_prefix="/")
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-    _wait_for_replicas(directory_name(APP_NAME, args.model))
+    _wait_for_replicas(DirectoryPlace(APP_NAME, **args.directory_place()).actor_name)
     console.print("starting HTTP")
     _wait_for_http(args, host, port)
 

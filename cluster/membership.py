@@ -1,4 +1,5 @@
-"""A replica's copy of the catalogue: kept fresh by polling the directory, and never used once it may be out of date.
+"""A replica's copies of what names stand for: kept fresh by polling the directory, never used once they may be out of
+date; and the orders that come with the answers.
 
 Also repeats a call for which the directory turns out to have been restarted, after bringing it what this replica knows.
 """
@@ -11,101 +12,87 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from lorafleet.cluster.directory import LEASE_S, Catalogue, Directory, Load, Progress, StaleEpoch
-from lorafleet.workers.errors import LorafleetError, Overloaded
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.cluster.catalogue.state import Served
+from lorafleet.cluster.directory import LEASE_S, Changes, Directory, Found, Load, Order, Progress, StaleEpoch
+from lorafleet.workers.errors import LorafleetError, Overloaded, to_wire
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 RETRY_S = 0.2
 PATIENCE_S = 10.0  # how long a call waits for a directory that is being restarted
+MAX_COPIES = 100_000  # names; the one asked for first goes
 
 T = TypeVar("T")
 logger = logging.getLogger("lorafleet.cluster")
 
+Obey = Callable[[Order], Awaitable[AdapterInfo | None]]
+
 
 class Membership:
-    """`on_change(before, after)` runs on every new version, before it is acknowledged."""
+    """obey: does what an order says; its LorafleetError is the order's answer."""
 
     def __init__(
-        self,
-        directory: Directory,
-        replica_id: str,
-        on_change: Callable[[Catalogue, Catalogue], Awaitable[None]],
-        clock: Callable[[], float] = time.monotonic,
+        self, directory: Directory, replica_id: str, obey: Obey, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.directory = directory
         self.replica_id = replica_id
-        self.catalogue = Catalogue("", -1, {})
-        self._on_change = on_change
+        self._obey = obey
         self._clock = clock
+        self._ready = False
+        self._epoch = ""
+        self._version = -1
+        self._order = 0
+        self._copies: dict[str, Served] = {}
         self._lease_until = 0.0
         self._following: asyncio.Task[None] | None = None
+        self._obeying: set[asyncio.Task[None]] = set()
 
     @property
     def fresh(self) -> bool:
-        """Whether the copy may be trusted: no write that it misses has been acknowledged to anybody."""
+        """Whether copies may be trusted: no write that they miss has been acknowledged to anybody."""
         return self._clock() < self._lease_until
 
     async def start(self) -> None:
-        await self._call(self._join)
+        await self.call(lambda _: self._join())
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def stop(self) -> None:
-        if self._following:
-            self._following.cancel()
+        for task in (self._following, *self._obeying):
+            if task is not None:
+                task.cancel()
         await self.directory.leave(self.replica_id)
 
-    async def lookup(self, name: str) -> LoRARequest | None:
-        """The name's entry, from the copy while it may be trusted, else from the directory."""
-        entry = self.catalogue.entries.get(name)
-        if entry is not None and self.fresh:
-            return entry
-        return await self._call(lambda: self.directory.lookup(self.catalogue.epoch, name))
+    async def become_ready(self) -> None:
+        """From now on the directory may order this replica to load something."""
+        self._ready = True
+        await self.call(lambda _: self._join())
 
-    async def publish(self, entry: LoRARequest, *, replace: bool, wait: bool) -> LoRARequest:
-        return await self._call(lambda: self.directory.publish(self.catalogue.epoch, entry, replace=replace, wait=wait))
+    async def lookup(self, name: str) -> Served | None:
+        """What the name stands for, from the copy while it may be trusted, else from the directory."""
+        copy = self._copies.get(name)
+        if copy is not None and self.fresh:
+            return copy
+        return self._keep(name, await self.call(lambda epoch: self.directory.lookup(epoch, name)))
 
-    async def seed(self, entry: LoRARequest) -> LoRARequest | None:
-        return await self._call(lambda: self.directory.seed(self.catalogue.epoch, entry))
+    async def found(self, lora: LoRARequest) -> Served | None:
+        """A resolver has found it; answers with what another replica brought first."""
+        return self._keep(lora.lora_name, await self.call(lambda epoch: self.directory.found(epoch, lora)))
 
-    async def retract(self, name: str) -> None:
-        await self._call(lambda: self.directory.retract(self.catalogue.epoch, name))
+    async def listed(self) -> list[LoRARequest]:
+        return await self.call(self.directory.listed)
 
     async def report(self, load: Load) -> None:
         await self.directory.report(self.replica_id, load)
 
     async def note(self, text: str, *, failed: bool = False) -> None:
         logger.log(logging.ERROR if failed else logging.INFO, "replica %s: %s", self.replica_id, text)
-        await self._call(lambda: self.directory.note(Progress(self.replica_id, text, failed)))
+        await self.call(lambda _: self.directory.note(Progress(self.replica_id, text, failed)))
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                sent = self._clock()
-                await self._adopt(
-                    await self.directory.watch(self.replica_id, self.catalogue.epoch, self.catalogue.version), sent
-                )
-            except StaleEpoch:
-                await self._call(self._join)
-            except Exception as error:  # the directory is being restarted
-                logger.warning("replica %s: the adapter directory does not answer: %r", self.replica_id, error)
-                await asyncio.sleep(RETRY_S)
-
-    async def _join(self) -> None:
-        sent = self._clock()
-        known = self.catalogue if self.catalogue.version >= 0 else None
-        await self._adopt(await self.directory.join(self.replica_id, known), sent)
-
-    async def _adopt(self, after: Catalogue, sent: float) -> None:
-        before, self.catalogue = self.catalogue, after
-        self._lease_until = sent + LEASE_S
-        if (before.epoch, before.version) != (after.epoch, after.version):
-            await self._on_change(before, after)
-
-    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def call(self, call: Callable[[str], Awaitable[T]]) -> T:
+        """A call to the directory, given its epoch, repeated while it is away."""
         deadline = self._clock() + PATIENCE_S
         while True:
             try:
-                return await call()
+                return await call(self._epoch)
             except LorafleetError:
                 raise
             except StaleEpoch:
@@ -116,3 +103,74 @@ class Membership:
                         f"The adapter directory did not answer for {PATIENCE_S:.0f} s; try again."
                     ) from error
                 await asyncio.sleep(RETRY_S)
+
+    def _keep(self, name: str, answer: Found) -> Served | None:
+        """Takes a copy, unless the answer is older than what this replica has heard since."""
+        if answer.version >= self._version:
+            self._copy(name, answer.served)
+        return answer.served
+
+    def _copy(self, name: str, served: Served | None) -> None:
+        if served is None:
+            self._copies.pop(name, None)
+            return
+        self._copies[name] = served
+        if len(self._copies) > MAX_COPIES:
+            del self._copies[next(iter(self._copies))]
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                sent = self._clock()
+                changes = await self.directory.watch(self.replica_id, self._epoch, self._version, self._order)
+                self._adopt(changes, sent)
+            except StaleEpoch:
+                await self._try_to_join()
+            except Exception as error:  # the directory is being restarted
+                logger.warning("replica %s: the adapter directory does not answer: %r", self.replica_id, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _try_to_join(self) -> None:
+        try:
+            await self._join()
+        except Exception as error:  # it went again
+            logger.warning("replica %s: cannot join the adapter directory: %r", self.replica_id, error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _join(self) -> None:
+        sent = self._clock()
+        found = [copy.loras[0] for copy in self._copies.values() if copy.found]
+        changes = await self.directory.join(self.replica_id, self._epoch, list(self._copies), found, self._ready)
+        if changes.epoch != self._epoch:
+            self._epoch, self._version, self._order = changes.epoch, -1, 0
+        self._adopt(changes, sent)
+
+    def _adopt(self, changes: Changes, sent: float) -> None:
+        """Names that nobody asked for here are not copied."""
+        if changes.epoch != self._epoch or changes.version < self._version:
+            return  # another call's answer has overtaken this one
+        for name, served in changes.served.items():
+            if name in self._copies:
+                self._copy(name, served)
+        self._version = changes.version
+        self._lease_until = sent + LEASE_S
+        for order in changes.orders:
+            if order.number > self._order:
+                self._order = order.number
+                task = asyncio.get_running_loop().create_task(self._answer(order, self._epoch))
+                self._obeying.add(task)
+                task.add_done_callback(self._obeying.discard)
+
+    async def _answer(self, order: Order, epoch: str) -> None:
+        info, error = None, None
+        try:
+            info = await self._obey(order)
+        except LorafleetError as refused:
+            error = to_wire(refused)
+        except Exception as fault:
+            logger.exception("replica %s: order %s failed", self.replica_id, order)
+            error = to_wire(LorafleetError(f"{order.kind} failed: {fault!r}"))
+        try:
+            await self.directory.done(self.replica_id, epoch, order.number, info, error)
+        except Exception as gone:  # a restarted directory gives its own orders
+            logger.warning("replica %s: nobody hears of order %d: %r", self.replica_id, order.number, gone)

@@ -20,18 +20,20 @@ from fastapi import FastAPI
 from ray import serve
 
 from lorafleet.cluster.autoscaling import load_of
-from lorafleet.cluster.catalog import DirectoryCatalog, drop_unnamed
+from lorafleet.cluster.catalog import DirectoryCatalog, obey
+from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.config import AppArgs, LoRAModule
-from lorafleet.cluster.directory import Catalogue, Load
-from lorafleet.cluster.directory_actor import directory_name, get_or_create
+from lorafleet.cluster.directory import Load, Order
+from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.front import make_api, make_resolver
 from lorafleet.cluster.membership import Membership
+from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.cluster.ranks import ReplicaRanks
 from lorafleet.cluster.resources import with_cpu_threads
 from lorafleet.cluster.worker_actor import StartOrder
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import EngineClient, ipc_address
@@ -49,16 +51,19 @@ class StartFailed(RuntimeError):
 class EngineReplica:
     """cluster/app.py makes the deployment of it."""
 
-    def __init__(self, args: AppArgs, config: EngineConfig) -> None:
+    def __init__(self, args: AppArgs, config: EngineConfig, deployment: str) -> None:
+        """deployment: alike for all replicas that one `serve run` started, however often each is replaced."""
         self._args = args
+        self._deployment = deployment
         self._config = with_cpu_threads(config, args.most_replicas)
         self._engine: EngineClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
-        self._directory = directory_name(context.app_name, args.model)
-        self._membership = Membership(get_or_create(self._directory), self._replica_id, self._on_change)
+        self._place = DirectoryPlace(context.app_name, **args.directory_place())
+        self._directory = get_or_create(self._place)
+        self._membership = Membership(self._directory, self._replica_id, self._obey)
         self._ranks = ReplicaRanks(config.tensor_parallel_size, args.num_cpus, 1 if config.device == "cuda" else 0)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -92,27 +97,30 @@ class EngineReplica:
         address = ipc_address(self._run_dir)
         hello = await self._ranks.start(self._start_order(address))
         engine = self._engine = await EngineClient.connect(address, hello)
-        catalog = DirectoryCatalog(self._membership, engine, self._args.base_names, make_resolver(self._args))
+        store = await asyncio.to_thread(open_store, self._place.uri)
+        admin = AdapterAdmin(self._administer, store, self._args.base_names, self._deployment)
+        catalog = DirectoryCatalog(self._membership, admin, engine, self._args.base_names, make_resolver(self._args))
         await self._membership.note(
             f"engine ready after {time.monotonic() - started:.1f} s: context {hello.max_model_len} tokens, "
             f"KV cache {hello.kv_cache_tokens} tokens"
         )
         self._keep(self._watch_ranks(engine))
         await self._load_adapters(catalog)
+        await self._membership.become_ready()
         self._keep(self._report_changes(engine))
         return make_api(self._args, await tokenizer, engine, catalog)
 
     def _start_order(self, address: str) -> StartOrder:
         size = self._config.tensor_parallel_size
         addresses = RankAddresses(size, self._run_dir) if size > 1 else None
-        return StartOrder(self._config, address, addresses, self._directory, self._replica_id)
+        return StartOrder(self._config, address, addresses, self._place, self._replica_id)
 
     async def _load_adapters(self, catalog: DirectoryCatalog) -> None:
         """All are asked for at once, the worker reads several at a time; they are served in the order given."""
         for entry in await asyncio.gather(*(self._read_adapter(catalog, one) for one in self._args.lora_modules)):
-            await catalog.seed(entry)
+            await catalog.seed(*entry)
 
-    async def _read_adapter(self, catalog: DirectoryCatalog, module: LoRAModule) -> LoRARequest:
+    async def _read_adapter(self, catalog: DirectoryCatalog, module: LoRAModule) -> tuple[LoRARequest, AdapterInfo]:
         started = time.monotonic()
         try:
             entry = await catalog.read_at_start(module.name, module.path, module.base_model_name)
@@ -121,9 +129,13 @@ class EngineReplica:
         await self._membership.note(f"adapter {module.name} ready after {time.monotonic() - started:.2f} s")
         return entry
 
-    async def _on_change(self, before: Catalogue, after: Catalogue) -> None:
-        if self._engine is not None:  # dropping waits for requests in flight; the new version must not wait for it
-            self._keep(drop_unnamed(self._engine, before, after))
+    async def _obey(self, order: Order) -> AdapterInfo | None:
+        if self._engine is None:  # only what is dropped is asked of a replica that is starting: it has nothing yet
+            return None
+        return await obey(self._engine, order)
+
+    async def _administer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        return await self._membership.call(lambda _: self._directory.administer(verb, arguments))
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs beside the requests; the loop itself holds tasks weakly."""

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from lorafleet.cluster import ingress
-from lorafleet.cluster.directory_actor import directory_name, get_or_create
+from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.model_name import find_adapter
 from lorafleet.cluster.routing import ReplicaChooser
 
@@ -31,7 +31,7 @@ class AffinityRouter(RequestRouter):
     """Ray Serve's extension point. Never refuses: any replica answers any adapter correctly."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        self._directory_name = directory_name(self.app_name, kwargs["model"])
+        self._directory = DirectoryPlace(self.app_name, **kwargs["directory"])
         self._chooser = ReplicaChooser()
         self._following: asyncio.Task[None] | None = None
 
@@ -53,7 +53,7 @@ class AffinityRouter(RequestRouter):
     async def _follow_directory(self) -> None:
         while True:
             try:
-                directory = get_or_create(self._directory_name)
+                directory = get_or_create(self._directory)
                 while True:
                     self._chooser.update(await directory.routes(self._chooser.table.version))
             except Exception as error:  # the directory is being restarted; the last table still serves

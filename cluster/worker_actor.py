@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lorafleet.cluster.directory import Progress
-from lorafleet.cluster.directory_actor import get_or_create
+from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import EngineDead
 from lorafleet.workers.messages import EngineHello
@@ -33,7 +33,7 @@ class StartOrder:
     config: EngineConfig
     address: str
     addresses: RankAddresses | None
-    directory: str
+    directory: DirectoryPlace
     replica_id: str
 
 
@@ -72,7 +72,7 @@ class WorkerActor:
 
 
 class _TellDirectory(logging.Handler):
-    def __init__(self, directory: str, replica_id: str) -> None:
+    def __init__(self, directory: DirectoryPlace, replica_id: str) -> None:
         super().__init__(logging.INFO)
         self._directory = get_or_create(directory)
         self._replica_id = replica_id

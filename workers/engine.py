@@ -100,6 +100,16 @@ class Engine:
             return refused
         return self.loras.load(lora)
 
+    def pin_adapter(self, lora: LoRARequest) -> Future[AdapterInfo]:
+        if self.loras is None:
+            return self.load_adapter(lora)
+        try:
+            return self.loras.pin(lora)
+        except LorafleetError as error:
+            refused: Future[AdapterInfo] = Future()
+            refused.set_exception(error)
+            return refused
+
     def step(self) -> list[TokenOutput]:
         """Launches a step and gives the tokens of the one before, where steps overlap, else its own."""
         started = time.perf_counter()

@@ -8,6 +8,7 @@
     │   └── BodyTooLarge         the HTTP body is larger than the server takes
     ├── ModelNotFound            no such base model or adapter
     ├── Forbidden                the server was not started with this feature
+    ├── Unauthorized             no key, or a wrong one
     ├── AdapterError             something about one adapter
     │   ├── AdapterMissing       no adapter files where the path points
     │   ├── AdapterMalformed     the files are damaged or contradict each other
@@ -20,6 +21,8 @@
     ├── Overloaded               try again later; `retry_after_s` says when
     │   ├── QueueFull            too many requests wait already
     │   └── QueueTimeout         the request could not start in the time that it had
+    ├── StoreError               the catalogue's store does not answer, or refuses
+    │   └── CatalogueDamaged     an object of the catalogue is lost or has other bytes than were written
     └── EngineDead               the engine loop stopped; the replica is being replaced
 
 Errors cross the process boundary as (class name, message, param, …): see to_wire and from_wire. The HTTP status of each
@@ -68,6 +71,10 @@ class ModelNotFound(LorafleetError):
 
 
 class Forbidden(LorafleetError):
+    pass
+
+
+class Unauthorized(LorafleetError):
     pass
 
 
@@ -121,6 +128,14 @@ class QueueFull(Overloaded):
 
 
 class QueueTimeout(Overloaded):
+    pass
+
+
+class StoreError(LorafleetError):
+    pass
+
+
+class CatalogueDamaged(StoreError):
     pass
 
 

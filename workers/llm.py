@@ -189,10 +189,13 @@ class LLM:
         return list(self._adapters.values())
 
     def pin_lora(self, lora_int_id: int) -> None:
-        """Keeps an adapter that is in a slot there. Raises AdapterError where it is in none."""
+        """Keeps an adapter that was used before in a slot. Raises AdapterError where no slot would be left."""
         for (number, _), lora in self._adapters.items():
             if number == lora_int_id and self._engine.loras is not None:
-                self._engine.loras.pin(lora.digest)
+                loaded = self._engine.loras.pin(lora)
+                while not loaded.done():
+                    self._engine.step()
+                loaded.result()
 
     def close(self) -> None:
         self._engine.close()

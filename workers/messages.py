@@ -74,6 +74,23 @@ class DropAdapter(msgspec.Struct, tag=True):
     digest: str
 
 
+class PinAdapter(msgspec.Struct, tag=True):
+    """Load the adapter and keep it in a slot; answered when it is loaded."""
+
+    call_id: int
+    lora: LoRARequest
+
+
+class UnpinAdapter(msgspec.Struct, tag=True):
+    """Let the slot go to others again."""
+
+    call_id: int
+    digest: str
+
+
+AdapterCall = LoadAdapter | DropAdapter | PinAdapter | UnpinAdapter
+
+
 class AdapterReply(msgspec.Struct):
     call_id: int
     info: AdapterInfo | None = None
@@ -115,7 +132,7 @@ class ClientBatch(msgspec.Struct):
     sequence: int
     requests: list[EngineRequest] = []
     aborts: list[str] = []
-    adapter_calls: list[LoadAdapter | DropAdapter] = []
+    adapter_calls: list[AdapterCall] = []
 
 
 class StepBatch(msgspec.Struct):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections import Counter
 from collections.abc import AsyncGenerator
 
 import msgspec
@@ -19,6 +20,7 @@ import zmq.asyncio
 from lorafleet.workers.errors import EngineDead, from_wire
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import (
+    AdapterCall,
     AdapterReply,
     ClientBatch,
     DropAdapter,
@@ -26,8 +28,10 @@ from lorafleet.workers.messages import (
     EngineRequest,
     EngineStats,
     LoadAdapter,
+    PinAdapter,
     StepBatch,
     TokenOutput,
+    UnpinAdapter,
 )
 
 
@@ -91,6 +95,8 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepBatch)
         self._streams: dict[str, asyncio.Queue[TokenOutput | EngineDead]] = {}
+        self._in_flight: Counter[str] = Counter()  # by digest
+        self._drained: dict[str, asyncio.Event] = {}
         self._calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
         self._sequence = 0
         self._next_call = 0
@@ -117,6 +123,8 @@ class EngineClient:
         self._check_alive()
         stream: asyncio.Queue[TokenOutput | EngineDead] = asyncio.Queue()
         self._streams[request.request_id] = stream
+        digest = request.lora.digest if request.lora is not None else ""
+        self._in_flight[digest] += 1
         self._gathering.requests.append(request)
         self._plan_flush()
         finished = False
@@ -131,6 +139,10 @@ class EngineClient:
                 yield output
         finally:
             del self._streams[request.request_id]
+            self._in_flight[digest] -= 1
+            if not self._in_flight[digest]:
+                del self._in_flight[digest]
+                self._drained.pop(digest, asyncio.Event()).set()
             if not finished:
                 self._abort(request.request_id)
 
@@ -143,6 +155,20 @@ class EngineClient:
     async def drop_adapter(self, digest: str) -> None:
         """The worker forgets the adapter; a slot in use is freed when its last sequence ends."""
         await self._call(DropAdapter(self._call_id(), digest))
+
+    async def pin_adapter(self, lora: LoRARequest) -> AdapterInfo:
+        """The worker loads the adapter, and keeps it in a slot. Raises AdapterError."""
+        info = await self._call(PinAdapter(self._call_id(), lora))
+        assert info is not None
+        return info
+
+    async def unpin_adapter(self, digest: str) -> None:
+        await self._call(UnpinAdapter(self._call_id(), digest))
+
+    async def drained(self, digest: str) -> None:
+        """Until no request for the adapter is without its whole answer."""
+        while digest in self._in_flight:
+            await self._drained.setdefault(digest, asyncio.Event()).wait()
 
     async def close(self) -> None:
         self._receiver.cancel()
@@ -160,7 +186,7 @@ class EngineClient:
         self._next_call += 1
         return self._next_call
 
-    async def _call(self, call: LoadAdapter | DropAdapter) -> AdapterInfo | None:
+    async def _call(self, call: AdapterCall) -> AdapterInfo | None:
         self._check_alive()
         reply: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
         self._calls[call.call_id] = reply

@@ -17,13 +17,15 @@ from lorafleet.workers.engine import Engine
 from lorafleet.workers.errors import EngineDead, LorafleetError, to_wire
 from lorafleet.workers.lora.request import AdapterInfo
 from lorafleet.workers.messages import (
+    AdapterCall,
     AdapterReply,
     ClientBatch,
     DropAdapter,
     EngineHello,
-    LoadAdapter,
+    PinAdapter,
     StepBatch,
     TokenOutput,
+    UnpinAdapter,
 )
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tp.addresses import RankAddresses
@@ -128,10 +130,11 @@ class EngineLoop(threading.Thread):
             self._take_call(call)
         return refused
 
-    def _take_call(self, call: LoadAdapter | DropAdapter) -> None:
-        if isinstance(call, DropAdapter):
+    def _take_call(self, call: AdapterCall) -> None:
+        if isinstance(call, DropAdapter | UnpinAdapter):
             if self._engine.loras is not None:
-                self._engine.loras.drop(call.digest)
+                change = self._engine.loras.drop if isinstance(call, DropAdapter) else self._engine.loras.unpin
+                change(call.digest)
             self._replies.append(AdapterReply(call.call_id))
             return
 
@@ -143,7 +146,8 @@ class EngineLoop(threading.Thread):
                 known = error if isinstance(error, LorafleetError) else LorafleetError(repr(error))
                 self._replies.append(AdapterReply(call.call_id, error=to_wire(known)))
 
-        self._engine.load_adapter(call.lora).add_done_callback(answer)
+        load = self._engine.pin_adapter if isinstance(call, PinAdapter) else self._engine.load_adapter
+        load(call.lora).add_done_callback(answer)
 
     def _send(self, outputs: list[TokenOutput], heard: bool) -> None:
         now = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -59,10 +60,13 @@ async def greedy_answers(url: str, jobs: Sequence[tuple[list[int], str | None]])
 
 
 def start_server(arguments: Sequence[str], log_file: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that a signal to the test does not reach it."""
+    """In a session of its own, so that a signal to the test does not reach it; its catalogue is beside the log."""
     command = [sys.executable, "-c", "from lorafleet.cluster.cli import main; main()", "serve", *arguments]
+    environment = os.environ | {"LORAFLEET_STATE_DIR": str(log_file.parent / "state")}
     with log_file.open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd="/")
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd="/", env=environment
+        )
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], log_file: Path) -> None:

@@ -1,20 +1,30 @@
-"""The directory, the replicas' copies of it and the catalogue upon them, in one event loop and without Ray."""
+"""The directory, the replicas' copies of it and the catalogue below it, in one event loop and without Ray."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lorafleet.cluster import catalog as catalog_module
 from lorafleet.cluster import directory as directory_module
 from lorafleet.cluster import membership as membership_module
-from lorafleet.cluster.catalog import DirectoryCatalog
-from lorafleet.cluster.directory import AdapterDirectory, Catalogue, Directory, Load
+from lorafleet.cluster.administration import Administration
+from lorafleet.cluster.catalog import DirectoryCatalog, obey
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.files import folder_digest
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.directory import AdapterDirectory, Changes, Found, Load
 from lorafleet.cluster.membership import Membership
+from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.workers.errors import AdapterExists, AdapterMissing, InvalidAdapterName, ModelNotFound, Overloaded
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+
+Make = Callable[[str], str]
 
 
 @pytest.fixture(autouse=True)
@@ -25,87 +35,134 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_module, "ACKNOWLEDGE_S", 0.3)
     monkeypatch.setattr(membership_module, "PATIENCE_S", 0.5)
     monkeypatch.setattr(membership_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(catalog_module, "SETTLE_S", 0.01)
 
 
-class Disk:
-    """An engine that "reads" what files says: path -> digest."""
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Folders of adapters, made when they are first named; their weights are their name."""
 
-    def __init__(self, **files: str) -> None:
-        self.files = files
+    def adapter(name: str) -> str:
+        folder = tmp_path / "adapters" / name
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            (folder / "adapter_config.json").write_text("{}")
+            (folder / "adapter_model.safetensors").write_text(name)
+        return str(folder)
+
+    return adapter
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Catalogue:
+    return Catalogue(FolderStore(tmp_path / "catalogue"))
+
+
+class Engine:
+    """Reads files, but understands nothing of them: "bad" ones fail."""
+
+    def __init__(self) -> None:
         self.reads: list[str] = []
-        self.dropped: list[str] = []
+        self.held: set[str] = set()
+        self.pinned: set[str] = set()
+        self.busy: dict[str, asyncio.Event] = {}  # digests with requests in flight, until they end
 
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
         self.reads.append(lora.lora_path)
         await asyncio.sleep(0.01)
-        if lora.lora_path not in self.files:
-            raise AdapterMissing(f"no adapter in {lora.lora_path}")
-        return AdapterInfo(self.files[lora.lora_path], 8, 1, ["q_proj"])
+        digest = folder_digest(Path(lora.lora_path))
+        if (Path(lora.lora_path) / "adapter_model.safetensors").read_text() == "bad":
+            raise AdapterMissing(f"{lora.lora_path} is bad")
+        self.held.add(digest)
+        return AdapterInfo(digest, 8, 1, ["q_proj"])
 
     async def drop_adapter(self, digest: str) -> None:
-        self.dropped.append(digest)
+        self.held.discard(digest)
+
+    async def pin_adapter(self, lora: LoRARequest) -> AdapterInfo:
+        info = await self.load_adapter(lora)
+        self.pinned.add(info.digest)
+        return info
+
+    async def unpin_adapter(self, digest: str) -> None:
+        self.pinned.discard(digest)
+
+    async def drained(self, digest: str) -> None:
+        if digest in self.busy:
+            await self.busy[digest].wait()
 
 
 class Folder:
-    def __init__(self, *names: str) -> None:
-        self.names = names
+    def __init__(self, make: Make, *names: str) -> None:
+        self.make, self.names = make, names
         self.asked: list[str] = []
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         self.asked.append(lora_name)
         await asyncio.sleep(0.01)
-        return (
-            LoRARequest(lora_name, 1, lora_name, base_model_name=base_model_name) if lora_name in self.names else None
-        )
-
-
-async def ignore(before: Catalogue, after: Catalogue) -> None:
-    pass
+        if lora_name not in self.names:
+            return None
+        return LoRARequest(lora_name, 1, self.make(lora_name), base_model_name=base_model_name)
 
 
 @asynccontextmanager
 async def replica(
-    directory: Directory, name: str, disk: Disk, folder: Folder | None = None
+    directory: AdapterDirectory, name: str, engine: Engine, folder: Folder | None = None
 ) -> AsyncIterator[DirectoryCatalog]:
-    membership = Membership(directory, name, ignore)
+    async def administer(verb: str, arguments: dict[str, Any]) -> Any:
+        return await getattr(Administration(directory, ["base"]), verb)(**arguments)
+
+    membership = Membership(directory, name, lambda order: obey(engine, order))
     await membership.start()
+    await membership.become_ready()
+    admin = AdapterAdmin(administer, directory.catalogue.store, ["base"], "run")
     try:
-        yield DirectoryCatalog(membership, disk, ["base"], folder)
+        yield DirectoryCatalog(membership, admin, engine, ["base"], folder)
     finally:
         await membership.stop()
 
 
-async def test_a_write_is_known_everywhere_when_it_returns() -> None:
-    directory, disk = AdapterDirectory(), Disk(old="d1", new="d2")
-    async with replica(directory, "r1", disk) as one, replica(directory, "r2", disk) as two:
-        await one.add("sql", "old", load_inplace=False)
-        assert [e.digest for e in two.entries()] == ["d1"]
-        await two.add("sql", "new", load_inplace=True)
-        assert [e.digest for e in one.entries()] == ["d2"]
+async def digests(catalog: DirectoryCatalog) -> list[str]:
+    return [lora.digest for lora in await catalog.entries()]
+
+
+async def test_a_write_is_known_everywhere_when_it_returns(catalogue: Catalogue, make: Make) -> None:
+    directory, old, new = (
+        AdapterDirectory(catalogue),
+        folder_digest(Path(make("old"))),
+        folder_digest(Path(make("new"))),
+    )
+    async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", Engine()) as two:
+        await one.add("sql", make("old"), load_inplace=False)
+        assert (await two.resolve("sql")).digest == old
+        await two.add("sql", make("new"), load_inplace=True)
+        assert (await one.resolve("sql")).digest == new
         await one.remove("sql")
-        assert two.entries() == []
+        assert await two.entries() == []
         with pytest.raises(ModelNotFound):
             await two.resolve("sql")
 
 
-async def test_a_name_is_taken_once() -> None:
-    directory, disk = AdapterDirectory(), Disk(x="d")
-    async with replica(directory, "r1", disk) as one, replica(directory, "r2", disk) as two:
+async def test_a_name_is_taken_once(catalogue: Catalogue, make: Make) -> None:
+    directory, path = AdapterDirectory(catalogue), make("x")
+    async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", Engine()) as two:
         results = await asyncio.gather(
-            *(c.add("sql", "x", load_inplace=False) for c in (one, two, one)), return_exceptions=True
+            *(c.add("sql", path, load_inplace=False) for c in (one, two, one)), return_exceptions=True
         )
-        assert [type(r) for r in results].count(AdapterExists) == 2
+        assert [type(r) for r in results].count(AdapterExists) == 2, results
 
 
-async def test_bad_files_and_names_register_nothing() -> None:
-    directory = AdapterDirectory()
-    async with replica(directory, "r1", Disk()) as one:
-        with pytest.raises(AdapterMissing):
-            await one.add("sql", "nowhere", load_inplace=False)
+async def test_bad_files_and_names_register_nothing(catalogue: Catalogue, make: Make, tmp_path: Path) -> None:
+    directory = AdapterDirectory(catalogue)
+    async with replica(directory, "r1", Engine()) as one:
+        for path in (str(tmp_path / "nowhere"), make("bad")):
+            with pytest.raises(AdapterMissing):
+                await one.add("sql", path, load_inplace=False)
         for name in ("", "../x", "a\nb", "base"):
             with pytest.raises(InvalidAdapterName):
-                await one.add(name, "x", load_inplace=False)
-        assert one.entries() == []
+                await one.add(name, make("x"), load_inplace=False)
+        assert await one.entries() == []
+        assert list((tmp_path / "catalogue" / "adapters").iterdir()) == []
 
 
 class Silent(AdapterDirectory):
@@ -113,92 +170,117 @@ class Silent(AdapterDirectory):
 
     silent = ""
 
-    async def watch(self, replica_id: str, epoch: str, version: int) -> Catalogue:
+    async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
         if replica_id == self.silent:
             await asyncio.Event().wait()
-        return await super().watch(replica_id, epoch, version)
+        return await super().watch(replica_id, epoch, version, order)
 
 
-async def test_a_replica_that_hears_nothing_asks_before_it_answers() -> None:
-    directory, disk = Silent(), Disk(old="d1", new="d2")
-    async with replica(directory, "r1", disk) as one, replica(directory, "r2", disk) as deaf:
-        await one.add("sql", "old", load_inplace=False)
-        directory.silent = "r2"
-        await asyncio.sleep(0.06)  # its last watch call has been answered
-        await one.add("sql", "new", load_inplace=True)  # waits until the lease of r2 is over
-        assert [e.digest for e in deaf.entries()] == ["d1"]
-        assert (await deaf.resolve("sql")).digest == "d2"
-        await one.remove("sql")
-        with pytest.raises(ModelNotFound):
-            await deaf.resolve("sql")
-
-
-async def test_a_restarted_directory_learns_from_the_replicas() -> None:
-    front, disk = Restartable(), Disk(x="d1", y="d2")
-    async with replica(front, "r1", disk) as one, replica(front, "r2", disk) as two:
-        await one.add("sql", "x", load_inplace=False)
-        await one.add("gone", "y", load_inplace=False)
-        await one.remove("gone")
-        front.restart()
-        assert (await two.resolve("sql")).digest == "d1"
-        await two.add("new", "y", load_inplace=False)
-        assert sorted(e.lora_name for e in one.entries()) == ["new", "sql"]
-        assert await two.seed(await two.read_at_start("gone", "y", None)) is None
+async def test_a_replica_that_hears_nothing_asks_before_it_answers(catalogue: Catalogue, make: Make) -> None:
+    directory = Silent(catalogue)
+    new = folder_digest(Path(make("new")))
+    async with replica(directory, "r1", Engine()) as one:
+        await one.add("sql", make("old"), load_inplace=False)
+        async with replica(directory, "r2", Engine()) as deaf:
+            assert (await deaf.resolve("sql")).digest != new
+            directory.silent = "r2"
+            await asyncio.sleep(0.06)  # its last watch call has been answered
+            await directory.leave("r2")  # nothing is ordered of it
+            await directory.lookup(directory._epoch, "sql")
+            directory._seen("r2")
+            await one.add("sql", make("new"), load_inplace=True)  # waits until the lease of r2 is over
+            assert (await deaf.resolve("sql")).digest == new
+            await one.remove("sql")
+            with pytest.raises(ModelNotFound):
+                await deaf.resolve("sql")
 
 
 class Restartable(AdapterDirectory):
     def restart(self) -> None:
-        self.__init__()  # type: ignore[misc]  # what a new process would do
+        """What a new process would do."""
+        self.__init__(Catalogue(self.catalogue.store))  # type: ignore[misc]  # on purpose
 
 
-async def test_a_directory_that_is_away_is_an_error_in_the_end() -> None:
-    directory = Away()
-    async with replica(directory, "r1", Disk()) as one:
+async def test_a_restarted_directory_has_the_catalogue_and_learns_from_replicas_what_resolvers_found(
+    catalogue: Catalogue, make: Make
+) -> None:
+    directory, folder = Restartable(catalogue), Folder(make, "cold")
+    async with replica(directory, "r1", Engine(), folder) as one, replica(directory, "r2", Engine(), folder) as two:
+        await one.add("sql", make("x"), load_inplace=False)
+        await one.add("gone", make("y"), load_inplace=False)
+        await one.remove("gone")
+        cold = await one.resolve("cold")
+        directory.restart()
+        assert (await two.resolve("sql")).digest == folder_digest(Path(make("x")))
+        await asyncio.sleep(0.2)  # r1 has joined anew
+        assert await two.resolve("cold") == cold
+        assert folder.asked == ["cold"]
+        await two.add("new", make("y"), load_inplace=False)
+        assert sorted(e.lora_name for e in await one.entries()) == ["cold", "new", "sql"]
+
+
+async def test_a_write_right_after_a_restart_waits_for_leases_of_before(catalogue: Catalogue, make: Make) -> None:
+    directory = Restartable(catalogue)
+    async with replica(directory, "r1", Engine()) as one:
+        await one.add("sql", make("x"), load_inplace=False)
+        directory.restart()
+        started = asyncio.get_running_loop().time()
+        await one.add("sql", make("y"), load_inplace=True)
+        assert asyncio.get_running_loop().time() - started > 0.2  # a lease
+
+
+class Away(AdapterDirectory):
+    away = False
+
+    async def lookup(self, epoch: str, name: str) -> Found:
+        if self.away:
+            raise ConnectionError("away")
+        return await super().lookup(epoch, name)
+
+
+async def test_a_directory_that_is_away_is_an_error_in_the_end(catalogue: Catalogue) -> None:
+    directory = Away(catalogue)
+    async with replica(directory, "r1", Engine()) as one:
         directory.away = True
         with pytest.raises(Overloaded, match="directory"):
             await one.resolve("sql")
         directory.away = False
 
 
-class Away(AdapterDirectory):
-    away = False
-
-    async def lookup(self, epoch: str, name: str) -> LoRARequest | None:
-        if self.away:
-            raise ConnectionError("away")
-        return await super().lookup(epoch, name)
-
-
-async def test_concurrent_requests_share_one_resolution_and_misses_are_remembered() -> None:
-    directory, disk, folder = AdapterDirectory(), Disk(cold="d"), Folder("cold")
-    async with replica(directory, "r1", disk, folder) as one, replica(directory, "r2", disk, folder) as two:
+async def test_concurrent_requests_share_one_resolution_and_misses_are_remembered(
+    catalogue: Catalogue, make: Make
+) -> None:
+    directory, engine, folder = AdapterDirectory(catalogue), Engine(), Folder(make, "cold")
+    async with replica(directory, "r1", engine, folder) as one, replica(directory, "r2", engine, folder) as two:
         found = await asyncio.gather(*(one.resolve("cold") for _ in range(10)))
-        assert {e.digest for e in found} == {"d"}
-        assert (folder.asked, disk.reads) == (["cold"], ["cold"])
-        assert (await two.resolve("cold")).digest == "d"
+        assert len({e.digest for e in found}) == 1
+        assert (folder.asked, engine.reads) == (["cold"], [make("cold")])
+        assert (await two.resolve("cold")).digest == found[0].digest
         for _ in range(3):
             with pytest.raises(ModelNotFound):
                 await one.resolve("nobody")
         assert folder.asked == ["cold", "nobody"]
 
 
-async def test_an_adapter_from_the_start_does_not_undo_what_was_done_since() -> None:
-    directory, disk = AdapterDirectory(), Disk(old="d1", new="d2")
-    async with replica(directory, "r1", disk) as one:
-        await one.seed(await one.read_at_start("sql", "old", None))
-        await one.add("sql", "new", load_inplace=True)
-        async with replica(directory, "r2", disk) as two:
-            entry = await two.seed(await two.read_at_start("sql", "old", None))
-            assert entry is not None and entry.digest == "d2"
+async def test_an_adapter_from_the_start_does_not_undo_what_was_done_since(catalogue: Catalogue, make: Make) -> None:
+    directory = AdapterDirectory(catalogue)
+    async with replica(directory, "r1", Engine()) as one:
+        await one.seed(*await one.read_at_start("sql", make("old"), None))
+        await one.seed(*await one.read_at_start("gone", make("old"), None))
+        added = await one.add("sql", make("new"), load_inplace=True)
+        await one.remove("gone")
+        async with replica(directory, "r2", Engine()) as two:
+            assert await two.seed(*await two.read_at_start("sql", make("old"), None)) == added
+            assert await two.seed(*await two.read_at_start("gone", make("old"), None)) is None
 
 
-async def test_routes_name_the_holders_by_tier() -> None:
-    directory, disk = AdapterDirectory(), Disk(x="d1", y="d2")
-    async with replica(directory, "r1", disk) as one, replica(directory, "r2", disk):
-        await one.add("sql", "x", load_inplace=False)
-        await one.add("alias", "x", load_inplace=False)
-        await directory.report("r1", Load(("d1",), ("d1", "d2"), 3))
-        await directory.report("r2", Load((), ("d1",), 1))
+async def test_routes_name_the_holders_by_tier(catalogue: Catalogue, make: Make) -> None:
+    directory = AdapterDirectory(catalogue)
+    async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", Engine()):
+        d1 = (await one.add("sql", make("x"), load_inplace=False)).digest
+        await one.add("alias", make("x"), load_inplace=False)
+        await directory.report("r1", Load((d1,), (d1, "d2"), 3))
+        await directory.report("r2", Load((), (d1,), 1))
         table = await directory.routes(-1)
         assert table.gpu == {"sql": ("r1",), "alias": ("r1",)}
         assert table.cpu["sql"] == ("r1", "r2")

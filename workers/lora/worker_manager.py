@@ -89,6 +89,7 @@ class WorkerLoRAManager:
         self._loads: dict[tuple[str, str], _Load] = {}
         self._wanted: frozenset[str] = frozenset()
         self._doomed: set[str] = set()
+        self._pins: dict[str, LoRARequest] = {}  # by digest
 
     # -- asked for by the front: load now, whatever the queue needs -----------------------------------------------
 
@@ -105,23 +106,27 @@ class WorkerLoRAManager:
 
     def drop(self, digest: str) -> None:
         """Forgets the adapter in every tier, its slot as soon as no sequence holds it."""
+        self.unpin(digest)
         self._forget(digest)
         self._doomed.add(digest)
         self._sweep()
 
-    def pin(self, digest: str) -> None:
-        """Keeps a resident adapter in its slot. Raises AdapterError where it is in none."""
-        slot = self.slots.find(digest)
-        if slot is None:
-            raise AdapterError(f"adapter {digest[:12]} is in no slot, so it cannot be pinned; use it once first.")
-        if all(s.pinned or s is slot for s in self.slots.slots):
+    def pin(self, lora: LoRARequest) -> Future[AdapterInfo]:
+        """Loads the adapter, and keeps it in a slot from when one is free until unpin(). The future ends as load()'s.
+        Raises AdapterError where no slot would be left for others."""
+        others = [digest for digest in self._pins if digest != lora.digest]
+        if len(others) + 1 >= len(self.slots.slots):
             raise AdapterError(
-                f"pinning adapter {digest[:12]} would pin all {len(self.slots.slots)} slots, and no other adapter "
+                f"pinning adapter {lora.lora_name!r} would pin all {len(self.slots.slots)} slots, and no other adapter "
                 "could be served. Unpin one, or raise max_loras."
             )
-        slot.pinned = True
+        self._pins[lora.digest] = lora
+        loaded = self.load(lora)
+        loaded.add_done_callback(lambda done: done.exception() and self._pins.pop(lora.digest, None))
+        return loaded
 
     def unpin(self, digest: str) -> None:
+        self._pins.pop(digest, None)
         slot = self.slots.find(digest)
         if slot is not None:
             slot.pinned = False
@@ -155,6 +160,7 @@ class WorkerLoRAManager:
         """wanted: the distinct adapters of the waiting requests, in queue order."""
         first = wanted[: self._cpu.capacity]
         self._wanted = frozenset(lora.digest for lora in first)
+        self._place_pins()
         self._fill_slots(wanted)
         for lora in first:
             if self._resident(lora.digest) is not None or (lora.digest, lora.lora_path) in self._loads:
@@ -163,6 +169,18 @@ class WorkerLoRAManager:
             if len(self._cpu) + len(self._loads) - evictable >= self._cpu.capacity:
                 break
             self._start(lora)
+
+    def _place_pins(self) -> None:
+        for digest, lora in self._pins.items():
+            slot = self.slots.find(digest)
+            adapter = self._cpu.get(digest)
+            if slot is None and adapter is not None and (slot := self.slots.free_slot(keep=list(self._pins))):
+                self.slots.activate(adapter, slot)
+                self._tell(FillSlot(digest, slot.index, slot.generation))
+            if slot is not None:
+                slot.pinned = True
+            elif adapter is None:
+                self._start(lora)
 
     def _fill_slots(self, wanted: Sequence[LoRARequest]) -> None:
         """Each adapter's copy starts as soon as a slot is free, whether its request can be admitted yet or not."""
@@ -234,7 +252,7 @@ class WorkerLoRAManager:
 
     def _need(self, digest: str) -> int:
         """An adapter in a slot needs its copy here as soon as the slot is given away."""
-        return 2 * (digest in self._wanted) + (self.slots.find(digest) is not None)
+        return 2 * (digest in self._wanted or digest in self._pins) + (self.slots.find(digest) is not None)
 
     def _sweep(self) -> None:
         """Empties the slots of dropped adapters once nobody holds them."""
@@ -242,7 +260,8 @@ class WorkerLoRAManager:
             slot = self.slots.find(digest)
             self._forget(digest)
             if slot is None:
-                self._doomed.discard(digest)
+                if all(asked != digest for asked, _ in self._loads):  # what is being read now must not come after all
+                    self._doomed.discard(digest)
             elif slot.holders == 0:
                 self.slots.deactivate(slot)
                 self._tell(EmptySlot(slot.index))

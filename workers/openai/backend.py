@@ -38,10 +38,17 @@ class EngineClient(Protocol):
 class AdapterCatalog(Protocol):
     """Base model names never come here."""
 
-    def entries(self) -> list[LoRARequest]: ...
+    async def entries(self) -> list[LoRARequest]: ...
 
-    async def resolve(self, name: str) -> LoRARequest:
-        """Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served."""
+    async def known(self, name: str) -> LoRARequest | None:
+        """None where only a resolver might know it."""
+        ...
+
+    async def resolve(self, name: str, key: str | None = None) -> LoRARequest:
+        """key: where versions share a name, the same key draws the same one.
+
+        Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served.
+        """
         ...
 
     async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.openai.deadline import Deadline
-from lorafleet.workers.openai.envelope import Envelope, request_id
+from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprobs
@@ -27,7 +27,7 @@ async def chat(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, ChatRequest)
     async with deadline.while_finding_models():
-        model = await front.model(body.model)
+        model = await front.model(body.model, draw_key(request, body.request_id, body.seed))
     label_request(request.scope, front.label(model))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = read_params(front, body, max_tokens=asked, logprobs=_num_logprobs(body))

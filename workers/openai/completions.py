@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.openai.deadline import Deadline
-from lorafleet.workers.openai.envelope import Envelope, request_id
+from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import completion_logprobs, prompt_offsets, vllm_prompt_logprobs
@@ -32,7 +32,7 @@ async def completions(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, CompletionRequest)
     async with deadline.while_finding_models():
-        model = await front.model(body.model)
+        model = await front.model(body.model, draw_key(request, body.request_id, body.seed))
     label_request(request.scope, front.label(model))
     scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only
     asked = 1 if scoring else body.max_tokens

@@ -17,6 +17,12 @@ def request_id(request: Request, prefix: str, given: str | None) -> str:
     return prefix + (given or request.headers.get("x-request-id") or uuid.uuid4().hex)
 
 
+def draw_key(request: Request, given: str | None, seed: int | None) -> str | None:
+    """What a version of a split is drawn by: the client's request id, else its seed, else chance."""
+    named = given or request.headers.get("x-request-id")
+    return named or (None if seed is None else f"seed {seed}")
+
+
 @dataclass(frozen=True, slots=True)
 class Envelope:
     id: str

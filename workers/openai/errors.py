@@ -19,6 +19,7 @@ from lorafleet.workers.errors import (
     AdapterMissing,
     AdapterUnsupported,
     BodyTooLarge,
+    CatalogueDamaged,
     ContextOverflow,
     EngineDead,
     Forbidden,
@@ -30,6 +31,8 @@ from lorafleet.workers.errors import (
     QueueFull,
     QueueTimeout,
     RankTooLarge,
+    StoreError,
+    Unauthorized,
 )
 
 
@@ -47,6 +50,7 @@ TABLE: dict[type[LorafleetError], HttpError] = {
     ContextOverflow: HttpError(400, _INVALID, "context_length_exceeded"),
     ModelNotFound: HttpError(404, _INVALID, "model_not_found"),
     Forbidden: HttpError(403, "permission_error", "forbidden"),
+    Unauthorized: HttpError(401, "authentication_error", "invalid_api_key"),
     AdapterError: HttpError(400, _INVALID, "adapter_error"),
     AdapterMissing: HttpError(404, _INVALID, "adapter_missing"),
     AdapterMalformed: HttpError(400, _INVALID, "adapter_malformed"),
@@ -59,6 +63,8 @@ TABLE: dict[type[LorafleetError], HttpError] = {
     Overloaded: HttpError(503, "server_error", "overloaded"),
     QueueFull: HttpError(429, "rate_limit_error", "queue_full"),
     QueueTimeout: HttpError(429, "rate_limit_error", "queue_timeout"),
+    StoreError: HttpError(503, "server_error", "store_error"),
+    CatalogueDamaged: HttpError(500, "server_error", "catalogue_damaged"),
     EngineDead: HttpError(503, "server_error", "engine_dead"),
 }
 

@@ -71,26 +71,27 @@ class Front:
         """Why the engine stopped; None while it runs."""
         return self.engine.dead
 
-    async def model(self, name: str | None) -> ServedModel:
+    async def model(self, name: str | None, key: str | None = None) -> ServedModel:
         """A base name, an adapter's name, or SGLang's `base:adapter`; no name means the base model, as in vLLM.
 
+        key: where versions share a name, requests with one key get the same version; None draws one.
         Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served.
         """
         if name is None or name in self.config.served_model_names:
             return ServedModel(name or self.config.base_id, None)
         try:
-            return ServedModel(name, await self._adapter(name))
+            return ServedModel(name, await self._adapter(name, key))
         except ModelNotFound:
             raise ModelNotFound(f"The model `{name}` does not exist.", "model") from None
 
-    async def _adapter(self, name: str) -> LoRARequest:
+    async def _adapter(self, name: str, key: str | None) -> LoRARequest:
         for base in self.config.served_model_names:
-            if name.startswith(base + ":") and not any(e.lora_name == name for e in self.catalog.entries()):
+            if name.startswith(base + ":") and await self.catalog.known(name) is None:
                 try:
-                    return await self.catalog.resolve(name.removeprefix(base + ":"))
+                    return await self.catalog.resolve(name.removeprefix(base + ":"), key)
                 except ModelNotFound:
                     continue
-        return await self.catalog.resolve(name)
+        return await self.catalog.resolve(name, key)
 
     def label(self, model: ServedModel) -> str:
         """The model's name in metrics."""

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.openai.deadline import Deadline
-from lorafleet.workers.openai.envelope import request_id
+from lorafleet.workers.openai.envelope import draw_key, request_id
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Answer, Sample, Task, collect, fallback_of, make_samples, merged
 from lorafleet.workers.openai.logprobs import LOWEST
@@ -54,7 +54,7 @@ async def generate(front: Front, request: Request) -> Response:
     prompts, is_batch = await _read_prompts(front, body)
     sampling = _read_sampling(body, len(prompts))
     async with deadline.while_finding_models():
-        models = await _read_models(front, body, sampling)
+        models = await _read_models(front, request, body, sampling)
     label_request(request.scope, front.label(models[0]))
     tasks = [_make_task(front, body, *one) for one in zip(prompts, models, sampling, strict=True)]
     rids = _read_rids(request, body, len(prompts))
@@ -118,19 +118,23 @@ def _read_one_sampling(given: object) -> SGLangSampling:
 _SAMPLING = "sampling_params"
 
 
-async def _read_models(front: Front, body: SGLangRequest, sampling: Sequence[SGLangSampling]) -> list[ServedModel]:
+async def _read_models(
+    front: Front, request: Request, body: SGLangRequest, sampling: Sequence[SGLangSampling]
+) -> list[ServedModel]:
     """The adapter of each prompt: `lora_path` at either place, or `model`, or the base."""
     outer = _per_prompt(body.lora_path, len(sampling), "lora_path")
     inner = [_one_of(one.lora_path, i, len(sampling)) for i, one in enumerate(sampling)]
-    models: dict[str | None, ServedModel] = {}
-    names: list[str | None] = []
-    for out, within in zip(outer, inner, strict=True):
+    rids = _per_prompt(body.rid, len(sampling), "rid")
+    models: dict[tuple[str | None, str | None], ServedModel] = {}
+    asked: list[tuple[str | None, str | None]] = []
+    for out, within, rid, one in zip(outer, inner, rids, sampling, strict=True):
         name = _read_name(out, within)
-        names.append(body.model if name is None else name)
-    for name in names:
-        if name not in models:
-            models[name] = await front.model(name)
-    return [models[name] for name in names]
+        key = draw_key(request, rid if isinstance(rid, str) else None, one.sampling_seed)
+        asked.append((body.model if name is None else name, key))
+    for name, key in asked:
+        if (name, key) not in models:
+            models[name, key] = await front.model(name, key)
+    return [models[one] for one in asked]
 
 
 def _read_name(outer: object, inner: object) -> str | None:

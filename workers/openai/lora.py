@@ -44,7 +44,7 @@ async def unload_lora_adapter(front: Front, request: Request) -> Response:
     if not name:
         raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
     try:
-        _check_number(front, name, body.lora_int_id)
+        await _check_number(front, name, body.lora_int_id)
         await front.catalog.remove(name)
     except ModelNotFound:
         raise ModelNotFound(f"The lora adapter '{name}' cannot be found.", "lora_name") from None
@@ -52,9 +52,10 @@ async def unload_lora_adapter(front: Front, request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-def _check_number(front: Front, name: str, number: int | None) -> None:
+async def _check_number(front: Front, name: str, number: int | None) -> None:
     """Where the client also says which number it means, no other adapter of that name is unloaded."""
-    if number is not None and not any(e.lora_name == name and e.lora_int_id == number for e in front.catalog.entries()):
+    known = None if number is None else await front.catalog.known(name)
+    if number is not None and (known is None or known.lora_int_id != number):
         raise ModelNotFound(name)
 
 

@@ -12,7 +12,7 @@ from lorafleet.workers.openai.responses import json_response
 
 async def list_models(front: Front, _: Request) -> Response:
     bases = [_base_card(front, name) for name in front.config.served_model_names]
-    adapters = [_adapter_card(front, lora, lora.lora_name) for lora in front.catalog.entries()]
+    adapters = [_adapter_card(front, lora, lora.lora_name) for lora in await front.catalog.entries()]
     return json_response({"object": "list", "data": bases + adapters})
 
 

@@ -92,11 +92,16 @@ class MemoryCatalog:
         self.loras = {name: LoRARequest(name, i + 1, f"/adapters/{name}") for i, name in enumerate(("sql", "org/json"))}
         self.hidden = {"found": LoRARequest("found", 9, "/adapters/found")}
         self.failure: LorafleetError | None = None
+        self.keys: list[str | None] = []  # that versions would be drawn by
 
-    def entries(self) -> list[LoRARequest]:
+    async def entries(self) -> list[LoRARequest]:
         return list(self.loras.values())
 
-    async def resolve(self, name: str) -> LoRARequest:
+    async def known(self, name: str) -> LoRARequest | None:
+        return self.loras.get(name)
+
+    async def resolve(self, name: str, key: str | None = None) -> LoRARequest:
+        self.keys.append(key)
         if self.failure is not None:
             raise self.failure
         found = self.loras.get(name) or self.hidden.get(name)

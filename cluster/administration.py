@@ -1,0 +1,455 @@
+"""What administrators do with adapters: push, alias, rollback, pin, prefetch, remove, verify.
+
+Each call is durable and known to every replica when it returns; one that fails says which replica failed and why, and
+leaves the catalogue as it was. Runs in the directory's process; HTTP, command line and actor handle all end here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import heapq
+import logging
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.files import folder_digest
+from lorafleet.cluster.catalogue.records import (
+    Adapter,
+    Removed,
+    Share,
+    Version,
+    moved,
+    next_number,
+    rolled_back,
+    taken,
+    with_version,
+    without_alias,
+    without_versions,
+)
+from lorafleet.cluster.directory import AdapterDirectory, OrderKind
+from lorafleet.workers.errors import (
+    AdapterChanged,
+    AdapterExists,
+    AdapterMissing,
+    InvalidRequest,
+    LorafleetError,
+    ModelNotFound,
+    Overloaded,
+)
+from lorafleet.workers.lora.names import check_adapter_name
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+
+MAX_VERSIONS = 10  # kept of an adapter; the oldest that no alias stands for goes when one more is pushed
+ORDER_S = 300.0  # how long a replica may take to load an adapter
+REMOVE_S = 60.0  # how long `remove` waits for requests in flight before it says that it goes on without the caller
+MAX_LISTED = 1000
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class Pushed(msgspec.Struct, frozen=True):
+    """An adapter whose files are in the store by digest already, and how it is to be served.
+
+    replace: a name that is there gets a new version, else that is AdapterExists. activate: its alias moves to it.
+    num_replicas: how many must have loaded it before the call returns.
+    """
+
+    name: str
+    digest: str
+    source: str
+    replace: bool = True
+    activate: bool = True
+    num_replicas: int = 1
+    base_model_name: str | None = None
+    tenant: str | None = None
+    metadata: dict[str, str] = {}
+
+
+class Administration:
+    def __init__(self, directory: AdapterDirectory, base_names: Collection[str]) -> None:
+        self._directory = directory
+        self._base_names = base_names
+        self._pins: dict[tuple[str, str], LoRARequest] = {}  # ordered: by replica and digest
+        self._freeing: dict[str, asyncio.Task[None]] = {}  # by adapter
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pushing: Counter[str] = Counter()  # digests: their files are kept
+        self._deleting = asyncio.Lock()  # files: no push may begin to rely on them
+        directory.on_replicas = self._repin
+
+    @property
+    def _catalogue(self) -> Catalogue:
+        return self._directory.catalogue
+
+    def resume(self) -> None:
+        """After a restart: removals that had begun go on."""
+        for adapter in self._catalogue.state.adapters.values():
+            if adapter.removing:
+                self._start_freeing(adapter)
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    async def list_adapters(self, after: str = "", limit: int = 100) -> list[Adapter]:
+        """In the order of names, from behind `after`."""
+        if not 1 <= limit <= MAX_LISTED:
+            raise InvalidRequest(f"limit is {limit}; it must be 1 to {MAX_LISTED}. Ask for more with `after`.", "limit")
+        adapters = self._catalogue.state.adapters
+        return [adapters[name] for name in heapq.nsmallest(limit, (name for name in adapters if name > after))]
+
+    async def show(self, name: str) -> Adapter:
+        return self._adapter(name)
+
+    async def verify(self, name: str) -> list[Version]:
+        """Reads every version's files again; AdapterChanged names one that has other bytes than were registered."""
+        adapter = self._adapter(name)
+        for version in adapter.versions:
+            digest = await asyncio.to_thread(self._read_again, version)
+            if digest != version.digest:
+                raise AdapterChanged(
+                    f"version {version.number} of adapter {name!r} was registered with digest {version.digest[:12]}…, "
+                    f"and its files now have {digest[:12]}…. Push it again, and roll back until then."
+                )
+        return list(adapter.versions)
+
+    # -- changing -------------------------------------------------------------------------------------------------
+
+    async def push(self, pushed: Pushed) -> Adapter:
+        """Loads it on some replicas, then registers it and moves its alias. The same push twice changes nothing."""
+        check_adapter_name(pushed.name, self._base_names)
+        while (freeing := self._freeing.get(pushed.name)) is not None:
+            await asyncio.wait([freeing], timeout=REMOVE_S)
+            if not freeing.done():
+                raise Overloaded(f"adapter {pushed.name!r} is being removed: requests for it still run. Try again.")
+        async with self._using(pushed.digest):
+            adapter = await self._push(pushed)
+        await self._prune(adapter)
+        logger.info("adapter %s: %s pushed from %s", pushed.name, pushed.digest[:12], pushed.source)
+        return self._adapter(pushed.name)
+
+    async def _push(self, pushed: Pushed) -> Adapter:
+        self._check_free(pushed.name, pushed.replace)
+        if not await asyncio.to_thread(self._catalogue.store.has_files, pushed.digest):
+            raise AdapterMissing(f"the catalogue has no files with digest {pushed.digest[:12]}…; push them first.")
+        version = Version(0, pushed.digest, pushed.source, 0, 0, time.time(), metadata=pushed.metadata)
+        version = msgspec.structs.replace(version, base_model_name=pushed.base_model_name)
+        lora = self._catalogue.state.request(pushed.name, version)
+        try:
+            [info, *_] = await self._order_all("load", lora, await self._homes(pushed.name, pushed.num_replicas))
+        except LorafleetError:
+            await self._forget_files(pushed.digest, num_pushes=1)
+            raise
+        assert info is not None
+        version = msgspec.structs.replace(version, rank=info.rank, num_bytes=info.num_bytes)
+
+        def decide(present: Adapter | None) -> Adapter | None:
+            self._check_free(pushed.name, pushed.replace)
+            adapter = present or self._new(pushed.name, pushed.tenant)
+            known = next((one for one in adapter.versions if one.digest == pushed.digest), None)
+            if known is None:
+                known = msgspec.structs.replace(version, number=next_number(adapter))
+                adapter = with_version(adapter, known)
+            if pushed.activate or pushed.name not in adapter.aliases:
+                adapter = _moved_unless_there(adapter, pushed.name, (Share(known.number, 1.0),))
+            return None if adapter == present else adapter
+
+        return await self._change(pushed.name, decide)
+
+    async def seed(self, lora: LoRARequest, info: AdapterInfo, application: str) -> LoRARequest | None:
+        """An adapter of lora_modules, which a replica has read from its own path. None where it was removed since the
+        application started. Bytes that the catalogue knows change nothing; new ones are a new version."""
+
+        def decide(present: Adapter | None) -> Adapter | None:
+            owner = self._catalogue.state.owner(lora.lora_name)
+            if present is None and owner is not None:
+                raise taken(lora.lora_name, owner.name)
+            if present is not None and (present.seeded_by == application or present.removing):
+                return None
+            removed = self._catalogue.state.removed(lora.lora_name)
+            if removed is not None and removed.seeded_by == application:
+                return None
+            adapter = msgspec.structs.replace(present or Adapter(lora.lora_name), seeded_by=application)
+            known = next((one for one in adapter.versions if one.digest == lora.digest), None)
+            version = Version(
+                known.number if known else next_number(adapter),
+                lora.digest,
+                lora.lora_path,
+                info.rank,
+                info.num_bytes,
+                known.created_s if known else time.time(),
+                location=lora.lora_path,
+                base_model_name=lora.base_model_name,
+            )
+            if known is not None and known.location:  # its path may be another one now
+                kept = tuple(version if one is known else one for one in adapter.versions)
+                return msgspec.structs.replace(adapter, versions=kept)
+            if known is not None:
+                return adapter
+            return moved(with_version(adapter, version), lora.lora_name, (Share(version.number, 1.0),), time.time())
+
+        await self._catalogue.change(lora.lora_name, decide)
+        served = self._catalogue.state.served(lora.lora_name, 0)
+        return served.loras[0] if served is not None else None
+
+    async def alias(self, name: str, shares: list[Share], alias: str | None = None) -> Adapter:
+        """The alias (the adapter's own name where none is given) stands for these shares of its versions."""
+        alias = alias or name
+        check_adapter_name(alias, self._base_names)
+        return await self._change(name, lambda present: self._moved(self._present(name, present), alias, tuple(shares)))
+
+    async def unalias(self, name: str, alias: str) -> Adapter:
+        return await self._change(name, lambda present: without_alias(self._present(name, present), alias))
+
+    async def rollback(self, name: str, alias: str | None = None) -> Adapter:
+        """To what the alias stood for before its last move."""
+
+        def decide(present: Adapter | None) -> Adapter:
+            adapter = self._present(name, present)
+            if (alias or name) not in adapter.aliases:
+                raise ModelNotFound(f"adapter {name!r} has no alias {alias!r}.", "alias")
+            return rolled_back(adapter, alias or name)
+
+        return await self._change(name, decide)
+
+    async def pin(self, name: str, num_replicas: int = 1) -> Adapter:
+        """Keeps what the adapter's aliases stand for in slots of so many replicas. What cannot be is undone."""
+        before = self._adapter(name).pinned_replicas
+        await self._homes(name, num_replicas)
+        await self._set_pinned(name, num_replicas)
+        try:
+            await self._pinned(name)
+        except LorafleetError:
+            await self._set_pinned(name, before)
+            raise
+        return self._adapter(name)
+
+    async def unpin(self, name: str) -> Adapter:
+        self._adapter(name)
+        return await self._set_pinned(name, 0)
+
+    async def prefetch(self, name: str, num_replicas: int = 1) -> list[str]:
+        """Loads what the adapter's aliases stand for on so many replicas; returns those that have it now."""
+        adapter = self._adapter(name)
+        holders: list[str] = []
+        for number in sorted(adapter.served()):
+            lora = self._catalogue.state.request(name, adapter.version(number))
+            holders = await self._homes(name, num_replicas)
+            await self._order_all("load", lora, holders)
+        return holders
+
+    async def remove(self, name: str, wait_s: float = REMOVE_S) -> None:
+        """No name stands for it when this returns; its bytes are gone everywhere too, or Overloaded says what they
+        wait for. That goes on by itself."""
+        adapter = self._catalogue.state.adapters.get(name)
+        if adapter is None and self._directory.forget_found(name):
+            await self._directory.acknowledged()
+            return
+        if adapter is None or not adapter.removing:
+            self._adapter(name)
+            adapter = await self._change(
+                name,
+                lambda present: msgspec.structs.replace(
+                    self._present(name, present), aliases={}, removing=True, pinned_replicas=0
+                ),
+            )
+        freeing = self._freeing.get(name) or self._start_freeing(adapter)
+        if wait_s > 0:
+            done, _ = await asyncio.wait([freeing], timeout=wait_s)
+            if not done:
+                raise Overloaded(
+                    f"adapter {name!r} is not served any more, but after {wait_s:.0f} s requests for it still run. It "
+                    "is freed when they end; `show` says when it is gone."
+                )
+            freeing.result()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _adapter(self, name: str) -> Adapter:
+        adapter = self._catalogue.state.adapters.get(name)
+        if adapter is None:
+            raise ModelNotFound(f"There is no adapter `{name}` in the catalogue.", "name")
+        return adapter
+
+    def _present(self, name: str, adapter: Adapter | None) -> Adapter:
+        if adapter is None or adapter.removing:
+            raise ModelNotFound(f"There is no adapter `{name}` in the catalogue.", "name")
+        return adapter
+
+    def _new(self, name: str, tenant: str | None) -> Adapter:
+        removed = self._catalogue.state.removed(name)
+        return Adapter(name, tenant=tenant, seeded_by=removed.seeded_by if removed else None)
+
+    def _check_free(self, name: str, replace: bool) -> None:
+        owner = self._catalogue.state.owner(name)
+        if owner is not None and owner.name != name:
+            raise taken(name, owner.name)
+        if not replace and self._directory.served(name) is not None:
+            raise AdapterExists(f"There is an adapter {name!r} already; allow `replace` for a new version.", "name")
+
+    def _moved(self, adapter: Adapter, alias: str, shares: tuple[Share, ...]) -> Adapter | None:
+        owner = self._catalogue.state.owner(alias)
+        if owner is not None and owner.name != adapter.name:
+            raise taken(alias, owner.name)
+        if alias != adapter.name and alias in self._catalogue.state.adapters:
+            raise taken(alias, alias)
+        there = _moved_unless_there(adapter, alias, shares)
+        return None if there == adapter else there
+
+    async def _change(self, name: str, decide: Callable[[Adapter | None], Adapter | None]) -> Adapter:
+        adapter = await self._catalogue.change(name, decide)
+        assert adapter is not None, "only removal takes it away"
+        self._repin()
+        await self._directory.acknowledged()
+        return adapter
+
+    async def _set_pinned(self, name: str, num_replicas: int) -> Adapter:
+        return await self._change(
+            name,
+            lambda present: msgspec.structs.replace(self._present(name, present), pinned_replicas=num_replicas),
+        )
+
+    def _read_again(self, version: Version) -> str:
+        if version.location:
+            return folder_digest(Path(version.location))
+        with tempfile.TemporaryDirectory(prefix="lorafleet-verify-") as folder:
+            self._catalogue.store.fetch_files(version.digest, Path(folder))
+            return folder_digest(Path(folder))
+
+    async def _prune(self, adapter: Adapter) -> None:
+        """Drops the oldest versions that nobody asks for."""
+        excess = len(adapter.versions) - MAX_VERSIONS
+        served = adapter.served()
+        numbers = {one.number for one in [v for v in adapter.versions if v.number not in served][: max(excess, 0)]}
+        if not numbers:
+            return
+        gone = [adapter.version(number) for number in numbers]
+        await self._change(
+            adapter.name, lambda present: without_versions(self._present(adapter.name, present), numbers)
+        )
+        self._keep(self._free(adapter.name, gone))
+
+    # -- on replicas ----------------------------------------------------------------------------------------------
+
+    async def _homes(self, key: str, count: int) -> list[str]:
+        live = await self._directory.wait_for_ready(count)
+        if not 1 <= count <= len(live):
+            raise InvalidRequest(
+                f"replicas is {count}; this cluster has {len(live)} now. Ask for 1 to {len(live)}, or add replicas.",
+                "replicas",
+            )
+        return _homes(key, live)[:count]
+
+    async def _order_all(
+        self, kind: OrderKind, lora: LoRARequest, replicas: Iterable[str], patience_s: float = ORDER_S
+    ) -> list[AdapterInfo | None]:
+        """All answers; the first error, with its replica, where one fails."""
+        asked = {replica: self._directory.order(replica, kind, lora) for replica in replicas}
+        await asyncio.wait(asked.values(), timeout=patience_s)
+        for replica, answer in asked.items():
+            if not answer.done():
+                raise Overloaded(f"replica {replica} did not {kind} adapter {lora.lora_name!r} in {patience_s:.0f} s.")
+            error = answer.exception()
+            if isinstance(error, LorafleetError):
+                raise type(error)(f"replica {replica}: {error.message}", error.param)
+        return [answer.result() for answer in asked.values()]
+
+    def _wanted_pins(self) -> dict[tuple[str, str], LoRARequest]:
+        state, live = self._catalogue.state, self._directory.ready()
+        wanted: dict[tuple[str, str], LoRARequest] = {}
+        for name in state.pinned:
+            adapter = state.adapters[name]
+            for number in adapter.served():
+                lora = state.request(name, adapter.version(number))
+                wanted |= {(replica, lora.digest): lora for replica in _homes(name, live)[: adapter.pinned_replicas]}
+        return wanted
+
+    def _repin(self) -> None:
+        """Orders what differs from what was ordered: after a change, and when a replica comes or goes."""
+        wanted, live = self._wanted_pins(), set(self._directory.ready())
+        for (replica, digest), lora in self._pins.items():
+            if (replica, digest) not in wanted and replica in live:
+                self._directory.order(replica, "unpin", lora)
+        for (replica, digest), lora in wanted.items():
+            if (replica, digest) not in self._pins:
+                self._directory.order(replica, "pin", lora).add_done_callback(_log_failure)
+        self._pins = wanted
+
+    async def _pinned(self, name: str) -> None:
+        """Asks again for the pins of one adapter, to hear how they went."""
+        adapter = self._adapter(name)
+        for number in sorted(adapter.served()):
+            lora = self._catalogue.state.request(name, adapter.version(number))
+            homes = [replica for replica, digest in self._pins if digest == lora.digest]
+            await self._order_all("pin", lora, homes)
+
+    # -- removal --------------------------------------------------------------------------------------------------
+
+    def _start_freeing(self, adapter: Adapter) -> asyncio.Task[None]:
+        async def free() -> None:
+            try:
+                await self._directory.acknowledged()
+                await self._free(adapter.name, adapter.versions)
+                await self._catalogue.change(adapter.name, lambda _: Removed(adapter.name, adapter.seeded_by))
+                logger.info("adapter %s is removed", adapter.name)
+            finally:
+                del self._freeing[adapter.name]
+
+        task = self._freeing[adapter.name] = asyncio.get_running_loop().create_task(free())
+        return task
+
+    async def _free(self, name: str, versions: Iterable[Version]) -> None:
+        """From every replica, once no request uses it, and from the store, unless another version has its bytes."""
+        for version in versions:
+            if self._catalogue.state.num_uses(version.digest) == 0:
+                await self._drop_everywhere(self._catalogue.state.request(name, version))
+                await self._forget_files(version.digest)
+
+    async def _forget_files(self, digest: str, num_pushes: int = 0) -> None:
+        """Unless a version has them by now, or other pushes than those of the caller need them."""
+        async with self._deleting:
+            if self._catalogue.state.num_uses(digest) == 0 and self._pushing[digest] <= num_pushes:
+                await asyncio.to_thread(self._catalogue.store.delete_files, digest)
+
+    @contextlib.asynccontextmanager
+    async def _using(self, digest: str) -> AsyncIterator[None]:
+        async with self._deleting:
+            self._pushing[digest] += 1
+        try:
+            yield
+        finally:
+            self._pushing[digest] -= 1
+
+    async def _drop_everywhere(self, lora: LoRARequest) -> None:
+        """However long requests run. A replica that leaves takes its copy with it."""
+        asked = [self._directory.order(replica, "drop", lora) for replica in self._directory.live()]
+        if asked:
+            await asyncio.wait(asked)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _moved_unless_there(adapter: Adapter, alias: str, shares: tuple[Share, ...]) -> Adapter:
+    if alias in adapter.aliases and adapter.shares(alias) == shares:
+        return adapter
+    return moved(adapter, alias, shares, time.time())
+
+
+def _homes(key: str, replicas: Iterable[str]) -> list[str]:
+    """Rendezvous hashing: every replica draws a number for the key, and keeps it when others come or go."""
+    return sorted(replicas, key=lambda replica: hashlib.blake2b(f"{key}\0{replica}".encode()).digest())
+
+
+def _log_failure(done: asyncio.Future[AdapterInfo | None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        logger.error("an adapter could not be pinned: %s", error)

@@ -1,0 +1,140 @@
+"""The store in a local folder, which every node must see where the cluster has several.
+
+A new object is written aside, synced, and linked under its name: link fails where the name is taken, in one step for
+all processes and over NFS too, which rename does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError
+
+
+class FolderStore:
+    def __init__(self, root: Path) -> None:
+        self._root = root.expanduser().absolute()
+        self._aside = self._root / "aside"  # whatever a crash left there is rubbish
+        self._files = self._root / "adapters"
+        try:
+            for folder in (self._aside, self._files):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"catalog_uri={str(root)!r} cannot be written: {error.strerror}. Name a folder that can, or s3://…"
+            ) from None
+
+    @property
+    def uri(self) -> str:
+        return str(self._root)
+
+    def create(self, key: str, content: bytes) -> bool:
+        target, aside = self._root / key, self._aside / uuid.uuid4().hex
+        try:
+            _make_folders(target.parent, self._root)
+            with aside.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(aside, target)
+            except FileExistsError:
+                return False
+            _sync_folder(target.parent)
+            return True
+        except OSError as error:
+            raise _failed(f"{key} cannot be written", self.uri, error) from error
+        finally:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            return (self._root / key).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _failed(f"{key} cannot be read", self.uri, error) from error
+
+    def keys(self, prefix: str) -> list[str]:
+        folder = self._root / prefix
+        try:
+            return sorted(f"{prefix}{name}" for name in os.listdir(folder))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _failed(f"{prefix} cannot be listed", self.uri, error) from error
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self._root / key).unlink()
+
+    def put_files(self, digest: str, folder: Path) -> None:
+        if self.has_files(digest):
+            return
+        aside = self._aside / uuid.uuid4().hex
+        try:
+            aside.mkdir()
+            for source in sorted(folder.iterdir()):
+                _copy_durably(source, aside / source.name)
+            _sync_folder(aside)
+            with contextlib.suppress(OSError):
+                aside.rename(self._files / digest)  # fails where another writer was first, with the same bytes
+            _sync_folder(self._files)
+            if not self.has_files(digest):
+                raise StoreError(f"the files of adapter {digest[:12]} did not get into {self._files}.")
+        except OSError as error:
+            raise _failed(f"the files of adapter {digest[:12]} cannot be written", self.uri, error) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def files_uri(self, digest: str) -> str:
+        return str(self._files / digest)
+
+    def has_files(self, digest: str) -> bool:
+        return (self._files / digest).is_dir()
+
+    def fetch_files(self, digest: str, folder: Path) -> None:
+        try:
+            shutil.copytree(self._files / digest, folder, dirs_exist_ok=True)
+        except FileNotFoundError:
+            raise AdapterMissing(f"the catalogue {self.uri} has no files of adapter {digest[:12]}.") from None
+
+    def delete_files(self, digest: str) -> None:
+        """Away in one step, so that no reader finds half of it."""
+        aside = self._aside / uuid.uuid4().hex
+        try:
+            (self._files / digest).rename(aside)
+        except FileNotFoundError:
+            return
+        _sync_folder(self._files)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _make_folders(folder: Path, root: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        _sync_folder(root)
+
+
+def _copy_durably(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _failed(what: str, uri: str, error: OSError) -> StoreError:
+    reason = error.strerror or error
+    return StoreError(f"catalogue {uri}: {what}: {reason}. Look whether it was done before you repeat it.")

@@ -1,0 +1,280 @@
+"""The durable log of the catalogue's changes, over any Store; two writers cannot lose each other's.
+
+    log/<number>            one change. Numbers are consecutive: who creates the object has the number.
+    runs/<start>-<end>      the changes of numbers start <= n < end, only the last one of each name.
+
+A write creates one small object, however many adapters there are. Every MERGE numbers become a run, every FAN_OUT runs
+of a size a larger one, so that a write costs log(n) copies over its life and a start reads a few dozen objects. What a
+run has replaced is deleted after the run has been read back.
+
+A writer that slept while its number was merged and deleted could take it again: so it looks for a run over its number
+after it has written, and starts anew where there is one. An object that was torn, by a disk that lied about a sync, is
+never overwritten: the next change names the last number that it builds upon, and so skips it; one that is skipped by
+nobody and is not the last was acknowledged, and its loss is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from lorafleet.cluster.catalogue.records import Adapter, Removed
+from lorafleet.cluster.catalogue.store import Store
+from lorafleet.workers.errors import CatalogueDamaged, StoreError
+
+MERGE = 128
+FAN_OUT = 16
+READ_THREADS = 16
+LOAD_ATTEMPTS = 5  # another writer may delete what was listed a moment ago
+
+_MAGIC = b"lorafleet catalogue 1\n"
+
+Entry = Adapter | Removed
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class Fenced(Exception):
+    """Other writers have gone so far that only load() tells what there is. Nothing was written."""
+
+
+class _Change(msgspec.Struct, frozen=True):
+    """after: the number of the change before it. writer: of whom, and which try; tells equal changes apart."""
+
+    after: int
+    writer: str
+    entry: Entry
+
+
+class _Run(msgspec.Struct, frozen=True):
+    """after: the number of the change before its first. last: of its last one."""
+
+    after: int
+    last: int
+    entries: list[Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """An object of the log: the numbers start <= n < end."""
+
+    start: int
+    end: int
+    is_run: bool
+
+    @property
+    def key(self) -> str:
+        return f"runs/{self.start:016d}-{self.end:016d}" if self.is_run else _change_key(self.start)
+
+
+class CatalogueLog:
+    """Keeps its place in the log; what the changes add up to is the caller's. Blocking, one call at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._writer = uuid.uuid4().hex
+        self._next = 0
+        self._last = -1  # the number of the last whole change; torn ones may lie behind it
+
+    @property
+    def length(self) -> int:
+        return self._next
+
+    def load(self) -> dict[str, Entry]:
+        """Every name's last entry. Raises CatalogueDamaged where an acknowledged change is lost."""
+        for attempt in range(LOAD_ATTEMPTS):
+            try:
+                return self._load()
+            except CatalogueDamaged:
+                if attempt == LOAD_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def append(self, entry: Entry) -> list[Entry]:
+        """Returns [] once the entry is durable. Else nothing was written, and these changes of other writers came
+        first: take them in, look whether yours still holds, and repeat. Raises Fenced, or StoreError."""
+        number = self._next
+        content = _frame(_Change(self._last, f"{self._writer}:{uuid.uuid4().hex}", entry))
+        key = _change_key(number)
+        # A repeated request may find its own first try.
+        if not self._store.create(key, content) and self._store.read(key) != content:
+            return self._catch_up()
+        if any(span.end > number for span in self._runs()):
+            self._store.delete(key)
+            raise Fenced
+        self._last, self._next = number, number + 1
+        if self._next % MERGE == 0:
+            self._merge_if_possible()
+        return []
+
+    def _load(self) -> dict[str, Entry]:
+        changes = {_number(key): _Span(_number(key), _number(key) + 1, False) for key in self._store.keys("log/")}
+        cover = _cover(self._runs(), changes)
+        last, entries = -1, dict[str, Entry]()
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            contents = pool.map(lambda span: self._store.read(span.key), cover)
+            for span, content in zip(cover, contents, strict=True):
+                if content is None:
+                    raise CatalogueDamaged(self._damage(span.key, "is gone"))
+                last = self._take(span, content, last, entries)
+        self._last = last
+        self._next = cover[-1].end if cover else 0
+        if last + 1 < self._next:
+            logger.warning("catalogue %s: %s is torn and was never acknowledged", self._store.uri, cover[-1].key)
+        self._merge_if_possible()
+        return entries
+
+    def _take(self, span: _Span, content: bytes, last: int, entries: dict[str, Entry]) -> int:
+        """Adds what one object says; the number of the last change then."""
+        payload = _unframe(content)
+        if payload is None:
+            if span.is_run:
+                raise CatalogueDamaged(self._damage(span.key, "has other bytes than were written"))
+            return last
+        if span.is_run:
+            run = _run_decoder.decode(payload)
+            after, now, added = run.after, run.last, run.entries
+        else:
+            change = _change_decoder.decode(payload)
+            after, now, added = change.after, span.start, [change.entry]
+        if after != last:
+            raise CatalogueDamaged(self._damage(_change_key(after), "is lost, and later changes build upon it"))
+        entries.update((entry.name, entry) for entry in added)
+        return now
+
+    def _damage(self, key: str, what: str) -> str:
+        return (
+            f"catalogue {self._store.uri}: {key} {what}. Bring the object back from a backup, or name another "
+            "catalog_uri to begin with an empty catalogue."
+        )
+
+    def _catch_up(self) -> list[Entry]:
+        found: list[Entry] = []
+        while (content := self._store.read(_change_key(self._next))) is not None:
+            payload = _unframe(content)
+            if payload is not None:
+                change = _change_decoder.decode(payload)
+                if change.after != self._last:
+                    raise Fenced
+                found.append(change.entry)
+                self._last = self._next
+            self._next += 1
+        if not found:
+            raise Fenced
+        return found
+
+    def _runs(self) -> list[_Span]:
+        return [_Span(*_bounds(key), True) for key in self._store.keys("runs/")]
+
+    # -- merging ------------------------------------------------------------------------------------------------------
+
+    def _merge_if_possible(self) -> None:
+        """What fails here is done at the next turn: the log is whole without it."""
+        try:
+            size = MERGE
+            while size <= self._next:
+                self._merge(size)
+                size *= FAN_OUT
+        except (StoreError, _Vanished) as error:
+            logger.warning("catalogue %s: merging is put off: %s", self._store.uri, error)
+
+    def _merge(self, size: int) -> None:
+        """Makes one run of every block of so many numbers that is in pieces, then deletes what runs have replaced."""
+        changes = {_number(key): _Span(_number(key), _number(key) + 1, False) for key in self._store.keys("log/")}
+        runs = self._runs()
+        blocks: dict[int, list[_Span]] = {}
+        for span in _cover(runs, changes):
+            if span.end - span.start < size and (span.start // size + 1) * size <= self._next:
+                blocks.setdefault(span.start // size, []).append(span)
+        for block, pieces in blocks.items():
+            runs.append(self._join(_Span(block * size, (block + 1) * size, True), pieces))
+        for span in (*changes.values(), *runs):
+            if any(run.start <= span.start and span.end <= run.end and run != span for run in runs):
+                self._store.delete(span.key)
+
+    def _join(self, whole: _Span, pieces: list[_Span]) -> _Span:
+        after: int | None = None
+        last, entries = -1, dict[str, Entry]()
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            for span, content in zip(pieces, pool.map(lambda one: self._store.read(one.key), pieces), strict=True):
+                if content is None:
+                    raise _Vanished(span.key)
+                payload = _unframe(content)
+                if payload is None:
+                    continue  # torn: load() has found that nothing builds upon it
+                part = _run_decoder.decode(payload) if span.is_run else _as_run(span, payload)
+                after = part.after if after is None else after
+                last = part.last
+                entries.update((entry.name, entry) for entry in part.entries)
+        if after is None:
+            raise _Vanished(whole.key)
+        kept = entries.values() if whole.start else (e for e in entries.values() if not _is_forgettable(e))
+        self._store.create(whole.key, _frame(_Run(after, last, list(kept))))
+        written = self._store.read(whole.key)
+        if written is None or _unframe(written) is None:
+            raise StoreError(f"{whole.key} cannot be read back; its parts are kept.")
+        return whole
+
+
+class _Vanished(Exception):
+    """Another writer merges too."""
+
+
+def _as_run(span: _Span, payload: bytes) -> _Run:
+    change = _change_decoder.decode(payload)
+    return _Run(change.after, span.start, [change.entry])
+
+
+def _is_forgettable(entry: Entry) -> bool:
+    """In the first run of all nothing is left that a removal would remove."""
+    return isinstance(entry, Removed) and entry.seeded_by is None
+
+
+def _cover(runs: Iterable[_Span], changes: dict[int, _Span]) -> list[_Span]:
+    """The fewest objects that hold every number, in order. Gaps stay: whether one matters, the next change says."""
+    longest: dict[int, _Span] = {}
+    for run in runs:
+        if run.start not in longest or run.end > longest[run.start].end:
+            longest[run.start] = run
+    found: list[_Span] = []
+    position = 0
+    for start in sorted({*longest, *changes}):
+        if start >= position:
+            found.append(longest.get(start) or changes[start])
+            position = found[-1].end
+    return found
+
+
+def _change_key(number: int) -> str:
+    return f"log/{number:016d}"
+
+
+def _number(key: str) -> int:
+    return int(key.rpartition("/")[2])
+
+
+def _bounds(key: str) -> tuple[int, int]:
+    start, _, end = key.rpartition("/")[2].partition("-")
+    return int(start), int(end)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_change_decoder = msgspec.msgpack.Decoder(_Change)
+_run_decoder = msgspec.msgpack.Decoder(_Run)
+
+
+def _frame(content: _Change | _Run) -> bytes:
+    payload = _encoder.encode(content)
+    return _MAGIC + hashlib.sha256(payload).digest() + payload
+
+
+def _unframe(content: bytes) -> bytes | None:
+    """None where it is torn."""
+    magic, digest, payload = content[: len(_MAGIC)], content[len(_MAGIC) :][:32], content[len(_MAGIC) + 32 :]
+    return payload if magic == _MAGIC and hashlib.sha256(payload).digest() == digest else None

@@ -1,0 +1,114 @@
+"""The store in an S3 bucket: `If-None-Match: *` makes a key be created once, whoever else writes.
+
+boto3 and not s3fs, which cannot send conditions and hides what came of a write. Keys and endpoint come from where
+boto3 finds them: environment, profile, instance role (AWS_ENDPOINT_URL_S3 for other servers than Amazon's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import boto3
+from boto3.exceptions import Boto3Error
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError
+from lorafleet.workers.lora.files import CONFIG_NAME
+
+TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
+ABSENT = {"NoSuchKey", "404", "NotFound"}
+
+
+class S3Store:
+    """client: of boto3, for tests."""
+
+    def __init__(self, uri: str, client: Any = None) -> None:
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        if not bucket:
+            raise ConfigError(f"catalog_uri={uri!r} names no bucket; give s3://bucket/prefix.")
+        self._bucket = bucket
+        self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
+        config = Config(retries={"mode": "standard", "max_attempts": 5}, connect_timeout=5, read_timeout=30)
+        self._client = client or boto3.client("s3", config=config)
+
+    @property
+    def uri(self) -> str:
+        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    def create(self, key: str, content: bytes) -> bool:
+        with self._errors(f"{key} cannot be written"):
+            try:
+                self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=content, IfNoneMatch="*")
+            except ClientError as error:
+                if _code(error) in TAKEN:
+                    return False
+                raise
+        return True
+
+    def read(self, key: str) -> bytes | None:
+        with self._errors(f"{key} cannot be read"):
+            try:
+                answer = self._client.get_object(Bucket=self._bucket, Key=self._key(key))
+            except ClientError as error:
+                if _code(error) in ABSENT:
+                    return None
+                raise
+            content: bytes = answer["Body"].read()
+            return content
+
+    def keys(self, prefix: str) -> list[str]:
+        with self._errors(f"{prefix} cannot be listed"):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._key(prefix)
+            )
+            return sorted(one["Key"].removeprefix(self._prefix) for page in pages for one in page.get("Contents", ()))
+
+    def delete(self, key: str) -> None:
+        with self._errors(f"{key} cannot be deleted"):
+            self._client.delete_object(Bucket=self._bucket, Key=self._key(key))
+
+    def put_files(self, digest: str, folder: Path) -> None:
+        """The config goes last: where it is, everything is."""
+        with self._errors(f"the files of adapter {digest[:12]} cannot be written"):
+            for path in sorted(folder.iterdir(), key=lambda p: (p.name == CONFIG_NAME, p.name)):
+                self._client.upload_file(str(path), self._bucket, self._key(f"adapters/{digest}/{path.name}"))
+
+    def files_uri(self, digest: str) -> str:
+        return f"{self.uri}/adapters/{digest}"
+
+    def has_files(self, digest: str) -> bool:
+        return f"adapters/{digest}/{CONFIG_NAME}" in self.keys(f"adapters/{digest}/")
+
+    def fetch_files(self, digest: str, folder: Path) -> None:
+        names = self.keys(f"adapters/{digest}/")
+        if f"adapters/{digest}/{CONFIG_NAME}" not in names:
+            raise AdapterMissing(f"the catalogue {self.uri} has no files of adapter {digest[:12]}.")
+        with self._errors(f"the files of adapter {digest[:12]} cannot be read"):
+            for key in names:
+                self._client.download_file(self._bucket, self._key(key), str(folder / key.rpartition("/")[2]))
+
+    def delete_files(self, digest: str) -> None:
+        """The config goes first: without it there is no adapter."""
+        names = self.keys(f"adapters/{digest}/")
+        for key in sorted(names, key=lambda key: not key.endswith(f"/{CONFIG_NAME}")):
+            self.delete(key)
+
+    def _key(self, key: str) -> str:
+        return self._prefix + key
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (ClientError, BotoCoreError, Boto3Error) as error:
+            raise StoreError(
+                f"catalogue {self.uri}: {what}: {error}. Look whether it was done before you repeat it."
+            ) from error
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
