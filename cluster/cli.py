@@ -12,6 +12,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
+from lorafleet.resolvers.config import HTTPConfig, HubConfig, S3Config
 from lorafleet.workers.errors import LorafleetError
 
 # vLLM takes several values after one of these flags
@@ -62,14 +63,15 @@ def _option(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """What typer understands: `int | None` is int, Annotated is its inside, a list of anything is list[str]."""
+    """What typer understands: `int | None` is int, Annotated is its inside, a list of anything is list[str], a source
+    is text."""
     if typing.get_origin(annotation) is Annotated:
         return _plain_type(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _plain_type(next(one for one in typing.get_args(annotation) if one is not type(None)))
     if typing.get_origin(annotation) is list:
         return list[float] if typing.get_args(annotation)[0] is float else list[str]
-    return annotation
+    return str if annotation in (S3Config, HTTPConfig, HubConfig) else annotation
 
 
 def _with_options(function: Any) -> Any:

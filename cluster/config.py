@@ -13,6 +13,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from lorafleet.resolvers.config import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
+from lorafleet.resolvers.source import is_uri
 from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType, LoadFormat, OnLoadFailure
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
@@ -50,6 +52,22 @@ def _parse_module(value: Any) -> Any:
             f'{value!r} is neither name=path nor JSON such as \'{{"name": "sql", "path": "/adapters/sql"}}\''
         )
     return {"name": name, "path": path}
+
+
+def _parse_source(shorthand: str) -> BeforeValidator:
+    """JSON text as a dict; other text as the one field that matters most."""
+
+    def parse(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value.lstrip().startswith("{"):
+            try:
+                return json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"{value!r} is not valid JSON: {error}") from None
+        return {shorthand: [value] if shorthand == "allow" else value}
+
+    return BeforeValidator(parse)
 
 
 def _as_list(value: Any) -> Any:
@@ -131,8 +149,31 @@ class AppArgs(BaseModel):
     lora_resolver_dir: str | None = Field(
         None, description="Folder of adapters, served by their folder's name when first asked for."
     )
+    lora_resolver_s3: Annotated[S3Config | None, _parse_source("uri")] = Field(
+        None,
+        description="Adapters in S3: s3://bucket/prefix/{base_model_name}/{lora_name}, or JSON with uri, endpoint_url, "
+        "region, profile, anonymous, timeout_s, max_bytes.",
+    )
+    lora_resolver_http: Annotated[HTTPConfig | None, _parse_source("uri")] = Field(
+        None,
+        description="Adapters on a web server: https://host/adapters/{lora_name}, or JSON with uri, allow (URL "
+        "prefixes), timeout_s, max_bytes.",
+    )
+    lora_resolver_hub: Annotated[HubConfig | None, _parse_source("allow")] = Field(
+        None,
+        description="Adapters on the Hugging Face hub: the repos allowed, such as 'org/*', or JSON with allow, repo, "
+        "revision, endpoint, timeout_s, max_bytes.",
+    )
     lora_resolvers: Annotated[list[str], BeforeValidator(_as_list)] = Field(
-        [], description="Installed resolver plugins to ask for unknown adapters, in this order, after the folder."
+        [],
+        description="Who is asked for an unknown adapter, in this order, the first hit wins: filesystem, s3, http, hub "
+        "and installed plugins. Those configured above and not named here are asked before.",
+    )
+    lora_cache_dir: str | None = Field(
+        None, description="Where a node keeps fetched adapters, on a local disk; default: ~/.cache/lorafleet."
+    )
+    lora_cache_bytes: int = Field(
+        CACHE_BYTES, ge=1, description="Bytes of that folder; the least recently used adapters give way."
     )
 
     catalog_uri: str | None = Field(
@@ -208,6 +249,14 @@ class AppArgs(BaseModel):
             )
         if self.lora_modules and not self.enable_lora:
             raise ValueError("lora_modules needs enable_lora; drop one of the two.")
+        configured = self._configured_resolvers
+        for name in ("filesystem", "s3", "http", "hub"):
+            if name in self.lora_resolvers and name not in configured:
+                setting = "lora_resolver_dir" if name == "filesystem" else f"lora_resolver_{name} with a uri"
+                raise ValueError(f"lora_resolvers names {name!r}, which needs {setting}.")
+        for name in self.lora_resolvers:
+            if self.lora_resolvers.count(name) > 1:
+                raise ValueError(f"lora_resolvers names {name!r} twice.")
         return self
 
     @property
@@ -222,10 +271,42 @@ class AppArgs(BaseModel):
         """Of DirectoryPlace, all but the application's name."""
         return {"model": self.model, "catalog_uri": self.catalog_uri, "base_names": tuple(self.base_names)}
 
+    @property
+    def sources(self) -> SourcesConfig:
+        return SourcesConfig(
+            s3=self.lora_resolver_s3 or S3Config(),
+            http=self.lora_resolver_http,
+            hub=self.lora_resolver_hub,
+            cache_dir=self.lora_cache_dir,
+            cache_bytes=self.lora_cache_bytes,
+        )
+
+    @property
+    def resolver_templates(self) -> dict[str, str]:
+        """The URIs that names are made into, by resolver."""
+        s3, http, hub = self.lora_resolver_s3, self.lora_resolver_http, self.lora_resolver_hub
+        templates: dict[str, str | None] = {
+            "s3": None if s3 is None else s3.uri,
+            "http": None if http is None else http.uri,
+            "hub": None if hub is None else f"hf://{hub.repo}",
+        }
+        return {name: uri for name, uri in templates.items() if uri is not None}
+
+    @property
+    def resolver_order(self) -> list[str]:
+        return [name for name in self._configured_resolvers if name not in self.lora_resolvers] + self.lora_resolvers
+
+    @property
+    def _configured_resolvers(self) -> list[str]:
+        folder = ["filesystem"] if self.lora_resolver_dir is not None else []
+        return [*folder, *self.resolver_templates]
+
     def engine_config(self) -> EngineConfig:
         """Raises ConfigError where a value is out of its bounds."""
         own = {field.name for field in dataclasses.fields(EngineConfig)} & set(type(self).model_fields)
-        return EngineConfig(lora=self._lora_config(), **{name: getattr(self, name) for name in own})
+        return EngineConfig(
+            lora=self._lora_config(), sources=self.sources, **{name: getattr(self, name) for name in own}
+        )
 
     def _lora_config(self) -> LoRAConfig | None:
         if not self.enable_lora:
@@ -257,7 +338,7 @@ def _in_words(error: Any) -> str:
 def check_paths(args: AppArgs) -> None:
     """For a server on this machine: raises ConfigError for the mistakes that can be told before anything is started."""
     _require(Path(args.model) / "config.json", f"model {args.model!r} is not a local Hugging Face folder")
-    for module in args.lora_modules:
+    for module in (one for one in args.lora_modules if not is_uri(one.path)):
         _require(Path(module.path) / "adapter_config.json", f"adapter {module.name!r} cannot be served")
     if args.lora_resolver_dir is not None:
         _require(Path(args.lora_resolver_dir), f"lora_resolver_dir {args.lora_resolver_dir!r} does not exist")

@@ -11,14 +11,19 @@ from lorafleet.cluster.config import AppArgs
 from lorafleet.resolvers.base import LoRAResolver
 from lorafleet.resolvers.filesystem import FilesystemResolver
 from lorafleet.resolvers.registry import LoRAResolverRegistry
+from lorafleet.resolvers.remote import RemoteResolver
+from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front, FrontConfig, read_generation_defaults
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
 
 
-def make_api(args: AppArgs, tokenizer: Tokenizer, engine: EngineClient, catalog: DirectoryCatalog) -> FastAPI:
+def make_api(
+    args: AppArgs, tokenizer: Tokenizer, engine: EngineClient, catalog: DirectoryCatalog, store: AdapterStore
+) -> FastAPI:
     front = Front(front_config(args), tokenizer, engine, catalog)
+    front.metrics.add(store.metrics)
     return build_api(lambda: front)
 
 
@@ -34,10 +39,15 @@ def front_config(args: AppArgs) -> FrontConfig:
     )
 
 
-def make_resolver(args: AppArgs) -> LoRAResolver | None:
-    """The folder first, then plugins; None where there is neither."""
+def make_resolver(args: AppArgs, store: AdapterStore) -> LoRAResolver | None:
+    """In the order of lora_resolvers; those that it does not name come first. None where there is none."""
     registry = LoRAResolverRegistry()
-    if args.lora_resolver_dir is not None:
-        registry.register("filesystem", FilesystemResolver(args.lora_resolver_dir, [args.model, *args.base_names]))
-    registry.load_plugins(args.lora_resolvers)
+    names = [args.model, *args.base_names]
+    for name in args.resolver_order:
+        if name == "filesystem" and args.lora_resolver_dir is not None:
+            registry.register(name, FilesystemResolver(args.lora_resolver_dir, names))
+        elif name in args.resolver_templates:
+            registry.register(name, RemoteResolver(args.resolver_templates[name], store, names))
+        else:
+            registry.load_plugins([name])
     return registry if registry.supported() else None

@@ -13,11 +13,11 @@ import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from lorafleet.workers.errors import AdapterError, AdapterMalformed, AdapterMissing, ConfigError
+from lorafleet.resolvers.base_model import is_for_base
+from lorafleet.workers.errors import AdapterError, AdapterMissing, ConfigError
 from lorafleet.workers.lora.files import AdapterFolder, read_config
 from lorafleet.workers.lora.names import check_adapter_name
 from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.lora.strict_json import read_json_object, shown
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +43,14 @@ class FilesystemResolver:
         if folder is None:
             return None
         try:
-            trained_on = _trained_on(folder)
+            config = read_config(folder)
         except AdapterMissing:
             return None  # a folder, such as "org" of "org/adapter", but no adapter
         except AdapterError as error:
             raise type(error)(f"adapter {lora_name!r}: {error.message}", error.param) from error
-        served = {base_model_name, *self._base_model_names}
-        if trained_on is not None and not _is_same_base(trained_on, served):
-            logger.warning(
-                "adapter %r is not served: it was trained on %s, and the base here is %s",
-                lora_name,
-                shown(trained_on),
-                base_model_name,
-            )
+        if not is_for_base(config, lora_name, base_model_name, self._base_model_names):
             return None
-        return LoRARequest(lora_name, _int_id(lora_name), str(folder.path), base_model_name=base_model_name)
+        return LoRARequest(lora_name, adapter_int_id(lora_name), str(folder.path), base_model_name=base_model_name)
 
     def _folder(self, lora_name: str) -> AdapterFolder | None:
         try:
@@ -70,22 +63,6 @@ class FilesystemResolver:
         return folder
 
 
-def _trained_on(folder: AdapterFolder) -> str | None:
-    value = read_json_object(read_config(folder), "adapter_config.json").get("base_model_name_or_path")
-    if value is None or isinstance(value, str):
-        return value or None
-    raise AdapterMalformed(f"base_model_name_or_path is {shown(value)}; it must be a string.")
-
-
-def _is_same_base(trained_on: str, served: Collection[str]) -> bool:
-    """By whole name, or by last part: "meta-llama/Llama-3.1-8B" trained, "/models/Llama-3.1-8B" served."""
-    return trained_on in served or _last_part(trained_on) in {_last_part(name) for name in served}
-
-
-def _last_part(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1]
-
-
-def _int_id(lora_name: str) -> int:
+def adapter_int_id(lora_name: str) -> int:
     """Positive and the same in every process; identity is the digest, so a collision does no harm."""
     return zlib.crc32(lora_name.encode()) or 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # of tests that name no other
 
+import s3_server
+from s3_server import RadosGateway
 from tiny_models import Reference, make_adapter, make_model
 
 # Every kind of plain LoRA that PEFT can save, by name.
@@ -67,3 +69,13 @@ def prompt() -> Callable[[int], list[int]]:
         return torch.randint(5, 300, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
     return make
+
+
+@pytest.fixture(scope="session")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RadosGateway]:
+    reason = s3_server.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    server = RadosGateway(tmp_path_factory.mktemp("rgw"))
+    yield server
+    server.stop()

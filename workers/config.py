@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from lorafleet.resolvers.config import SourcesConfig
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig
 
@@ -40,6 +41,7 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs; to find faults with
     tensor_parallel_size: int = 1  # GPUs (or CPU processes) that share one model; raise it where it does not fit one
     lora: LoRAConfig | None = None  # None: no adapters
+    sources: SourcesConfig = field(default_factory=SourcesConfig)  # where adapters may come from, but local folders
     on_lora_load_failure: OnLoadFailure = "error"  # base: answer from the base model, and say so in the response
     cpu_threads: int | None = None  # torch's intra-op threads; None: torch's own choice
     seed: int = 0  # seeds the requests that name none

@@ -16,6 +16,8 @@
     │   ├── AdapterMismatch      well-formed, but made for another base model
     │   ├── RankTooLarge         rank over lora.max_lora_rank
     │   ├── AdapterChanged       the bytes under the path are not the ones that were registered
+    │   ├── AdapterTooLarge      more bytes than the configuration lets one adapter have
+    │   ├── AdapterUnavailable   where it lies does not answer, refuses us or is too slow: try again later
     │   ├── AdapterExists        the name is taken
     │   └── InvalidAdapterName   empty, too long, path parts, control characters, the base's own name
     ├── Overloaded               try again later; `retry_after_s` says when
@@ -103,6 +105,14 @@ class RankTooLarge(AdapterError):
 
 
 class AdapterChanged(AdapterError):
+    pass
+
+
+class AdapterTooLarge(AdapterError):
+    pass
+
+
+class AdapterUnavailable(AdapterError):
     pass
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from lorafleet.kernels.fp8 import FP8
+from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.select import make_attention
 from lorafleet.workers.checkpoint import DTYPES, ModelConfig, read_model_config
@@ -88,7 +89,8 @@ def build_rank(
     if config.lora is not None:
         lora_dtype = _lora_dtype(config.lora, dtype, device)
         slots = LoRAModelManager(model, config.lora, lora_dtype, device)
-        loader = AdapterLoader(model_config.linear_shapes(), config.lora, slots, lora_dtype, device)
+        store = AdapterStore(config.sources)
+        loader = AdapterLoader(model_config.linear_shapes(), config.lora, slots, lora_dtype, device, store)
     spec = AttentionSpec(
         num_heads=model.shard.local.num_heads,
         num_kv_heads=model.shard.local.num_kv_heads,

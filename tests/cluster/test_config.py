@@ -5,6 +5,7 @@ import yaml
 
 from lorafleet.cluster.cli import spread_values
 from lorafleet.cluster.config import LoRAModule, parse_args
+from lorafleet.resolvers.config import HTTPConfig, HubConfig, S3Config, SourcesConfig
 from lorafleet.workers.errors import ConfigError
 
 
@@ -60,11 +61,55 @@ def test_modules_are_read_in_every_spelling() -> None:
         ({"model": "m", "lora_modules": ["m=x"]}, "base model's name"),
         ({"model": "m", "lora_modules": ["a=x"], "enable_lora": False}, "enable_lora"),
         ({"model": "m", "max_loras": 2, "max_loras_per_batch": 3}, "same setting"),
+        (
+            {"model": "m", "lora_resolver_s3": {"uri": "s3://b/{lora_name}", "endpoint": "x"}},
+            "lora_resolver_s3.endpoint",
+        ),
+        ({"model": "m", "lora_resolver_s3": "s3://b/adapters"}, "lacks {lora_name}"),
+        ({"model": "m", "lora_resolver_http": "{nothing"}, "not valid JSON"),
+        ({"model": "m", "lora_resolver_hub": {}}, "lora_resolver_hub.allow"),
+        ({"model": "m", "lora_resolvers": ["s3"]}, "'s3', which needs lora_resolver_s3"),
+        ({"model": "m", "lora_resolvers": ["p", "p"]}, "'p' twice"),
+        ({"model": "m", "lora_cache_bytes": 0}, "lora_cache_bytes"),
     ],
 )
 def test_a_mistake_is_an_error_that_names_it(values: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         parse_args(values)
+
+
+def test_sources_are_text_or_fields() -> None:
+    args = parse_args(
+        {
+            "model": "m",
+            "lora_resolver_s3": "s3://b/{lora_name}",
+            "lora_resolver_http": '{"allow": ["https://host/"], "timeout_s": 5}',
+            "lora_resolver_hub": "org/*",
+            "lora_cache_dir": "/cache",
+            "lora_cache_bytes": 10,
+        }
+    )
+    assert args.sources == SourcesConfig(
+        S3Config("s3://b/{lora_name}"),
+        HTTPConfig(allow=("https://host/",), timeout_s=5),
+        HubConfig(("org/*",)),
+        "/cache",
+        10,
+    )
+    assert args.engine_config().sources == args.sources
+    assert args.resolver_templates == {"s3": "s3://b/{lora_name}", "hub": "hf://{lora_name}"}
+
+
+def test_resolvers_are_asked_in_the_order_given() -> None:
+    given = {
+        "model": "m",
+        "lora_resolver_dir": "/a",
+        "lora_resolver_s3": "s3://b/{lora_name}",
+        "lora_resolver_hub": "o/*",
+    }
+    assert parse_args(given).resolver_order == ["filesystem", "s3", "hub"]
+    ordered = parse_args(given | {"lora_resolvers": ["hub", "plugin", "filesystem"]})
+    assert ordered.resolver_order == ["s3", "hub", "plugin", "filesystem"]
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.name)

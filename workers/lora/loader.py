@@ -1,4 +1,5 @@
-"""Reads adapters from disk in threads: files -> checks -> this rank's packed matrices in host memory.
+"""Reads adapters in threads: files, fetched where they lie elsewhere -> checks -> this rank's packed matrices in host
+memory.
 
 Holds nothing that it has read: WorkerLoRAManager, or on the other ranks of a tensor-parallel replica workers/tp/, keeps
 it and decides.
@@ -6,11 +7,14 @@ it and decides.
 
 from __future__ import annotations
 
+import functools
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
+from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.errors import LorafleetError
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.model import LoRAModel
@@ -25,7 +29,7 @@ LOAD_THREADS = 4
 
 
 class AdapterLoader:
-    """shapes: of the model's projections, ModelConfig.linear_shapes."""
+    """shapes: of the model's projections, ModelConfig.linear_shapes. store: fetches what lies elsewhere."""
 
     def __init__(
         self,
@@ -34,7 +38,9 @@ class AdapterLoader:
         slots: LoRAModelManager,
         dtype: torch.dtype,
         device: torch.device,
+        store: AdapterStore,
     ) -> None:
+        self._store = store
         self._shapes = shapes
         self._config = config
         self._packed_names = slots.packed_names
@@ -45,10 +51,13 @@ class AdapterLoader:
 
     def submit(self, lora: LoRARequest) -> Future[PackedAdapter]:
         """Its error is always a LorafleetError: of the adapter, or of a fault of our own, which is logged."""
-        return self._pool.submit(self._load, lora)
+        # What comes over a network waits elsewhere, so that local adapters need not wait for it.
+        is_here = self._store.is_here(lora.lora_path, lora.digest)
+        return (self._pool if is_here else self._store.pool).submit(self._load, lora)
 
     def stop(self) -> None:
-        """Waits for the loads under way."""
+        """Waits for the loads under way; fetches are given up."""
+        self._store.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def free(self) -> None:
@@ -59,16 +68,16 @@ class AdapterLoader:
     def _load(self, lora: LoRARequest) -> PackedAdapter:
         """In a pool thread."""
         try:
-            return self._read(lora)
+            return self._store.read(lora.lora_path, lora.digest, functools.partial(self._read, lora))
         except LorafleetError:
             raise
         except Exception as error:
             log.exception("adapter %s: loading failed", lora.lora_name)
             raise LorafleetError(f"adapter {lora.lora_name!r}: loading failed: {error!r}") from error
 
-    def _read(self, lora: LoRARequest) -> PackedAdapter:
+    def _read(self, lora: LoRARequest, folder: Path) -> PackedAdapter:
         model = LoRAModel.from_local_checkpoint(
-            lora.lora_path,
+            folder,
             shapes=self._shapes,
             config=self._config,
             dtype=self._dtype,

@@ -10,7 +10,8 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
     lora_name: public name, used in messages, logs and metrics only.
     lora_int_id: positive; for callers that number adapters themselves (vLLM's field). Identity here is the digest.
-    lora_path: local folder with adapter_config.json and the weights.
+    lora_path: local folder with adapter_config.json and the weights, or their URI (resolvers/store.py), which every
+        node can open.
     digest: sha256 (hex) of config and weights, once they have been read; "" before. Where it is given, bytes under
         lora_path with another digest are refused (AdapterChanged).
     base_model_name: the base the adapter was registered for, shown as `parent`; None means the served base.

@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 
 from lorafleet.workers.messages import EngineStats
 
@@ -145,6 +146,10 @@ class Metrics:
             self._first_token[kind].observe((watch.first,))
             self._between_tokens[kind].observe(watch.gaps)
             self._whole[kind].observe((time.perf_counter() - watch.started,))
+
+    def add(self, collector: Collector) -> None:
+        """What others count beside the front."""
+        self._registry.register(collector)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

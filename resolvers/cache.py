@@ -1,0 +1,216 @@
+"""A node's adapters on its local disk, shared by all its processes: each under its digest, complete or absent.
+
+    adapters/<digest>/    config and weights; its modification time is when it was last wanted
+    sources/<key>         a link to the adapter that a source held in one version
+    drafts/<random>/      being written, locked by its writer; what nobody holds any more is the rest of a crash
+    locks/                of sources that are being fetched, and of the room
+
+A file takes its room before its bytes come. What is being read is locked by its readers and never evicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.locks import holding_folder, locked
+from lorafleet.workers.errors import AdapterError, AdapterTooLarge, AdapterUnavailable, ConfigError
+from lorafleet.workers.lora.files import CHUNK_BYTES, AdapterFolder, new_digest, open_weights, read_config
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    num_adapters: int
+    num_bytes: int  # with what is being written
+
+
+class AdapterCache:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.evictions = 0  # by this process
+        self._adapters, self._sources, self._drafts, self._locks = (
+            folder / name for name in ("adapters", "sources", "drafts", "locks")
+        )
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for part in (self._adapters, self._sources, self._drafts, self._locks):
+                part.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the adapter cache {str(folder)!r} cannot be made: {error.strerror}.") from error
+
+    def holds(self, digest: str) -> bool:
+        return bool(_DIGEST.fullmatch(digest)) and (self._adapters / digest).is_dir()
+
+    def digest_of(self, key: str) -> str | None:
+        """Of what this version of a source held, where that is still here."""
+        try:
+            digest = (self._sources / key).readlink().name
+        except OSError:
+            return None
+        return digest if self.holds(digest) else None
+
+    @contextlib.contextmanager
+    def reading(self, digest: str) -> Iterator[Path | None]:
+        """Its folder, which stays until the end of the block; None where it is not here."""
+        folder = self._adapters / digest
+        if not self.holds(digest):
+            yield None
+            return
+        with holding_folder(folder, shared=True) as held:
+            if held:
+                os.utime(folder)
+            yield folder if held else None
+
+    @contextlib.contextmanager
+    def alone(self, source: str, deadline: Deadline) -> Iterator[None]:
+        """One process of the node at a time fetches a source."""
+        with locked(self._locks / _name(source), deadline):
+            yield
+
+    @contextlib.contextmanager
+    def draft(self, sizes: Mapping[str, int], deadline: Deadline) -> Iterator[Path]:
+        """A folder with files of these sizes, to be filled and published; gone after the block."""
+        with locked(self._locks / "room", deadline):
+            self._make_room(sum(sizes.values()))
+            folder = Path(tempfile.mkdtemp(dir=self._drafts))
+            lock = contextlib.ExitStack()
+            held = lock.enter_context(holding_folder(folder, shared=False))
+            assert held, "nobody else knows this folder"
+            for name, size in sizes.items():
+                with (folder / name).open("xb") as file:
+                    file.truncate(size)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.close()
+
+    def publish(self, draft: Path, key: str | None) -> str:
+        """Makes a filled draft an adapter of the cache, for good; returns its digest. key: of its source's version."""
+        digest = digest_of_folder(draft)
+        for file in draft.iterdir():
+            _sync(file)
+        _sync(draft)
+        target = self._adapters / digest
+        with contextlib.suppress(OSError):  # another source had the same bytes
+            draft.rename(target)
+            _sync(self._adapters)
+        if key is not None:
+            link = self._drafts / uuid.uuid4().hex
+            link.symlink_to(Path("..") / "adapters" / digest)
+            link.rename(self._sources / key)
+        return digest
+
+    def discard_if_rotten(self, digest: str) -> bool:
+        """Removes an adapter whose bytes are not the ones that were written; True if they were not."""
+        folder = self._adapters / digest
+        try:
+            if digest_of_folder(folder) == digest:
+                return False
+        except AdapterError:
+            pass
+        self._remove(folder)
+        return True
+
+    def counts(self) -> CacheCounts:
+        adapters = [_bytes_in(folder) for folder in _folders(self._adapters)]
+        return CacheCounts(len(adapters), sum(adapters) + sum(_bytes_in(one) for one in _folders(self._drafts)))
+
+    def _make_room(self, wanted: int) -> None:
+        """Under the lock of the room."""
+        if wanted > self.max_bytes:
+            raise AdapterTooLarge(f"{wanted} bytes do not fit the adapter cache. Raise lora_cache_bytes.")
+        for draft in _folders(self._drafts):
+            with holding_folder(draft, shared=False) as abandoned:
+                if abandoned:
+                    shutil.rmtree(draft, ignore_errors=True)
+        excess = self.counts().num_bytes + wanted - self.max_bytes
+        if excess <= 0:
+            return
+        for folder in sorted(_folders(self._adapters), key=_last_wanted):
+            num_bytes = _bytes_in(folder)
+            if self._remove(folder):
+                self.evictions += 1
+                excess -= num_bytes
+            if excess <= 0:
+                break
+        self._forget_sources()
+        if excess > 0:
+            raise AdapterUnavailable(
+                f"the adapter cache has no room for {wanted} bytes: all it holds is being read or written. Try again, "
+                "or raise lora_cache_bytes."
+            )
+
+    def _remove(self, folder: Path) -> bool:
+        """False where somebody reads it."""
+        with holding_folder(folder, shared=False) as held:
+            if not held:
+                return False
+            gone = Path(tempfile.mkdtemp(dir=self._drafts))  # out of sight at once, whatever happens while it goes
+            folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+            return True
+
+    def _forget_sources(self) -> None:
+        for link in self._sources.iterdir():
+            if not link.exists():
+                link.unlink(missing_ok=True)
+
+
+def digest_of_folder(path: Path) -> str:
+    """As workers/lora/ computes it when it loads the adapter."""
+    folder = AdapterFolder.at(path)
+    config = read_config(folder)
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with open_weights(folder) as weights:
+        digest = new_digest(config, weights)
+        left = weights.size
+        while left:
+            chunk = buffer[:left]
+            weights.read_into(chunk, digest)
+            left -= len(chunk)
+    return digest.hexdigest()
+
+
+def _name(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _folders(parent: Path) -> list[Path]:
+    with os.scandir(parent) as entries:
+        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:  # it may be on its way out
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                total += entry.stat(follow_symlinks=False).st_size
+    return total
+
+
+def _last_wanted(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,93 @@
+"""What a source says of a file's content, compared with the bytes that came."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+MIB = 1 << 20
+COMMON_PART_BYTES = tuple(n * MIB for n in (5, 8, 10, 15, 16, 25, 32, 50, 64, 100, 128, 256, 512, 1024))
+
+_MD5 = re.compile(r"[0-9a-f]{32}")
+_MULTIPART = re.compile(r"[0-9a-f]{32}-([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """value: hex. git: sha1 of "blob <size>\\0" and the content, as git names files. multipart: S3's ETag of an upload
+    in parts, the md5 of the parts' md5s and "-<number of parts>"; part_bytes: the sizes that its parts may have."""
+
+    kind: Literal["sha256", "md5", "git", "multipart"]
+    value: str
+    part_bytes: tuple[int, ...] = ()
+
+
+class Checker:
+    """Takes a file's bytes in order."""
+
+    def __init__(self, checksum: Checksum, size: int) -> None:
+        self._wanted = checksum.value
+        self._hashes: list[hashlib._Hash | _Multipart] = []
+        match checksum.kind:
+            case "sha256":
+                self._hashes.append(hashlib.sha256())
+            case "md5":
+                self._hashes.append(hashlib.md5(usedforsecurity=False))
+            case "git":
+                self._hashes.append(hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False))
+            case "multipart":
+                self._hashes.extend(_Multipart(part_bytes) for part_bytes in checksum.part_bytes)
+
+    def update(self, data: memoryview) -> None:
+        for one in self._hashes:
+            one.update(data)
+
+    def matches(self) -> bool:
+        return any(one.hexdigest() == self._wanted for one in self._hashes)
+
+
+class _Multipart:
+    def __init__(self, part_bytes: int) -> None:
+        self._part_bytes = part_bytes
+        self._part = hashlib.md5(usedforsecurity=False)
+        self._in_part = 0
+        self._parts: list[bytes] = []
+
+    def update(self, data: memoryview) -> None:
+        while data:
+            taken = data[: self._part_bytes - self._in_part]
+            self._part.update(taken)
+            self._in_part += len(taken)
+            data = data[len(taken) :]
+            if self._in_part == self._part_bytes:
+                self._end_part()
+
+    def hexdigest(self) -> str:
+        """Once, at the end."""
+        if self._in_part:
+            self._end_part()
+        whole = hashlib.md5(b"".join(self._parts), usedforsecurity=False)
+        return f"{whole.hexdigest()}-{len(self._parts)}"
+
+    def _end_part(self) -> None:
+        self._parts.append(self._part.digest())
+        self._part = hashlib.md5(usedforsecurity=False)
+        self._in_part = 0
+
+
+def of_etag(etag: str, size: int, part_bytes: int | None) -> Checksum | None:
+    """What S3's ETag of an object without KMS encryption says; None where it is nothing that can be compared.
+
+    part_bytes: of the first part, where the server tells. Older servers do not: then each common size that gives as
+    many parts is tried.
+    """
+    if _MD5.fullmatch(etag):
+        return Checksum("md5", etag)
+    multipart = _MULTIPART.fullmatch(etag)
+    if multipart is None:
+        return None
+    sizes = COMMON_PART_BYTES if part_bytes is None else (part_bytes,)
+    fitting = tuple(n for n in sizes if -(-size // n) == int(multipart[1]))
+    return Checksum("multipart", etag, fitting) if fitting else None

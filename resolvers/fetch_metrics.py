@@ -1,0 +1,78 @@
+"""What one process has fetched, for Prometheus. Labels are the kinds of sources, so there are few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lorafleet.resolvers.cache import AdapterCache
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class FetchMetrics(Collector):
+    """cache: None while nothing has needed it."""
+
+    def __init__(self, cache: Callable[[], AdapterCache | None]) -> None:
+        self._cache = cache
+        self._registry = CollectorRegistry()
+        self._outcomes = Counter(
+            "lorafleet_adapter_fetches",
+            "Adapters asked of a source: fetched, cached, absent or failed.",
+            ["source", "outcome"],
+            registry=self._registry,
+        )
+        self._bytes = Counter(
+            "lorafleet_adapter_fetched_bytes", "Bytes that sources sent.", ["source"], registry=self._registry
+        )
+        self._retries = Counter(
+            "lorafleet_adapter_fetch_retries", "Reads that were interrupted.", ["source"], registry=self._registry
+        )
+        self._seconds = Histogram(
+            "lorafleet_adapter_fetch_seconds",
+            "From asking a source to having the adapter on disk.",
+            ["source"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+
+    def told(self, source: str) -> ToldOfSource:
+        return ToldOfSource(self._bytes.labels(source), self._retries.labels(source))
+
+    def ended(self, source: str, outcome: str, seconds: float) -> None:
+        self._outcomes.labels(source, outcome).inc()
+        if outcome == "fetched":
+            self._seconds.labels(source).observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._registry.collect()
+        cache = self._cache()
+        if cache is None:
+            return
+        counts = cache.counts()
+        for name, text, value in (
+            ("adapters", "Adapters in the node's disk cache.", counts.num_adapters),
+            ("bytes", "Bytes in the node's disk cache.", counts.num_bytes),
+            ("limit_bytes", "Bytes that the node's disk cache may have.", cache.max_bytes),
+        ):
+            yield GaugeMetricFamily(f"lorafleet_adapter_cache_{name}", text, value=value)
+        yield CounterMetricFamily(
+            "lorafleet_adapter_cache_evictions", "Adapters this process removed for others.", value=cache.evictions
+        )
+
+
+class ToldOfSource:
+    """What a download reports to."""
+
+    def __init__(self, num_bytes: Counter, retries: Counter) -> None:
+        self._bytes = num_bytes
+        self._retries = retries
+
+    def received(self, num_bytes: int) -> None:
+        self._bytes.inc(num_bytes)
+
+    def retried(self) -> None:
+        self._retries.inc()

@@ -1,0 +1,46 @@
+"""Finds adapters at a URI made from their name: in S3, on a web server, on a hub.
+
+They are given back under that URI and their digest, not under a path: so every node can open them, and none takes
+other bytes for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Collection
+
+from lorafleet.resolvers.base_model import is_for_base
+from lorafleet.resolvers.filesystem import adapter_int_id
+from lorafleet.resolvers.store import AdapterStore
+from lorafleet.workers.errors import Forbidden
+from lorafleet.workers.lora.names import check_adapter_name
+from lorafleet.workers.lora.request import LoRARequest
+
+
+class RemoteResolver:
+    """template: a URI with {lora_name} and, where wanted, {base_model_name}. base_model_names: further names of the
+    served base, such as its path."""
+
+    def __init__(self, template: str, store: AdapterStore, base_model_names: Collection[str] = ()) -> None:
+        self._template = template
+        self._store = store
+        self._base_model_names = frozenset(base_model_names)
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        check_adapter_name(lora_name)
+        if "@" in lora_name and self._template.startswith("hf://"):
+            return None  # the revision is the operator's to choose: anybody may open a pull request on a hub
+        uri = self._template.format(base_model_name=base_model_name.strip("/"), lora_name=lora_name)
+
+        def accept(config: bytes) -> bool:
+            return is_for_base(config, lora_name, base_model_name, self._base_model_names)
+
+        try:
+            find = functools.partial(self._store.find, uri, accept=accept)
+            digest = await asyncio.get_running_loop().run_in_executor(self._store.pool, find)
+        except Forbidden:  # a name that leads out of what is allowed is a name that nobody has
+            return None
+        if digest is None:
+            return None
+        return LoRARequest(lora_name, adapter_int_id(lora_name), uri, digest, base_model_name)

@@ -1,0 +1,198 @@
+"""Adapters in an S3 bucket: s3fs lists, boto3 reads ranges of one version of an object.
+
+A server may refuse us because of credentials that have been replaced since; so clients are made anew after a refusal,
+and what the profile or the environment says then counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lorafleet.resolvers import checksum
+from lorafleet.resolvers.checksum import Checksum
+from lorafleet.resolvers.config import S3Config
+from lorafleet.resolvers.deadline import SOCKET_S, Deadline
+from lorafleet.resolvers.download import PARALLEL_PARTS
+from lorafleet.resolvers.source import Interrupted, RemoteFile, wanted_names
+from lorafleet.workers.errors import AdapterChanged, AdapterUnavailable, InvalidRequest
+
+CONNECT_S = 5.0
+CHUNK_BYTES = 1 << 20
+BUSY = {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "ServiceUnavailable", "InternalError", "Throttling"}
+REFUSED = {401, 403}
+
+
+@dataclass(frozen=True, slots=True)
+class _Clients:
+    boto: Any  # neither library has types
+    fs: Any
+
+
+class S3Source:
+    def __init__(self, config: S3Config) -> None:
+        self.timeout_s = config.timeout_s
+        self.max_bytes = config.max_bytes
+        self._config = config
+        self._made: _Clients | None = None
+        self._lock = threading.Lock()
+
+    def find(self, uri: str, deadline: Deadline) -> list[RemoteFile]:
+        bucket, prefix = split(uri)
+        listed = {one["name"].rpartition("/")[2]: one for one in self._list(uri, bucket, prefix, deadline)}
+        found = []
+        for name in wanted_names(list(listed), uri):
+            key, etag, size = f"{prefix}/{name}", listed[name]["ETag"].strip('"'), int(listed[name]["size"])
+            what = self._checksum(bucket, key, etag, size, deadline)
+            found.append(RemoteFile(name, f"s3://{bucket}/{key}", size, etag, what))
+        return found
+
+    def read(self, file: RemoteFile, start: int, end: int, deadline: Deadline) -> Generator[bytes, None, None]:
+        bucket, key = split(file.location)
+        with self._errors(file.location, deadline):
+            answer = self._clients().boto.get_object(
+                Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", IfMatch=f'"{file.version}"'
+            )
+            with contextlib.closing(answer["Body"]) as body:
+                yield from body.iter_chunks(CHUNK_BYTES)
+
+    def _list(self, uri: str, bucket: str, prefix: str, deadline: Deadline) -> list[dict[str, Any]]:
+        from fsspec.asyn import sync
+
+        fs = self._clients().fs
+        with self._errors(uri, deadline):
+            try:
+                # fs.ls, with a limit: its own has none
+                listed = sync(
+                    fs.loop, fs._ls, f"{bucket}/{prefix}", detail=True, refresh=True, timeout=deadline.left_s()
+                )
+            except FileNotFoundError as error:
+                if error.__cause__ is not None and _code(error.__cause__) == "NoSuchBucket":
+                    raise AdapterUnavailable(f"there is no bucket {bucket!r}. Create it, or correct the URI.") from None
+                return []
+        return [one for one in listed if one["type"] == "file"]
+
+    def _checksum(self, bucket: str, key: str, etag: str, size: int, deadline: Deadline) -> Checksum | None:
+        """The best that the server knows: sha256 of its own, in `x-amz-meta-sha256`, or the ETag's md5."""
+        location = f"s3://{bucket}/{key}"
+        asked = {"Bucket": bucket, "Key": key, "IfMatch": f'"{etag}"'}
+        with self._errors(location, deadline):
+            head = self._clients().boto.head_object(**asked, ChecksumMode="ENABLED")
+            given = head.get("ChecksumSHA256")
+            if given and "-" not in given:
+                return Checksum("sha256", _hex(given))
+            if "sha256" in head["Metadata"]:
+                return Checksum("sha256", head["Metadata"]["sha256"].lower())
+            if head.get("ServerSideEncryption", "AES256") != "AES256":
+                return None  # the ETag is no md5 then
+            first = self._clients().boto.head_object(**asked, PartNumber=1) if "-" in etag else {}
+            return checksum.of_etag(etag, size, first["ContentLength"] if "PartsCount" in first else None)
+
+    def _clients(self) -> _Clients:
+        with self._lock:
+            if self._made is None:
+                self._made = _make_clients(self._config)
+            return self._made
+
+    @contextlib.contextmanager
+    def _errors(self, what: str, deadline: Deadline) -> Iterator[None]:
+        """The libraries' errors as ours."""
+        from botocore import exceptions as boto
+        from fsspec.exceptions import FSTimeoutError
+        from urllib3.exceptions import HTTPError
+
+        try:
+            yield
+        except FSTimeoutError:
+            deadline.left_s()
+            raise Interrupted("no answer in time") from None
+        except (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound) as error:
+            self._made = None
+            raise AdapterUnavailable(f"{what}: {error} Set credentials, or anonymous for a public bucket.") from None
+        except boto.TokenRetrievalError as error:
+            self._made = None
+            raise AdapterUnavailable(f"{what}: {error}") from None
+        except (boto.ClientError, OSError) as error:
+            cause = error if isinstance(error, boto.ClientError) else error.__cause__
+            if not isinstance(cause, boto.ClientError):
+                raise Interrupted(repr(error)) from None
+            self._refused(what, cause)
+        except (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError) as error:
+            raise Interrupted(_first_line(error)) from None
+
+    def _refused(self, what: str, error: Any) -> None:
+        status = error.response["ResponseMetadata"].get("HTTPStatusCode", 0)
+        code = _code(error)
+        if status == 412 or code in ("NoSuchKey", "404"):
+            raise AdapterChanged(f"{what} changed while it was read.")
+        if status >= 500 or status == 429 or code in BUSY:
+            raise Interrupted(f"{code} (HTTP {status})")
+        self._made = None
+        if status in REFUSED or "Token" in code:
+            raise AdapterUnavailable(
+                f"{what}: the server refuses this cluster's credentials: {code} (HTTP {status}). Renew them, or grant "
+                "them s3:ListBucket and s3:GetObject there; no restart is needed."
+            )
+        raise AdapterUnavailable(f"{what}: the server answers {code} (HTTP {status}).")
+
+
+def split(uri: str) -> tuple[str, str]:
+    """Bucket, and key without slashes around it."""
+    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    key = key.strip("/")
+    if not bucket or not key or any(part in ("", ".", "..") for part in key.split("/")):
+        raise InvalidRequest(f"{uri!r} is not the URI of an adapter's folder; write s3://bucket/folder.", "lora_path")
+    return bucket, key
+
+
+def _make_clients(config: S3Config) -> _Clients:
+    import boto3  # here: half a second, which only those pay who use S3
+    import s3fs
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.exceptions import ProfileNotFound
+
+    timeouts: dict[str, Any] = {
+        "connect_timeout": min(CONNECT_S, config.timeout_s),
+        "read_timeout": min(SOCKET_S, config.timeout_s),
+        "retries": {"total_max_attempts": 1},  # download.py tries again, from where it stopped
+    }
+    signature = {"signature_version": UNSIGNED} if config.anonymous else {}
+    try:
+        session = boto3.Session(profile_name=config.profile, region_name=config.region)
+    except ProfileNotFound as error:
+        raise AdapterUnavailable(f"S3: {error}. Add it to the AWS configuration, or name another.") from None
+    boto = session.client(
+        "s3",
+        endpoint_url=config.endpoint_url,
+        config=Config(**timeouts, **signature, max_pool_connections=4 * PARALLEL_PARTS),
+    )
+    fs = s3fs.S3FileSystem(
+        anon=config.anonymous,
+        profile=config.profile,
+        endpoint_url=config.endpoint_url,
+        client_kwargs={"region_name": config.region} if config.region else {},
+        config_kwargs=timeouts,
+        use_listings_cache=False,
+        skip_instance_cache=True,
+    )
+    fs.retries = 1
+    return _Clients(boto, fs)
+
+
+def _code(error: BaseException) -> str:
+    response: dict[str, Any] = getattr(error, "response", {})
+    return str(response.get("Error", {}).get("Code", ""))
+
+
+def _hex(base64: str) -> str:
+    import binascii
+
+    return binascii.a2b_base64(base64).hex()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,237 @@
+"""Any adapter of the configured sources as a folder on this node: by its URI, or by its digest where it is known.
+
+    store.fetch("s3://bucket/sql")             brings it to the node's cache: its digest
+    with store.open(uri, digest) as folder:    keeps it there while it is read
+
+Blocks: call it from threads, such as those of its pool. Several processes may use one
+cache; each adapter is downloaded once a node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from lorafleet.resolvers.cache import AdapterCache
+from lorafleet.resolvers.config import SourcesConfig
+from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.download import ATTEMPTS, FIRST_BACKOFF_S, download
+from lorafleet.resolvers.fetch_metrics import FetchMetrics
+from lorafleet.resolvers.http import HTTPSource
+from lorafleet.resolvers.hub import HubSource
+from lorafleet.resolvers.s3 import S3Source
+from lorafleet.resolvers.source import Interrupted, RemoteFile, Source, is_uri
+from lorafleet.workers.errors import (
+    AdapterChanged,
+    AdapterError,
+    AdapterMissing,
+    AdapterTooLarge,
+    AdapterUnavailable,
+    Forbidden,
+    InvalidRequest,
+)
+from lorafleet.workers.lora.files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder, read_config
+
+FETCH_THREADS = 16  # adapters that one process waits for at a time
+CHANGES = 3  # downloads begun before a source that changes meanwhile is given up
+
+T = TypeVar("T")
+Accept = Callable[[bytes], bool]
+
+logger = logging.getLogger("lorafleet.resolvers")
+
+
+class AdapterStore:
+    def __init__(self, config: SourcesConfig) -> None:
+        self._config = config
+        self._stop = threading.Event()
+        self.pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="lora-fetch")
+        self._lock = threading.Lock()
+        self._cache: AdapterCache | None = None
+        self._sources: dict[str, Source] = {"s3": S3Source(config.s3)}
+        if config.http is not None:
+            self._sources["http"] = self._sources["https"] = HTTPSource(config.http)
+        if config.hub is not None:
+            self._sources["hf"] = HubSource(config.hub)
+        self.metrics = FetchMetrics(lambda: self._cache)
+
+    @property
+    def cache(self) -> AdapterCache:
+        """Made when it is first needed: who serves local folders only needs none."""
+        with self._lock:
+            if self._cache is None:
+                self._cache = AdapterCache(self._config.cache_path, self._config.cache_bytes)
+            return self._cache
+
+    def fetch(self, uri: str, digest: str = "") -> str:
+        """Its digest. Where one is given, an adapter with another one is AdapterChanged.
+
+        Raises AdapterMissing, AdapterUnavailable, AdapterTooLarge, AdapterMalformed, and Forbidden for a URI that the
+        configuration does not allow.
+        """
+        found = self.find(uri, digest)
+        if found is None:
+            raise AdapterMissing(f"there is no {CONFIG_NAME} at {uri}.")
+        if digest and found != digest:
+            raise AdapterChanged(
+                f"{uri} no longer holds the adapter that was registered: its digest is {found[:12]}, not {digest[:12]}."
+            )
+        return found
+
+    def find(self, uri: str, digest: str = "", accept: Accept = lambda _: True) -> str | None:
+        """As fetch; None where there is no adapter, or where accept refuses its config: then no more is downloaded."""
+        if digest and self.cache.holds(digest):
+            return digest
+        scheme, source = self._source(uri)
+        deadline = Deadline(source.timeout_s, f"fetching {uri}", self._stop)
+        fetch = _Fetch(uri, source, self.cache, deadline, self.metrics, scheme)
+        with self.cache.alone(uri, deadline):
+            return fetch.run(accept)
+
+    @contextlib.contextmanager
+    def open(self, uri: str, digest: str = "") -> Iterator[Path]:
+        """The adapter's folder, complete and here until the end of the block. A local path is given back as it is."""
+        if not is_uri(uri):
+            yield Path(uri)
+            return
+        for _ in range(CHANGES):
+            with self.cache.reading(self.fetch(uri, digest)) as folder:
+                if folder is not None:
+                    yield folder
+                    return
+        raise AdapterUnavailable(f"{uri} is evicted as soon as it is fetched. Raise lora_cache_bytes.")
+
+    def read(self, uri: str, digest: str, use: Callable[[Path], T]) -> T:
+        """What `use` makes of the folder. Bytes that rotted on this node's disk are fetched anew, once."""
+        try:
+            with self.open(uri, digest) as folder:
+                return use(folder)
+        except AdapterError:
+            if not is_uri(uri) or not digest or not self.cache.holds(digest):
+                raise
+            if not self.cache.discard_if_rotten(digest):
+                raise
+        logger.warning("adapter %s was damaged on this node's disk and is fetched again from %s", digest[:12], uri)
+        with self.open(uri, digest) as folder:
+            return use(folder)
+
+    def is_here(self, uri: str, digest: str) -> bool:
+        """Whether reading it needs no network."""
+        return not is_uri(uri) or bool(digest and self.cache.holds(digest))
+
+    def stop(self) -> None:
+        """Ends the fetches under way, soon; later ones fail."""
+        self._stop.set()
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def _source(self, uri: str) -> tuple[str, Source]:
+        scheme = uri.partition("://")[0]
+        if scheme in self._sources:
+            return scheme, self._sources[scheme]
+        if scheme in ("http", "https"):
+            raise Forbidden(f"{uri} is not allowed: set lora_resolver_http, with the URL's beginning in its `allow`.")
+        if scheme == "hf":
+            raise Forbidden(f"{uri} is not allowed: set lora_resolver_hub, with the repo in its `allow`.")
+        raise InvalidRequest(f"{uri!r} is no URI of an adapter; it begins with s3://, https://, http:// or hf://.")
+
+
+class _Fetch:
+    """One adapter's way from its source into the cache, while no other process of the node does the same."""
+
+    def __init__(
+        self, uri: str, source: Source, cache: AdapterCache, deadline: Deadline, metrics: FetchMetrics, scheme: str
+    ) -> None:
+        self._uri = uri
+        self._source = source
+        self._cache = cache
+        self._deadline = deadline
+        self._metrics = metrics
+        self._scheme = scheme
+        self._outcome = "failed"
+
+    def run(self, accept: Accept) -> str | None:
+        started = time.monotonic()
+        try:
+            return self._run(accept)
+        except OSError as error:
+            raise AdapterUnavailable(
+                f"{self._uri} cannot be written to the adapter cache: {error.strerror}."
+            ) from error
+        finally:
+            self._metrics.ended(self._scheme, self._outcome, time.monotonic() - started)
+
+    def _run(self, accept: Accept) -> str | None:
+        for _ in range(CHANGES - 1):
+            try:
+                return self._version(accept)
+            except AdapterChanged as error:
+                logger.warning("%s The fetch begins again.", error.message)
+        return self._version(accept)
+
+    def _version(self, accept: Accept) -> str | None:
+        files = self._find()
+        if not files:
+            self._outcome = "absent"
+            return None
+        key = _key(self._uri, files)
+        known = self._cache.digest_of(key) if key is not None else None
+        if known is not None:
+            with self._cache.reading(known) as folder:
+                if folder is not None:
+                    self._outcome = "cached"
+                    return known if accept(read_config(AdapterFolder.at(folder))) else None
+        return self._download(files, key, accept)
+
+    def _find(self) -> list[RemoteFile]:
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._source.find(self._uri, self._deadline)
+            except Interrupted as error:
+                cause = error
+                logger.warning("%s: %s; trying again", self._uri, error)
+            self._deadline.sleep(FIRST_BACKOFF_S * 2**attempt)
+        raise AdapterUnavailable(f"{self._uri} cannot be reached: {cause}. {ATTEMPTS} attempts failed.")
+
+    def _download(self, files: list[RemoteFile], key: str | None, accept: Accept) -> str | None:
+        num_bytes = sum(file.size for file in files)
+        self._check_size(files[0], num_bytes)
+        started = time.monotonic()
+        logger.info("fetching %s: %d bytes", self._uri, num_bytes)
+        with self._cache.draft({file.name: file.size for file in files}, self._deadline) as draft:
+            for file in files:
+                download(self._source, file, draft / file.name, self._deadline, self._metrics.told(self._scheme))
+                if file.name == CONFIG_NAME and not accept((draft / CONFIG_NAME).read_bytes()):
+                    self._outcome = "absent"
+                    return None
+            digest = self._cache.publish(draft, key)
+        seconds = time.monotonic() - started
+        self._outcome = "fetched"
+        logger.info(
+            "fetched %s: adapter %s, %.1f s, %.0f MB/s", self._uri, digest[:12], seconds, num_bytes / seconds / 1e6
+        )
+        return digest
+
+    def _check_size(self, config: RemoteFile, num_bytes: int) -> None:
+        if config.size > MAX_CONFIG_BYTES:
+            raise AdapterTooLarge(f"{config.location} has {config.size} bytes; at most {MAX_CONFIG_BYTES} are read.")
+        if num_bytes > self._source.max_bytes:
+            raise AdapterTooLarge(
+                f"{self._uri} has {num_bytes} bytes; this source may send {self._source.max_bytes}. "
+                "Raise its max_bytes."
+            )
+
+
+def _key(uri: str, files: list[RemoteFile]) -> str | None:
+    """Of this version of the source; None where its versions cannot be told apart."""
+    if not all(file.version for file in files):
+        return None
+    versions = json.dumps([uri, [(file.name, file.size, file.version) for file in files]])
+    return hashlib.sha256(versions.encode()).hexdigest()

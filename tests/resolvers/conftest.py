@@ -1,0 +1,33 @@
+"""Adapters as bytes, and stores over them. Nothing here reads weights, so any bytes are weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Files = dict[str, bytes]
+
+
+@pytest.fixture(scope="session")
+def make_files() -> Callable[..., Files]:
+    """The files of an adapter, the same for the same seed."""
+
+    def make(seed: int = 0, num_bytes: int = 1000, base: str | None = None) -> Files:
+        return {
+            "adapter_config.json": json.dumps({"r": seed, "base_model_name_or_path": base}).encode(),
+            "adapter_model.safetensors": random.Random(seed).randbytes(num_bytes),
+        }
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def read_files() -> Callable[[Path], Files]:
+    def read(folder: Path) -> Files:
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    return read

@@ -1,0 +1,91 @@
+"""A real S3 server for tests: RADOS Gateway by radosgw.sh, and what a test does to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import boto3
+
+SCRIPT = Path(__file__).with_name("radosgw.sh")
+KEY, SECRET = "test-key", "test-secret"
+BUCKET = "adapters"
+
+
+def why_not() -> str | None:
+    """Why there is no such server here; None where there is."""
+    root = os.environ.get("RADOSGW_ROOT")
+    if shutil.which("radosgw", path=f"{root}/usr/bin" if root else None) is None:
+        return (
+            "no radosgw: install Debian's packages radosgw, ceph-mon and ceph-osd, or unpack them with "
+            "tests/support/radosgw.sh unpack DIR and set RADOSGW_ROOT=DIR"
+        )
+    return None
+
+
+class RadosGateway:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        port = _two_free_ports()
+        self._run("start", str(port))
+        self.port = port
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self.client: Any = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+        )
+        self.client.create_bucket(Bucket=BUCKET)
+
+    def put(self, key: str, data: bytes, **fields: Any) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=data, **fields)
+
+    def put_folder(self, folder: Path, prefix: str) -> None:
+        for file in folder.iterdir():
+            self.put(f"{prefix}/{file.name}", file.read_bytes())
+
+    def rot(self, key: str) -> None:
+        """Other bytes under the object, its size and ETag left as they are; at most 4 MiB."""
+        self._run("rot", key)
+
+    def suspend_user(self) -> None:
+        self._run("admin", "user", "suspend", "--uid=test")
+
+    def enable_user(self) -> None:
+        self._run("admin", "user", "enable", "--uid=test")
+
+    def kill(self) -> None:
+        """At once; the objects stay."""
+        pid = int((self.folder / "client.rgw.a.pid").read_text())
+        os.kill(pid, signal.SIGKILL)
+
+    def restart(self) -> None:
+        self._run("gateway")
+
+    def stop(self) -> None:
+        self._run("stop")
+
+    def _run(self, verb: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [str(SCRIPT), verb, str(self.folder), *arguments], capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def _two_free_ports() -> int:
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
