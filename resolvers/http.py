@@ -41,6 +41,9 @@ class HTTPSource:
             file.location, start, end, file.size, file.version, in_ranges=file.in_ranges, deadline=deadline
         )
 
+    def close(self) -> None:
+        self._reader.close()
+
     def _file(self, url: str, name: str, described: Described) -> RemoteFile:
         # Without a validator, two parts may be of two versions, and nobody would notice.
         in_ranges = described.in_ranges and bool(described.validator)

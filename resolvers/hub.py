@@ -58,6 +58,11 @@ class HubSource:
             file.location, start, end, file.size, "", in_ranges=file.in_ranges, deadline=deadline
         )
 
+    def close(self) -> None:
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+
     def _ranges(self) -> RangeReader:
         from huggingface_hub.utils._headers import build_hf_headers
 

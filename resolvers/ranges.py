@@ -19,7 +19,6 @@ from lorafleet.resolvers.deadline import Deadline
 from lorafleet.resolvers.source import Interrupted
 from lorafleet.workers.errors import AdapterChanged, AdapterUnavailable
 
-CHUNK_BYTES = 1 << 20
 CONNECT_S = 5.0
 MAX_REDIRECTS = 5
 MISSING = {404, 410}
@@ -80,7 +79,10 @@ class RangeReader:
             if validator and _validator(answer) != validator:
                 raise AdapterChanged(f"{url} changed while it was read.")
             with _errors():
-                yield from answer.iter_raw(CHUNK_BYTES)
+                yield from answer.iter_raw()  # as it comes: what is gathered into larger chunks is lost by a cut
+
+    def close(self) -> None:
+        self._client.close()
 
     @contextlib.contextmanager
     def _get(self, url: str, headers: Mapping[str, str], deadline: Deadline) -> Iterator[httpx.Response]:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from lorafleet.resolvers.base_model import is_for_base
 from lorafleet.resolvers.filesystem import adapter_int_id
 from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.errors import Forbidden
+from lorafleet.workers.errors import Forbidden, InvalidRequest
 from lorafleet.workers.lora.names import check_adapter_name
 from lorafleet.workers.lora.request import LoRARequest
 
@@ -39,7 +39,7 @@ class RemoteResolver:
         try:
             find = functools.partial(self._store.find, uri, accept=accept)
             digest = await asyncio.get_running_loop().run_in_executor(self._store.pool, find)
-        except Forbidden:  # a name that leads out of what is allowed is a name that nobody has
+        except (Forbidden, InvalidRequest):  # a name that leads nowhere that is allowed is a name that nobody has
             return None
         if digest is None:
             return None

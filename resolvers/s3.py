@@ -21,7 +21,7 @@ from lorafleet.resolvers.source import Interrupted, RemoteFile, wanted_names
 from lorafleet.workers.errors import AdapterChanged, AdapterUnavailable, InvalidRequest
 
 CONNECT_S = 5.0
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 17  # what a cut may lose
 BUSY = {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "ServiceUnavailable", "InternalError", "Throttling"}
 REFUSED = {401, 403}
 
@@ -58,6 +58,11 @@ class S3Source:
             )
             with contextlib.closing(answer["Body"]) as body:
                 yield from body.iter_chunks(CHUNK_BYTES)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._made is not None:
+                self._made.boto.close()
 
     def _list(self, uri: str, bucket: str, prefix: str, deadline: Deadline) -> list[dict[str, Any]]:
         from fsspec.asyn import sync

@@ -58,6 +58,10 @@ class Source(Protocol):
         counts. Without in_ranges, start is 0 and end the file's size."""
         ...
 
+    def close(self) -> None:
+        """Its connections."""
+        ...
+
 
 def wanted_names(names: Sequence[str], uri: str) -> list[str]:
     """The config and the weights that the loader would take, of the names in a folder; [] where it is no adapter's."""

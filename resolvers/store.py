@@ -131,6 +131,8 @@ class AdapterStore:
         """Ends the fetches under way, soon; later ones fail."""
         self._stop.set()
         self.pool.shutdown(wait=True, cancel_futures=True)
+        for source in set(self._sources.values()):
+            source.close()
 
     def _source(self, uri: str) -> tuple[str, Source]:
         scheme = uri.partition("://")[0]
