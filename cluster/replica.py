@@ -58,7 +58,7 @@ class EngineReplica:
         self._deployment = deployment
         self._config = with_cpu_threads(config, args.most_replicas)
         self._engine: EngineClient | None = None
-        self._store = AdapterStore(args.sources)
+        self._adapter_store = AdapterStore(args.sources)
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
         context = serve.get_replica_context()
@@ -101,7 +101,7 @@ class EngineReplica:
         engine = self._engine = await EngineClient.connect(address, hello)
         store = await asyncio.to_thread(open_store, self._place.uri)
         admin = AdapterAdmin(self._administer, store, self._args.base_names, self._deployment)
-        resolver = make_resolver(self._args, self._store)
+        resolver = make_resolver(self._args, self._adapter_store)
         catalog = DirectoryCatalog(self._membership, admin, engine, self._args.base_names, resolver)
         await self._membership.note(
             f"engine ready after {time.monotonic() - started:.1f} s: context {hello.max_model_len} tokens, "
@@ -111,7 +111,7 @@ class EngineReplica:
         await self._load_adapters(catalog)
         await self._membership.become_ready()
         self._keep(self._report_changes(engine))
-        return make_api(self._args, await tokenizer, engine, catalog, self._store)
+        return make_api(self._args, await tokenizer, engine, catalog, self._adapter_store)
 
     def _start_order(self, address: str) -> StartOrder:
         size = self._config.tensor_parallel_size
@@ -173,7 +173,7 @@ class EngineReplica:
         for task in list(self._tasks):
             task.cancel()
         await self._ranks.stop()
-        await asyncio.to_thread(self._store.stop)
+        await asyncio.to_thread(self._adapter_store.stop)
         if self._engine is not None:
             await self._engine.close()
         with contextlib.suppress(Exception):  # the cluster is going down: nobody needs to know
