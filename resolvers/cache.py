@@ -103,9 +103,12 @@ class AdapterCache:
             _sync(file)
         _sync(draft)
         target = self._adapters / digest
-        with contextlib.suppress(OSError):  # another source had the same bytes
+        try:
             draft.rename(target)
-            _sync(self._adapters)
+        except OSError:
+            if not target.is_dir():  # where it is, another source had the same bytes
+                raise
+        _sync(self._adapters)
         if key is not None:
             link = self._drafts / uuid.uuid4().hex
             link.symlink_to(Path("..") / "adapters" / digest)

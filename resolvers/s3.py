@@ -127,6 +127,8 @@ class S3Source:
             self._refused(what, cause)
         except (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError) as error:
             raise Interrupted(_first_line(error)) from None
+        except boto.BotoCoreError as error:  # an answer that is not S3's, a bucket that can have no such name
+            raise AdapterUnavailable(f"{what}: {_first_line(error)}.") from None
 
     def _refused(self, what: str, error: Any) -> None:
         status = error.response["ResponseMetadata"].get("HTTPStatusCode", 0)
