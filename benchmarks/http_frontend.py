@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from fastapi.responses import StreamingResponse
 from local_server import cpu_s
 from lorafleet.workers.errors import ModelNotFound
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, TokenOutput
+from lorafleet.workers.messages import AdapterLoaded, EngineHello, EngineRequest, EngineStats, TokenOutput
 
 NUM_TOKENS = 100
 ROLES = ("InstantReplica", "AdapterRouter", "haproxy")
@@ -56,6 +56,9 @@ class InstantEngine:
         self.hello = EngineHello(vocab_size=32_000, max_model_len=8192, kv_cache_tokens=1 << 20, eos_token_ids=[])
         self.stats = EngineStats()
         self.dead: str | None = None
+
+    def listen_to_loads(self, _: Callable[[AdapterLoaded], None]) -> None:
+        """Nothing is loaded here."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         for number in range(1, NUM_TOKENS + 1):

@@ -29,11 +29,19 @@ class LocalServer(NamedTuple):
         return cpu_s(self.pid, ROLES)
 
     def engine_counters(self) -> dict[str, float]:
-        """The lorafleet_engine_… series of /metrics, without that prefix."""
+        """The engine's series of /metrics, without their prefixes and summed over replicas and tiers."""
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             lines = answer.read().decode().splitlines()
-        pairs = (line.rpartition(" ") for line in lines if line.startswith("lorafleet_engine_"))
-        return {name.removeprefix("lorafleet_engine_"): float(value) for name, _, value in pairs}
+        sums: Counter[str] = Counter()
+        for line in lines:
+            if line.startswith(ENGINE_PREFIXES):
+                series, _, value = line.rpartition(" ")
+                name = series.partition("{")[0].removeprefix(ENGINE_PREFIXES[0]).removeprefix(ENGINE_PREFIXES[1])
+                sums[name] += float(value)
+        return dict(sums)
+
+
+ENGINE_PREFIXES = ("lorafleet_engine_", "vllm:")
 
 
 def cpu_s(pid: int, roles: Sequence[str]) -> Counter[str]:

@@ -48,7 +48,7 @@ COUNTERS = (
     "lora_load_seconds_total",
     "lora_evictions_total",
     "prefix_cache_hits_total",
-    "preemptions_total",
+    "num_preemptions_total",
 )
 
 

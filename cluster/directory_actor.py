@@ -104,6 +104,7 @@ def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
             max_task_retries=0,
             num_cpus=0,
             resources=resources,
+            scheduling_strategy="DEFAULT",  # a replica's own would put it into that replica's placement group
             max_concurrency=MAX_CALLS,
         )
         .remote(place.uri, place.base_names)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-
-from fastapi import FastAPI
 
 from lorafleet.cluster.catalog import DirectoryCatalog
 from lorafleet.cluster.config import AppArgs
@@ -13,27 +12,33 @@ from lorafleet.resolvers.filesystem import FilesystemResolver
 from lorafleet.resolvers.registry import LoRAResolverRegistry
 from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front, FrontConfig, read_generation_defaults
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
 
 
-def make_api(
-    args: AppArgs, tokenizer: Tokenizer, engine: EngineClient, catalog: DirectoryCatalog, store: AdapterStore
-) -> FastAPI:
-    front = Front(front_config(args), tokenizer, engine, catalog)
+def make_front(
+    args: AppArgs,
+    replica_id: str,
+    tokenizer: Tokenizer,
+    engine: EngineClient,
+    catalog: DirectoryCatalog,
+    store: AdapterStore,
+    scrape: Callable[[], Awaitable[bytes]],
+) -> Front:
+    front = Front(front_config(args, replica_id), tokenizer, engine, catalog, scrape)
     front.metrics.add(store.metrics)
-    return build_api(lambda: front)
+    return front
 
 
-def front_config(args: AppArgs) -> FrontConfig:
+def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
     return FrontConfig(
         served_model_names=tuple(args.base_names),
         model_path=args.model,
         allow_runtime_lora_updating=args.allow_runtime_lora_updating,
         queue_timeout_s=args.queue_timeout,
         max_body_bytes=args.max_body_bytes,
+        replica_id=replica_id,
         chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
         generation_defaults=read_generation_defaults(args.model),
     )

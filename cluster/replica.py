@@ -25,16 +25,19 @@ from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.config import AppArgs, LoRAModule
 from lorafleet.cluster.directory import Load, Order
 from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
-from lorafleet.cluster.front import make_api, make_resolver
+from lorafleet.cluster.front import make_front, make_resolver
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.cluster.ranks import ReplicaRanks
 from lorafleet.cluster.resources import with_cpu_threads
+from lorafleet.cluster.scraping import scrape_all
 from lorafleet.cluster.worker_actor import StartOrder
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.openai.api import build_api
+from lorafleet.workers.openai.front import Front
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import EngineClient, ipc_address
@@ -59,6 +62,7 @@ class EngineReplica:
         self._config = with_cpu_threads(config, args.most_replicas)
         self._engine: EngineClient | None = None
         self._adapter_store = AdapterStore(args.sources)
+        self._front: Front | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
         context = serve.get_replica_context()
@@ -89,6 +93,15 @@ class EngineReplica:
             return {}
         return load_of(self._engine.stats, self._config.max_num_seqs, self._engine.hello.kv_cache_tokens)
 
+    async def render_metrics(self) -> bytes:
+        """This replica's own; others ask for it."""
+        return await self._front.metrics.render() if self._front is not None else b""
+
+    async def _scrape(self) -> bytes:
+        context = serve.get_replica_context()
+        replicas = serve.get_deployment_handle(context.deployment, context.app_name)
+        return await scrape_all(replicas, self.render_metrics)
+
     async def __del__(self) -> None:
         await self._stop()
 
@@ -111,7 +124,10 @@ class EngineReplica:
         await self._load_adapters(catalog)
         await self._membership.become_ready()
         self._keep(self._report_changes(engine))
-        return make_api(self._args, await tokenizer, engine, catalog, self._adapter_store)
+        self._front = make_front(
+            self._args, self._replica_id, await tokenizer, engine, catalog, self._adapter_store, self._scrape
+        )
+        return build_api(lambda: self._front)
 
     def _start_order(self, address: str) -> StartOrder:
         size = self._config.tensor_parallel_size

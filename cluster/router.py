@@ -35,14 +35,11 @@ class AffinityRouter(RequestRouter):
         self._chooser = ReplicaChooser()
         self._following: asyncio.Task[None] | None = None
 
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        super().update_replicas(replicas)
-        if self._following is None:
-            self._following = self._event_loop.create_task(self._follow_directory())
-
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
+        if self._following is None:  # not before: the handles of cluster/scraping.py never choose
+            self._following = self._event_loop.create_task(self._follow_directory())
         adapter = pending_request.kwargs.get("adapter", "") if pending_request else ""
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ranked = self._chooser.rank(adapter, list(by_id))

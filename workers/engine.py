@@ -81,6 +81,7 @@ class Engine:
             prompt_logprobs=[] if params.prompt_logprobs is not None else None,
             stop_ids=frozenset(eos) | frozenset(params.stop_token_ids or ()),
             group=self._admission.join(request),
+            tier=self.loras.tier_of(request.lora.digest) if self.loras is not None and request.lora is not None else "",
         )
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
@@ -160,6 +161,9 @@ class Engine:
             lora_load_seconds_total=counts.seconds,
             lora_activations_total=slots.num_activations if slots is not None else 0,
             lora_evictions_total=slots.num_evictions if slots is not None else 0,
+            lora_cpu_evictions_total=counts.cpu_evictions,
+            lora_slot_bytes=slots.num_bytes if slots is not None else 0,
+            lora_cpu_bytes=self.loras.cpu_bytes if self.loras is not None else 0,
             resident_slots=resident,
             resident_cpu=cpu,
         )
@@ -256,6 +260,8 @@ class Engine:
         if num_generated == 1:
             self._prompt_tokens += sequence.num_prompt
             output.num_cached_tokens = sequence.num_cached
+            output.queue_s = sequence.started_s - sequence.queued_s
+            output.tier = sequence.tier
             output.fallback_reason = sequence.fallback_reason
             if sequence.prompt_logprobs is not None:
                 output.prompt_logprobs = [None, *sequence.prompt_logprobs]

@@ -14,6 +14,7 @@ from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Tier = Literal["gpu", "cpu", "disk"]  # where an adapter is nearest: in a slot, in host memory, in files
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
@@ -46,6 +47,8 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     stop_token_id: the eos or stop_token_ids entry that ended it; it is in token_ids too.
     prompt_logprobs: once, with the first token; None stands for the first prompt token, which has no predecessor.
+    queue_s, tier: once, with the first token: how long the sequence waited to start, and where its adapter was when it
+    was queued ("" of the base).
     fallback_reason: set when on_lora_load_failure=base answered in the failed adapter's place: why it failed.
     """
 
@@ -58,6 +61,8 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_token_id: int | None = None
     error: WireError | None = None
     fallback_reason: str | None = None
+    queue_s: float = 0.0
+    tier: Tier | Literal[""] = ""
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
@@ -97,6 +102,14 @@ class AdapterReply(msgspec.Struct):
     error: WireError | None = None
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True):
+    """An adapter came one tier nearer: from files into host memory ("disk"), or from there into a slot ("cpu")."""
+
+    lora_name: str
+    tier: Tier
+    seconds: float
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges and running totals of one GPUWorker, for /metrics and the router."""
 
@@ -121,7 +134,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     lora_load_failures_total: int = 0
     lora_load_seconds_total: float = 0.0
     lora_activations_total: int = 0  # CPU to slot
-    lora_evictions_total: int = 0
+    lora_evictions_total: int = 0  # from slots
+    lora_cpu_evictions_total: int = 0
+    lora_slot_bytes: int = 0  # of the adapters in slots, over all GPUs of the replica
+    lora_cpu_bytes: int = 0  # of those in host memory
     resident_slots: list[str] = []  # digests in GPU slots
     resident_cpu: list[str] = []  # digests in CPU memory
 
@@ -141,6 +157,7 @@ class StepBatch(msgspec.Struct):
     acknowledged: int
     outputs: list[TokenOutput] = []
     adapter_replies: list[AdapterReply] = []
+    adapters_loaded: list[AdapterLoaded] = []
     stats: EngineStats | None = None
     fatal: str | None = None
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lorafleet.workers.kv_cache import SequenceBlocks
 from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.messages import Tier, TokenLogprobs
 from lorafleet.workers.sampling_params import SamplingParams
 
 UNKNOWN = -1  # a token that the device has sampled, or will, and the host has not read yet
@@ -60,6 +61,7 @@ class Sequence:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     group: Group = field(default_factory=lambda: Group(""))
     lane: Lane = field(init=False)
+    tier: Tier | Literal[""] = ""  # where its adapter was when it was queued
     queued_s: float = 0.0
     started_s: float = 0.0
 

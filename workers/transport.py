@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 import zmq
@@ -21,6 +21,7 @@ from lorafleet.workers.errors import EngineDead, from_wire
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import (
     AdapterCall,
+    AdapterLoaded,
     AdapterReply,
     ClientBatch,
     DropAdapter,
@@ -104,6 +105,8 @@ class EngineClient:
         self._unacknowledged = False
         self._flush_planned = False
         self._dead: EngineDead | None = None
+        self._loaded_before: list[AdapterLoaded] = []  # before somebody listened
+        self._on_adapter_loaded: Callable[[AdapterLoaded], None] = self._loaded_before.append
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
     @classmethod
@@ -170,6 +173,13 @@ class EngineClient:
         while digest in self._in_flight:
             await self._drained.setdefault(digest, asyncio.Event()).wait()
 
+    def listen_to_loads(self, listener: Callable[[AdapterLoaded], None]) -> None:
+        """Gets every load, those first that have ended before."""
+        for loaded in self._loaded_before:
+            listener(loaded)
+        self._loaded_before.clear()
+        self._on_adapter_loaded = listener
+
     async def close(self) -> None:
         self._receiver.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -235,6 +245,8 @@ class EngineClient:
                 stream = self._streams.get(output.request_id)
                 if stream is not None:
                     stream.put_nowait(output)
+            for loaded in batch.adapters_loaded:
+                self._on_adapter_loaded(loaded)
             for reply in batch.adapter_replies:
                 self._answer(reply)
             if batch.fatal is not None:

@@ -157,6 +157,8 @@ class EngineLoop(threading.Thread):
         batch = StepBatch(self._acknowledged, outputs, self._replies)
         if stats_due or self._replies:
             batch.stats = self._engine.stats()
+            if self._engine.loras is not None:
+                batch.adapters_loaded = self._engine.loras.take_loaded()
             self._stats_due_s = now + STATS_PERIOD_S
         self._socket.send(batch)
         self._replies = []

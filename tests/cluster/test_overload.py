@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.harness import running_server
 
@@ -86,3 +88,50 @@ async def test_clients_that_try_again_when_told_are_all_served(url: str) -> None
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=20, timeout=120) as client:
         asked = [client.completions.create(model="a1", prompt="hi", max_tokens=200) for _ in range(16)]
         assert len(await asyncio.gather(*asked)) == 16
+
+
+async def test_one_scrape_shows_every_replica_and_what_each_adapter_was_given(url: str, client: AsyncOpenAI) -> None:
+    before = scrape(url)
+    asked = [
+        client.completions.create(model=model, prompt="hi there", max_tokens=5, extra_body={"ignore_eos": True})
+        for model in ("base", "a0", "a1", "a0")
+    ]
+    usage = [answer.usage for answer in await asyncio.gather(*asked)]
+    after = scrape(url)
+    for metrics in (before, after):
+        assert len({labels["replica"] for labels, _ in metrics["vllm:num_requests_running"]}) == REPLICAS
+        assert metrics["lorafleet_scrape_complete"] == [({}, 1.0)]
+
+    def grown(metric: str, **wanted: str) -> float:
+        def total(metrics: Scrape) -> float:
+            return sum(value for labels, value in metrics.get(metric, []) if wanted.items() <= labels.items())
+
+        return total(after) - total(before)
+
+    prompt_tokens = usage[0].prompt_tokens
+    assert grown("vllm:prompt_tokens_total", model_name="a0") == 2 * prompt_tokens
+    assert grown("vllm:generation_tokens_total", model_name="a0") == 10
+    assert grown("vllm:generation_tokens_total", model_name="base") == 5
+    assert grown("vllm:time_to_first_token_seconds_count", model_name="a1") == 1
+    assert grown("vllm:request_queue_time_seconds_count", model_name="a1") == 1
+    assert grown("lorafleet_adapter_hits_total", model_name="a0") == 2
+    assert grown("lorafleet_requests_total", model_name="a0", status="200", endpoint="/v1/completions") == 2
+    loads = {labels["model_name"]: value for labels, value in after["lorafleet_adapter_load_seconds_count"]}
+    assert loads["a0"] >= 1 and loads["a1"] >= 1
+    sizes = {labels["tier"] for labels, value in after["lorafleet_engine_lora_bytes"] if value > 0}
+    assert sizes == {"gpu", "cpu"}
+    refused = [value for labels, value in after["lorafleet_requests_total"] if labels["status"] == "429"]
+    assert sum(refused) > 0, "by the tests before"
+
+
+Scrape = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def scrape(url: str) -> Scrape:
+    """Labels and values by series' name."""
+    found: Scrape = {}
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            found.setdefault(one.name, []).append((dict(one.labels), one.value))
+    return found

@@ -166,5 +166,6 @@ def test_the_plain_path_answers_too(tiny_model: Path, tmp_path: Path) -> None:
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         assert logprobs(client, "base") != logprobs(client, "a0")
+        assert "lorafleet_scrape_complete 1" in client.get("/metrics").text
         for declared in (True, False):
             check_body_limit(client, declared)

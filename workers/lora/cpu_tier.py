@@ -35,6 +35,11 @@ class CPUTier:
     def digests(self) -> list[str]:
         return list(self._adapters)
 
+    @property
+    def num_bytes(self) -> int:
+        """Over all ranks."""
+        return sum(adapter.info.num_bytes for adapter in self._adapters.values())
+
     def get(self, digest: str) -> PackedAdapter | None:
         return self._adapters.get(digest)
 

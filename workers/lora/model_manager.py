@@ -80,6 +80,11 @@ class LoRAModelManager:
         return self._of_digest.get(digest)
 
     @property
+    def num_bytes(self) -> int:
+        """Of the adapters in slots, over all ranks."""
+        return sum(slot.adapter.info.num_bytes for slot in self.slots if slot.adapter is not None)
+
+    @property
     def digests(self) -> KeysView[str]:
         """Of the adapters in slots, those among them whose copies are under way."""
         return self._of_digest.keys()

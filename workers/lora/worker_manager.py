@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,8 +21,11 @@ from lorafleet.workers.lora.loader import AdapterLoader
 from lorafleet.workers.lora.model_manager import LoRAModelManager, Slot
 from lorafleet.workers.lora.packed_adapter import PackedAdapter
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.messages import AdapterLoaded, Tier
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.messages import EmptySlot, FillSlot, ForgetShard, LoadShard, Order
+
+MAX_UNTAKEN = 4096  # loads that nobody asks for, as offline
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +35,17 @@ class LoadCounts:
     loads: int = 0
     failures: int = 0
     seconds: float = 0.0
+    cpu_evictions: int = 0
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Into a slot, under way."""
+
+    name: str
+    slot: Slot
+    generation: int
+    started_s: float
 
 
 @dataclass(slots=True)
@@ -80,6 +95,8 @@ class WorkerLoRAManager:
         self.config = config
         self.slots = slots
         self.counts = LoadCounts()
+        self._loaded: deque[AdapterLoaded] = deque(maxlen=MAX_UNTAKEN)
+        self._copies: list[_Copy] = []
         self._wake = wake
         self._loader = loader
         self._others = others
@@ -139,9 +156,11 @@ class WorkerLoRAManager:
         self._hear_others()
         for key in [key for key, load in self._loads.items() if load.done]:
             load = self._loads.pop(key)
-            self.counts.seconds += time.monotonic() - load.started_s
+            seconds = time.monotonic() - load.started_s
+            self.counts.seconds += seconds
             outcome = load.outcome()
             if isinstance(outcome, PackedAdapter):
+                self._loaded.append(AdapterLoaded(load.name, "disk", seconds))
                 self._admit(outcome)
                 for caller in load.callers:
                     caller.set_result(outcome.info)
@@ -162,6 +181,7 @@ class WorkerLoRAManager:
         self._wanted = frozenset(lora.digest for lora in first)
         self._place_pins()
         self._fill_slots(wanted)
+        self._note_copies()
         for lora in first:
             if self._resident(lora.digest) is not None or (lora.digest, lora.lora_path) in self._loads:
                 continue
@@ -175,8 +195,7 @@ class WorkerLoRAManager:
             slot = self.slots.find(digest)
             adapter = self._cpu.get(digest)
             if slot is None and adapter is not None and (slot := self.slots.free_slot(keep=list(self._pins))):
-                self.slots.activate(adapter, slot)
-                self._tell(FillSlot(digest, slot.index, slot.generation))
+                self._fill(slot, lora, adapter)
             if slot is not None:
                 slot.pinned = True
             elif adapter is None:
@@ -192,8 +211,34 @@ class WorkerLoRAManager:
             slot = self.slots.free_slot(digests[i + 1 :], keep=digests[:i])
             if slot is None:
                 return
-            self.slots.activate(adapter, slot)
-            self._tell(FillSlot(digest, slot.index, slot.generation))
+            self._fill(slot, wanted[i], adapter)
+
+    def _fill(self, slot: Slot, lora: LoRARequest, adapter: PackedAdapter) -> None:
+        started_s = time.monotonic()
+        self.slots.activate(adapter, slot)
+        self._copies.append(_Copy(lora.lora_name, slot, slot.generation, started_s))
+        self._tell(FillSlot(lora.digest, slot.index, slot.generation))
+
+    def _note_copies(self) -> None:
+        """Those that have ended since the last step, with their times as steps see them."""
+        for copy in list(self._copies):
+            given_away = copy.slot.generation != copy.generation
+            if given_away or self.slots.is_ready(copy.slot):
+                self._copies.remove(copy)
+                if not given_away:
+                    self._loaded.append(AdapterLoaded(copy.name, "cpu", time.monotonic() - copy.started_s))
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        """Those since the last call."""
+        taken = list(self._loaded)
+        self._loaded.clear()
+        return taken
+
+    def tier_of(self, digest: str) -> Tier:
+        """The nearest one that has the adapter, all of it or about to."""
+        if self.slots.find(digest) is not None:
+            return "gpu"
+        return "cpu" if digest in self._cpu else "disk"
 
     def slot_for(self, lora: LoRARequest) -> Slot | None:
         """The adapter's slot, filled or being filled by prefetch(); None where it has none."""
@@ -207,6 +252,10 @@ class WorkerLoRAManager:
 
     def resident_cpu(self) -> list[str]:
         return self._cpu.digests
+
+    @property
+    def cpu_bytes(self) -> int:
+        return self._cpu.num_bytes
 
     @property
     def loading(self) -> bool:
@@ -248,6 +297,7 @@ class WorkerLoRAManager:
             times.pack_s * 1e3,
         )
         for victim in self._cpu.add(adapter, self._need):
+            self.counts.cpu_evictions += 1
             self._tell(ForgetShard(victim))
 
     def _need(self, digest: str) -> int:

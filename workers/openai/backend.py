@@ -5,11 +5,11 @@ The engine client is workers/transport.py's; the catalogue is cluster/catalog.py
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, TokenOutput
+from lorafleet.workers.messages import AdapterLoaded, EngineHello, EngineRequest, EngineStats, TokenOutput
 
 
 class EngineClient(Protocol):
@@ -24,6 +24,10 @@ class EngineClient(Protocol):
     @property
     def dead(self) -> str | None:
         """Why the engine stopped; None while it runs."""
+        ...
+
+    def listen_to_loads(self, listener: Callable[[AdapterLoaded], None]) -> None:
+        """Gets every load of an adapter from now on, and those before it if nobody listened then."""
         ...
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:

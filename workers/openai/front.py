@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from lorafleet.workers.errors import ConfigError, ModelNotFound
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
-from lorafleet.workers.openai.metrics import BASE_LABEL, Metrics
+from lorafleet.workers.openai.metrics import Metrics
 from lorafleet.workers.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 32 << 20  # token ids take about ten times as much once they are parsed
@@ -32,6 +32,7 @@ class FrontConfig:
     queue_timeout_s: float | None = None  # how long a request may wait to start where it does not say; None: ever
     max_body_bytes: int = MAX_BODY_BYTES  # of a request; a larger one is refused with 413
     generation_defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # see below
+    replica_id: str = ""  # the label of this front's metrics
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970, shown by /v1/models
 
     @property
@@ -48,14 +49,23 @@ class ServedModel:
 
 
 class Front:
+    """scrape: the metrics of all replicas; None where there is only this one."""
+
     def __init__(
-        self, config: FrontConfig, tokenizer: Tokenizer, engine: EngineClient, catalog: AdapterCatalog
+        self,
+        config: FrontConfig,
+        tokenizer: Tokenizer,
+        engine: EngineClient,
+        catalog: AdapterCatalog,
+        scrape: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.engine = engine
         self.catalog = catalog
-        self.metrics = Metrics(lambda: engine.stats)
+        self.metrics = Metrics(lambda: engine.stats, config.base_id, config.replica_id)
+        self.scrape = scrape
+        engine.listen_to_loads(self.metrics.count_load)
 
     @property
     def max_model_len(self) -> int:
@@ -95,7 +105,11 @@ class Front:
 
     def label(self, model: ServedModel) -> str:
         """The model's name in metrics."""
-        return BASE_LABEL if model.lora is None else self.metrics.adapter_label(model.lora.lora_name)
+        return self.config.base_id if model.lora is None else self.metrics.adapters.label(model.lora.lora_name)
+
+    def count_sequence(self, model: ServedModel) -> str:
+        """label(), of one more sequence."""
+        return self.config.base_id if model.lora is None else self.metrics.adapters.count(model.lora.lora_name)
 
 
 def read_generation_defaults(model_path: str | Path) -> Mapping[str, float]:

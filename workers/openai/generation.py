@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from lorafleet.workers.errors import EngineDead, InvalidRequest
-from lorafleet.workers.messages import EngineRequest
+from lorafleet.workers.errors import EngineDead, InvalidRequest, LorafleetError
+from lorafleet.workers.messages import EngineRequest, FinishReason
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.metrics import Stopwatch
@@ -66,6 +66,8 @@ class Sample:
         self._group = group
         self._engine_id = f"{group}-{index}"
         self._deadline = deadline
+        self._label = front.count_sequence(task.model)
+        self._ended: FinishReason = "abort"
         self._processor = OutputProcessor(front.tokenizer, self.prompt.token_ids, params)
 
     @property
@@ -88,14 +90,20 @@ class Sample:
             async with aclosing(self._front.engine.generate(request)) as outputs:
                 async for output in outputs:
                     if output.token_ids:
+                        if watch.first is None:
+                            self._front.metrics.count_start(self._label, output.queue_s, output.tier)
                         watch.tick()
                     delta = push(output)
                     if delta.num_cached_tokens or delta.fallback_reason:
                         self._note_facts(delta)
                     yield _score_alone(delta) if self._scoring else delta
                     if delta.finish_reason is not None:
+                        self._ended = delta.finish_reason
                         return
             raise EngineDead(f"the engine ended request {self._engine_id} without an answer")
+        except LorafleetError:
+            self._ended = "error"
+            raise
         finally:
             self._count(watch)
 
@@ -105,7 +113,7 @@ class Sample:
 
     def _count(self, watch: Stopwatch) -> None:
         num_prompt = len(self.prompt.token_ids) if self.counts_prompt else 0
-        self._front.metrics.count_sequence(self._front.label(self.model), num_prompt, self.num_tokens, watch)
+        self._front.metrics.count_sequence(self._label, num_prompt, self.num_tokens, watch, self._ended)
 
 
 async def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:

@@ -23,4 +23,5 @@ async def version(_: Front, __: Request) -> Response:
 
 
 async def metrics(front: Front, _: Request) -> Response:
-    return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    text = await front.metrics.render() if front.scrape is None else await front.scrape()
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

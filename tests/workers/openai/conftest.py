@@ -15,7 +15,14 @@ import uvicorn
 
 from lorafleet.workers.errors import AdapterExists, LorafleetError, ModelNotFound
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, TokenLogprobs, TokenOutput
+from lorafleet.workers.messages import (
+    AdapterLoaded,
+    EngineHello,
+    EngineRequest,
+    EngineStats,
+    TokenLogprobs,
+    TokenOutput,
+)
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front, FrontConfig
 from lorafleet.workers.tokenizer import Tokenizer
@@ -39,6 +46,9 @@ class ScriptedEngine:
         self.failure: Exception = LorafleetError("the engine tripped")
         self.fallback_reason: str | None = None
         self.pause_s = 0.0
+
+    def listen_to_loads(self, listener: Callable[[AdapterLoaded], None]) -> None:
+        self.loaded = listener
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         self.requests.append(request)
@@ -64,6 +74,7 @@ class ScriptedEngine:
                 output.logprobs = [self._logprobs(token, params.logprobs)]
             if i == 0:
                 output.num_cached_tokens = 1
+                output.queue_s, output.tier = 0.2, "cpu" if request.lora else ""
                 output.fallback_reason = self.fallback_reason
                 if params.prompt_logprobs is not None:
                     k = params.prompt_logprobs

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from lorafleet.workers.messages import EngineStats
-from lorafleet.workers.openai.metrics import MAX_ADAPTER_LABELS, Metrics
+from lorafleet.workers.messages import AdapterLoaded, EngineStats
+from lorafleet.workers.openai.adapter_labels import MAX_LABELS, AdapterLabels
+from lorafleet.workers.openai.metrics import Metrics, Stopwatch, text_of
 
 
 async def test_health_follows_the_engine(http: httpx.AsyncClient, engine: Any) -> None:
@@ -27,33 +28,107 @@ async def test_version_is_told(http: httpx.AsyncClient) -> None:
     assert re.match(r"\d+\.", (await http.get("/version")).json()["version"])
 
 
-async def test_metrics_count_requests_tokens_and_times(http: httpx.AsyncClient) -> None:
+async def scraped(http: httpx.AsyncClient) -> dict[str, float]:
+    lines = (await http.get("/metrics")).text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+async def test_metrics_count_requests_tokens_and_times(http: httpx.AsyncClient, engine: Any) -> None:
     for model in ("llama", "sql", "sql", "gpt"):
         await http.post("/v1/completions", json={"model": model, "prompt": [1, 2], "max_tokens": 3, "stream": True})
     await http.get("/nowhere")
-    response = await http.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain; version=")
-    values = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
-    requests = 'lorafleet_requests_total{endpoint="/v1/completions",model="%s",status="%s"}'
-    assert values[requests % ("sql", 200)] == "2.0"
-    assert values[requests % ("base", 200)] == "1.0"
-    assert values[requests % ("", 404)] == "1.0"
-    assert values['lorafleet_requests_total{endpoint="unknown",model="",status="404"}'] == "1.0"
-    assert values['lorafleet_prompt_tokens_total{model="sql"}'] == "4.0"
-    assert values['lorafleet_generation_tokens_total{model="sql"}'] == "6.0"
-    assert values['lorafleet_time_to_first_token_seconds_count{kind="adapter"}'] == "2.0"
-    assert values['lorafleet_inter_token_latency_seconds_count{kind="adapter"}'] == "4.0"
-    assert values['lorafleet_e2e_request_latency_seconds_bucket{kind="base",le="+Inf"}'] == "1.0"
-    assert values["lorafleet_engine_num_running"] == "3.0"
-    assert values["lorafleet_engine_lora_loads_total"] == "7.0"
+    engine.fail_after = 1
+    await http.post("/v1/completions", json={"model": "sql", "prompt": "a"})
+    engine.loaded(AdapterLoaded("sql", "disk", 0.25))
+    engine.loaded(AdapterLoaded("sql", "disk", 0.5))
+    assert (await http.get("/metrics")).headers["content-type"].startswith("text/plain; version=")
+    values = await scraped(http)
+    requests = 'lorafleet_requests_total{endpoint="/v1/completions",model_name="%s",replica="",status="%s"}'
+    assert values[requests % ("sql", 200)] == 2
+    assert values[requests % ("llama", 200)] == 1
+    assert values[requests % ("", 404)] == 1
+    assert values['lorafleet_requests_total{endpoint="unknown",model_name="",replica="",status="404"}'] == 1
+    sql = 'model_name="sql",replica=""'
+    assert values[f"vllm:prompt_tokens_total{{{sql}}}"] == 5
+    assert values[f"vllm:generation_tokens_total{{{sql}}}"] == 7
+    assert values[f'vllm:request_success_total{{finished_reason="length",{sql}}}'] == 2
+    assert values[f'vllm:request_success_total{{finished_reason="error",{sql}}}'] == 1
+    assert values[f"vllm:time_to_first_token_seconds_count{{{sql}}}"] == 3
+    assert values[f"vllm:request_queue_time_seconds_count{{{sql}}}"] == 3
+    assert values[f"vllm:request_queue_time_seconds_sum{{{sql}}}"] == pytest.approx(0.6)
+    assert values[f'vllm:request_queue_time_seconds_bucket{{le="0.1",{sql}}}'] == 0
+    assert values[f'lorafleet_adapter_hits_total{{{sql},tier="cpu"}}'] == 3
+    assert values[f'lorafleet_adapter_load_seconds_count{{{sql},tier="disk"}}'] == 2
+    assert values[f'lorafleet_adapter_load_seconds_sum{{{sql},tier="disk"}}'] == 0.75
+    assert values['vllm:inter_token_latency_seconds_count{kind="adapter",replica=""}'] == 4
+    assert values['vllm:e2e_request_latency_seconds_bucket{kind="base",le="+Inf",replica=""}'] == 1
+    assert not any("lorafleet_adapter_hits" in name and "llama" in name for name in values)
 
 
-def test_metrics_name_at_most_100_adapters() -> None:
-    metrics = Metrics(EngineStats)
-    labels = {metrics.adapter_label(f"adapter-{i}") for i in range(500)}
-    assert len(labels) == MAX_ADAPTER_LABELS + 1
-    assert metrics.adapter_label("adapter-0") == "adapter-0"
-    assert metrics.adapter_label("adapter-499") == "other"
+async def test_metrics_show_what_the_engine_tells(http: httpx.AsyncClient, engine: Any) -> None:
+    told = EngineStats(
+        num_running=3,
+        num_waiting=4,
+        kv_blocks_total=10,
+        kv_blocks_free=4,
+        preemptions_total=2,
+        lora_slots_total=8,
+        lora_slots_used=5,
+        lora_evictions_total=6,
+        lora_cpu_evictions_total=7,
+        lora_slot_bytes=1000,
+        lora_cpu_bytes=3000,
+        lora_load_failures_total=9,
+    )
+    engine.stats = told
+    values = await scraped(http)
+    at = '{replica=""}'
+    assert (values["vllm:num_requests_running" + at], values["vllm:num_requests_waiting" + at]) == (3, 4)
+    assert values["vllm:kv_cache_usage_perc" + at] == pytest.approx(0.6)
+    assert values["vllm:num_preemptions_total" + at] == 2
+    assert (values["lorafleet_engine_lora_slots" + at], values["lorafleet_engine_lora_slots_used" + at]) == (8, 5)
+    assert values["lorafleet_engine_lora_load_failures_total" + at] == 9
+    for tier, size, gone in (("gpu", 1000, 6), ("cpu", 3000, 7)):
+        assert values[f'lorafleet_engine_lora_bytes{{replica="",tier="{tier}"}}'] == size
+        assert values[f'lorafleet_engine_lora_evictions_total{{replica="",tier="{tier}"}}'] == gone
+
+
+def test_metrics_stay_bounded_and_lose_nothing_however_many_adapters_there_are() -> None:
+    metrics = Metrics(EngineStats, "base", "r")
+    for i in range(5000):
+        label = metrics.adapters.count(f"adapter-{i}")
+        metrics.count_request("/v1/completions", label, 200)
+        metrics.count_sequence(label, 10, 3, Stopwatch(), "length")
+    text = text_of(list(metrics.collect())).decode()
+    tokens = [line for line in text.splitlines() if line.startswith("vllm:prompt_tokens_total{")]
+    assert len(tokens) <= MAX_LABELS + 2
+    assert sum(float(line.rsplit(" ", 1)[1]) for line in tokens) == 50_000
+    assert len(text.splitlines()) < 5000
+
+
+def test_a_label_that_changes_hands_takes_no_series_back() -> None:
+    metrics = Metrics(EngineStats, "base", "r")
+    now = [0.0]
+    metrics.adapters = AdapterLabels(2, lambda: now[0])
+    seen: dict[str, float] = {}
+
+    def serve(name: str, times: int) -> None:
+        for _ in range(times):
+            metrics.count_sequence(metrics.adapters.count(name), 1, 1, Stopwatch(), "stop")
+        now[0] += 1000
+        for line in text_of(list(metrics.collect())).decode().splitlines():
+            series, _, value = line.rpartition(" ")
+            if "_total{" in series:
+                assert float(value) >= seen.get(series, 0.0), line
+                seen[series] = float(value)
+
+    for name, times in (("a", 5), ("b", 5), ("c", 50), ("c", 50), ("a", 300), ("a", 300), ("b", 900), ("b", 900)):
+        serve(name, times)
+    assert metrics.adapters.shown == {"a", "b"}
+    series = 'vllm:generation_tokens_total{model_name="%s",replica="r"}'
+    counts = {name: seen[series % name] for name in ("a", "b", "c", "other")}
+    assert sum(counts.values()) == 2510, "each request under one label"
+    assert counts["c"] >= 50 and counts["other"] >= 1
 
 
 async def until(condition: Callable[[], bool]) -> None:
