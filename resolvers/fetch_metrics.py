@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,11 +15,21 @@ from lorafleet.resolvers.cache import AdapterCache
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
+class FetchTotals(NamedTuple):
+    """Over all sources."""
+
+    fetched: int = 0
+    failed: int = 0
+    num_bytes: int = 0
+
+
 class FetchMetrics(Collector):
     """cache: None while nothing has needed it."""
 
     def __init__(self, cache: Callable[[], AdapterCache | None]) -> None:
+        self.totals = FetchTotals()
         self._cache = cache
+        self._lock = threading.Lock()
         self._registry = CollectorRegistry()
         self._outcomes = Counter(
             "lorafleet_adapter_fetches",
@@ -42,7 +54,13 @@ class FetchMetrics(Collector):
     def told(self, source: str) -> ToldOfSource:
         return ToldOfSource(self._bytes.labels(source), self._retries.labels(source))
 
-    def ended(self, source: str, outcome: str, seconds: float) -> None:
+    def ended(self, source: str, outcome: str, seconds: float, num_bytes: int) -> None:
+        """num_bytes: of the adapter, where it was fetched."""
+        with self._lock:
+            fetched, failed, total = self.totals
+            self.totals = FetchTotals(
+                fetched + (outcome == "fetched"), failed + (outcome == "failed"), total + num_bytes
+            )
         self._outcomes.labels(source, outcome).inc()
         if outcome == "fetched":
             self._seconds.labels(source).observe(seconds)

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.workers.admission import Admission
 from lorafleet.workers.config import OnLoadFailure
 from lorafleet.workers.errors import ContextOverflow, InvalidRequest, LorafleetError, to_wire
@@ -136,6 +137,7 @@ class Engine:
     def stats(self) -> EngineStats:
         slots = self.loras.slots if self.loras is not None else None
         counts = self.loras.counts if self.loras is not None else LoadCounts()
+        fetched = self.loras.fetched if self.loras is not None else FetchTotals()
         resident = [s.digest for s in slots.slots if s.digest is not None] if slots is not None else []
         cpu = self.loras.resident_cpu() if self.loras is not None else []
         return EngineStats(
@@ -159,6 +161,9 @@ class Engine:
             lora_loads_total=counts.loads,
             lora_load_failures_total=counts.failures,
             lora_load_seconds_total=counts.seconds,
+            lora_fetches_total=fetched.fetched,
+            lora_fetch_failures_total=fetched.failed,
+            lora_fetched_bytes_total=fetched.num_bytes,
             lora_activations_total=slots.num_activations if slots is not None else 0,
             lora_evictions_total=slots.num_evictions if slots is not None else 0,
             lora_cpu_evictions_total=counts.cpu_evictions,

@@ -46,6 +46,7 @@ def test_an_adapter_that_only_lies_in_s3_is_served(
         metrics = httpx.get(f"{url}/metrics").text
         assert 'lorafleet_adapter_fetches_total{outcome="fetched",source="s3"} 1.0' in metrics
         assert "lorafleet_adapter_cache_adapters 2.0" in metrics
+        assert "lorafleet_engine_lora_fetches_total 1.0" in metrics
         gateway.kill()
         try:
             assert ask("named") != expected  # takes the only slot and the only place in memory

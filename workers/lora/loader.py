@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.errors import LorafleetError
 from lorafleet.workers.lora.config import LoRAConfig
@@ -54,6 +55,11 @@ class AdapterLoader:
         # What comes over a network waits elsewhere, so that local adapters need not wait for it.
         is_here = self._store.is_here(lora.lora_path, lora.digest)
         return (self._pool if is_here else self._store.pool).submit(self._load, lora)
+
+    @property
+    def fetched(self) -> FetchTotals:
+        """What did not lie on this node."""
+        return self._store.metrics.totals
 
     def stop(self) -> None:
         """Waits for the loads under way; fetches are given up."""

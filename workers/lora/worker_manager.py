@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.workers.errors import AdapterChanged, AdapterError, LorafleetError, from_wire
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.cpu_tier import CPUTier
@@ -246,6 +247,10 @@ class WorkerLoRAManager:
         if slot is not None:
             self._cpu.touch(lora.digest)
         return slot
+
+    @property
+    def fetched(self) -> FetchTotals:
+        return self._loader.fetched
 
     def in_cpu(self, digest: str) -> bool:
         return digest in self._cpu

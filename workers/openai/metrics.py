@@ -61,6 +61,9 @@ _COUNTERS = {
     "lorafleet_engine_lora_loads": ("lora_loads_total", "Adapters read into CPU memory."),
     "lorafleet_engine_lora_load_failures": ("lora_load_failures_total", "Adapters that could not be read."),
     "lorafleet_engine_lora_load_seconds": ("lora_load_seconds_total", "Seconds spent reading adapters."),
+    "lorafleet_engine_lora_fetches": ("lora_fetches_total", "Adapters that the worker itself brought to its node."),
+    "lorafleet_engine_lora_fetch_failures": ("lora_fetch_failures_total", "Adapters that the worker could not bring."),
+    "lorafleet_engine_lora_fetched_bytes": ("lora_fetched_bytes_total", "Bytes of the adapters that it brought."),
     "lorafleet_engine_lora_activations": ("lora_activations_total", "Adapters copied from CPU memory into a slot."),
 }
 
