@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.files import folder_digest
+from lorafleet.cluster.catalogue.files import folder_digest, stage, stage_tensors
 from lorafleet.cluster.catalogue.records import (
     Adapter,
     Removed,
@@ -133,6 +133,26 @@ class Administration:
         await self._prune(adapter)
         logger.info("adapter %s: %s pushed from %s", pushed.name, pushed.digest[:12], pushed.source)
         return self._adapter(pushed.name)
+
+    async def push_bytes(self, name: str, weights: bytes, config: dict[str, Any], options: dict[str, Any]) -> Adapter:
+        """weights: a safetensors file. config: of adapter_config.json. options: of Pushed."""
+        return await self._stage_and_push(
+            name, lambda folder: stage_tensors(weights, config, folder), {"source": "memory"} | options
+        )
+
+    async def push_folder(self, name: str, path: str, options: dict[str, Any]) -> Adapter:
+        """From a folder that this process sees."""
+        return await self._stage_and_push(name, lambda folder: stage(Path(path), folder), {"source": path} | options)
+
+    async def _stage_and_push(self, name: str, fill: Callable[[Path], str], options: dict[str, Any]) -> Adapter:
+        def put_files() -> str:
+            with tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
+                digest = fill(Path(folder))
+                self._catalogue.store.put_files(digest, Path(folder))
+                return digest
+
+        check_adapter_name(name, self._base_names)
+        return await self.push(Pushed(name, await asyncio.to_thread(put_files), **options))
 
     async def _push(self, pushed: Pushed) -> Adapter:
         self._check_free(pushed.name, pushed.replace)
@@ -409,12 +429,12 @@ class Administration:
         for version in versions:
             if self._catalogue.state.num_uses(version.digest) == 0:
                 await self._drop_everywhere(self._catalogue.state.request(name, version))
-                await self._forget_files(version.digest)
+            await self._forget_files(version.digest)
 
     async def _forget_files(self, digest: str, num_pushes: int = 0) -> None:
         """Unless a version has them by now, or other pushes than those of the caller need them."""
         async with self._deleting:
-            if self._catalogue.state.num_uses(digest) == 0 and self._pushing[digest] <= num_pushes:
+            if self._catalogue.state.num_stored(digest) == 0 and self._pushing[digest] <= num_pushes:
                 await asyncio.to_thread(self._catalogue.store.delete_files, digest)
 
     @contextlib.asynccontextmanager

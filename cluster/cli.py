@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
+from lorafleet.cluster.cli_adapters import adapters
 from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
 from lorafleet.resolvers.config import HTTPConfig, HubConfig, S3Config
 from lorafleet.workers.errors import LorafleetError
@@ -88,6 +89,7 @@ def _with_options(function: Any) -> Any:
     return function
 
 
+app.add_typer(adapters, name="adapters")
 app.command("serve")(_with_options(_serve))
 
 

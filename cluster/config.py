@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -25,6 +26,9 @@ ALIASES = {  # SGLang's names
     "max_loras_per_batch": "max_loras",
     "tp": "tensor_parallel_size",
 }
+
+
+ADMIN_KEY_VARIABLE = "LORAFLEET_ADMIN_KEY"
 
 
 class LoRAModule(BaseModel):
@@ -182,6 +186,14 @@ class AppArgs(BaseModel):
         "default: a folder below LORAFLEET_STATE_DIR or ~/.local/state/lorafleet on the head node.",
     )
 
+    admin_key: str | None = Field(
+        None,
+        repr=False,
+        min_length=8,
+        description="Opens /v1/adapters to those who send it; better given in the environment, as "
+        "LORAFLEET_ADMIN_KEY. Without it nobody administers over HTTP.",
+    )
+
     num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
     max_replicas: int | None = Field(
         None, ge=1, description="More than num_replicas are started under load, up to so many; default: never."
@@ -225,6 +237,8 @@ class AppArgs(BaseModel):
     def _known_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if ADMIN_KEY_VARIABLE in os.environ:
+            data = {"admin_key": os.environ[ADMIN_KEY_VARIABLE]} | data
         renamed: dict[str, Any] = {str(ALIASES.get(name, name)): value for name, value in data.items()}
         if len(renamed) < len(data):
             both = next(alias for alias, name in ALIASES.items() if alias in data and name in data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,40 @@ from lorafleet.workers.lora.names import check_adapter_name
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 Administer = Callable[[str, dict[str, Any]], Awaitable[Any]]
+OpenSource = Callable[[str], AbstractContextManager[Path]]
 
 
 class AdapterAdmin:
     """administer: calls a method of Administration by name, wherever it runs. application: of this deployment, see
-    Administration.seed."""
+    Administration.seed. open_source: the folder of a path or URI, which stays until the end of the block."""
 
-    def __init__(self, administer: Administer, store: Store, base_names: list[str], application: str) -> None:
+    def __init__(
+        self,
+        administer: Administer,
+        store: Store,
+        base_names: list[str],
+        application: str,
+        open_source: OpenSource,
+    ) -> None:
         self._administer = administer
         self._store = store
         self._base_names = base_names
         self._application = application
+        self._open_source = open_source
 
     async def push_folder(self, name: str, path: str, **options: Any) -> Adapter:
-        """From a folder that this process sees. options: of Pushed. Raises AdapterError."""
+        """From a folder that this process sees, or a URI. options: of Pushed. Raises AdapterError."""
         check_adapter_name(name, self._base_names)
-        with tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
-            digest = await asyncio.to_thread(stage, Path(path), Path(folder))
-            await asyncio.to_thread(self._store.put_files, digest, Path(folder))
+        digest = await asyncio.to_thread(self._put_files, path)
         pushed = Pushed(name, digest, **{"source": path, **options})
         adapter: Adapter = await self._administer("push", {"pushed": pushed})
         return adapter
+
+    def _put_files(self, path: str) -> str:
+        with self._open_source(path) as source, tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
+            digest = stage(source, Path(folder))
+            self._store.put_files(digest, Path(folder))
+            return digest
 
     async def seed(self, lora: LoRARequest, info: AdapterInfo) -> LoRARequest | None:
         seeded: LoRARequest | None = await self._administer(

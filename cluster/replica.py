@@ -19,6 +19,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
+from lorafleet.cluster.admin_api import admin_routes
 from lorafleet.cluster.autoscaling import load_of
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
 from lorafleet.cluster.catalogue.store import open_store
@@ -113,9 +114,10 @@ class EngineReplica:
         hello = await self._ranks.start(self._start_order(address))
         engine = self._engine = await EngineClient.connect(address, hello)
         store = await asyncio.to_thread(open_store, self._place.uri)
-        admin = AdapterAdmin(self._administer, store, self._args.base_names, self._deployment)
+        base_names, open_source = self._args.base_names, self._adapter_store.open
+        admin = AdapterAdmin(self._administer, store, base_names, self._deployment, open_source)
         resolver = make_resolver(self._args, self._adapter_store)
-        catalog = DirectoryCatalog(self._membership, admin, engine, self._args.base_names, resolver)
+        catalog = DirectoryCatalog(self._membership, admin, engine, base_names, resolver)
         await self._membership.note(
             f"engine ready after {time.monotonic() - started:.1f} s: context {hello.max_model_len} tokens, "
             f"KV cache {hello.kv_cache_tokens} tokens"
@@ -127,7 +129,7 @@ class EngineReplica:
         self._front = make_front(
             self._args, self._replica_id, await tokenizer, engine, catalog, self._adapter_store, self._scrape
         )
-        return build_api(lambda: self._front)
+        return build_api(lambda: self._front, admin_routes(admin, self._args.admin_key))
 
     def _start_order(self, address: str) -> StartOrder:
         size = self._config.tensor_parallel_size

@@ -50,6 +50,7 @@ class CatalogueState:
         self._removed: dict[str, Removed] = {}
         self._owner: dict[str, str] = {}  # of an alias: its adapter
         self._uses: Counter[str] = Counter()  # of a digest, by versions
+        self._stored: Counter[str] = Counter()  # the same, of those whose files are in the store
 
     def apply(self, entry: Entry) -> set[str]:
         """The public names that may stand for something else now."""
@@ -57,7 +58,8 @@ class CatalogueState:
         changed = set(before.aliases) if before else set()
         for alias in changed:
             del self._owner[alias]
-        self._uses.subtract(_used(before))
+        self._uses.subtract(version.digest for version in _in_use(before))
+        self._stored.subtract(version.digest for version in _in_use(before) if not version.location)
         self.pinned.discard(entry.name)
         self._removed.pop(entry.name, None)
         if isinstance(entry, Removed):
@@ -65,7 +67,8 @@ class CatalogueState:
             return changed
         self.adapters[entry.name] = entry
         self._owner |= dict.fromkeys(entry.aliases, entry.name)
-        self._uses.update(_used(entry))
+        self._uses.update(version.digest for version in _in_use(entry))
+        self._stored.update(version.digest for version in _in_use(entry) if not version.location)
         if entry.pinned_replicas:
             self.pinned.add(entry.name)
         return changed | set(entry.aliases)
@@ -84,6 +87,10 @@ class CatalogueState:
         """Versions that have these bytes, of all adapters that are not on their way out."""
         return self._uses[digest]
 
+    def num_stored(self, digest: str) -> int:
+        """Those of them that need the store's files."""
+        return self._stored[digest]
+
     def served(self, alias: str, since: int) -> Served | None:
         adapter = self.owner(alias)
         if adapter is None:
@@ -97,8 +104,8 @@ class CatalogueState:
         return LoRARequest(name, adapter_number(name), path, version.digest, version.base_model_name)
 
 
-def _used(adapter: Adapter | None) -> list[str]:
-    return [] if adapter is None or adapter.removing else [version.digest for version in adapter.versions]
+def _in_use(adapter: Adapter | None) -> tuple[Version, ...]:
+    return () if adapter is None or adapter.removing else adapter.versions
 
 
 def adapter_number(name: str) -> int:

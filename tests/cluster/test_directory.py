@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ async def replica(
     membership = Membership(directory, name, lambda order: obey(engine, order))
     await membership.start()
     await membership.become_ready()
-    admin = AdapterAdmin(administer, directory.catalogue.store, ["base"], "run")
+    admin = AdapterAdmin(administer, directory.catalogue.store, ["base"], "run", lambda path: nullcontext(Path(path)))
     try:
         yield DirectoryCatalog(membership, admin, engine, ["base"], folder)
     finally:

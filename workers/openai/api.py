@@ -6,7 +6,7 @@ Pure: all state comes from the Front that `get_front` gives at each request; Non
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -28,9 +28,10 @@ from lorafleet.workers.openai.service import health, metrics, version
 from lorafleet.workers.openai.tokenize import detokenize, tokenize
 
 Handler = Callable[[Front, Request], Awaitable[Response]]
+Route = tuple[str, str, Handler]
 GetFront = Callable[[], Front | None]
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
+ROUTES: tuple[Route, ...] = (
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat),
     ("POST", "/generate", generate),
@@ -53,9 +54,9 @@ _ENDPOINT = "lorafleet.endpoint"  # in the ASGI scope: the route's path, which b
 logger = logging.getLogger("lorafleet.http")
 
 
-def build_api(get_front: GetFront) -> FastAPI:
+def build_api(get_front: GetFront, more_routes: Sequence[Route] = ()) -> FastAPI:
     api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False, openapi_url=None)
-    for method, path, handler in ROUTES:
+    for method, path, handler in (*ROUTES, *more_routes):
         # Plain routes: a handler reads its body itself, so FastAPI's own parsing would be work done twice.
         api.add_route(path, _endpoint(handler, path, get_front), methods=[method], name=handler.__name__)
     api.add_exception_handler(LorafleetError, on_lorafleet_error)

@@ -20,6 +20,18 @@ async def read_body(front: Front, request: Request, model: type[Body]) -> Body:
     return parse_object(parse_json(await _read_bytes(request, front.config.max_body_bytes)), model)
 
 
+def parse_query(request: Request, model: type[Body]) -> Body:
+    """The parameters behind the "?", which are texts: numbers and booleans among them are read as such."""
+    given: dict[str, object] = dict(request.query_params)
+    unknown = given.keys() - set(model.model_fields)
+    if unknown:
+        raise InvalidRequest(f"`{min(unknown)}` is no parameter of this request; remove it.", min(unknown))
+    try:
+        return model.model_validate(given, strict=False)
+    except ValidationError as error:
+        raise _invalid(error, "") from error
+
+
 async def _read_bytes(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:

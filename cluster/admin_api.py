@@ -1,0 +1,284 @@
+"""/v1/adapters: administration over HTTP, with a key of its own. What each call does is in administration.py.
+
+GET    /v1/adapters?after=&limit=     a page, in the order of names
+POST   /v1/adapters                   push from a folder of the server or a URI
+PUT    /v1/adapters/NAME/files        push the files in the body, a tar of config and weights
+GET    /v1/adapters/NAME              versions, aliases and their history, pins
+DELETE /v1/adapters/NAME              remove; ?alias= only that alias
+POST   /v1/adapters/NAME/VERB         alias, rollback, pin, unpin, prefetch, verify
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import shutil
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.cluster.administration import REMOVE_S
+from lorafleet.cluster.catalogue.records import Adapter, Move, Share
+from lorafleet.cluster.pushing import AdapterAdmin
+from lorafleet.workers.errors import AdapterMalformed, BodyTooLarge, Forbidden, InvalidRequest, Unauthorized
+from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, MAX_CONFIG_BYTES, MAX_WEIGHTS_BYTES, SAFETENSORS_NAME
+from lorafleet.workers.openai.api import Handler, Route
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.parsing import parse_json, parse_object, parse_query, read_body
+from lorafleet.workers.openai.protocol import Strict
+from lorafleet.workers.openai.responses import json_response
+
+MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES
+
+logger = logging.getLogger("lorafleet.http")
+
+Administer = Callable[[Front, Request], Awaitable[object]]
+
+
+class PushOptions(Strict):
+    """activate: the name's requests go to this version from now on. replicas: that must have loaded it before the call
+    returns."""
+
+    activate: bool = True
+    replicas: int = 1
+    pin: int | None = None  # to so many replicas
+    base_model_name: str | None = None
+    tenant: str | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+
+class PushRequest(PushOptions):
+    name: str
+    source: str
+
+
+class UploadQuery(Strict):
+    options: str = "{}"  # PushOptions in JSON
+    source: str = "upload"
+
+
+class ListQuery(Strict):
+    after: str = ""
+    limit: int = 100
+
+
+class RemoveQuery(Strict):
+    alias: str | None = None
+    wait_s: float = REMOVE_S
+
+
+class AliasRequest(Strict):
+    """Either one version, or a split: version -> weight. alias: another name than the adapter's own."""
+
+    alias: str | None = None
+    version: int | None = None
+    split: dict[str, float] | None = None
+
+
+class RollbackRequest(Strict):
+    alias: str | None = None
+
+
+class ReplicasRequest(Strict):
+    replicas: int = 1
+
+
+class EmptyRequest(Strict):
+    pass
+
+
+def admin_routes(admin: AdapterAdmin, key: str | None) -> list[Route]:
+    """key: None refuses every call."""
+    api = _AdminApi(admin)
+    verbs = {name: getattr(api, name) for name in ("alias", "rollback", "pin", "unpin", "prefetch", "verify")}
+    name = "/v1/adapters/{name:path}"
+    routes: list[tuple[str, str, Administer]] = [
+        ("GET", "/v1/adapters", api.list_page),
+        ("POST", "/v1/adapters", api.push),
+        ("PUT", f"{name}/files", api.upload),
+        *(("POST", f"{name}/{verb}", handler) for verb, handler in verbs.items()),
+        ("GET", name, api.show),
+        ("DELETE", name, api.remove),
+    ]
+    return [(method, path, _guarded(handler, key)) for method, path, handler in routes]
+
+
+def _guarded(handler: Administer, key: str | None) -> Handler:
+    async def guarded(front: Front, request: Request) -> Response:
+        check_key(request, key)
+        answer = await handler(front, request)
+        if request.method != "GET":
+            logger.info("admin: %s %s", request.method, request.url.path)
+        return json_response(answer)
+
+    return guarded
+
+
+def check_key(request: Request, key: str | None) -> None:
+    if key is None:
+        raise Forbidden(
+            "Administration is off: this server was started without an admin key. Start it with --admin-key, or with "
+            "LORAFLEET_ADMIN_KEY in its environment."
+        )
+    given = request.headers.get("authorization", "")
+    if not given:
+        raise Unauthorized("The admin key is missing; send it as `Authorization: Bearer KEY`.")
+    if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        raise Unauthorized("The admin key is wrong; send the server's --admin-key as `Authorization: Bearer KEY`.")
+
+
+class _AdminApi:
+    def __init__(self, admin: AdapterAdmin) -> None:
+        self._admin = admin
+
+    async def list_page(self, _: Front, request: Request) -> object:
+        query = parse_query(request, ListQuery)
+        adapters = await self._admin.list_adapters(query.after, query.limit)
+        return {
+            "object": "list",
+            "data": [shown(one) for one in adapters],
+            "has_more": len(adapters) == query.limit,
+            "last_id": adapters[-1].name if adapters else None,
+        }
+
+    async def push(self, front: Front, request: Request) -> object:
+        body = await read_body(front, request, PushRequest)
+        return await self._push(body.name, body.source, body.source, body)
+
+    async def upload(self, _: Front, request: Request) -> object:
+        query = parse_query(request, UploadQuery)
+        options = _parse_options(query.options)
+        async with _unpacked(request) as folder:
+            return await self._push(_name(request), str(folder), query.source, options)
+
+    async def show(self, _: Front, request: Request) -> object:
+        return shown(await self._admin.show(_name(request)))
+
+    async def remove(self, _: Front, request: Request) -> object:
+        query, name = parse_query(request, RemoveQuery), _name(request)
+        if query.alias is not None:
+            return shown(await self._admin.unalias(name, query.alias))
+        await self._admin.remove(name, query.wait_s)
+        return {"object": "adapter", "id": name, "removed": True}
+
+    async def alias(self, front: Front, request: Request) -> object:
+        body = await read_body(front, request, AliasRequest)
+        return shown(await self._admin.alias(_name(request), _shares(body), body.alias))
+
+    async def rollback(self, front: Front, request: Request) -> object:
+        body = await read_body(front, request, RollbackRequest)
+        return shown(await self._admin.rollback(_name(request), body.alias))
+
+    async def pin(self, front: Front, request: Request) -> object:
+        body = await read_body(front, request, ReplicasRequest)
+        return shown(await self._admin.pin(_name(request), body.replicas))
+
+    async def unpin(self, front: Front, request: Request) -> object:
+        await read_body(front, request, EmptyRequest)
+        return shown(await self._admin.unpin(_name(request)))
+
+    async def prefetch(self, front: Front, request: Request) -> object:
+        body = await read_body(front, request, ReplicasRequest)
+        return {"id": _name(request), "replicas": await self._admin.prefetch(_name(request), body.replicas)}
+
+    async def verify(self, front: Front, request: Request) -> object:
+        await read_body(front, request, EmptyRequest)
+        versions = await self._admin.verify(_name(request))
+        return {"id": _name(request), "verified": [version.number for version in versions]}
+
+    async def _push(self, name: str, path: str, source: str, options: PushOptions) -> object:
+        adapter = await self._admin.push_folder(
+            name,
+            path,
+            source=source,
+            activate=options.activate,
+            num_replicas=options.replicas,
+            base_model_name=options.base_model_name,
+            tenant=options.tenant,
+            metadata=options.metadata,
+        )
+        if options.pin is not None:
+            adapter = await self._admin.pin(name, options.pin)
+        return shown(adapter)
+
+
+def shown(adapter: Adapter) -> dict[str, Any]:
+    """An adapter for people and clients."""
+    return {
+        "id": adapter.name,
+        "object": "adapter",
+        "tenant": adapter.tenant,
+        "pinned_replicas": adapter.pinned_replicas,
+        "removing": adapter.removing,
+        "versions": [msgspec.to_builtins(one) for one in adapter.versions],
+        "aliases": {
+            alias: {"split": _split(moves[-1]), "history": [{"at_s": one.at_s, "split": _split(one)} for one in moves]}
+            for alias, moves in adapter.aliases.items()
+        },
+    }
+
+
+def _split(move: Move) -> dict[str, float]:
+    return {str(share.version): share.weight for share in move.shares}
+
+
+def _name(request: Request) -> str:
+    return str(request.path_params["name"])
+
+
+def _shares(body: AliasRequest) -> list[Share]:
+    if (body.version is None) == (body.split is None):
+        raise InvalidRequest("Give either `version`, or `split` with a weight for each version.", "version")
+    if body.version is not None:
+        return [Share(body.version, 1.0)]
+    shares = []
+    for number, weight in (body.split or {}).items():
+        if not number.isdecimal():
+            raise InvalidRequest(f"`split` has the version {number!r}; versions are numbers, such as 1.", "split")
+        shares.append(Share(int(number), weight))
+    return shares
+
+
+def _parse_options(text: str) -> PushOptions:
+    return parse_object(parse_json(text.encode()), PushOptions, "options.")
+
+
+@asynccontextmanager
+async def _unpacked(request: Request) -> AsyncIterator[Path]:
+    """The files of the body, a tar; nothing else of it gets onto the disk than config and weights."""
+    with tempfile.TemporaryDirectory(prefix="lorafleet-upload-") as folder:
+        size = 0
+        with tempfile.TemporaryFile(dir=folder) as packed:
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_UPLOAD_BYTES:
+                    raise BodyTooLarge(f"The upload has more than {MAX_UPLOAD_BYTES} bytes; no adapter is that large.")
+                await asyncio.to_thread(packed.write, part)
+            packed.seek(0)
+            await asyncio.to_thread(_unpack, packed, Path(folder))
+        yield Path(folder)
+
+
+def _unpack(packed: IO[bytes], folder: Path) -> None:
+    try:
+        with tarfile.open(fileobj=packed, mode="r:") as tar:
+            for member in tar:
+                content = tar.extractfile(member) if member.isreg() else None
+                if content is None or member.name not in (CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME):
+                    raise AdapterMalformed(
+                        f"the upload holds {member.name!r}; it must be an uncompressed tar of {CONFIG_NAME} and "
+                        f"{SAFETENSORS_NAME} (or {BIN_NAME}), without folders."
+                    )
+                with (folder / member.name).open("xb") as file:
+                    shutil.copyfileobj(content, file)
+    except (tarfile.TarError, FileExistsError) as error:
+        raise AdapterMalformed(f"the upload is no uncompressed tar of an adapter's files: {error}.") from error

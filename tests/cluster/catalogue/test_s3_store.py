@@ -1,0 +1,114 @@
+"""The store in S3, against a real server: conditions hold between writers, files are complete or absent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from s3_server import BUCKET, RadosGateway, why_not
+
+from lorafleet.cluster.catalogue.files import folder_digest
+from lorafleet.cluster.catalogue.log import CatalogueLog, Fenced
+from lorafleet.cluster.catalogue.records import Adapter, Version
+from lorafleet.cluster.catalogue.s3_store import S3Store
+from lorafleet.workers.errors import AdapterMissing, StoreError
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RadosGateway]:
+    gateway = RadosGateway(tmp_path_factory.mktemp("s3"))
+    yield gateway
+    gateway.stop()
+
+
+@pytest.fixture
+def store(gateway: RadosGateway, request: pytest.FixtureRequest) -> S3Store:
+    return S3Store(f"s3://{BUCKET}/{request.node.name}", gateway.client)
+
+
+def test_a_key_is_created_once(store: S3Store) -> None:
+    assert store.create("log/1", b"first")
+    assert not store.create("log/1", b"second")
+    assert store.read("log/1") == b"first"
+    assert store.read("log/2") is None
+    assert store.keys("log/") == ["log/1"]
+    store.delete("log/1")
+    assert store.create("log/1", b"third")
+
+
+def test_of_many_writers_at_once_one_gets_the_key(store: S3Store) -> None:
+    won: list[int] = []
+
+    def write(number: int) -> None:
+        if store.create("log/1", str(number).encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert store.read("log/1") == str(won[0]).encode()
+
+
+def test_two_logs_in_one_place_lose_no_update(store: S3Store) -> None:
+    def count_up() -> None:
+        log = CatalogueLog(store)
+        entries = log.load()
+        for _ in range(10):
+            while True:
+                present = entries.get("shared")
+                number = present.versions[0].number + 1 if isinstance(present, Adapter) else 1
+                mine = Adapter("shared", (Version(number, "d", "here", 8, 1, 0.0),))
+                try:
+                    others = log.append(mine)
+                except Fenced:
+                    entries = log.load()
+                    continue
+                entries |= {entry.name: entry for entry in others or [mine]}
+                if not others:
+                    break
+
+    threads = [threading.Thread(target=count_up) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [shared] = CatalogueLog(store).load().values()
+    assert isinstance(shared, Adapter) and shared.versions[0].number == 30
+
+
+def test_files_are_complete_or_absent(store: S3Store, tmp_path: Path, gateway: RadosGateway) -> None:
+    folder, back = tmp_path / "adapter", tmp_path / "back"
+    folder.mkdir()
+    back.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(bytes(20 << 20))  # in parts
+    digest = folder_digest(folder)
+    store.put_files(digest, folder)
+    store.fetch_files(digest, back)
+    assert folder_digest(back) == digest
+    store.delete_files(digest)
+    assert not store.has_files(digest)
+    with pytest.raises(AdapterMissing):
+        store.fetch_files(digest, back)
+    (folder / "adapter_config.json").unlink()
+    store.put_files("half", folder)  # a writer that died before the config
+    assert not store.has_files("half")
+
+
+def test_a_store_that_does_not_answer_is_an_error_and_recovers(store: S3Store, gateway: RadosGateway) -> None:
+    log = CatalogueLog(store)
+    log.load()
+    assert log.append(Adapter("a")) == []
+    gateway.kill()
+    with pytest.raises(StoreError, match="cannot be written"):
+        log.append(Adapter("b"))
+    gateway.restart()
+    log.append(Adapter("b"))
+    assert set(CatalogueLog(store).load()) == {"a", "b"}
