@@ -36,6 +36,7 @@ from lorafleet.cluster.catalogue.records import (
     without_versions,
 )
 from lorafleet.cluster.directory import AdapterDirectory, OrderKind
+from lorafleet.resolvers.source import is_uri
 from lorafleet.workers.errors import (
     AdapterChanged,
     AdapterExists,
@@ -111,6 +112,11 @@ class Administration:
         """Reads every version's files again; AdapterChanged names one that has other bytes than were registered."""
         adapter = self._adapter(name)
         for version in adapter.versions:
+            if is_uri(version.location):
+                raise InvalidRequest(
+                    f"version {version.number} of adapter {name!r} lies at {version.location}, not in the catalogue: "
+                    "replicas check its digest whenever they fetch it. Push it to have a copy that can be verified."
+                )
             digest = await asyncio.to_thread(self._read_again, version)
             if digest != version.digest:
                 raise AdapterChanged(

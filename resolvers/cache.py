@@ -126,6 +126,11 @@ class AdapterCache:
         self._remove(folder)
         return True
 
+    def remove(self, digest: str) -> None:
+        """Of an adapter that is served no more; one that is being read goes with the next that needs room."""
+        if self.holds(digest):
+            self._remove(self._adapters / digest)
+
     def counts(self) -> CacheCounts:
         adapters = [_bytes_in(folder) for folder in _folders(self._adapters)]
         return CacheCounts(len(adapters), sum(adapters) + sum(_bytes_in(one) for one in _folders(self._drafts)))

@@ -42,6 +42,16 @@ def test_what_is_published_is_found_by_its_digest_and_by_its_source(tmp_path: Pa
     assert names_in(tmp_path / "drafts") == []
 
 
+def test_what_is_removed_is_gone(tmp_path: Path, make_files: Make) -> None:
+    cache = AdapterCache(tmp_path, 10_000)
+    digest = put(cache, make_files(), "k1")
+    cache.remove(digest)
+    cache.remove(digest)
+    assert not cache.holds(digest)
+    assert cache.digest_of("k1") is None
+    assert names_in(tmp_path / "adapters") == names_in(tmp_path / "drafts") == []
+
+
 def test_what_was_not_published_is_nowhere(tmp_path: Path) -> None:
     cache = AdapterCache(tmp_path, 10_000)
     with cache.draft({"adapter_config.json": 10}, soon()) as draft:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from s3_server import BUCKET, RadosGateway, why_not
 
 from lorafleet.cluster.catalogue.files import folder_digest
 from lorafleet.cluster.catalogue.log import CatalogueLog, Fenced
 from lorafleet.cluster.catalogue.records import Adapter, Version
 from lorafleet.cluster.catalogue.s3_store import S3Store
 from lorafleet.workers.errors import AdapterMissing, StoreError
+from s3_server import BUCKET, RadosGateway, why_not
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -83,7 +83,7 @@ def test_two_logs_in_one_place_lose_no_update(store: S3Store) -> None:
     assert isinstance(shared, Adapter) and shared.versions[0].number == 30
 
 
-def test_files_are_complete_or_absent(store: S3Store, tmp_path: Path, gateway: RadosGateway) -> None:
+def test_files_are_complete_or_absent(store: S3Store, tmp_path: Path) -> None:
     folder, back = tmp_path / "adapter", tmp_path / "back"
     folder.mkdir()
     back.mkdir()

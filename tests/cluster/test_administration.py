@@ -1,0 +1,269 @@
+"""What administrators can do, over real directories, stores and replicas' copies, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorafleet.cluster import administration as administration_module
+from lorafleet.cluster.administration import Administration, Pushed
+from lorafleet.cluster.catalog import DirectoryCatalog
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.files import folder_digest
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.catalogue.records import Adapter, Share
+from lorafleet.cluster.directory import AdapterDirectory
+from lorafleet.workers.errors import (
+    AdapterChanged,
+    AdapterError,
+    AdapterMissing,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+)
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from tests.cluster import test_directory
+from tests.cluster.test_directory import Engine, replica
+
+pytestmark = pytest.mark.usefixtures("_quick")
+_quick, make = test_directory._quick, test_directory.make
+
+
+class Cluster:
+    """One directory's process; `restart` is the next one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.start()
+
+    def restart(self) -> None:
+        """What the process was at dies with it."""
+        for task in list(self.admin._freeing.values()):
+            task.cancel()
+        self.start()
+
+    def start(self) -> None:
+        self.directory = AdapterDirectory(Catalogue(FolderStore(self.folder)))
+        self.admin = Administration(self.directory, ["base"])
+        self.admin.resume()
+
+    async def push(self, name: str, path: str, **options: Any) -> Adapter:
+        digest = folder_digest(Path(path))
+        self.directory.catalogue.store.put_files(digest, Path(path))
+        return await self.admin.push(Pushed(name, digest, path, **options))
+
+    @property
+    def stored(self) -> set[str]:
+        return set(os.listdir(self.folder / "adapters"))
+
+    @asynccontextmanager
+    async def replicas(self, *engines: Engine) -> AsyncIterator[DirectoryCatalog]:
+        """The first one's view."""
+        async with asyncio.TaskGroup() as group, replica(self.directory, "r0", engines[0]) as first:
+            ended = asyncio.Event()
+
+            async def run(number: int, engine: Engine) -> None:
+                async with replica(self.directory, f"r{number}", engine):
+                    await ended.wait()
+
+            for number, engine in enumerate(engines[1:], 1):
+                group.create_task(run(number, engine))
+            await self.directory.wait_for_ready(len(engines))
+            self.admin = Administration(self.directory, ["base"])
+            try:
+                yield first
+            finally:
+                ended.set()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path / "catalogue")
+
+
+def numbers(adapter: Adapter) -> list[int]:
+    return [version.number for version in adapter.versions]
+
+
+async def test_a_push_loads_before_it_registers_and_pushing_again_changes_nothing(cluster: Cluster, make: Any) -> None:
+    engines = Engine(), Engine()
+    async with cluster.replicas(*engines) as view:
+        first = await cluster.push("sql", make("x"), num_replicas=2)
+        assert all(engine.held for engine in engines)
+        assert await cluster.push("sql", make("x")) == first
+        second = await cluster.push("sql", make("y"), activate=False)
+        assert numbers(second) == [1, 2]
+        assert (await view.resolve("sql")).digest == second.versions[0].digest
+
+
+async def test_a_push_that_fails_says_where_and_why_and_leaves_nothing(cluster: Cluster, make: Any) -> None:
+    async with cluster.replicas(Engine(), Engine()):
+        with pytest.raises(AdapterMissing, match=r"replica r\d: .* is bad"):
+            await cluster.push("sql", make("bad"), num_replicas=2)
+        with pytest.raises(InvalidRequest, match="replicas is 3; this cluster has 2"):
+            await cluster.push("sql", make("x"), num_replicas=3)
+        assert await cluster.admin.list_adapters() == []
+        assert cluster.stored == set()
+
+
+async def test_a_restart_brings_back_versions_aliases_history_and_pins(cluster: Cluster, make: Any) -> None:
+    async with cluster.replicas(Engine()):
+        for name in ("x", "y"):
+            await cluster.push("sql", make(name), tenant="acme", metadata={"run": name})
+        await cluster.admin.alias("sql", [Share(1, 3.0), Share(2, 1.0)], "sql-canary")
+        before = await cluster.admin.pin("sql")
+    cluster.restart()
+    assert await cluster.admin.show("sql") == before
+    assert before.versions[1].metadata == {"run": "y"} and before.tenant == "acme"
+    engine = Engine()
+    async with cluster.replicas(engine):
+        await asyncio.sleep(0.2)
+        assert engine.pinned == {version.digest for version in before.versions}  # the split keeps both
+
+
+async def test_rollback_undoes_one_move_after_another(cluster: Cluster, make: Any) -> None:
+    async with cluster.replicas(Engine()) as view:
+        for name in ("x", "y", "z"):
+            await cluster.push("sql", make(name))
+        for name in ("y", "x"):
+            await cluster.admin.rollback("sql")
+            assert (await view.resolve("sql")).digest == folder_digest(Path(make(name)))
+        with pytest.raises(InvalidRequest, match="only ever stood for version 1"):
+            await cluster.admin.rollback("sql")
+
+
+async def test_a_split_is_drawn_by_weight_and_by_key_alike_on_all_replicas(cluster: Cluster, make: Any) -> None:
+    async with cluster.replicas(Engine()) as view, replica(cluster.directory, "other", Engine()) as other:
+        for name in ("x", "y"):
+            await cluster.push("sql", make(name))
+        await cluster.admin.alias("sql", [Share(1, 9.0), Share(2, 1.0)])
+        drawn = [(await view.resolve("sql", f"key {i}")).digest for i in range(1000)]
+        assert drawn == [(await other.resolve("sql", f"key {i}")).digest for i in range(1000)]
+        by_chance = Counter([(await view.resolve("sql")).digest for _ in range(1000)])
+        for counts in (Counter(drawn), by_chance):
+            assert 50 < counts[folder_digest(Path(make("y")))] < 150
+
+
+async def test_pins_follow_the_alias_and_the_replicas(cluster: Cluster, make: Any) -> None:
+    engines = Engine(), Engine()
+    async with cluster.replicas(*engines):
+        x = (await cluster.push("sql", make("x"))).versions[0].digest
+        await cluster.admin.pin("sql", 1)
+        [home] = [engine for engine in engines if engine.pinned]
+        y = (await cluster.push("sql", make("y"))).versions[1].digest
+        await asyncio.sleep(0.1)
+        assert home.pinned == {y} != {x}
+        [other] = [engine for engine in engines if engine is not home]
+        await cluster.directory.leave(f"r{engines.index(home)}")
+        await asyncio.sleep(0.1)
+        assert other.pinned == {y}
+        await cluster.admin.unpin("sql")
+        await asyncio.sleep(0.1)
+        assert other.pinned == set()
+
+
+async def test_a_pin_that_a_replica_refuses_is_undone(cluster: Cluster, make: Any) -> None:
+    class Full(Engine):
+        async def pin_adapter(self, lora: LoRARequest) -> AdapterInfo:
+            raise AdapterError(f"pinning {lora.lora_name} would pin all 2 slots")
+
+    async with cluster.replicas(Full()):
+        await cluster.push("sql", make("x"))
+        with pytest.raises(AdapterError, match="replica r0: pinning sql would pin all 2 slots"):
+            await cluster.admin.pin("sql")
+        assert (await cluster.admin.show("sql")).pinned_replicas == 0
+
+
+async def test_removal_waits_for_requests_and_frees_every_replica_and_the_store(cluster: Cluster, make: Any) -> None:
+    engines = Engine(), Engine()
+    async with cluster.replicas(*engines) as view:
+        digest = (await cluster.push("sql", make("x"), num_replicas=2)).versions[0].digest
+        engines[1].busy[digest] = asyncio.Event()
+        with pytest.raises(Overloaded, match="requests for it still run"):
+            await cluster.admin.remove("sql", wait_s=0.2)
+        with pytest.raises(ModelNotFound):
+            await view.resolve("sql")
+        assert cluster.stored == {digest} and engines[1].held == {digest}
+        engines[1].busy.pop(digest).set()
+        await cluster.admin.remove("sql", wait_s=5)
+        assert cluster.stored == set() and not any(engine.held for engine in engines)
+        assert await cluster.admin.list_adapters() == []
+        assert numbers(await cluster.push("sql", make("x"))) == [1]
+
+
+async def test_a_removal_goes_on_after_a_restart(cluster: Cluster, make: Any) -> None:
+    engine = Engine()
+    async with cluster.replicas(engine):
+        digest = (await cluster.push("sql", make("x"))).versions[0].digest
+        engine.busy[digest] = asyncio.Event()
+        await cluster.admin.remove("sql", wait_s=0)
+    cluster.restart()
+    async with cluster.replicas(Engine()):
+        await asyncio.sleep(1.0)
+        assert cluster.stored == set()
+        with pytest.raises(ModelNotFound):
+            await cluster.admin.show("sql")
+
+
+async def test_bytes_that_another_adapter_has_too_stay(cluster: Cluster, make: Any) -> None:
+    async with cluster.replicas(Engine()) as view:
+        for name in ("a", "b"):
+            await cluster.push(name, make("x"))
+        await cluster.admin.remove("a", wait_s=5)
+        assert cluster.stored == {(await view.resolve("b")).digest}
+        await cluster.admin.remove("b", wait_s=5)
+        assert cluster.stored == set()
+
+
+async def test_old_versions_go_when_there_are_too_many_but_never_served_ones(
+    cluster: Cluster, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(administration_module, "MAX_VERSIONS", 3)
+    async with cluster.replicas(Engine()):
+        await cluster.push("sql", make("v1"))
+        await cluster.admin.alias("sql", [Share(1, 1.0)], "stable")
+        for i in range(2, 6):
+            adapter = await cluster.push("sql", make(f"v{i}"))
+        assert numbers(adapter) == [1, 4, 5]
+        await asyncio.sleep(0.2)
+        assert len(cluster.stored) == 3
+        assert [move.shares[0].version for move in adapter.aliases["sql"]] == [1, 4, 5]
+
+
+async def test_verify_finds_bytes_that_rotted(cluster: Cluster, make: Any) -> None:
+    async with cluster.replicas(Engine()):
+        adapter = await cluster.push("sql", make("x"))
+        assert await cluster.admin.verify("sql") == list(adapter.versions)
+        stored = cluster.folder / "adapters" / adapter.versions[0].digest / "adapter_model.safetensors"
+        stored.write_text("y")
+        with pytest.raises(AdapterChanged, match="version 1 of adapter 'sql'"):
+            await cluster.admin.verify("sql")
+
+
+async def test_a_name_cannot_be_two_adapters(cluster: Cluster, make: Any) -> None:
+    async with cluster.replicas(Engine()):
+        for name in ("a", "b"):
+            await cluster.push(name, make(name))
+        await cluster.admin.alias("a", [Share(1, 1.0)], "shared")
+        with pytest.raises(AdapterError, match="'shared' is an alias of adapter 'a'"):
+            await cluster.push("shared", make("c"))
+        with pytest.raises(AdapterError, match="'shared' is an alias of adapter 'a'"):
+            await cluster.admin.alias("b", [Share(1, 1.0)], "shared")
+        await cluster.admin.unalias("a", "shared")
+        await cluster.admin.alias("b", [Share(1, 1.0)], "shared")
+
+
+async def test_weights_from_memory_are_stored_and_served_as_a_folders_are(cluster: Cluster) -> None:
+    async with cluster.replicas(Engine()) as view:
+        pushed = await cluster.admin.push_bytes("sql", b"weights", {"r": 8}, {"metadata": {"step": "100"}})
+        [version] = pushed.versions
+        assert (version.source, version.metadata, cluster.stored) == ("memory", {"step": "100"}, {version.digest})
+        assert (await view.resolve("sql")).digest == version.digest
+        assert await cluster.admin.verify("sql") == [version]
