@@ -20,6 +20,8 @@ import msgspec
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.state import Served
+from lorafleet.cluster.placer import Placer
+from lorafleet.cluster.residency import Report, Residency, Routes
 from lorafleet.workers.errors import Overloaded, WireError, from_wire
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
@@ -61,23 +63,6 @@ class Found(msgspec.Struct, frozen=True):
     served: Served | None
 
 
-class Load(msgspec.Struct, frozen=True):
-    """What one replica holds and how busy it is; digests, in the order of use."""
-
-    gpu: tuple[str, ...] = ()
-    cpu: tuple[str, ...] = ()
-    num_requests: int = 0  # running and waiting
-
-
-class RouteTable(msgspec.Struct, frozen=True):
-    """What routers need: replicas by adapter name, and the requests on each replica."""
-
-    version: int
-    gpu: dict[str, tuple[str, ...]]
-    cpu: dict[str, tuple[str, ...]]
-    num_requests: dict[str, int]
-
-
 class Progress(msgspec.Struct, frozen=True):
     """A step of a replica's start, for the person who waits for it."""
 
@@ -104,8 +89,8 @@ class Directory(Protocol):
     async def lookup(self, epoch: str, name: str) -> Found: ...
     async def found(self, epoch: str, lora: LoRARequest) -> Found: ...
     async def listed(self, epoch: str) -> list[LoRARequest]: ...
-    async def report(self, replica_id: str, load: Load) -> None: ...
-    async def routes(self, version: int) -> RouteTable: ...
+    async def report(self, report: Report) -> bool: ...
+    async def routes(self, epoch: str, version: int) -> Routes: ...
     async def note(self, progress: Progress) -> None: ...
 
 
@@ -114,7 +99,6 @@ class _Replica:
         self.acknowledged = -1
         self.ready = False
         self.seen = now
-        self.load = Load()
         self.orders: dict[int, tuple[Order, asyncio.Future[AdapterInfo | None]]] = {}
         self.changed = asyncio.Event()
 
@@ -142,7 +126,10 @@ class AdapterDirectory:
         self._order_numbers = itertools.count(1)
         # Copies of an earlier process's time may still be in use by replicas that this one has not heard of.
         self._leases_until = clock() + (ACKNOWLEDGE_S if catalogue.state.adapters else 0.0)
-        self._routes_version = 0
+        self._residency = Residency(self._epoch)
+        self._placer = Placer(self._residency, self._size, self._read_ahead)
+        for name in catalogue.state.aliases():
+            self._tell_name(name)
         self._acknowledgement = asyncio.Event()
         self._routes_changed = asyncio.Event()
         self._progress: list[Progress] = []
@@ -170,6 +157,10 @@ class AdapterDirectory:
         if live != self._live_before:
             self._live_before = live
             self.on_replicas()
+        for replica_id in self._residency.loads.keys() - set(self.live()):
+            self._residency.forget(replica_id)
+        self._placer.round(self._clock())
+        self._wake_routers()
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
@@ -269,16 +260,22 @@ class AdapterDirectory:
 
     # -- routers ------------------------------------------------------------------------------------------------------
 
-    async def report(self, replica_id: str, load: Load) -> None:
-        self._seen(replica_id).load = load
+    async def report(self, report: Report) -> bool:
+        """Residency.accept. A replica that has left is not taken in again by a report that was under way."""
+        if report.replica_id not in self._replicas:
+            return False
+        self._seen(report.replica_id)
+        accepted = self._residency.accept(report)
         self._wake_routers()
+        return accepted
 
-    async def routes(self, version: int) -> RouteTable:
-        """Returns as soon as the table is not `version` any more, or after HOLD_S."""
+    async def routes(self, epoch: str, version: int) -> Routes:
+        """Returns as soon as there is something behind `version` of `epoch`, or after HOLD_S."""
         deadline = self._clock() + HOLD_S
-        while self._routes_version == version and await self._wait(self._routes_changed, deadline):
-            pass
-        return self._route_table()
+        while (epoch, version) == (self._epoch, self._residency.version):
+            if not await self._wait(self._routes_changed, deadline):
+                break
+        return self._residency.since(epoch, version)
 
     async def note(self, progress: Progress) -> None:
         self._progress.append(progress)
@@ -304,6 +301,7 @@ class AdapterDirectory:
         for _, answer in replica.orders.values():
             if not answer.done():
                 answer.set_exception(Overloaded(f"replica {replica_id} has left the cluster."))
+        self._residency.forget(replica_id)
         self._wake_writers()
         self._wake_routers()
         self.on_replicas()
@@ -322,6 +320,7 @@ class AdapterDirectory:
             self._changes.append((self._version, name))
             if self.catalogue.state.owner(name) is not None:
                 self._found.pop(name, None)
+            self._tell_name(name)
         for replica in self._replicas.values():
             replica.changed.set()
         self._wake_routers()
@@ -337,7 +336,6 @@ class AdapterDirectory:
         moved.set()
 
     def _wake_routers(self) -> None:
-        self._routes_version += 1
         self._routes_changed, moved = asyncio.Event(), self._routes_changed
         moved.set()
 
@@ -348,17 +346,25 @@ class AdapterDirectory:
             return False
         return True
 
-    def _route_table(self) -> RouteTable:
-        names_of: dict[str, list[str]] = {}
-        for name in itertools.chain(self.catalogue.state.aliases(), self._found):
+    def _tell_name(self, name: str) -> None:
+        served = self.served(name)
+        self._residency.set_name(name, tuple(lora.digest for lora in served.loras) if served is not None else ())
+
+    def _size(self, digest: str) -> tuple[int, int] | None:
+        """Bytes and rank, of what the catalogue holds."""
+        for name in self._residency.names(digest):
+            owner = self.catalogue.state.owner(name)
+            for version in owner.versions if owner is not None else ():
+                if version.digest == digest:
+                    return version.num_bytes, version.rank
+        return None
+
+    def _read_ahead(self, replica_id: str, digest: str) -> None:
+        if replica_id not in self.ready():
+            return
+        for name in self._residency.names(digest):
             served = self.served(name)
             for lora in served.loras if served is not None else ():
-                names_of.setdefault(lora.digest, []).append(name)
-        gpu: dict[str, tuple[str, ...]] = {}
-        cpu: dict[str, tuple[str, ...]] = {}
-        for replica_id, replica in self._replicas.items():
-            for table, digests in ((gpu, replica.load.gpu), (cpu, replica.load.cpu)):
-                for name in (name for digest in digests for name in names_of.get(digest, ())):
-                    table[name] = (*table.get(name, ()), replica_id)
-        requests = {replica_id: replica.load.num_requests for replica_id, replica in self._replicas.items()}
-        return RouteTable(self._routes_version, gpu, cpu, requests)
+                if lora.digest == digest:
+                    self.order(replica_id, "load", lora)
+                    return

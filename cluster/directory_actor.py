@@ -21,7 +21,8 @@ from ray.exceptions import RayError, RayTaskError
 from lorafleet.cluster.administration import Administration
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.store import open_store
-from lorafleet.cluster.directory import AdapterDirectory, Changes, Found, Load, Progress, RouteTable
+from lorafleet.cluster.directory import AdapterDirectory, Changes, Found, Progress
+from lorafleet.cluster.residency import Report, Routes
 from lorafleet.workers.errors import WireError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
@@ -146,11 +147,11 @@ class RemoteDirectory:
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         return await _result(self._actor.administer.remote(verb, arguments))
 
-    async def report(self, replica_id: str, load: Load) -> None:
-        await _result(self._actor.report.remote(replica_id, load))
+    async def report(self, report: Report) -> bool:
+        return await _result(self._actor.report.remote(report))
 
-    async def routes(self, version: int) -> RouteTable:
-        return await _result(self._actor.routes.remote(version))
+    async def routes(self, epoch: str, version: int) -> Routes:
+        return await _result(self._actor.routes.remote(epoch, version))
 
     async def note(self, progress: Progress) -> None:
         await _result(self._actor.note.remote(progress))

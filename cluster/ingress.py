@@ -11,6 +11,8 @@ from typing import Any
 from ray.serve import Application
 from ray.serve._private import constants
 
+from lorafleet.cluster.route import Route
+
 
 def direct_streaming() -> bool:
     """Whether this process was started with RAY_SERVE_ENABLE_HA_PROXY=1."""
@@ -26,7 +28,7 @@ def start_handle(handle: Any) -> None:
     handle._init()
 
 
-async def choose(handle: Any, adapter: str) -> str:
+async def choose(handle: Any, route: Route) -> str:
     """The full id of the replica that AffinityRouter picks. Reserves nothing: the request itself goes by HAProxy."""
-    async with handle.choose_replica(adapter=adapter, _reserve=False) as chosen:
+    async with handle.choose_replica(route=route, _reserve=False) as chosen:
         return str(chosen._replica.replica_id.to_full_id_str())

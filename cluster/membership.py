@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from lorafleet.cluster.catalogue.state import Served
-from lorafleet.cluster.directory import LEASE_S, Changes, Directory, Found, Load, Order, Progress, StaleEpoch
+from lorafleet.cluster.directory import LEASE_S, Changes, Directory, Found, Order, Progress, StaleEpoch
+from lorafleet.cluster.residency import Report
 from lorafleet.workers.errors import LorafleetError, Overloaded, to_wire
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
@@ -45,6 +46,11 @@ class Membership:
         self._lease_until = 0.0
         self._following: asyncio.Task[None] | None = None
         self._obeying: set[asyncio.Task[None]] = set()
+
+    @property
+    def epoch(self) -> str:
+        """Of the directory process that was joined last."""
+        return self._epoch
 
     @property
     def fresh(self) -> bool:
@@ -80,8 +86,8 @@ class Membership:
     async def listed(self) -> list[LoRARequest]:
         return await self.call(self.directory.listed)
 
-    async def report(self, load: Load) -> None:
-        await self.directory.report(self.replica_id, load)
+    async def report(self, report: Report) -> bool:
+        return await self.directory.report(report)
 
     async def note(self, text: str, *, failed: bool = False) -> None:
         logger.log(logging.ERROR if failed else logging.INFO, "replica %s: %s", self.replica_id, text)

@@ -24,12 +24,13 @@ from lorafleet.cluster.autoscaling import load_of
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
 from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.config import AppArgs, LoRAModule
-from lorafleet.cluster.directory import Load, Order
+from lorafleet.cluster.directory import Order
 from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.front import make_front, make_resolver
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.cluster.ranks import ReplicaRanks
+from lorafleet.cluster.reporting import keep_reporting
 from lorafleet.cluster.resources import with_cpu_threads
 from lorafleet.cluster.scraping import scrape_all
 from lorafleet.cluster.worker_actor import StartOrder
@@ -45,7 +46,6 @@ from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import EngineClient, ipc_address
 
 WATCH_S = 0.5  # how often it is looked whether the workers live
-REPORT_S = 0.1  # how often a change of load or residency is looked for
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -126,7 +126,8 @@ class EngineReplica:
         self._keep(self._watch_ranks(engine))
         await self._load_adapters(catalog)
         await self._membership.become_ready()
-        self._keep(self._report_changes(engine))
+        cpu_loras = self._config.lora.cpu_loras if self._config.lora is not None else 0
+        self._keep(keep_reporting(engine, self._membership, cpu_loras))
         self._front = make_front(
             self._args, self._replica_id, await tokenizer, engine, catalog, self._adapter_store, self._scrape
         )
@@ -179,17 +180,6 @@ class EngineReplica:
                 engine.fail(error.message)
                 await self._ranks.stop()
                 return
-
-    async def _report_changes(self, engine: EngineClient) -> None:
-        last = Load()
-        while True:
-            await asyncio.sleep(REPORT_S)
-            stats = engine.stats
-            load = Load(tuple(stats.resident_slots), tuple(stats.resident_cpu), stats.num_running + stats.num_waiting)
-            if load != last:
-                with contextlib.suppress(Exception):  # the directory is being restarted; the next change tells it
-                    await self._membership.report(load)
-                    last = load
 
     async def _stop(self) -> None:
         for task in list(self._tasks):

@@ -17,7 +17,8 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from lorafleet.cluster import ingress
 from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
-from lorafleet.cluster.model_name import find_adapter
+from lorafleet.cluster.residency import RouteView
+from lorafleet.cluster.route import NO_ROUTE, PREFIX_TOKENS, Route, read_route
 from lorafleet.cluster.routing import ReplicaChooser
 
 RETRY_S = 0.2
@@ -32,27 +33,36 @@ class AffinityRouter(RequestRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._directory = DirectoryPlace(self.app_name, **kwargs["directory"])
-        self._chooser = ReplicaChooser()
+        self._view = RouteView(ReplicaChooser())
+        self._by_id: dict[str, RunningReplica] = {}
         self._following: asyncio.Task[None] | None = None
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._by_id = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._view.chooser.set_replicas(self._by_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         if self._following is None:  # not before: the handles of cluster/scraping.py never choose
             self._following = self._event_loop.create_task(self._follow_directory())
-        adapter = pending_request.kwargs.get("adapter", "") if pending_request else ""
-        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        ranked = self._chooser.rank(adapter, list(by_id))
+        if not candidate_replicas:  # else they are all that update_replicas named
+            return []
+        route = pending_request.kwargs.get("route", NO_ROUTE) if pending_request else NO_ROUTE
+        adapter = "" if route.name in self._directory.base_names else self._view.adapter(route.name)
+        chooser = self._view.chooser
+        ranked = chooser.rank(adapter, route.prefix, PREFIX_TOKENS)
         if ranked:
-            self._chooser.count(ranked[0])
-        return [[by_id[replica_id]] for replica_id in ranked]
+            chooser.sent(adapter, ranked[0], route.num_tokens, route.prefix)
+        return [[self._by_id[replica_id]] for replica_id in ranked]
 
     async def _follow_directory(self) -> None:
         while True:
             try:
                 directory = get_or_create(self._directory)
                 while True:
-                    self._chooser.update(await directory.routes(self._chooser.table.version))
+                    self._view.apply(await directory.routes(self._view.epoch, self._view.version))
             except Exception as error:  # the directory is being restarted; the last table still serves
                 logger.warning("the adapter directory does not answer: %r", error)
                 await asyncio.sleep(RETRY_S)
@@ -61,14 +71,14 @@ class AffinityRouter(RequestRouter):
 class RouteApp:
     """ASGI: `POST /internal/route` -> {"replica_id": …}. Without a framework, as every request waits for it."""
 
-    def __init__(self, choose: Callable[[str], Awaitable[str]]) -> None:
+    def __init__(self, choose: Callable[[Route], Awaitable[str]]) -> None:
         self._choose = choose
 
     async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            replica_id = await self._choose(find_adapter(await _body(receive)))
+            replica_id = await self._choose(read_route(await _body(receive)))
             await _answer(send, {"replica_id": replica_id, "request_headers": {}})
 
 
@@ -102,4 +112,4 @@ class AdapterRouter:
         ingress.start_handle(replicas)
 
     def __serve_build_asgi_app__(self) -> RouteApp:
-        return RouteApp(lambda adapter: ingress.choose(self._replicas, adapter))
+        return RouteApp(lambda route: ingress.choose(self._replicas, route))

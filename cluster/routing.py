@@ -1,43 +1,218 @@
-"""Which replica should answer: a pure choice over the directory's table. Knows nothing of Ray."""
+"""Which replica should answer a request: the one where its first token is expected soonest. Knows nothing of Ray.
+
+Holds a router's view of the cluster: what is resident where, how busy each replica said that it is, what this router
+has sent there since, and where placement wants each adapter. The same class drives benchmarks/placement.py.
+"""
+
+# R replicas
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-from lorafleet.cluster.directory import RouteTable
+import msgspec
+import numpy as np
 
-SPILL_REQUESTS = 16  # a replica that holds the adapter may have this many requests more than another one
+from lorafleet.cluster.rendezvous import Rendezvous, key_of
+
+Tier = Literal["gpu", "coming", "cpu"]  # coming: requests there wait for it, it will have a slot next
+MAX_HOLDERS = 8  # looked at for one request, at random where more replicas hold its adapter
+MAX_PREFIXES = 20_000  # remembered
+TYPICAL_BYTES = 84_000_000  # of an adapter that the directory has not described: rank 16 on an 8B
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What a replica says of itself."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_tokens: int = 0  # of prompts, not computed yet
+    num_reading: int = 0  # adapters that are being read from disk, or wait to be
+    free_slots: int = 1  # empty or idle, less the adapters that wait for one: below 0 is a queue
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds. Defaults: an 8B on one H200 (README, "Measured"); their proportions decide."""
+
+    token_s: float = 1 / 42e3  # of prefill
+    request_s: float = 0.5e-3  # what a request that runs or waits adds to the next one's first token
+    fill_byte_s: float = 1 / 53e9  # host memory -> slot
+    read_byte_s: float = 1 / 0.9e9  # disk -> host memory, with digest, checks and packing
+    slot_s: float = 0.1  # until a slot is given back where all are in use, for each adapter that waits for one
+    move_s: float = 0.02  # what filling a slot at a home costs others: an adapter that leaves it and comes back
+    stray_s: float = 0.05  # the same elsewhere, where the adapter has no business
+    stray_reads: float = 2.0  # a read away from home is done again there: it counts double
+
+
+@dataclass(slots=True)
+class _Replica:
+    replica_id: str
+    index: int = -1  # in the list of those that may be chosen
+    wait_s: float = 0.0  # before a first token here, residency apart
+    reading_s: float = 0.0  # of the adapters ahead of one more
+    free_slots: int = 1
+    coming: set[str] = field(default_factory=set)  # adapters that requests sent here since its last report bring
 
 
 class ReplicaChooser:
-    """Residency and load as the directory tells them, plus the choices made since it did."""
+    """`adapter` is a digest, or the name where no digest is known; "" is the base model."""
 
-    def __init__(self) -> None:
-        self.table = RouteTable(-1, {}, {}, {})
-        self._chosen: Counter[str] = Counter()
+    def __init__(self, costs: Costs | None = None, seed: int | None = None) -> None:
+        self._costs = costs or Costs()
+        self._random = random.Random(seed)
+        self._known: dict[str, _Replica] = {}
+        self._live: list[_Replica] = []
+        self._wait_R = np.zeros(0)
+        self._stray_R = np.zeros(0)
+        self._rendezvous = Rendezvous({})
+        self._tiers: dict[str, dict[str, Tier]] = {}
+        self._homes: dict[str, tuple[str, ...]] = {}
+        self._num_bytes: dict[str, int] = {}
+        self._prefixes: OrderedDict[tuple[str, int], str] = OrderedDict()
 
-    def update(self, table: RouteTable) -> None:
-        self.table = table
-        self._chosen.clear()
+    # -- what the directory and Serve say -------------------------------------------------------------------------
 
-    def rank(self, adapter: str, replica_ids: Sequence[str]) -> list[str]:
-        """Replicas to try, best first: in a GPU slot, in CPU memory, then the less loaded of two random ones."""
-        others = sorted(random.sample(replica_ids, min(2, len(replica_ids))), key=self._num_requests)
-        if not others:
+    def set_replicas(self, replica_ids: Iterable[str]) -> None:
+        """Those that may be chosen."""
+        for replica in self._live:
+            replica.index = -1
+        self._rendezvous = Rendezvous(dict.fromkeys(replica_ids, 1.0))
+        self._live = [self._replica(one) for one in self._rendezvous.replicas]
+        for index, replica in enumerate(self._live):
+            replica.index = index
+        self._wait_R = np.array([one.wait_s for one in self._live])
+        self._stray_R = np.array([one.wait_s + self._slot_wait_s(one) for one in self._live])
+
+    def set_load(self, replica_id: str, load: ReplicaLoad) -> None:
+        """A report includes what was sent before it."""
+        replica, costs = self._replica(replica_id), self._costs
+        replica.reading_s = load.num_reading * TYPICAL_BYTES * costs.read_byte_s
+        replica.free_slots = load.free_slots
+        replica.coming.clear()
+        busy = (load.num_running + load.num_waiting) * costs.request_s
+        self._set_wait(replica, load.queued_tokens * costs.token_s + busy)
+
+    def set_tier(self, replica_id: str, adapter: str, tier: Tier | None) -> None:
+        holders = self._tiers.setdefault(adapter, {})
+        if tier is None:
+            holders.pop(replica_id, None)
+            if not holders:
+                del self._tiers[adapter]
+        else:
+            holders[replica_id] = tier
+
+    def set_homes(self, adapter: str, homes: Sequence[str], num_bytes: int) -> None:
+        """Nothing in homes: as nobody has placed it."""
+        if homes:
+            self._homes[adapter], self._num_bytes[adapter] = tuple(homes), num_bytes
+        else:
+            self._homes.pop(adapter, None)
+            self._num_bytes.pop(adapter, None)
+
+    def forget(self, replica_id: str) -> None:
+        """Its load is not known any more; what it held is told by set_tier."""
+        replica = self._known.get(replica_id)
+        if replica is not None and replica.index < 0:
+            del self._known[replica_id]
+
+    def empty(self, replica_id: str) -> None:
+        """Forgets what it holds."""
+        for adapter in [one for one, holders in self._tiers.items() if replica_id in holders]:
+            self.set_tier(replica_id, adapter, None)
+
+    def clear_homes(self) -> None:
+        self._homes.clear()
+        self._num_bytes.clear()
+
+    @property
+    def holding(self) -> set[str]:
+        """Replicas that hold something and may be chosen."""
+        held = {replica_id for holders in self._tiers.values() for replica_id in holders}
+        return {one.replica_id for one in self._live} & held
+
+    # -- one request ----------------------------------------------------------------------------------------------
+
+    def rank(self, adapter: str, prefix: int | None = None, prefix_tokens: int = 0) -> list[str]:
+        """Replicas to try, best first. prefix: a hash of how the prompt begins, for so many tokens."""
+        if not self._live:
             return []
-        limit = self._num_requests(others[0]) + SPILL_REQUESTS
-        known = set(replica_ids)
-        ranked: list[str] = []
-        for tier in (self.table.gpu, self.table.cpu):
-            holders = [one for one in tier.get(adapter, ()) if one in known and self._num_requests(one) <= limit]
-            ranked += sorted(holders, key=self._num_requests)
-        return list(dict.fromkeys(ranked + others))
+        seen_at = self._prefixes.get((adapter, prefix)) if prefix is not None else None
+        saved_s = prefix_tokens * self._costs.token_s
+        scores: dict[str, float] = {}
+        for replica in self._candidates(adapter, seen_at):
+            score = replica.wait_s + self._residency_s(adapter, replica)
+            scores[replica.replica_id] = score - saved_s * (replica.replica_id == seen_at)
+        return sorted(scores, key=scores.__getitem__)
 
-    def count(self, replica_id: str) -> None:
-        """A request goes there now; the next table will include it."""
-        self._chosen[replica_id] += 1
+    def sent(self, adapter: str, replica_id: str, num_tokens: int, prefix: int | None = None) -> None:
+        """A request goes there now; the replica's next report will include it."""
+        replica, costs = self._replica(replica_id), self._costs
+        if adapter and adapter not in replica.coming:
+            tier = self._tiers.get(adapter, {}).get(replica_id)
+            replica.coming.add(adapter)
+            replica.free_slots -= tier in ("cpu", None)
+            replica.reading_s += (tier is None) * self._bytes(adapter) * costs.read_byte_s
+        self._set_wait(replica, replica.wait_s + num_tokens * costs.token_s + costs.request_s)
+        if prefix is not None:
+            self._prefixes[adapter, prefix] = replica_id
+            self._prefixes.move_to_end((adapter, prefix))
+            if len(self._prefixes) > MAX_PREFIXES:
+                self._prefixes.popitem(last=False)
 
-    def _num_requests(self, replica_id: str) -> int:
-        return self.table.num_requests.get(replica_id, 0) + self._chosen[replica_id]
+    def _candidates(self, adapter: str, seen_at: str | None) -> list[_Replica]:
+        """Who holds it, who should, who has its prefix, and the least busy of all."""
+        ids: list[str] = list(self._tiers.get(adapter, ()))
+        if len(ids) > MAX_HOLDERS:
+            ids = self._random.sample(ids, MAX_HOLDERS)
+        ids += self._homes.get(adapter, ())
+        if seen_at is not None:
+            ids.append(seen_at)
+        known = self._known
+        found = [known[one] for one in ids if one in known and known[one].index >= 0]
+        if adapter and not found:
+            found.append(self._live[self._rendezvous.home(key_of(adapter))])
+        waits_R = self._stray_R if adapter else self._wait_R
+        found.append(self._live[int(waits_R.argmin())])
+        return found
+
+    def _residency_s(self, adapter: str, replica: _Replica) -> float:
+        """What is added to the first token because the adapter is not in a slot there."""
+        if not adapter:
+            return 0.0
+        tier = self._tiers.get(adapter, {}).get(replica.replica_id)
+        if tier == "gpu":
+            return 0.0
+        costs, num_bytes = self._costs, self._bytes(adapter)
+        slot_s = num_bytes * costs.fill_byte_s
+        homes = self._homes.get(adapter)
+        at_home = homes is not None and replica.replica_id in homes
+        if tier == "coming" or adapter in replica.coming:
+            return slot_s
+        slot_s += costs.move_s if at_home else costs.stray_s
+        slot_s += self._slot_wait_s(replica)
+        if tier == "cpu":
+            return slot_s
+        reads = 1.0 if at_home else costs.stray_reads
+        return slot_s + replica.reading_s + reads * num_bytes * costs.read_byte_s
+
+    def _slot_wait_s(self, replica: _Replica) -> float:
+        if replica.free_slots > 0:
+            return 0.0
+        return self._costs.slot_s * (1 - replica.free_slots)
+
+    def _bytes(self, adapter: str) -> int:
+        return self._num_bytes.get(adapter, TYPICAL_BYTES)
+
+    def _replica(self, replica_id: str) -> _Replica:
+        return self._known.setdefault(replica_id, _Replica(replica_id))
+
+    def _set_wait(self, replica: _Replica, wait_s: float) -> None:
+        replica.wait_s = wait_s
+        if replica.index >= 0:
+            self._wait_R[replica.index] = wait_s
+            self._stray_R[replica.index] = wait_s + self._slot_wait_s(replica)

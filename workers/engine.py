@@ -134,6 +134,13 @@ class Engine:
         self._step_seconds += time.perf_counter() - started
         return outputs
 
+    @property
+    def num_adapter_moves(self) -> int:
+        """Between tiers, so far."""
+        if self.loras is None:
+            return 0
+        return self.loras.counts.loads + self.loras.slots.num_activations + self.loras.slots.num_evictions
+
     def stats(self) -> EngineStats:
         slots = self.loras.slots if self.loras is not None else None
         counts = self.loras.counts if self.loras is not None else LoadCounts()
@@ -156,6 +163,7 @@ class Engine:
             step_seconds_total=self._step_seconds,
             lora_slots_total=len(slots.slots) if slots is not None else 0,
             lora_slots_used=len(resident),
+            lora_slots_idle=slots.num_idle if slots is not None else 0,
             lora_adapters_wanted=len({s.lora.digest for s in self._sequences.values() if s.lora is not None}),
             lora_cpu_adapters=len(cpu),
             lora_loads_total=counts.loads,
@@ -169,6 +177,7 @@ class Engine:
             lora_cpu_evictions_total=counts.cpu_evictions,
             lora_slot_bytes=slots.num_bytes if slots is not None else 0,
             lora_cpu_bytes=self.loras.cpu_bytes if self.loras is not None else 0,
+            waiting_adapters=[lora.digest for lora in self.scheduler.waiting_adapters()],
             resident_slots=resident,
             resident_cpu=cpu,
         )

@@ -128,6 +128,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_seconds_total: float = 0.0
     lora_slots_total: int = 0
     lora_slots_used: int = 0
+    lora_slots_idle: int = 0  # empty, or no running sequence needs what they hold
     lora_adapters_wanted: int = 0  # by running and waiting requests
     lora_cpu_adapters: int = 0
     lora_loads_total: int = 0  # disk to CPU
@@ -141,6 +142,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     lora_cpu_evictions_total: int = 0
     lora_slot_bytes: int = 0  # of the adapters in slots, over all GPUs of the replica
     lora_cpu_bytes: int = 0  # of those in host memory
+    waiting_adapters: list[str] = []  # digests that waiting requests need, the next turn's first
     resident_slots: list[str] = []  # digests in GPU slots
     resident_cpu: list[str] = []  # digests in CPU memory
 

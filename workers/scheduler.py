@@ -78,7 +78,7 @@ class Scheduler:
         chunks, budget = self._schedule_running()
         self.waiting.sort(self.loras.slots.digests if self.loras is not None else ())
         if self.loras is not None:
-            self.loras.prefetch(self._waiting_adapters())
+            self.loras.prefetch(self.waiting_adapters())
         if self.waiting:
             chunks += self._schedule_waiting(budget)
         return chunks
@@ -229,7 +229,7 @@ class Scheduler:
             return digest, sequence.num_prompt
         return digest
 
-    def _waiting_adapters(self) -> list[LoRARequest]:
+    def waiting_adapters(self) -> list[LoRARequest]:
         found: dict[str, LoRARequest] = {}
         for sequence in self.waiting.heads()[:PREFETCH_SCAN]:
             if sequence.lora is not None:

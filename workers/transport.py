@@ -96,6 +96,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepBatch)
         self._streams: dict[str, asyncio.Queue[TokenOutput | EngineDead]] = {}
+        self.tokens_asked: Counter[str] = Counter()  # prompts and answers, by digest; whoever reads it may clear it
         self._in_flight: Counter[str] = Counter()  # by digest
         self._drained: dict[str, asyncio.Event] = {}
         self._calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
@@ -107,6 +108,7 @@ class EngineClient:
         self._dead: EngineDead | None = None
         self._loaded_before: list[AdapterLoaded] = []  # before somebody listened
         self._on_adapter_loaded: Callable[[AdapterLoaded], None] = self._loaded_before.append
+        self._stats_came = asyncio.Event()
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
     @classmethod
@@ -118,6 +120,12 @@ class EngineClient:
         """Why nothing can be generated any more; None while the worker lives."""
         return None if self._dead is None else self._dead.message
 
+    async def next_stats(self) -> EngineStats:
+        """Waits for those that come next; for one caller."""
+        self._stats_came.clear()
+        await self._stats_came.wait()
+        return self.stats
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         """Ends after the output with a finish_reason. Closing it earlier aborts the sequence within a step.
 
@@ -128,6 +136,7 @@ class EngineClient:
         self._streams[request.request_id] = stream
         digest = request.lora.digest if request.lora is not None else ""
         self._in_flight[digest] += 1
+        num_tokens = len(request.prompt_token_ids)
         self._gathering.requests.append(request)
         self._plan_flush()
         finished = False
@@ -139,9 +148,12 @@ class EngineClient:
                     raise output
                 if output.error is not None:
                     raise from_wire(output.error)
+                num_tokens += len(output.token_ids)
                 yield output
         finally:
             del self._streams[request.request_id]
+            if digest:
+                self.tokens_asked[digest] += num_tokens
             self._in_flight[digest] -= 1
             if not self._in_flight[digest]:
                 del self._in_flight[digest]
@@ -238,6 +250,7 @@ class EngineClient:
             batch = self._decoder.decode(await self._pair.recv())
             if batch.stats is not None:
                 self.stats = batch.stats
+                self._stats_came.set()
             if batch.acknowledged == self._sequence:
                 self._unacknowledged = False
                 self._flush()

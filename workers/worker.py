@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 1000  # nothing to do: a message or a finished load ends the wait
 COPY_WAIT_MS = 1  # requests wait for an adapter's copy to the GPU, which nobody announces
-STATS_PERIOD_S = 0.5
+STATS_PERIOD_S = 0.1
 
 
 class GPUWorker:
@@ -79,7 +79,7 @@ class EngineLoop(threading.Thread):
         self._stopping = False
         self._acknowledged = 0
         self._replies: list[AdapterReply] = []
-        self._stats_due_s = 0.0
+        self._stats_due_s, self._told_moves = 0.0, 0
 
     def stop(self) -> None:
         self._stopping = True
@@ -151,7 +151,8 @@ class EngineLoop(threading.Thread):
 
     def _send(self, outputs: list[TokenOutput], heard: bool) -> None:
         now = time.monotonic()
-        stats_due = now >= self._stats_due_s
+        moves = self._engine.num_adapter_moves
+        stats_due = now >= self._stats_due_s or moves != self._told_moves
         if not (outputs or heard or self._replies or stats_due):
             return
         batch = StepBatch(self._acknowledged, outputs, self._replies)
@@ -159,7 +160,7 @@ class EngineLoop(threading.Thread):
             batch.stats = self._engine.stats()
             if self._engine.loras is not None:
                 batch.adapters_loaded = self._engine.loras.take_loaded()
-            self._stats_due_s = now + STATS_PERIOD_S
+            self._stats_due_s, self._told_moves = now + STATS_PERIOD_S, moves
         self._socket.send(batch)
         self._replies = []
 

@@ -18,9 +18,11 @@ from lorafleet.cluster.catalog import DirectoryCatalog, obey
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.files import folder_digest
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.directory import AdapterDirectory, Changes, Found, Load
+from lorafleet.cluster.directory import AdapterDirectory, Changes, Found
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
+from lorafleet.cluster.residency import Report
+from lorafleet.cluster.routing import ReplicaLoad, Tier
 from lorafleet.workers.errors import AdapterExists, AdapterMissing, InvalidAdapterName, ModelNotFound, Overloaded
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
@@ -274,16 +276,38 @@ async def test_an_adapter_from_the_start_does_not_undo_what_was_done_since(catal
             assert await two.seed(*await two.read_at_start("gone", make("old"), None)) is None
 
 
-async def test_routes_name_the_holders_by_tier(catalogue: Catalogue, make: Make) -> None:
+def full_report(replica_id: str, tiers: dict[str, Tier], tokens: dict[str, int] | None = None) -> Report:
+    return Report(replica_id, 1, True, dict(tiers), ReplicaLoad(), tokens or {}, cpu_loras=8)
+
+
+async def test_routers_hear_who_holds_what_a_name_stands_for(catalogue: Catalogue, make: Make) -> None:
     directory = AdapterDirectory(catalogue)
     async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", Engine()):
-        d1 = (await one.add("sql", make("x"), load_inplace=False)).digest
-        await one.add("alias", make("x"), load_inplace=False)
-        await directory.report("r1", Load((d1,), (d1, "d2"), 3))
-        await directory.report("r2", Load((), (d1,), 1))
-        table = await directory.routes(-1)
-        assert table.gpu == {"sql": ("r1",), "alias": ("r1",)}
-        assert table.cpu["sql"] == ("r1", "r2")
-        assert table.num_requests == {"r1": 3, "r2": 1}
+        digest = (await one.add("sql", make("x"), load_inplace=False)).digest
+        routes = await directory.routes("", -1)
+        waiting = asyncio.create_task(directory.routes(routes.epoch, routes.version))
+        await asyncio.sleep(0)
+        assert await directory.report(full_report("r1", {digest: "gpu"}))
+        told = await waiting
+        assert (told.full, told.tiers, told.names) == (False, [("r1", digest, "gpu")], {"sql": (digest,)})
         await directory.leave("r1")
-        assert (await directory.routes(table.version)).gpu == {}
+        left = await directory.routes(told.epoch, told.version)
+        assert (left.tiers, left.loads, left.names) == ([("r1", digest, None)], {"r1": None}, {"sql": ()})
+        assert not await directory.report(full_report("r1", {digest: "gpu"})), "a report that was under way"
+
+
+async def test_a_replica_is_ordered_to_read_an_adapter_that_needs_it_as_a_second_home(
+    catalogue: Catalogue, make: Make
+) -> None:
+    directory = AdapterDirectory(catalogue)
+    first, second = Engine(), Engine()
+    async with replica(directory, "r1", first) as one, replica(directory, "r2", second):
+        hot = (await one.add("hot", make("x"), load_inplace=False)).digest
+        read = len(second.reads)
+        await directory.report(full_report("r1", {hot: "gpu"}, {hot: 100_000}))
+        await directory.report(full_report("r2", {}))
+        directory.tick()
+        await asyncio.sleep(0.05)
+        assert len(second.reads) == read + 1
+        placed = (await directory.routes("", -1)).placed[hot]
+        assert placed.homes == ("r1", "r2")

@@ -85,6 +85,11 @@ class LoRAModelManager:
         return sum(slot.adapter.info.num_bytes for slot in self.slots if slot.adapter is not None)
 
     @property
+    def num_idle(self) -> int:
+        """Slots that are empty, or whose adapter no sequence needs now; pinned ones are not to be had."""
+        return sum(1 for slot in self.slots if slot.holders == 0 and not slot.pinned)
+
+    @property
     def digests(self) -> KeysView[str]:
         """Of the adapters in slots, those among them whose copies are under way."""
         return self._of_digest.keys()

@@ -1,0 +1,214 @@
+# ruff: noqa: ARG002  # an arm need not look at everything that it is given
+"""The routing rules that benchmarks/placement.py compares. All see the same reports, equally late; the clairvoyant sees
+the replicas themselves, and what will be asked for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lorafleet.cluster import residency
+from lorafleet.cluster.placer import Placer
+from lorafleet.cluster.rendezvous import Rendezvous, key_of
+from lorafleet.cluster.residency import Residency, RouteView
+from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad, Tier
+from simulated_replica import FILL_BYTES_S, MAX_RUNNING, PREFILL_TOKENS_S, READ_BASE_S, READ_BYTES_S, Replica, Request
+
+Report = tuple[str, ReplicaLoad, list[tuple[int, Tier | None]]]
+
+
+class Arm(Protocol):
+    """choose: the name of the replica. observe: what replicas reported."""
+
+    def choose(self, request: Request, now: float) -> str: ...
+    def observe(self, reports: Sequence[Report], now: float) -> None: ...
+    def each_second(self, now: float) -> None: ...
+
+
+class _Blind:
+    def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
+        self.replicas = replicas
+        self.names = [one.name for one in replicas]
+        self.random = random.Random(seed)
+
+    def observe(self, reports: Sequence[Report], now: float) -> None:
+        pass
+
+    def each_second(self, now: float) -> None:
+        pass
+
+
+class Random(_Blind):
+    def choose(self, request: Request, now: float) -> str:
+        return self.random.choice(self.names)
+
+
+class RoundRobin(_Blind):
+    at = -1
+
+    def choose(self, request: Request, now: float) -> str:
+        self.at = (self.at + 1) % len(self.names)
+        return self.names[self.at]
+
+
+class RendezvousOnly(_Blind):
+    def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
+        super().__init__(replicas, seed)
+        self.rendezvous = Rendezvous(dict.fromkeys(self.names, 1.0))
+
+    def choose(self, request: Request, now: float) -> str:
+        return self.rendezvous.replicas[self.rendezvous.home(key_of(str(request.adapter)))]
+
+
+class PowerOfTwo(_Blind):
+    """Queue lengths as reported, plus what was sent since."""
+
+    def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
+        super().__init__(replicas, seed)
+        self.queue = Counter[str]()
+
+    def choose(self, request: Request, now: float) -> str:
+        return self.pick(self.names)
+
+    def pick(self, names: Sequence[str]) -> str:
+        two = self.random.sample(names, min(2, len(names)))
+        chosen = min(two, key=self.queue.__getitem__)
+        self.queue[chosen] += 1
+        return chosen
+
+    def observe(self, reports: Sequence[Report], now: float) -> None:
+        for name, load, _ in reports:
+            self.queue[name] = load.num_running + load.num_waiting
+
+
+class MultiplexSticky(PowerOfTwo):
+    """Ray Serve's apply_multiplex_routing: holders that accept more, else those with the fewest models, else any."""
+
+    def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
+        super().__init__(replicas, seed)
+        self.holders: dict[int, set[str]] = {}
+        self.num_models = Counter[str]()
+
+    def choose(self, request: Request, now: float) -> str:
+        accepting = [n for n in self.names if self.queue[n] < MAX_RUNNING] or self.names
+        holders = self.holders.get(request.adapter, set())
+        names = [n for n in accepting if n in holders]
+        if not names:
+            fewest = min(self.num_models[n] for n in accepting)
+            names = [n for n in accepting if self.num_models[n] == fewest]
+        chosen = self.pick(names)
+        if not holders:  # generous: Ray's routers do not know what they have just sent
+            self.holders[request.adapter] = {chosen}
+            self.num_models[chosen] += 1
+        return chosen
+
+    def observe(self, reports: Sequence[Report], now: float) -> None:
+        super().observe(reports, now)
+        for name, _, changes in reports:
+            for adapter, tier in changes:
+                holders = self.holders.setdefault(adapter, set())
+                self.num_models[name] += (tier is not None) - (name in holders)
+                (holders.add if tier is not None else holders.discard)(name)
+
+
+class Ours(_Blind):
+    """The product's own code: what replicas report goes through Residency and Placer to a router's view."""
+
+    def __init__(self, replicas: Sequence[Replica], seed: int, sizes: Sequence[int], ranks: Sequence[int]) -> None:
+        super().__init__(replicas, seed)
+        by_name = {one.name: one for one in replicas}
+        self.now = 0.0
+        self.residency = Residency("simulated")
+        self.placer = Placer(
+            self.residency,
+            lambda adapter: (sizes[int(adapter)], ranks[int(adapter)]),
+            lambda replica, adapter: by_name[replica].read_ahead(int(adapter), self.now),
+        )
+        self.view = RouteView(ReplicaChooser(seed=seed))
+        self.view.chooser.set_replicas(self.names)
+        self.sequence = Counter[str]()
+        self.tokens: dict[str, Counter[str]] = {name: Counter() for name in self.names}
+        mean = sum(sizes) / len(sizes)
+        self.cpu_loras = {one.name: int(one.cpu_bytes / mean) for one in replicas}
+
+    def choose(self, request: Request, now: float) -> str:
+        adapter, arrival = str(request.adapter), request.arrival
+        chosen = self.view.chooser.rank(adapter)[0]
+        self.view.chooser.sent(adapter, chosen, arrival.num_input)
+        self.tokens[chosen][adapter] += arrival.num_input + arrival.num_output
+        return chosen
+
+    def observe(self, reports: Sequence[Report], now: float) -> None:
+        for name, load, changes in reports:
+            self.sequence[name] += 1
+            tiers = {str(adapter): tier for adapter, tier in changes}
+            first = self.sequence[name] == 1
+            report = residency.Report(
+                name, self.sequence[name], first, tiers, load, dict(self.tokens[name]), self.cpu_loras[name]
+            )
+            self.tokens[name].clear()
+            assert self.residency.accept(report)
+        self._tell_router()
+
+    def each_second(self, now: float) -> None:
+        self.now = now
+        self.placer.round(now)
+        self._tell_router()
+
+    def _tell_router(self) -> None:
+        self.view.apply(self.residency.since(self.view.epoch, self.view.version))
+
+
+class Clairvoyant(_Blind):
+    """Sees queues, slots and disks as they are. Its replicas evict by Belady's rule, knowing the arrivals to come."""
+
+    def __init__(self, replicas: Sequence[Replica], seed: int, sizes: Sequence[int]) -> None:
+        super().__init__(replicas, seed)
+        self.sizes = sizes
+
+    def choose(self, request: Request, now: float) -> str:
+        return min(self.replicas, key=lambda one: self.first_token_s(one, request, now)).name
+
+    MOVE_S = 0.05  # what displacing an adapter costs those that want it: without it p99 is worse
+
+    def first_token_s(self, replica: Replica, request: Request, now: float) -> float:
+        load, adapter = replica.load(), request.adapter
+        wait = load.queued_tokens / PREFILL_TOKENS_S + 0.5e-3 * (load.num_running + load.num_waiting)
+        tier = replica.tier(adapter)
+        if tier == "gpu":
+            return wait
+        coming = tier == "coming"
+        wait += self.sizes[adapter] / FILL_BYTES_S
+        if not coming:
+            wait += replica.slot_wait_s(now) + self.MOVE_S
+        if tier is None:
+            read = READ_BASE_S + self.sizes[adapter] / READ_BYTES_S
+            wait += (load.num_reading + (0 if coming else 2)) * read
+        return wait
+
+
+def make(name: str, replicas: Sequence[Replica], seed: int, sizes: Sequence[int], ranks: Sequence[int]) -> Arm:
+    simple: dict[str, Callable[[Sequence[Replica], int], Arm]] = {
+        "random": Random,
+        "round-robin": RoundRobin,
+        "power of two": PowerOfTwo,
+        "Ray multiplex sticky": MultiplexSticky,
+        "rendezvous only": RendezvousOnly,
+    }
+    if name in simple:
+        return simple[name](replicas, seed)
+    return Ours(replicas, seed, sizes, ranks) if name == "ours" else Clairvoyant(replicas, seed, sizes)
+
+
+ARMS = (
+    "random",
+    "round-robin",
+    "power of two",
+    "Ray multiplex sticky",
+    "rendezvous only",
+    "ours",
+    "clairvoyant",
+)

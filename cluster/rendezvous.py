@@ -1,0 +1,62 @@
+"""Rendezvous hashing: which replica a key belongs to, computed on the spot and alike in every process.
+
+Each replica draws a number for the key and the smallest wins, so that a replica that comes or goes moves only the keys
+that it wins or had won. A weight makes a replica win more or fewer of them; as it grows, keys only move towards it.
+Source: Thaler and Ravishankar 1996; weights by Schindelhauer and Schomaker 2005.
+"""
+
+# R replicas
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+_MIX_1 = np.uint64(0xFF51AFD7ED558CCD)  # MurmurHash3's 64-bit finalizer
+_MIX_2 = np.uint64(0xC4CEB9FE1A85EC53)
+_SHIFT_33 = np.uint64(33)
+_SHIFT_11 = np.uint64(11)
+
+
+def key_of(text: str) -> int:
+    """64 bits that are the same in every process, unlike hash()."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+class Rendezvous:
+    """Of a fixed set of replicas; weights are above 0."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.replicas = sorted(weights)
+        self._seed_R = np.array([key_of(one) for one in self.replicas], np.uint64)
+        self._scale_R = -1.0 / np.array([weights[one] for one in self.replicas], np.float64)
+
+    def home(self, key: int) -> int:
+        """The winner's index in `replicas`, of which there must be one at least."""
+        return int(self._draw(key).argmin())
+
+    def order(self, key: int, count: int) -> list[int]:
+        """The first `count` of them, best first."""
+        drawn_R = self._draw(key)
+        if count < len(drawn_R):
+            first = np.argpartition(drawn_R, count)[:count]
+            return [int(one) for one in first[drawn_R[first].argsort(kind="stable")]]
+        return [int(one) for one in drawn_R.argsort(kind="stable")]
+
+    def _draw(self, key: int) -> npt.NDArray[np.float64]:
+        """Exponentially distributed with the weight as the rate: the smallest is r's with probability w[r] / sum(w)."""
+        mixed_R = self._seed_R ^ np.uint64(key)
+        mixed_R ^= mixed_R >> _SHIFT_33
+        mixed_R *= _MIX_1
+        mixed_R ^= mixed_R >> _SHIFT_33
+        mixed_R *= _MIX_2
+        mixed_R ^= mixed_R >> _SHIFT_33
+        uniform_R = (mixed_R >> _SHIFT_11).astype(np.float64)
+        uniform_R += 0.5
+        uniform_R *= 2.0**-53
+        drawn_R: npt.NDArray[np.float64] = np.log(uniform_R, out=uniform_R)
+        drawn_R *= self._scale_R
+        return drawn_R

@@ -1,0 +1,243 @@
+"""Which replica holds which adapter in which tier, from the replicas' reports to every router's view.
+
+A replica numbers its reports. Most say only what changed; one that does not follow the last accepted one is answered
+with a request for a full report, and a full one comes every few seconds anyway (cluster/reporting.py). Routers poll for
+what changed since their version; one that is too far behind, or comes from another epoch, is sent everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad, Tier
+
+MAX_CHANGES = 200_000  # remembered for routers that are behind
+
+
+class Report(msgspec.Struct, frozen=True):
+    """tiers: of the adapters that changed, or of all that the replica holds. None: it holds it no more."""
+
+    replica_id: str
+    sequence: int  # counts up by one, from 1, as long as the replica's process lives
+    full: bool
+    tiers: dict[str, Tier | None]
+    load: ReplicaLoad
+    tokens: dict[str, int] = {}  # asked for, by adapter, since the last report
+    cpu_loras: int = 0  # room for so many adapters in host memory
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """Where an adapter should live; nowhere in particular while `homes` is empty."""
+
+    homes: tuple[str, ...] = ()
+    num_bytes: int = 0
+
+
+class Routes(msgspec.Struct, frozen=True):
+    """What a router did not know, or all there is. Adapters are digests; a name may stand for several, or for none."""
+
+    epoch: str
+    version: int
+    full: bool
+    tiers: list[tuple[str, str, Tier | None]]  # replica, adapter
+    loads: dict[str, ReplicaLoad | None]  # None: the replica is gone, with all that it held
+    names: dict[str, tuple[str, ...]]  # of adapters that are held or placed somewhere; nothing: route by the name
+    placed: dict[str, Placed]
+
+
+class Residency:
+    """The directory's side. Knows nothing of waiting: the directory wakes the pollers when `version` has moved."""
+
+    def __init__(self, epoch: str) -> None:
+        self.epoch = epoch
+        self.version = 0
+        self.loads: dict[str, ReplicaLoad] = {}
+        self.cpu_loras: dict[str, int] = {}
+        self.tokens: dict[str, int] = {}  # asked for, by adapter, since somebody emptied it
+        self._tiers: dict[str, dict[str, Tier]] = {}  # by replica
+        self._holders: dict[str, dict[str, Tier]] = {}  # by adapter
+        self._sequence: dict[str, int] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._names_of: dict[str, tuple[str, ...]] = {}
+        self._placed: dict[str, Placed] = {}
+        self._changes: deque[tuple[str, str, str]] = deque(maxlen=MAX_CHANGES)  # kind and key; the last is `version`
+
+    # -- replicas -------------------------------------------------------------------------------------------------
+
+    def accept(self, report: Report) -> bool:
+        """False where the reports before it are missing, so that the next one must be full. A repeated or late one
+        changes nothing."""
+        replica_id, last = report.replica_id, self._sequence.get(report.replica_id, 0)
+        if report.sequence <= last:
+            return True
+        if not report.full and (report.sequence != last + 1 or replica_id not in self.loads):
+            return False
+        self._sequence[replica_id] = report.sequence
+        self.cpu_loras[replica_id] = report.cpu_loras
+        for adapter, tokens in report.tokens.items():
+            self.tokens[adapter] = self.tokens.get(adapter, 0) + tokens
+        if self.loads.get(replica_id) != report.load:
+            self.loads[replica_id] = report.load
+            self._note("load", replica_id)
+        held = self._tiers.setdefault(replica_id, {})
+        if report.full:
+            for adapter in [one for one in held if report.tiers.get(one) is None]:
+                self._set_tier(replica_id, held, adapter, None)
+        for adapter, tier in report.tiers.items():
+            self._set_tier(replica_id, held, adapter, tier)
+        return True
+
+    def forget(self, replica_id: str) -> None:
+        """It is gone. Should it come back, it starts with a full report."""
+        if self.loads.pop(replica_id, None) is None:
+            return
+        held = self._tiers[replica_id]
+        for adapter in list(held):
+            self._set_tier(replica_id, held, adapter, None)
+        del self._sequence[replica_id], self.cpu_loras[replica_id], self._tiers[replica_id]
+        self._note("load", replica_id)
+
+    def holders(self, adapter: str) -> Mapping[str, Tier]:
+        return self._holders.get(adapter, {})
+
+    def _set_tier(self, replica_id: str, held: dict[str, Tier], adapter: str, tier: Tier | None) -> None:
+        if held.get(adapter) == tier:
+            return
+        if tier is None:
+            del held[adapter]
+            self._drop_holder(adapter, replica_id)
+        else:
+            held[adapter] = tier
+            if adapter not in self._holders:
+                self._holders[adapter] = {}
+                self._note_names(adapter)
+            self._holders[adapter][replica_id] = tier
+        self._note("tier", replica_id, adapter)
+
+    def _drop_holder(self, adapter: str, replica_id: str) -> None:
+        holders = self._holders[adapter]
+        del holders[replica_id]
+        if not holders:
+            del self._holders[adapter]
+            self._note_names(adapter)
+
+    # -- the directory itself ---------------------------------------------------------------------------------------
+
+    def set_name(self, name: str, adapters: tuple[str, ...]) -> None:
+        """What the name stands for now; nothing: it is gone."""
+        before = self._names.get(name, ())
+        if before == adapters:
+            return
+        for adapter in before:
+            others = tuple(one for one in self._names_of.pop(adapter) if one != name)
+            if others:
+                self._names_of[adapter] = others
+        for adapter in adapters:
+            self._names_of[adapter] = (*self._names_of.get(adapter, ()), name)
+        if adapters:
+            self._names[name] = adapters
+        else:
+            del self._names[name]
+        if any(self._matters(adapter) for adapter in (*before, *adapters)):
+            self._note("name", name)
+
+    def names(self, adapter: str) -> tuple[str, ...]:
+        return self._names_of.get(adapter, ())
+
+    def set_placed(self, adapter: str, placed: Placed) -> None:
+        if self._placed.get(adapter, Placed()) != placed:
+            if placed.homes:
+                self._placed[adapter] = placed
+            else:
+                del self._placed[adapter]
+            self._note("placed", adapter)
+            self._note_names(adapter)
+
+    def _matters(self, adapter: str) -> bool:
+        """To routers: they need not know of the others, which may be a million."""
+        return adapter in self._holders or adapter in self._placed
+
+    def _note_names(self, adapter: str) -> None:
+        for name in self.names(adapter):
+            self._note("name", name)
+
+    # -- routers ----------------------------------------------------------------------------------------------------
+
+    def since(self, epoch: str, version: int) -> Routes:
+        missed = self.version - version
+        if epoch != self.epoch or not 0 <= missed <= len(self._changes):
+            return self._everything()
+        routes = Routes(self.epoch, self.version, False, [], {}, {}, {})
+        for kind, key, adapter in dict.fromkeys(itertools.islice(reversed(self._changes), missed)):
+            if kind == "tier":
+                routes.tiers.append((key, adapter, self._tiers.get(key, {}).get(adapter)))
+            elif kind == "load":
+                routes.loads[key] = self.loads.get(key)
+            elif kind == "name":
+                routes.names[key] = self._told_of(key)
+            else:
+                routes.placed[key] = self._placed.get(key, Placed())
+        return routes
+
+    def _everything(self) -> Routes:
+        tiers: list[tuple[str, str, Tier | None]] = []
+        for replica_id, held in self._tiers.items():
+            tiers += [(replica_id, adapter, tier) for adapter, tier in held.items()]
+        adapters = self._holders.keys() | self._placed.keys()
+        names = {name: self._told_of(name) for adapter in adapters for name in self.names(adapter)}
+        return Routes(self.epoch, self.version, True, tiers, dict(self.loads), names, dict(self._placed))
+
+    def _told_of(self, name: str) -> tuple[str, ...]:
+        return tuple(adapter for adapter in self._names.get(name, ()) if self._matters(adapter))
+
+    def _note(self, kind: str, key: str, adapter: str = "") -> None:
+        self.version += 1
+        self._changes.append((kind, key, adapter))
+
+
+class RouteView:
+    """A router's side: brings a ReplicaChooser up to date, and knows which adapters a name stands for.
+
+    A restarted directory knows nothing at first. What a replica held before goes on counting until that directory has
+    heard of the replica.
+    """
+
+    def __init__(self, chooser: ReplicaChooser) -> None:
+        self.chooser = chooser
+        self.epoch, self.version = "", -1
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._carried: set[str] = set()  # replicas of which an earlier epoch has told
+
+    def apply(self, routes: Routes) -> None:
+        chooser = self.chooser
+        if routes.full:
+            self._carried = chooser.holding
+            chooser.clear_homes()
+            if not self._carried - routes.loads.keys():
+                self._names.clear()
+        for replica_id in self._carried & routes.loads.keys():
+            self._carried.discard(replica_id)
+            chooser.empty(replica_id)
+        for replica_id, adapter, tier in routes.tiers:
+            chooser.set_tier(replica_id, adapter, tier)
+        for replica_id, load in routes.loads.items():
+            if load is None:
+                chooser.forget(replica_id)
+            else:
+                chooser.set_load(replica_id, load)
+        for name, adapters in routes.names.items():
+            if adapters:
+                self._names[name] = adapters
+            else:
+                self._names.pop(name, None)
+        for adapter, placed in routes.placed.items():
+            chooser.set_homes(adapter, placed.homes, placed.num_bytes)
+        self.epoch, self.version = routes.epoch, routes.version
+
+    def adapter(self, name: str) -> str:
+        """The digest to route by. Of several versions behind one name the first: they share their homes' queue."""
+        return self._names.get(name, (name,))[0]

@@ -1,0 +1,208 @@
+"""Reports on their way from replicas to a router's view: lost, repeated, reordered, or to a restarted directory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lorafleet.cluster import residency as residency_module
+from lorafleet.cluster.reporting import FULL_S, Reporter, load_of, tiers_of
+from lorafleet.cluster.residency import Placed, Report, Residency, RouteView
+from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad, Tier
+from lorafleet.workers.messages import EngineStats
+
+LOAD = ReplicaLoad(free_slots=4)
+Tiers = dict[str, Tier]
+
+
+def full(replica_id: str, sequence: int, tiers: Tiers) -> Report:
+    return Report(replica_id, sequence, True, dict(tiers), LOAD)
+
+
+def change(replica_id: str, sequence: int, **tiers: Tier | None) -> Report:
+    return Report(replica_id, sequence, False, tiers, LOAD)
+
+
+class Router:
+    def __init__(self, residency: Residency, *replicas: str) -> None:
+        self.residency = residency
+        self.view = RouteView(ReplicaChooser(seed=0))
+        self.view.chooser.set_replicas(replicas)
+
+    def poll(self) -> Router:
+        self.view.apply(self.residency.since(self.view.epoch, self.view.version))
+        return self
+
+    def holds(self, replica_id: str) -> Tiers:
+        tiers = self.view.chooser._tiers
+        return {adapter: holders[replica_id] for adapter, holders in tiers.items() if replica_id in holders}
+
+
+def test_a_change_reaches_a_router_as_a_delta() -> None:
+    residency = Residency("e")
+    router = Router(residency, "a", "b")
+    residency.accept(full("a", 1, {"x": "gpu", "y": "cpu"}))
+    assert router.poll().holds("a") == {"x": "gpu", "y": "cpu"}
+    residency.accept(change("a", 2, x="cpu", y=None, z="coming"))
+    routes = residency.since("e", router.view.version)
+    assert not routes.full
+    assert len(routes.tiers) == 3
+    assert router.poll().holds("a") == {"x": "cpu", "z": "coming"}
+    assert residency.since("e", router.view.version).tiers == []
+
+
+def test_a_repeated_or_late_report_changes_nothing() -> None:
+    residency = Residency("e")
+    residency.accept(full("a", 1, {"x": "gpu"}))
+    second = Report("a", 2, False, {"x": None, "y": "gpu"}, LOAD, {"y": 100})
+    assert residency.accept(second)
+    version = residency.version
+    assert residency.accept(second)
+    assert residency.accept(full("a", 1, {"x": "gpu"}))
+    assert residency.version == version
+    assert residency.tokens == {"y": 100}
+
+
+def test_behind_a_lost_report_a_full_one_is_asked_for() -> None:
+    residency = Residency("e")
+    assert not residency.accept(change("a", 1, x="gpu")), "what it held before is not known"
+    assert residency.accept(full("a", 2, {"x": "gpu", "y": "gpu"}))
+    assert not residency.accept(change("a", 4, z="gpu"))
+    assert residency.holders("z") == {}
+    assert residency.accept(full("a", 5, {"z": "gpu"}))
+    assert residency.holders("z") == {"a": "gpu"}
+    assert residency.holders("x") == {}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_any_losses_and_repetitions_the_next_full_report_makes_it_right(seed: int) -> None:
+    rng = random.Random(seed)
+    residency, reporter = Residency("e"), Reporter("a", 8)
+    router = Router(residency, "a")
+    held: Tiers = {}
+    old: list[Report] = []
+    for now in range(200):
+        for adapter in rng.sample("uvwxyz", 2):
+            if rng.random() < 0.4:
+                held.pop(adapter, None)
+            else:
+                held[adapter] = rng.choice(("gpu", "coming", "cpu"))
+        report = reporter.next(held, LOAD, {}, float(now))
+        if report is not None:
+            old.append(report)
+            if rng.random() < 0.2:
+                reporter.want_full()  # lost on its way
+            elif not residency.accept(report):
+                reporter.want_full()
+        if rng.random() < 0.3:
+            residency.accept(rng.choice(old))
+        if rng.random() < 0.5:
+            router.poll()
+    last = reporter.next(held, LOAD, {}, 200.0 + FULL_S)
+    assert last is not None
+    assert residency.accept(last)
+    assert router.poll().holds("a") == held
+    assert {one: dict(residency.holders(one)) for one in held} == {one: {"a": tier} for one, tier in held.items()}
+
+
+def test_a_router_that_fell_behind_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency_module, "MAX_CHANGES", 10)
+    residency = Residency("e")
+    router = Router(residency, "a")
+    residency.accept(full("a", 1, {"x": "gpu", "gone": "cpu"}))
+    router.poll()
+    for i in range(10):
+        residency.accept(change("a", 2 + 2 * i, y="gpu", gone=None))
+        residency.accept(change("a", 3 + 2 * i, y="cpu"))
+    assert residency.since("e", router.view.version).full
+    assert router.poll().holds("a") == {"x": "gpu", "y": "cpu"}
+
+
+def test_a_lost_replica_holds_nothing_and_starts_anew() -> None:
+    residency = Residency("e")
+    router = Router(residency, "a", "b")
+    residency.accept(full("a", 7, {"x": "gpu"}))
+    router.poll()
+    residency.forget("a")
+    assert router.poll().holds("a") == {}
+    assert not residency.accept(change("a", 8, y="gpu"))
+    assert residency.accept(full("a", 9, {"y": "gpu"}))
+    assert router.poll().holds("a") == {"y": "gpu"}
+    residency.forget("a")
+    residency.accept(full("a", 1, {"z": "gpu"}))
+    assert router.poll().holds("a") == {"z": "gpu"}, "gone and back between two polls"
+
+
+def test_a_restarted_directory_loses_no_router_its_way_to_what_is_resident() -> None:
+    first = Residency("first")
+    first.set_name("sql", ("x",))
+    first.accept(full("a", 1, {"x": "gpu", "y": "cpu"}))
+    first.accept(full("b", 1, {"z": "gpu"}))
+    router = Router(first, "a", "b", "c").poll()
+    router.residency = second = Residency("second")
+    second.set_name("sql", ("x",))
+    router.poll()
+    assert router.view.adapter("sql") == "x"
+    assert router.view.chooser.rank("x")[0] == "a"
+    assert not second.accept(change("a", 2, y=None))
+    second.accept(full("a", 3, {"x": "gpu"}))
+    assert router.poll().holds("a") == {"x": "gpu"}
+    assert router.holds("b") == {"z": "gpu"}
+    second.accept(full("b", 9, {}))
+    assert router.poll().holds("b") == {}
+
+
+def test_names_are_told_of_what_is_held_or_placed_and_of_nothing_else() -> None:
+    residency = Residency("e")
+    for i in range(100):
+        residency.set_name(f"n{i}", (f"d{i}",))
+    router = Router(residency, "a")
+    residency.accept(full("a", 1, {"d1": "gpu"}))
+    residency.set_placed("d2", Placed(("a",), 5))
+    assert residency.since("", -1).names == {"n1": ("d1",), "n2": ("d2",)}
+    router.poll()
+    assert (router.view.adapter("n1"), router.view.adapter("n3")) == ("d1", "n3")
+    residency.set_name("n1", ("d3", "d1"))
+    residency.set_name("n2", ())
+    router.poll()
+    assert router.view.adapter("n2") == "n2"
+    assert router.view.adapter("n1") == "d1", "the version that is held somewhere"
+    residency.accept(change("a", 2, d1=None))
+    assert router.poll().view.adapter("n1") == "n1"
+
+
+def test_homes_come_and_go() -> None:
+    residency = Residency("e")
+    router = Router(residency, "a", "b")
+    residency.set_placed("x", Placed(("b",), 5))
+    assert router.poll().view.chooser._homes == {"x": ("b",)}
+    residency.set_placed("x", Placed())
+    assert router.poll().view.chooser._homes == {}
+
+
+def test_a_reporter_says_what_changed_and_nothing_when_nothing_did() -> None:
+    reporter = Reporter("a", 8)
+    first = reporter.next({"x": "gpu"}, LOAD, {}, 0.0)
+    assert first is not None
+    assert first.full
+    assert reporter.next({"x": "gpu"}, LOAD, {}, 1.0) is None
+    second = reporter.next({"y": "gpu"}, LOAD, {"y": 5}, 2.0)
+    assert second == Report("a", 2, False, {"y": "gpu", "x": None}, LOAD, {"y": 5}, 8)
+    again = reporter.next({"y": "gpu"}, LOAD, {}, FULL_S)
+    assert again is not None
+    assert again.full
+
+
+def test_the_engines_stats_become_tiers_and_a_load() -> None:
+    stats = EngineStats(
+        num_running=3,
+        num_waiting=2,
+        waiting_tokens=70,
+        lora_slots_idle=1,
+        waiting_adapters=["w", "cold", "s"],
+        resident_slots=["s"],
+        resident_cpu=["s", "w", "c"],
+    )
+    assert tiers_of(stats) == {"s": "gpu", "w": "coming", "cold": "coming", "c": "cpu"}
+    assert load_of(stats) == ReplicaLoad(3, 2, 70, num_reading=1, free_slots=-1)
