@@ -1,6 +1,7 @@
+import pytest
+
 import placement
 import placement_arms
-import pytest
 from placement_workloads import WORKLOADS, Load, draw
 from simulated_replica import STEPS_S, step_s
 
