@@ -54,9 +54,10 @@ class Nodes:
         found = [psutil.Process(pid) for pid in descendants_named(self.process.pid, name)]
         max(found, key=lambda one: sum(one.cpu_times()[:2])).kill()
 
-    def kill_node(self) -> None:
+    def order(self, line: str) -> None:
+        """See three_nodes.py."""
         assert self.process.stdin is not None
-        self.process.stdin.write("node\n")
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
 
@@ -170,7 +171,7 @@ async def load(nodes: Nodes) -> tuple[list[Answer], list[float]]:
         for at_s, kill in (
             (KILL_WORKER_S, lambda: nodes.kill_busiest("WorkerActor")),
             (KILL_DIRECTORY_S, lambda: nodes.kill_busiest("DirectoryActor")),
-            (KILL_NODE_S, nodes.kill_node),
+            (KILL_NODE_S, lambda: nodes.order("node")),
         ):
             await asyncio.sleep(at_s - (time.monotonic() - began_s))
             killed_s.append(time.monotonic() - began_s)
@@ -179,6 +180,19 @@ async def load(nodes: Nodes) -> tuple[list[Answer], list[float]]:
     async with AsyncOpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=4, timeout=60) as client:
         await asyncio.gather(trouble(), *(one_client(i, client) for i in range(CLIENTS)))
     return answers, killed_s
+
+
+def test_tensors_that_a_trainer_pushes_are_served(nodes, adapters, expected) -> None:
+    """Before anything fails; without a file that the cluster sees."""
+    nodes.order(f"push trained {adapters / 't7'}")
+    assert nodes.process.stdout.readline() == "done\n"
+
+    async def answers() -> list[Answer]:
+        async with AsyncOpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            return await asyncio.gather(*(ask(client, "trained", i % 2 == 0, 0.0) for i in range(8)))
+
+    for answer in asyncio.run(answers()):
+        assert answer.tokens == expected["t7"], answer
 
 
 @pytest.fixture(scope="module")

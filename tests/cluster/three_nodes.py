@@ -1,6 +1,7 @@
 """A program for tests: a Ray cluster of three nodes on this machine and the application on it.
 
-Says "ready" when it answers, and ends one of the nodes for each line that it reads; ends with its input.
+Says "ready" when it answers. Each line that it reads is an order: "node" ends one of the nodes, "push NAME FOLDER"
+pushes the folder's adapter as tensors, as a trainer in the cluster does. Ends with its input.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from pathlib import Path
 
 from lorafleet.cluster import serve_environment
 
@@ -23,7 +25,9 @@ def main(run_dir: str, port: int, arguments: str) -> None:
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
+    from safetensors.torch import load_file
 
+    from lorafleet.cluster.admin import get_directory
     from lorafleet.cluster.app import build
     from lorafleet.cluster.config import parse_args
 
@@ -36,9 +40,15 @@ def main(run_dir: str, port: int, arguments: str) -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
     serve.run(build(parse_args(json.loads(arguments))), name="lorafleet", route_prefix="/")
     print("ready", flush=True)
-    for _ in sys.stdin:
-        cluster.remove_node(nodes.pop(), allow_graceful=False)
-        print("removed", flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["node"]:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+            case ["push", name, folder]:
+                weights = load_file(f"{folder}/adapter_model.safetensors")
+                config = json.loads((Path(folder) / "adapter_config.json").read_text())
+                get_directory().push_tensors(name, weights, config, num_replicas=2)
+        print("done", flush=True)
     serve.shutdown()
     ray.shutdown()
     cluster.shutdown()
