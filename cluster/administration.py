@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import heapq
 import logging
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import msgspec
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.files import folder_digest, stage, stage_tensors
+from lorafleet.cluster.catalogue.files import stage, stage_tensors
 from lorafleet.cluster.catalogue.records import (
     Adapter,
     Removed,
@@ -36,6 +35,7 @@ from lorafleet.cluster.catalogue.records import (
     without_versions,
 )
 from lorafleet.cluster.directory import AdapterDirectory, OrderKind
+from lorafleet.cluster.rendezvous import Rendezvous, key_of
 from lorafleet.resolvers.source import is_uri
 from lorafleet.workers.errors import (
     AdapterChanged,
@@ -46,6 +46,7 @@ from lorafleet.workers.errors import (
     ModelNotFound,
     Overloaded,
 )
+from lorafleet.workers.lora.files import folder_digest
 from lorafleet.workers.lora.names import check_adapter_name
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
@@ -370,7 +371,7 @@ class Administration:
                 f"replicas is {count}; this cluster has {len(live)} now. Ask for 1 to {len(live)}, or add replicas.",
                 "replicas",
             )
-        return _homes(key, live)[:count]
+        return _ring(live).first(key_of(key), count)
 
     async def _order_all(
         self, kind: OrderKind, lora: LoRARequest, replicas: Iterable[str], patience_s: float = ORDER_S
@@ -387,13 +388,14 @@ class Administration:
         return [answer.result() for answer in asked.values()]
 
     def _wanted_pins(self) -> dict[tuple[str, str], LoRARequest]:
-        state, live = self._catalogue.state, self._directory.ready()
+        state, ring = self._catalogue.state, _ring(self._directory.ready())
         wanted: dict[tuple[str, str], LoRARequest] = {}
         for name in state.pinned:
             adapter = state.adapters[name]
             for number in adapter.served():
                 lora = state.request(name, adapter.version(number))
-                wanted |= {(replica, lora.digest): lora for replica in _homes(name, live)[: adapter.pinned_replicas]}
+                homes = ring.first(key_of(name), adapter.pinned_replicas)
+                wanted |= {(replica, lora.digest): lora for replica in homes}
         return wanted
 
     def _repin(self) -> None:
@@ -470,9 +472,9 @@ def _moved_unless_there(adapter: Adapter, alias: str, shares: tuple[Share, ...])
     return moved(adapter, alias, shares, time.time())
 
 
-def _homes(key: str, replicas: Iterable[str]) -> list[str]:
-    """Rendezvous hashing: every replica draws a number for the key, and keeps it when others come or go."""
-    return sorted(replicas, key=lambda replica: hashlib.blake2b(f"{key}\0{replica}".encode()).digest())
+def _ring(replicas: Iterable[str]) -> Rendezvous:
+    """Alike weights, as the routers have them: an adapter is kept where they look for it first."""
+    return Rendezvous(dict.fromkeys(replicas, 1.0))
 
 
 def _log_failure(done: asyncio.Future[AdapterInfo | None]) -> None:

@@ -41,15 +41,23 @@ class LoRAModule(BaseModel):
     base_model_name: str | None = None
 
 
+def _is_json(text: str) -> bool:
+    return text.lstrip().startswith("{")
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not valid JSON: {error}") from None
+
+
 def _parse_module(value: Any) -> Any:
     """`name=path` and JSON text as a dict; what is a dict already stays."""
     if not isinstance(value, str):
         return value
-    if value.lstrip().startswith("{"):
-        try:
-            return json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{value!r} is not valid JSON: {error}") from None
+    if _is_json(value):
+        return _parse_json(value)
     name, equals, path = value.partition("=")
     if not equals or not name or not path:
         raise ValueError(
@@ -64,11 +72,8 @@ def _parse_source(shorthand: str) -> BeforeValidator:
     def parse(value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        if value.lstrip().startswith("{"):
-            try:
-                return json.loads(value)
-            except ValueError as error:
-                raise ValueError(f"{value!r} is not valid JSON: {error}") from None
+        if _is_json(value):
+            return _parse_json(value)
         return {shorthand: [value] if shorthand == "allow" else value}
 
     return BeforeValidator(parse)

@@ -126,8 +126,7 @@ class _Placement:
     def _preferred(self, one: str) -> list[str]:
         order = self._order.get(one)
         if order is None:
-            names = self._rendezvous.replicas
-            order = [names[i] for i in self._rendezvous.order(key_of(one), 2 + 2 * self._copies[one])]
+            order = self._rendezvous.first(key_of(one), 2 + 2 * self._copies[one])
             self._order[one] = order
         held = [r for r in self._holders.get(one, ()) if r in self._replicas]
         return list(dict.fromkeys([*held, *order]))

@@ -46,6 +46,10 @@ class Rendezvous:
             return [int(one) for one in first[drawn_R[first].argsort(kind="stable")]]
         return [int(one) for one in drawn_R.argsort(kind="stable")]
 
+    def first(self, key: int, count: int) -> list[str]:
+        """order(), by name."""
+        return [self.replicas[one] for one in self.order(key, count)]
+
     def _draw(self, key: int) -> npt.NDArray[np.float64]:
         """Exponentially distributed with the weight as the rate: the smallest is r's with probability w[r] / sum(w)."""
         mixed_R = self._seed_R ^ np.uint64(key)

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.durable import sync
 from lorafleet.resolvers.locks import holding_folder, locked
 from lorafleet.workers.errors import AdapterError, AdapterTooLarge, AdapterUnavailable, ConfigError
-from lorafleet.workers.lora.files import CHUNK_BYTES, AdapterFolder, new_digest, open_weights, read_config
+from lorafleet.workers.lora.files import folder_digest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -98,17 +99,17 @@ class AdapterCache:
 
     def publish(self, draft: Path, key: str | None) -> str:
         """Makes a filled draft an adapter of the cache, for good; returns its digest. key: of its source's version."""
-        digest = digest_of_folder(draft)
+        digest = folder_digest(draft)
         for file in draft.iterdir():
-            _sync(file)
-        _sync(draft)
+            sync(file)
+        sync(draft)
         target = self._adapters / digest
         try:
             draft.rename(target)
         except OSError:
             if not target.is_dir():  # where it is, another source had the same bytes
                 raise
-        _sync(self._adapters)
+        sync(self._adapters)
         if key is not None:
             link = self._drafts / uuid.uuid4().hex
             link.symlink_to(Path("..") / "adapters" / digest)
@@ -119,7 +120,7 @@ class AdapterCache:
         """Removes an adapter whose bytes are not the ones that were written; True if they were not."""
         folder = self._adapters / digest
         try:
-            if digest_of_folder(folder) == digest:
+            if folder_digest(folder) == digest:
                 return False
         except AdapterError:
             pass
@@ -176,21 +177,6 @@ class AdapterCache:
                 link.unlink(missing_ok=True)
 
 
-def digest_of_folder(path: Path) -> str:
-    """As workers/lora/ computes it when it loads the adapter."""
-    folder = AdapterFolder.at(path)
-    config = read_config(folder)
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with open_weights(folder) as weights:
-        digest = new_digest(config, weights)
-        left = weights.size
-        while left:
-            chunk = buffer[:left]
-            weights.read_into(chunk, digest)
-            left -= len(chunk)
-    return digest.hexdigest()
-
-
 def _name(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -214,11 +200,3 @@ def _last_wanted(folder: Path) -> float:
         return folder.stat().st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

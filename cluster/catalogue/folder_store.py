@@ -12,6 +12,7 @@ import shutil
 import uuid
 from pathlib import Path
 
+from lorafleet.resolvers.durable import sync
 from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError
 
 
@@ -44,7 +45,7 @@ class FolderStore:
                 os.link(aside, target)
             except FileExistsError:
                 return False
-            _sync_folder(target.parent)
+            sync(target.parent)
             return True
         except OSError as error:
             raise _failed(f"{key} cannot be written", self.uri, error) from error
@@ -81,10 +82,10 @@ class FolderStore:
             aside.mkdir()
             for source in sorted(folder.iterdir()):
                 _copy_durably(source, aside / source.name)
-            _sync_folder(aside)
+            sync(aside)
             with contextlib.suppress(OSError):
                 aside.rename(self._files / digest)  # fails where another writer was first, with the same bytes
-            _sync_folder(self._files)
+            sync(self._files)
             if not self.has_files(digest):
                 raise StoreError(f"the files of adapter {digest[:12]} did not get into {self._files}.")
         except OSError as error:
@@ -111,28 +112,19 @@ class FolderStore:
             (self._files / digest).rename(aside)
         except FileNotFoundError:
             return
-        _sync_folder(self._files)
+        sync(self._files)
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def _make_folders(folder: Path, root: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        _sync_folder(root)
+        sync(root)
 
 
 def _copy_durably(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(target)
 
 
 def _failed(what: str, uri: str, error: OSError) -> StoreError:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from stores import stop_all
 
 Files = dict[str, bytes]
 
@@ -31,3 +33,9 @@ def read_files() -> Callable[[Path], Files]:
         return {file.name: file.read_bytes() for file in folder.iterdir()}
 
     return read
+
+
+@pytest.fixture(autouse=True)
+def stop_stores() -> Iterator[None]:
+    yield
+    stop_all()

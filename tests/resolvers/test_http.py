@@ -21,6 +21,7 @@ from lorafleet.workers.errors import (
     Forbidden,
     InvalidRequest,
 )
+from stores import kept
 
 Make = Callable[..., dict[str, bytes]]
 Read = Callable[[Path], dict[str, bytes]]
@@ -33,21 +34,6 @@ def server() -> Iterator[FileServer]:
     made = FileServer()
     yield made
     made.close()
-
-
-_stores: list[AdapterStore] = []
-
-
-@pytest.fixture(autouse=True)
-def stop_stores() -> Iterator[None]:
-    yield
-    while _stores:
-        _stores.pop().stop()
-
-
-def kept(config: SourcesConfig) -> AdapterStore:
-    _stores.append(AdapterStore(config))
-    return _stores[-1]
 
 
 def make_store(cache: Path, *allow: str, **fields: Any) -> AdapterStore:

@@ -16,6 +16,7 @@ from lorafleet.resolvers.hub import split
 from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnavailable, Forbidden, InvalidRequest
+from stores import kept
 
 Make = Callable[..., dict[str, bytes]]
 Read = Callable[[Path], dict[str, bytes]]
@@ -44,21 +45,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     made = Hub()
     yield made
     made.close()
-
-
-_stores: list[AdapterStore] = []
-
-
-@pytest.fixture(autouse=True)
-def stop_stores() -> Iterator[None]:
-    yield
-    while _stores:
-        _stores.pop().stop()
-
-
-def kept(config: SourcesConfig) -> AdapterStore:
-    _stores.append(AdapterStore(config))
-    return _stores[-1]
 
 
 def make_store(cache: Path, hub: Hub, *allow: str, **fields: Any) -> AdapterStore:

@@ -157,3 +157,23 @@ def new_digest(config: bytes, weights: OpenFile) -> hashlib._Hash:
     digest.update(len(config).to_bytes(8, "little") + config)
     digest.update(weights.name.encode() + b"\0" + weights.size.to_bytes(8, "little"))
     return digest
+
+
+def read_through(config: bytes, weights: OpenFile, copy: BinaryIO | None = None) -> str:
+    """The digest, of weights that nobody needs in memory; what is read goes into copy too."""
+    digest = new_digest(config, weights)
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    for start in range(0, weights.size, CHUNK_BYTES):
+        chunk = buffer[: weights.size - start]
+        weights.read_into(chunk, digest)
+        if copy is not None:
+            copy.write(chunk)
+    return digest.hexdigest()
+
+
+def folder_digest(path: Path) -> str:
+    """As an adapter's load computes it (model.py). Raises AdapterError."""
+    folder = AdapterFolder.at(path)
+    config = read_config(folder)
+    with open_weights(folder) as weights:
+        return read_through(config, weights)

@@ -1,0 +1,18 @@
+"""Stores that a test makes and need not stop: tests/resolvers/conftest.py stops them behind it."""
+
+from __future__ import annotations
+
+from lorafleet.resolvers.config import SourcesConfig
+from lorafleet.resolvers.store import AdapterStore
+
+_stores: list[AdapterStore] = []
+
+
+def kept(config: SourcesConfig) -> AdapterStore:
+    _stores.append(AdapterStore(config))
+    return _stores[-1]
+
+
+def stop_all() -> None:
+    while _stores:
+        _stores.pop().stop()
