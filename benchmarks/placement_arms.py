@@ -125,6 +125,7 @@ class Ours(_Blind):
         self.placer = Placer(
             self.residency,
             lambda adapter: (sizes[int(adapter)], ranks[int(adapter)]),
+            dict,
             lambda replica, adapter: by_name[replica].read_ahead(int(adapter), self.now),
         )
         self.view = RouteView(ReplicaChooser(seed=seed))
@@ -155,7 +156,8 @@ class Ours(_Blind):
 
     def each_second(self, now: float) -> None:
         self.now = now
-        self.placer.round(now)
+        for _ in self.placer.round(now):
+            pass
         self._tell_router()
 
     def _tell_router(self) -> None:

@@ -86,6 +86,7 @@ class Administration:
         self._pushing: Counter[str] = Counter()  # digests: their files are kept
         self._deleting = asyncio.Lock()  # files: no push may begin to rely on them
         directory.on_replicas = self._repin
+        directory.pins = self._pinned_at
 
     @property
     def _catalogue(self) -> Catalogue:
@@ -408,6 +409,12 @@ class Administration:
             if (replica, digest) not in self._pins:
                 self._directory.order(replica, "pin", lora).add_done_callback(_log_failure)
         self._pins = wanted
+
+    def _pinned_at(self) -> dict[str, tuple[str, ...]]:
+        pinned: dict[str, tuple[str, ...]] = {}
+        for replica, digest in self._pins:
+            pinned[digest] = (*pinned.get(digest, ()), replica)
+        return pinned
 
     async def _pinned(self, name: str) -> None:
         """Asks again for the pins of one adapter, to hear how they went."""

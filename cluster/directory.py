@@ -20,8 +20,9 @@ import msgspec
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.state import Served
-from lorafleet.cluster.placer import Placer
+from lorafleet.cluster.placer import Pins, Placer
 from lorafleet.cluster.residency import Report, Residency, Routes
+from lorafleet.cluster.slices import in_slices
 from lorafleet.workers.errors import Overloaded, WireError, from_wire
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
@@ -113,6 +114,7 @@ class AdapterDirectory:
     def __init__(self, catalogue: Catalogue, clock: Callable[[], float] = time.monotonic) -> None:
         self.catalogue = catalogue
         self.on_replicas: Callable[[], None] = lambda: None  # told when one has come or gone
+        self.pins: Pins = dict
         catalogue.on_change = self._publish
         self._clock = clock
         self._started = clock()
@@ -127,7 +129,7 @@ class AdapterDirectory:
         # Copies of an earlier process's time may still be in use by replicas that this one has not heard of.
         self._leases_until = clock() + (ACKNOWLEDGE_S if catalogue.state.adapters else 0.0)
         self._residency = Residency(self._epoch)
-        self._placer = Placer(self._residency, self._size, self._read_ahead)
+        self._placer = Placer(self._residency, self._size, lambda: self.pins(), self._read_ahead)
         for name in catalogue.state.aliases():
             self._tell_name(name)
         self._acknowledgement = asyncio.Event()
@@ -159,7 +161,11 @@ class AdapterDirectory:
             self.on_replicas()
         for replica_id in self._residency.loads.keys() - set(self.live()):
             self._residency.forget(replica_id)
-        self._placer.round(self._clock())
+        self._wake_routers()
+
+    async def place(self) -> None:
+        """One round of placement, about every ROUND_S."""
+        await in_slices(self._placer.round(self._clock()))
         self._wake_routers()
 
     # -- replicas -----------------------------------------------------------------------------------------------------

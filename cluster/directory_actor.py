@@ -22,6 +22,7 @@ from lorafleet.cluster.administration import Administration
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.directory import AdapterDirectory, Changes, Found, Progress
+from lorafleet.cluster.placer import ROUND_S
 from lorafleet.cluster.residency import Report, Routes
 from lorafleet.workers.errors import WireError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
@@ -75,11 +76,17 @@ class DirectoryActor(AdapterDirectory):
         loop = asyncio.get_event_loop()
         loop.call_soon(self._administration.resume)
         self._watchdog = loop.create_task(self._watch())
+        self._placing = loop.create_task(self._keep_placing())
 
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         """A public method of Administration."""
         assert not verb.startswith("_"), verb
         return await getattr(self._administration, verb)(**arguments)
+
+    async def _keep_placing(self) -> None:
+        while True:
+            await asyncio.sleep(ROUND_S)
+            await self.place()
 
     async def _watch(self) -> None:
         idle_s = 0.0

@@ -1,29 +1,37 @@
-"""Where each adapter should live: a pure function of demand, bytes, ranks, residency, capacity, pins and wishes.
+"""Where each adapter should live: a pure function of demand, bytes, ranks, residency, capacity and pins.
 
-Only adapters that somebody asks for, pins or wishes for are placed; the cold rest lives at its rendezvous home, which
-whoever needs it computes on the spot. A home is kept unless there is cause to leave it: its replica is gone, or holds
-more than its bound. Moves that only balance are few a round, so that loads never come as a wave.
+Only adapters that somebody asks for or pins are placed; the cold rest lives at its rendezvous home, which whoever
+needs it computes on the spot. A home is kept unless there is cause to leave it: its replica is gone, or holds more
+than its bound. Moves that only balance are few a round, so that loads never come as a wave.
 """
+
+# R replicas
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from lorafleet.cluster.rendezvous import Rendezvous, key_of
 
+STEP = 32  # adapters that are only counted, between two pauses
+
 Homes = dict[str, tuple[str, ...]]  # by adapter digest, the first home first
+Holders = Callable[[str], Iterable[str]]  # of an adapter: who has it in memory now, best tier first
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """What placement knows of one that is asked for, pinned or wished for."""
+class Adapter(NamedTuple):
+    """What placement knows of one that is asked for or pinned."""
 
     num_bytes: int
     rank: int
     demand: float = 0.0  # prompt and answer tokens a second
-    copies: int = 0  # pinned or wished for on so many replicas
+    pinned: tuple[str, ...] = ()  # replicas that keep it in a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,144 +51,183 @@ def place(
     adapters: Mapping[str, Adapter],
     replicas: Mapping[str, float],
     before: Homes,
-    holders: Mapping[str, Iterable[str]],
+    holders: Holders,
     policy: Policy = DEFAULT,
 ) -> Homes:
-    """replicas: each one's share of the work, 1 in general and less while a new one warms up. holders: who has an
-    adapter in memory now, best tier first; a home is rather chosen among them."""
-    if not replicas:
-        return {}
-    return _Placement(adapters, replicas, before, holders, policy).run()
+    """replicas: each one's share of the work, 1 in general and less while a new one warms up. A home is rather chosen
+    among the holders."""
+    placement = Placement(adapters, replicas, before, holders, policy)
+    for _ in placement.steps():
+        pass
+    return placement.homes
 
 
-class _Placement:
+class Placement:
+    """place(), for an event loop that has other things to do meanwhile."""
+
     def __init__(
         self,
         adapters: Mapping[str, Adapter],
         replicas: Mapping[str, float],
         before: Homes,
-        holders: Mapping[str, Iterable[str]],
-        policy: Policy,
+        holders: Holders,
+        policy: Policy = DEFAULT,
     ) -> None:
+        self.homes: Homes = {}
         self._adapters = adapters
-        self._replicas = replicas
+        self._before = before
         self._holders = holders
         self._policy = policy
         self._rendezvous = Rendezvous(replicas)
-        self._order: dict[str, list[str]] = {}
-        weight = sum(replicas.values())
-        self._loads = {one: a.demand * (1 + policy.rank_cost * a.rank) for one, a in adapters.items()}
-        self._fair_load = sum(self._loads.values()) / weight
-        self._homes = {one: tuple(home for home in before.get(one, ()) if home in replicas) for one in adapters}
-        self._copies = {one: self._num_copies(one, len(before.get(one, ()))) for one in adapters}
-        self._fair_bytes = sum(a.num_bytes * self._copies[one] for one, a in adapters.items()) / weight
-        self._load = dict.fromkeys(replicas, 0.0)
-        self._bytes = dict.fromkeys(replicas, 0)
+        self._names = self._rendezvous.replicas
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._weight_R = np.array([replicas[name] for name in self._names])
+        self._load_R = np.zeros(len(replicas))
+        self._bytes_R = np.zeros(len(replicas))
+        self._fair_load = 0.0
+        self._fair_bytes = 0.0
+        self._copies: dict[str, int] = {}
+        self._to_fit: list[tuple[float, str]] = []  # a heap, the hottest first
         self._moves = 0
 
-    def run(self) -> Homes:
-        for one, homes in self._homes.items():
+    def steps(self) -> Iterator[None]:
+        """Does the work; `homes` is complete at the end. Pauses after each adapter that needs a home, and after STEP
+        of those that keep theirs."""
+        if not self._names:
+            return
+        yield from self._sum_up()
+        yield from self._keep()
+        while self._to_fit:
+            self._fit(heapq.heappop(self._to_fit)[1])
+            yield
+        yield from self._balance()
+
+    def _sum_up(self) -> Iterator[None]:
+        total = 0.0
+        for at, adapter in enumerate(self._adapters.values()):
+            total += self._load(adapter)
+            if at % STEP == 0:
+                yield
+        self._fair_load = total / float(self._weight_R.sum())
+
+    def _keep(self) -> Iterator[None]:
+        """Counts the homes that stay, and notes who needs others."""
+        num_bytes = 0
+        for at, (one, adapter) in enumerate(self._adapters.items()):
+            had = self._before.get(one, ())
+            pinned = self._present(adapter.pinned)
+            homes = (*pinned, *(home for home in self._present(had) if home not in pinned))
+            copies = self._copies[one] = max(self._num_copies(adapter, len(had)), len(pinned))
+            num_bytes += adapter.num_bytes * copies
+            self.homes[one] = homes
             for home in homes:
                 self._count(one, home)
-        hottest_first = sorted(self._adapters, key=lambda one: (-self._loads[one], one))
-        for one in hottest_first:
-            self._fit(one)
-        self._balance()
-        return {one: homes for one, homes in self._homes.items() if homes}
+            if len(homes) != copies:
+                heapq.heappush(self._to_fit, (-self._load(adapter), one))
+            if at % STEP == 0:
+                yield
+        self._fair_bytes = num_bytes / float(self._weight_R.sum())
+
+    def _load(self, adapter: Adapter) -> float:
+        return adapter.demand * (1 + self._policy.rank_cost * adapter.rank)
 
     def _share(self, one: str) -> float:
-        return self._loads[one] / max(1, self._copies[one])
+        return self._load(self._adapters[one]) / self._copies[one]
 
-    def _num_copies(self, one: str, present: int) -> int:
-        adapter = self._adapters[one]
-        parts = self._loads[one] / (self._policy.split * self._fair_load) if self._fair_load else 0.0
+    def _num_copies(self, adapter: Adapter, present: int) -> int:
+        parts = self._load(adapter) / (self._policy.split * self._fair_load) if self._fair_load else 0.0
         wanted = max(1, math.ceil(parts))
         if wanted < present and parts > (present - 1) * self._policy.shrink:
             wanted = present
-        return min(max(wanted, adapter.copies), len(self._replicas))
+        return min(wanted, len(self._names))
+
+    def _present(self, homes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(home for home in homes if home in self._index)
 
     def _fit(self, one: str) -> None:
         """As many homes as it should have. A lost or first one at once, more of them as moves allow."""
-        target = self._copies[one]
-        while len(self._homes[one]) > target:
-            worst = max(self._homes[one], key=lambda home: self._relative(home))
+        target, pinned = self._copies[one], self._adapters[one].pinned
+        while len(self.homes[one]) > target:
+            worst = max((home for home in self.homes[one] if home not in pinned), key=self._excess)
             self._drop(one, worst)
-        required = max(1, min(self._adapters[one].copies, target))
-        while len(self._homes[one]) < target:
-            if len(self._homes[one]) >= required:
+        while len(self.homes[one]) < target:
+            if self.homes[one]:
                 if self._moves >= self._policy.max_moves:
                     return
                 self._moves += 1
-            home = self._choose(one)
-            self._homes[one] += (home,)
-            self._count(one, home)
+            self._add(one, self._choose(one))
 
     def _choose(self, one: str) -> str:
-        """The first that stays within its bound, of the holders and then in rendezvous order; else the least loaded."""
-        free = [r for r in self._preferred(one) if r not in self._homes[one]]
-        for replica in free:
-            if self._fits(one, replica):
+        """The first that stays within its bound, of the holders and then in rendezvous order; else the emptiest."""
+        for replica in self._preferred(one):
+            if replica not in self.homes[one] and self._fits(one, replica):
                 return replica
-        return min((r for r in self._replicas if r not in self._homes[one]), key=lambda r: (self._relative(r), r))
+        return self._emptiest(one)
 
     def _preferred(self, one: str) -> list[str]:
-        order = self._order.get(one)
-        if order is None:
-            order = self._rendezvous.first(key_of(one), 2 + 2 * self._copies[one])
-            self._order[one] = order
-        held = [r for r in self._holders.get(one, ()) if r in self._replicas]
+        order = self._rendezvous.first(key_of(one), 2 + 2 * self._copies[one])
+        held = [replica for replica in self._holders(one) if replica in self._index]
         return list(dict.fromkeys([*held, *order]))
 
+    def _emptiest(self, one: str) -> str:
+        full_R = self._load_R / max(self._fair_load, 1e-9) + self._bytes_R / max(self._fair_bytes, 1e-9)
+        full_R /= self._weight_R
+        full_R[[self._index[home] for home in self.homes[one]]] = math.inf
+        return self._names[int(full_R.argmin())]
+
     def _fits(self, one: str, replica: str) -> bool:
-        num_bytes = self._adapters[one].num_bytes
-        bound = self._policy.bound * self._replicas[replica]
-        load_after = self._load[replica] + self._share(one)
-        bytes_after = self._bytes[replica] + num_bytes
-        return (load_after <= max(bound * self._fair_load, self._share(one))) and (
-            bytes_after <= max(bound * self._fair_bytes, num_bytes)
+        at, share, num_bytes = self._index[replica], self._share(one), self._adapters[one].num_bytes
+        bound = self._policy.bound * self._weight_R[at]
+        return bool(
+            self._load_R[at] + share <= max(bound * self._fair_load, share)
+            and self._bytes_R[at] + num_bytes <= max(bound * self._fair_bytes, num_bytes)
         )
 
-    def _relative(self, replica: str) -> float:
-        return self._load[replica] / self._replicas[replica]
-
     def _count(self, one: str, home: str, sign: int = 1) -> None:
-        self._load[home] += sign * self._share(one)
-        self._bytes[home] += sign * self._adapters[one].num_bytes
+        at = self._index[home]
+        self._load_R[at] += sign * self._share(one)
+        self._bytes_R[at] += sign * self._adapters[one].num_bytes
+
+    def _add(self, one: str, home: str) -> None:
+        self.homes[one] += (home,)
+        self._count(one, home)
 
     def _drop(self, one: str, home: str) -> None:
-        self._homes[one] = tuple(h for h in self._homes[one] if h != home)
+        self.homes[one] = tuple(h for h in self.homes[one] if h != home)
         self._count(one, home, -1)
 
-    def _balance(self) -> None:
+    def _balance(self) -> Iterator[None]:
         """Replicas above `leave` give homes to those that stay below `bound`, the hottest that fit first."""
-        above = [r for r in self._replicas if self._excess(r) > 1]
-        if not above:
+        above = {name: self._excess(name) for name in self._names if self._excess(name) > 1}
+        if not above or self._moves >= self._policy.max_moves:
             return
-        hosted: dict[str, list[str]] = {r: [] for r in above}
-        for one, homes in self._homes.items():
+        hosted: dict[str, list[tuple[float, str]]] = {name: [] for name in above}
+        for at, (one, homes) in enumerate(self.homes.items()):
             for home in homes:
-                if home in hosted:
-                    hosted[home].append(one)
-        for replica in sorted(above, key=lambda r: (-self._excess(r), r)):
-            for one in sorted(hosted[replica], key=lambda a: (-self._share(a), a)):
-                if self._moves >= self._policy.max_moves or not self._overfull(replica):
-                    break
-                to = next((r for r in self._preferred(one) if r not in self._homes[one] and self._fits(one, r)), None)
-                if to is None:
-                    least = min(self._replicas, key=lambda r: (self._relative(r), r))
-                    to = least if least not in self._homes[one] and self._fits(one, least) else None
-                if to is not None:
-                    self._drop(one, replica)
-                    self._homes[one] += (to,)
-                    self._count(one, to)
-                    self._moves += 1
+                if home in hosted and home not in self._adapters[one].pinned:
+                    heapq.heappush(hosted[home], (-self._share(one), one))
+            if at % STEP == 0:
+                yield
+        for replica in sorted(above, key=lambda name: (-above[name], name)):
+            while hosted[replica] and self._excess(replica) * self._policy.leave > self._policy.bound:
+                if self._moves >= self._policy.max_moves:
+                    return
+                self._move(heapq.heappop(hosted[replica])[1], replica)
+                yield
+
+    def _move(self, one: str, replica: str) -> None:
+        """Away from that replica, if another has room for it."""
+        for to in [*self._preferred(one), self._emptiest(one)]:
+            if to not in self.homes[one] and self._fits(one, to):
+                self._drop(one, replica)
+                self._add(one, to)
+                self._moves += 1
+                return
 
     def _excess(self, replica: str) -> float:
         """Above 1 where it holds so much that homes should leave."""
-        limit = self._policy.leave * self._replicas[replica]
-        of_load = self._load[replica] / (limit * self._fair_load) if self._fair_load else 0.0
-        of_bytes = self._bytes[replica] / (limit * self._fair_bytes) if self._fair_bytes else 0.0
-        return max(of_load, of_bytes)
-
-    def _overfull(self, replica: str) -> bool:
-        return self._excess(replica) * self._policy.leave > self._policy.bound
+        at = self._index[replica]
+        limit = self._policy.leave * self._weight_R[at]
+        of_load = self._load_R[at] / (limit * self._fair_load) if self._fair_load else 0.0
+        of_bytes = self._bytes_R[at] / (limit * self._fair_bytes) if self._fair_bytes else 0.0
+        return float(max(of_load, of_bytes))

@@ -1,16 +1,19 @@
 """The directory's placement round: measures demand from the replicas' reports and says where adapters should live.
 
 Its outcome goes two ways: homes to the routers through Residency, and to replicas the adapters that they should read
-before they are asked for.
+before they are asked for. A round is an iterator of short steps, as it runs on the directory's event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import heapq
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
-from lorafleet.cluster.placement import Adapter, Homes, place
+from lorafleet.cluster.placement import STEP, Adapter, Homes, Placement
 from lorafleet.cluster.residency import Placed, Residency
-from lorafleet.cluster.routing import TYPICAL_BYTES, Tier
+from lorafleet.cluster.routing import TYPICAL_BYTES
 
 ROUND_S = 1.0
 MEMORY_S = 6.0  # demand is the mean of about so many seconds
@@ -21,48 +24,58 @@ READ_AHEAD = 4  # adapters that one replica is told to read in a round
 ROOM = 0.8  # of a replica's host memory is filled ahead
 
 Sizes = Callable[[str], tuple[int, int] | None]  # of an adapter: bytes and rank, where the catalogue knows it
+Pins = Callable[[], Mapping[str, tuple[str, ...]]]  # by adapter, the replicas that keep it in a slot
+_TIERS = ("gpu", "coming", "cpu")
+
+
+@dataclass(slots=True)
+class PlacerCounts:
+    """Since the directory's start, but for `placed`."""
+
+    placed: int = 0  # adapters that have homes now
+    moves: int = 0  # homes of adapters that had some before
+    moved_bytes: int = 0
+    reads_ahead: int = 0  # that replicas were told of
 
 
 class Placer:
     """prefetch(replica, adapter): the replica should read it, soon."""
 
-    def __init__(self, residency: Residency, sizes: Sizes, prefetch: Callable[[str, str], None]) -> None:
-        self.demand: dict[str, float] = {}  # tokens a second
-        self.wishes: dict[str, int] = {}  # adapter -> on so many replicas at least
-        self.homes: Homes = {}
-        self.num_moves = 0
+    def __init__(self, residency: Residency, sizes: Sizes, pins: Pins, prefetch: Callable[[str, str], None]) -> None:
+        self.counts = PlacerCounts()
+        self._demand: dict[str, float] = {}  # tokens a second
+        self._homes: Homes = {}
         self._residency = residency
         self._sizes = sizes
+        self._pins = pins
         self._prefetch = prefetch
         self._known_since: dict[str, float] = {}
         self._last_s: float | None = None
 
-    def round(self, now: float) -> None:
-        """Called about every ROUND_S."""
-        self._measure(now)
-        residency = self._residency
-        replicas = self._weights(now)
-        active = self.demand.keys() | self.wishes.keys()
-        adapters = {one: self._adapter(one) for one in active}
-        holders = {one: _nearest_first(residency.holders(one)) for one in active}
-        before, self.homes = self.homes, place(adapters, replicas, self.homes, holders)
-        for one in before.keys() - self.homes.keys():
-            residency.set_placed(one, Placed())
-        for one, homes in self.homes.items():
-            if before.get(one) != homes:
-                self.num_moves += one in before
-                residency.set_placed(one, Placed(homes, adapters[one].num_bytes))
-        self._read_ahead(adapters)
+    def round(self, now: float) -> Iterator[None]:
+        """Called about every ROUND_S, never while another one runs."""
+        adapters: dict[str, Adapter] = {}
+        yield from self._measure(now, adapters)
+        placement = Placement(adapters, self._weights(now), self._homes, self._holders)
+        yield from placement.steps()
+        yield from self._publish(placement.homes, adapters)
+        yield from self._read_ahead(adapters)
 
-    def _measure(self, now: float) -> None:
+    def _measure(self, now: float, adapters: dict[str, Adapter]) -> Iterator[None]:
+        """Fills `adapters` with what is to be placed."""
         elapsed = now - self._last_s if self._last_s is not None else ROUND_S
         self._last_s = now
-        keep = max(0.0, 1 - elapsed / MEMORY_S)
-        demand = {one: rate * keep for one, rate in self.demand.items()}
-        for one, tokens in self._residency.tokens.items():
-            demand[one] = demand.get(one, 0.0) + tokens / MEMORY_S
-        self._residency.tokens.clear()
-        self.demand = {one: rate for one, rate in demand.items() if rate > FORGET_TOKENS_S}
+        keep = math.exp(-elapsed / MEMORY_S)
+        tokens, pins = self._residency.take_tokens(), self._pins()
+        for at, one in enumerate(dict.fromkeys([*self._demand, *tokens, *pins])):
+            demand = keep * self._demand.pop(one, 0.0) + (1 - keep) * tokens.get(one, 0) / elapsed
+            if demand > FORGET_TOKENS_S:
+                self._demand[one] = demand
+            if demand > FORGET_TOKENS_S or one in pins:
+                num_bytes, rank = self._sizes(one) or (TYPICAL_BYTES, 16)
+                adapters[one] = Adapter(num_bytes, rank, demand, pins.get(one, ()))
+            if at % STEP == 0:
+                yield
 
     def _weights(self, now: float) -> dict[str, float]:
         """The first replicas are all alike; one that joins others starts small, and gets adapters a few at a time."""
@@ -72,30 +85,48 @@ class Placer:
         self._known_since = known
         return {one: min(1.0, max(NEW_WEIGHT, (now - since) / WARM_UP_S)) for one, since in known.items()}
 
-    def _adapter(self, one: str) -> Adapter:
-        num_bytes, rank = self._sizes(one) or (TYPICAL_BYTES, 16)
-        return Adapter(num_bytes, rank, self.demand.get(one, 0.0), self.wishes.get(one, 0))
+    def _holders(self, one: str) -> list[str]:
+        holders = self._residency.holders(one)
+        return sorted(holders, key=lambda replica: _TIERS.index(holders[replica]))
 
-    def _read_ahead(self, adapters: Mapping[str, Adapter]) -> None:
-        """Homes that do not have their adapter yet: those wished for, and second homes, as the first one is read by
-        the request that makes it one. The most asked for in proportion to its bytes first."""
+    def _publish(self, homes: Homes, adapters: Mapping[str, Adapter]) -> Iterator[None]:
+        before, self._homes = self._homes, homes
+        for at, one in enumerate(before):
+            if one not in homes:
+                self._residency.set_placed(one, Placed())
+            if at % STEP == 0:
+                yield
+        for at, (one, now_at) in enumerate(homes.items()):
+            was_at = before.get(one, ())
+            if was_at != now_at:
+                new = len(set(now_at).difference(was_at)) if was_at else 0
+                self.counts.moves += new
+                self.counts.moved_bytes += new * adapters[one].num_bytes
+                self._residency.set_placed(one, Placed(now_at, adapters[one].num_bytes))
+            if at % STEP == 0:
+                yield
+        self.counts.placed = len(homes)
+
+    def _read_ahead(self, adapters: Mapping[str, Adapter]) -> Iterator[None]:
+        """Second homes that do not have their adapter yet; the first one is read by the request that makes it one. The
+        most asked for in proportion to its bytes first."""
+        several: list[tuple[float, str]] = []
+        for at, (one, homes) in enumerate(self._homes.items()):
+            if len(homes) > 1:
+                heapq.heappush(several, (-adapters[one].demand / max(1, adapters[one].num_bytes), one))
+            if at % STEP == 0:
+                yield
         room = {one: ROOM * cpu_loras for one, cpu_loras in self._residency.cpu_loras.items()}
         told = dict.fromkeys(room, 0)
-        order = sorted(self.homes, key=lambda one: (-adapters[one].copies, -_density(adapters[one]), one))
-        for one in order:
-            homes = self.homes[one]
+        while several:
+            one = heapq.heappop(several)[1]
             holders = self._residency.holders(one)
-            for home in homes:
+            for home in self._homes[one]:
+                if home not in room:
+                    continue  # it has left during this round
                 room[home] -= 1
-                ahead = len(homes) > 1 or adapters[one].copies > 0
-                if ahead and home not in holders and room[home] >= 0 and told[home] < READ_AHEAD:
+                if home not in holders and room[home] >= 0 and told[home] < READ_AHEAD:
                     told[home] += 1
+                    self.counts.reads_ahead += 1
                     self._prefetch(home, one)
-
-
-def _density(adapter: Adapter) -> float:
-    return adapter.demand / max(1, adapter.num_bytes)
-
-
-def _nearest_first(holders: Mapping[str, Tier]) -> list[str]:
-    return sorted(holders, key=lambda one: ("gpu", "coming", "cpu").index(holders[one]))
+            yield

@@ -57,7 +57,7 @@ class Residency:
         self.version = 0
         self.loads: dict[str, ReplicaLoad] = {}
         self.cpu_loras: dict[str, int] = {}
-        self.tokens: dict[str, int] = {}  # asked for, by adapter, since somebody emptied it
+        self._tokens: dict[str, int] = {}  # asked for, by adapter, since somebody took them
         self._tiers: dict[str, dict[str, Tier]] = {}  # by replica
         self._holders: dict[str, dict[str, Tier]] = {}  # by adapter
         self._sequence: dict[str, int] = {}
@@ -79,7 +79,7 @@ class Residency:
         self._sequence[replica_id] = report.sequence
         self.cpu_loras[replica_id] = report.cpu_loras
         for adapter, tokens in report.tokens.items():
-            self.tokens[adapter] = self.tokens.get(adapter, 0) + tokens
+            self._tokens[adapter] = self._tokens.get(adapter, 0) + tokens
         if self.loads.get(replica_id) != report.load:
             self.loads[replica_id] = report.load
             self._note("load", replica_id)
@@ -100,6 +100,11 @@ class Residency:
             self._set_tier(replica_id, held, adapter, None)
         del self._sequence[replica_id], self.cpu_loras[replica_id], self._tiers[replica_id]
         self._note("load", replica_id)
+
+    def take_tokens(self) -> dict[str, int]:
+        """Asked for, by adapter, since the last call."""
+        taken, self._tokens = self._tokens, {}
+        return taken
 
     def holders(self, adapter: str) -> Mapping[str, Tier]:
         return self._holders.get(adapter, {})

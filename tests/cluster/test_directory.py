@@ -306,7 +306,7 @@ async def test_a_replica_is_ordered_to_read_an_adapter_that_needs_it_as_a_second
         read = len(second.reads)
         await directory.report(full_report("r1", {hot: "gpu"}, {hot: 100_000}))
         await directory.report(full_report("r2", {}))
-        directory.tick()
+        await directory.place()
         await asyncio.sleep(0.05)
         assert len(second.reads) == read + 1
         placed = (await directory.routes("", -1)).placed[hot]
