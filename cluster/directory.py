@@ -20,6 +20,7 @@ import msgspec
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.state import Served
+from lorafleet.cluster.directory_metrics import DirectoryCounts
 from lorafleet.cluster.placer import Pins, Placer
 from lorafleet.cluster.residency import Report, Residency, Routes
 from lorafleet.cluster.slices import in_slices
@@ -92,6 +93,7 @@ class Directory(Protocol):
     async def listed(self, epoch: str) -> list[LoRARequest]: ...
     async def report(self, report: Report) -> bool: ...
     async def routes(self, epoch: str, version: int) -> Routes: ...
+    async def counts(self) -> DirectoryCounts: ...
     async def note(self, progress: Progress) -> None: ...
 
 
@@ -282,6 +284,18 @@ class AdapterDirectory:
             if not await self._wait(self._routes_changed, deadline):
                 break
         return self._residency.since(epoch, version)
+
+    async def counts(self) -> DirectoryCounts:
+        placed = self._placer.counts
+        return DirectoryCounts(
+            adapters=len(self.catalogue.state.adapters),
+            replicas=len(self.live()),
+            placed_adapters=placed.placed,
+            homes=placed.homes,
+            moves=placed.moves,
+            moved_bytes=placed.moved_bytes,
+            reads_ahead=placed.reads_ahead,
+        )
 
     async def note(self, progress: Progress) -> None:
         self._progress.append(progress)

@@ -22,6 +22,7 @@ from lorafleet.cluster.administration import Administration
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.directory import AdapterDirectory, Changes, Found, Progress
+from lorafleet.cluster.directory_metrics import DirectoryCounts
 from lorafleet.cluster.placer import ROUND_S
 from lorafleet.cluster.residency import Report, Routes
 from lorafleet.workers.errors import WireError
@@ -159,6 +160,9 @@ class RemoteDirectory:
 
     async def routes(self, epoch: str, version: int) -> Routes:
         return await _result(self._actor.routes.remote(epoch, version))
+
+    async def counts(self) -> DirectoryCounts:
+        return await _result(self._actor.counts.remote())
 
     async def note(self, progress: Progress) -> None:
         await _result(self._actor.note.remote(progress))

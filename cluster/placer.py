@@ -30,9 +30,10 @@ _TIERS = ("gpu", "coming", "cpu")
 
 @dataclass(slots=True)
 class PlacerCounts:
-    """Since the directory's start, but for `placed`."""
+    """Since the directory's start, but for `placed` and `homes`."""
 
     placed: int = 0  # adapters that have homes now
+    homes: int = 0  # of them all together, now
     moves: int = 0  # homes of adapters that had some before
     moved_bytes: int = 0
     reads_ahead: int = 0  # that replicas were told of
@@ -96,7 +97,9 @@ class Placer:
                 self._residency.set_placed(one, Placed())
             if at % STEP == 0:
                 yield
+        num_homes = 0
         for at, (one, now_at) in enumerate(homes.items()):
+            num_homes += len(now_at)
             was_at = before.get(one, ())
             if was_at != now_at:
                 new = len(set(now_at).difference(was_at)) if was_at else 0
@@ -105,7 +108,7 @@ class Placer:
                 self._residency.set_placed(one, Placed(now_at, adapters[one].num_bytes))
             if at % STEP == 0:
                 yield
-        self.counts.placed = len(homes)
+        self.counts.placed, self.counts.homes = len(homes), num_homes
 
     def _read_ahead(self, adapters: Mapping[str, Adapter]) -> Iterator[None]:
         """Second homes that do not have their adapter yet; the first one is read by the request that makes it one. The

@@ -19,6 +19,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
+from lorafleet.cluster import directory_metrics
 from lorafleet.cluster.admin_api import admin_routes
 from lorafleet.cluster.autoscaling import load_of
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
@@ -102,7 +103,10 @@ class EngineReplica:
     async def _scrape(self) -> bytes:
         context = serve.get_replica_context()
         replicas = serve.get_deployment_handle(context.deployment, context.app_name)
-        return await scrape_all(replicas, self.render_metrics)
+        return await scrape_all(replicas, self.render_metrics, self._render_directory)
+
+    async def _render_directory(self) -> bytes:
+        return directory_metrics.render(await self._directory.counts())
 
     async def __del__(self) -> None:
         await self._stop()

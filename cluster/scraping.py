@@ -1,6 +1,7 @@
-"""The metrics of all replicas in one answer, whichever replica is asked: each has labelled its own with its id.
+"""The metrics of all replicas and of the directory in one answer, whichever replica is asked: each replica has labelled
+its own with its id.
 
-A replica that does not answer in time is missing for that scrape, and lorafleet_scrape_complete is 0 then.
+Who does not answer in time is missing for that scrape, and lorafleet_scrape_complete is 0 then.
 """
 
 from __future__ import annotations
@@ -12,22 +13,42 @@ from typing import Any
 PATIENCE_S = 5.0  # Prometheus itself waits for ten
 
 _COMPLETE = """\
-# HELP lorafleet_scrape_complete Whether every replica answered this scrape: 1, else 0.
+# HELP lorafleet_scrape_complete Whether every replica and the directory answered this scrape: 1, else 0.
 # TYPE lorafleet_scrape_complete gauge
 lorafleet_scrape_complete {}
 """
 
 
-async def scrape_all(replicas: Any, render_own: Callable[[], Awaitable[bytes]]) -> bytes:
-    """replicas: a handle whose deployment has render_metrics(). render_own: this replica's, which is all there is where
-    one of the others is silent."""
-    try:
-        answers = await replicas.broadcast("render_metrics").results_async(timeout_s=PATIENCE_S, return_exceptions=True)
-    except TimeoutError:
-        answers = [await render_own(), TimeoutError()]
+Render = Callable[[], Awaitable[bytes]]
+
+
+async def scrape_all(replicas: Any, render_own: Render, render_directory: Render) -> bytes:
+    """replicas: a handle whose deployment has render_metrics(). render_own: this replica's, which is all that there is
+    of replicas where one of the others is silent."""
+    of_replicas, of_directory = await asyncio.gather(
+        _of_replicas(replicas, render_own), _of_directory(render_directory)
+    )
+    answers = [*of_replicas, of_directory]
     texts = [answer for answer in answers if isinstance(answer, bytes)]
     merged = await asyncio.to_thread(merge, texts)
     return merged + _COMPLETE.format(int(len(texts) == len(answers))).encode()
+
+
+async def _of_replicas(replicas: Any, render_own: Render) -> list[Any]:
+    try:
+        answers: list[Any] = await replicas.broadcast("render_metrics").results_async(
+            timeout_s=PATIENCE_S, return_exceptions=True
+        )
+    except TimeoutError:
+        return [await render_own(), TimeoutError()]
+    return answers
+
+
+async def _of_directory(render: Render) -> bytes | Exception:
+    try:
+        return await asyncio.wait_for(render(), PATIENCE_S)
+    except Exception as error:  # it is being restarted
+        return error
 
 
 def merge(texts: Iterable[bytes]) -> bytes:

@@ -364,6 +364,7 @@ def test_health_version_and_metrics(http, client):
     greedy(client)
     text = http.get("/metrics").text
     assert "vllm:num_requests_running{" in text and "lorafleet_scrape_complete 1" in text
+    assert "\nlorafleet_directory_adapters " in text
 
 
 # -- adapters at run time -----------------------------------------------------------------------------------------

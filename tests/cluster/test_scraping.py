@@ -3,11 +3,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorafleet.cluster.directory_metrics import DirectoryCounts, render
 from lorafleet.cluster.scraping import merge, scrape_all
 from lorafleet.workers.messages import EngineStats
 from lorafleet.workers.openai.metrics import Metrics, Stopwatch, text_of
+
+COUNTS = DirectoryCounts(5, 2, 3, 4, 6, 7_000_000, 1)
 
 
 def rendered(replica: str, adapter: str) -> bytes:
@@ -61,8 +65,11 @@ async def test_a_scrape_says_when_a_replica_is_missing() -> None:
     async def own() -> bytes:
         return one
 
+    async def directory() -> bytes:
+        return render(COUNTS)
+
     async def complete(handle: Replicas) -> tuple[float, set[str]]:
-        found = samples(await scrape_all(handle, own))
+        found = samples(await scrape_all(handle, own, directory))
         running = found["vllm:num_requests_running"]
         [value] = found["lorafleet_scrape_complete"].values()
         return value, {name.split("'")[3] for name in running}
@@ -70,3 +77,26 @@ async def test_a_scrape_says_when_a_replica_is_missing() -> None:
     assert await complete(Replicas(one, two)) == (1.0, {"r1", "r2"})
     assert await complete(Replicas(one, RuntimeError("gone"))) == (0.0, {"r1"})
     assert await complete(Replicas(silent=True)) == (0.0, {"r1"})
+
+
+async def test_the_directory_is_part_of_the_scrape_and_missed_where_it_is_silent() -> None:
+    one = rendered("r1", "sql")
+
+    async def own() -> bytes:
+        return one
+
+    async def answers() -> bytes:
+        return render(COUNTS)
+
+    async def fails() -> bytes:
+        raise ConnectionError("it is being restarted")
+
+    found = samples(await scrape_all(Replicas(one), own, answers))
+    shown = {name.removeprefix("lorafleet_directory_"): list(values.values()) for name, values in found.items()}
+    for field in msgspec.structs.fields(DirectoryCounts):
+        assert shown[field.name][0] == getattr(COUNTS, field.name)
+    assert list(found["lorafleet_scrape_complete"].values()) == [1.0]
+    found = samples(await scrape_all(Replicas(one), own, fails))
+    assert list(found["lorafleet_scrape_complete"].values()) == [0.0]
+    assert "lorafleet_directory_adapters" not in found
+    assert "vllm:num_requests_running" in found

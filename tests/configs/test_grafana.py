@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lorafleet.cluster.directory_metrics import DirectoryCounts, render
 from lorafleet.cluster.scraping import scrape_all
 from lorafleet.resolvers.cache import AdapterCache
 from lorafleet.resolvers.fetch_metrics import FetchMetrics
@@ -54,7 +55,10 @@ async def shown(cache_dir: Path) -> tuple[set[str], set[str]]:
     async def none() -> bytes:
         raise AssertionError
 
-    text = (await scrape_all(OneReplica(await metrics.render()), none)).decode()
+    async def directory() -> bytes:
+        return render(DirectoryCounts(5, 2, 3, 4, 6, 7_000_000, 1))
+
+    text = (await scrape_all(OneReplica(await metrics.render()), none, directory)).decode()
     types = re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M)
     names = {name.removesuffix("_total") + suffix for name, kind in types for suffix in SUFFIXES[kind]}
     return names, set(re.findall(r'(\w+)="', text)) | FROM_PROMETHEUS
