@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 import uuid
 from collections import deque
@@ -34,8 +35,10 @@ HOLD_S = 1.0
 LEASE_S = 4.0
 ACKNOWLEDGE_S = 5.0
 FORGET_S = 60.0  # a replica that was silent for this long is gone without having said so
+HAND_OVER_S = 10.0  # how long a replica that Serve stops waits for others to read what only it holds
 MAX_CHANGES = 100_000  # remembered for replicas that are behind; who is further behind joins again
 
+logger = logging.getLogger("lorafleet.cluster")
 
 OrderKind = Literal["load", "pin", "unpin", "drop"]
 
@@ -84,6 +87,7 @@ class Directory(Protocol):
         self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
     ) -> Changes: ...
     async def leave(self, replica_id: str) -> None: ...
+    async def drain(self, replica_id: str) -> None: ...
     async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes: ...
     async def done(
         self, replica_id: str, epoch: str, order: int, info: AdapterInfo | None, error: WireError | None
@@ -127,6 +131,8 @@ class AdapterDirectory:
         self._found: dict[str, LoRARequest] = {}
         self._replicas: dict[str, _Replica] = {}
         self._live_before: set[str] = set()
+        self._placing_now = asyncio.Lock()
+        self._draining: dict[str, tuple[float, asyncio.Task[None]]] = {}  # since when, and what is handed over
         self._order_numbers = itertools.count(1)
         # Copies of an earlier process's time may still be in use by replicas that this one has not heard of.
         self._leases_until = clock() + (ACKNOWLEDGE_S if catalogue.state.adapters else 0.0)
@@ -147,7 +153,8 @@ class AdapterDirectory:
         return [name for name, one in self._replicas.items() if self._clock() - one.seen < ACKNOWLEDGE_S + HOLD_S]
 
     def ready(self) -> list[str]:
-        return [name for name in self.live() if self._replicas[name].ready]
+        """Those that can be given something to keep."""
+        return [name for name in self.live() if self._replicas[name].ready and name not in self._draining]
 
     async def wait_for_ready(self, count: int) -> list[str]:
         """Those that are ready; gives a restarted directory's replicas time to come back to it."""
@@ -156,7 +163,10 @@ class AdapterDirectory:
         return self.ready()
 
     def tick(self) -> None:
-        """Called every second: a replica that fell silent counts as gone."""
+        """Called every second: a replica that fell silent counts as gone, and one that still lives long after it was
+        said to go as not stopped after all."""
+        for replica_id in [one for one, (since, _) in self._draining.items() if self._clock() - since > FORGET_S]:
+            self._end_draining(replica_id)
         live = set(self.ready())
         if live != self._live_before:
             self._live_before = live
@@ -167,7 +177,8 @@ class AdapterDirectory:
 
     async def place(self) -> None:
         """One round of placement, about every ROUND_S."""
-        await in_slices(self._placer.round(self._clock()))
+        async with self._placing_now:
+            await in_slices(self._placer.round(self._clock()))
         self._wake_routers()
 
     # -- replicas -----------------------------------------------------------------------------------------------------
@@ -195,6 +206,18 @@ class AdapterDirectory:
 
     async def leave(self, replica_id: str) -> None:
         self._forget(replica_id)
+
+    async def drain(self, replica_id: str) -> None:
+        """Serve sends it no more requests: a router says so at once, the replica itself when it has answered those it
+        had. Returns when others hold what is asked for and was only there, or HAND_OVER_S after the first call."""
+        if replica_id not in self._replicas:
+            return
+        if replica_id not in self._draining:
+            self._placer.leaves(replica_id)
+            task = asyncio.get_running_loop().create_task(self._hand_over(replica_id))
+            self._draining[replica_id] = self._clock(), task
+            self.on_replicas()
+        await asyncio.wait([self._draining[replica_id][1]])
 
     async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
         """Acknowledges `version`; returns as soon as there is another one or an order behind `order`, or after
@@ -322,9 +345,28 @@ class AdapterDirectory:
             if not answer.done():
                 answer.set_exception(Overloaded(f"replica {replica_id} has left the cluster."))
         self._residency.forget(replica_id)
+        self._end_draining(replica_id)
         self._wake_writers()
         self._wake_routers()
         self.on_replicas()
+
+    async def _hand_over(self, replica_id: str) -> None:
+        await self.place()
+        orders = [self._read_ahead(*one) for one in self._placer.orphans(replica_id)]
+        asked = [order for order in orders if order is not None]
+        done, left = await asyncio.wait(asked, timeout=HAND_OVER_S) if asked else (set(), set())
+        failed = sum(1 for order in done if order.exception() is not None)
+        logger.info(
+            "replica %s goes: of %d adapters handed over, %d failed and %d are late",
+            replica_id,
+            len(asked),
+            failed,
+            len(left),
+        )
+
+    def _end_draining(self, replica_id: str) -> None:
+        self._draining.pop(replica_id, None)
+        self._placer.stays(replica_id)
 
     def served(self, name: str) -> Served | None:
         since = self._since.get(name, 0)
@@ -379,12 +421,13 @@ class AdapterDirectory:
                     return version.num_bytes, version.rank
         return None
 
-    def _read_ahead(self, replica_id: str, digest: str) -> None:
+    def _read_ahead(self, replica_id: str, digest: str) -> asyncio.Future[AdapterInfo | None] | None:
+        """None where it cannot."""
         if replica_id not in self.ready():
-            return
+            return None
         for name in self._residency.names(digest):
             served = self.served(name)
             for lora in served.loras if served is not None else ():
                 if lora.digest == digest:
-                    self.order(replica_id, "load", lora)
-                    return
+                    return self.order(replica_id, "load", lora)
+        return None

@@ -135,6 +135,9 @@ class RemoteDirectory:
     async def leave(self, replica_id: str) -> None:
         await _result(self._actor.leave.remote(replica_id))
 
+    async def drain(self, replica_id: str) -> None:
+        await _result(self._actor.drain.remote(replica_id))
+
     async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
         return await _result(self._actor.watch.remote(replica_id, epoch, version, order))
 

@@ -23,6 +23,7 @@ NEW_WEIGHT = 0.1
 READ_AHEAD = 4  # adapters that one replica is told to read in a round
 ROOM = 0.8  # of a replica's host memory is filled ahead
 
+Prefetch = Callable[[str, str], object]
 Sizes = Callable[[str], tuple[int, int] | None]  # of an adapter: bytes and rank, where the catalogue knows it
 Pins = Callable[[], Mapping[str, tuple[str, ...]]]  # by adapter, the replicas that keep it in a slot
 _TIERS = ("gpu", "coming", "cpu")
@@ -42,7 +43,7 @@ class PlacerCounts:
 class Placer:
     """prefetch(replica, adapter): the replica should read it, soon."""
 
-    def __init__(self, residency: Residency, sizes: Sizes, pins: Pins, prefetch: Callable[[str, str], None]) -> None:
+    def __init__(self, residency: Residency, sizes: Sizes, pins: Pins, prefetch: Prefetch) -> None:
         self.counts = PlacerCounts()
         self._demand: dict[str, float] = {}  # tokens a second
         self._homes: Homes = {}
@@ -51,6 +52,7 @@ class Placer:
         self._pins = pins
         self._prefetch = prefetch
         self._known_since: dict[str, float] = {}
+        self._leaving: set[str] = set()  # nothing is placed there
         self._last_s: float | None = None
 
     def round(self, now: float) -> Iterator[None]:
@@ -61,6 +63,34 @@ class Placer:
         yield from placement.steps()
         yield from self._publish(placement.homes, adapters)
         yield from self._read_ahead(adapters)
+
+    def leaves(self, replica_id: str) -> None:
+        """From the next round on its homes are elsewhere."""
+        self._leaving.add(replica_id)
+
+    def stays(self, replica_id: str) -> None:
+        """It was not stopped after all, or is gone by now."""
+        self._leaving.discard(replica_id)
+
+    def orphans(self, replica_id: str) -> list[tuple[str, str]]:
+        """After leaves() and a round: (home, adapter) of what is asked for and nobody else holds; the most asked for
+        in proportion to its bytes first, as far as the homes have room."""
+        residency, found = self._residency, []
+        hot = [one for one in residency.held(replica_id) if one in self._homes]
+        room: dict[str, float] = {}
+        for one in sorted(hot, key=self._density, reverse=True):
+            home = self._homes[one][0]
+            if home not in room:
+                kept = sum(1 for other in residency.held(home) if home in self._homes.get(other, ()))
+                room[home] = ROOM * residency.cpu_loras.get(home, 0) - kept
+            if room[home] >= 1 and not residency.holders(one).keys() - self._leaving:
+                room[home] -= 1
+                found.append((home, one))
+        return found
+
+    def _density(self, one: str) -> float:
+        num_bytes, _ = self._sizes(one) or (TYPICAL_BYTES, 16)
+        return self._demand.get(one, 0.0) / max(1, num_bytes)
 
     def _measure(self, now: float, adapters: dict[str, Adapter]) -> Iterator[None]:
         """Fills `adapters` with what is to be placed."""
@@ -80,7 +110,7 @@ class Placer:
 
     def _weights(self, now: float) -> dict[str, float]:
         """The first replicas are all alike; one that joins others starts small, and gets adapters a few at a time."""
-        present = self._residency.loads
+        present = self._residency.loads.keys() - self._leaving
         first = not self._known_since
         known = {one: self._known_since.get(one, now - WARM_UP_S * first) for one in present}
         self._known_since = known

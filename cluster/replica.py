@@ -25,7 +25,7 @@ from lorafleet.cluster.autoscaling import load_of
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
 from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.config import AppArgs, LoRAModule
-from lorafleet.cluster.directory import Order
+from lorafleet.cluster.directory import HAND_OVER_S, Order
 from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.front import make_front, make_resolver
 from lorafleet.cluster.membership import Membership
@@ -109,7 +109,18 @@ class EngineReplica:
         return directory_metrics.render(await self._directory.counts())
 
     async def __del__(self) -> None:
+        """Serve calls this when it stops the replica, once its requests are answered."""
+        await self._hand_over()
         await self._stop()
+
+    async def _hand_over(self) -> None:
+        """To the other replicas, what is asked for and only here."""
+        if self._engine is None or self._engine.dead is not None:
+            return
+        try:
+            await asyncio.wait_for(self._directory.drain(self._replica_id), HAND_OVER_S)
+        except Exception as error:  # it goes all the same
+            logger.warning("replica %s leaves without handing over: %r", self._replica_id, error)
 
     async def _start(self) -> FastAPI:
         started = time.monotonic()

@@ -109,6 +109,9 @@ class Residency:
     def holders(self, adapter: str) -> Mapping[str, Tier]:
         return self._holders.get(adapter, {})
 
+    def held(self, replica_id: str) -> Mapping[str, Tier]:
+        return self._tiers.get(replica_id, {})
+
     def _set_tier(self, replica_id: str, held: dict[str, Tier], adapter: str, tier: Tier | None) -> None:
         if held.get(adapter) == tier:
             return

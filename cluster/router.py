@@ -36,11 +36,17 @@ class AffinityRouter(RequestRouter):
         self._view = RouteView(ReplicaChooser())
         self._by_id: dict[str, RunningReplica] = {}
         self._following: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._by_id = {replica.replica_id.unique_id: replica for replica in replicas}
+        before, self._by_id = self._by_id, {replica.replica_id.unique_id: replica for replica in replicas}
         self._view.chooser.set_replicas(self._by_id)
+        if self._following is not None:
+            for replica_id in before.keys() - self._by_id.keys():
+                task = self._event_loop.create_task(self._say_that_it_goes(replica_id))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -56,6 +62,13 @@ class AffinityRouter(RequestRouter):
         if ranked:
             chooser.sent(adapter, ranked[0], route.num_tokens, route.prefix)
         return [[self._by_id[replica_id]] for replica_id in ranked]
+
+    async def _say_that_it_goes(self, replica_id: str) -> None:
+        """Its adapters must be elsewhere before the requests for them are."""
+        try:
+            await get_or_create(self._directory).drain(replica_id)
+        except Exception as error:  # the replica says it again
+            logger.warning("the directory does not hear that replica %s goes: %r", replica_id, error)
 
     async def _follow_directory(self) -> None:
         while True:

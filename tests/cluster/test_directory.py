@@ -311,3 +311,80 @@ async def test_a_replica_is_ordered_to_read_an_adapter_that_needs_it_as_a_second
         assert len(second.reads) == read + 1
         placed = (await directory.routes("", -1)).placed[hot]
         assert placed.homes == ("r1", "r2")
+
+
+async def test_what_only_a_leaving_replica_holds_of_what_is_asked_for_is_read_elsewhere_before_it_goes(
+    catalogue: Catalogue, make: Make
+) -> None:
+    directory = AdapterDirectory(catalogue)
+    engines = {name: Engine() for name in ("r1", "r2", "r3")}
+    async with (
+        replica(directory, "r1", engines["r1"]) as one,
+        replica(directory, "r2", engines["r2"]),
+        replica(directory, "r3", engines["r3"]),
+    ):
+        names = ["lone", "shared", "cold", *(f"busy{i}" for i in range(6))]
+        lone, shared, cold, *busy = [(await one.add(name, make(name), load_inplace=False)).digest for name in names]
+        everywhere = dict.fromkeys(busy, "gpu")
+        asked = dict.fromkeys([lone, shared, *busy], 100)
+        await directory.report(full_report("r1", {lone: "gpu", shared: "gpu", cold: "cpu", **everywhere}, asked))
+        await directory.report(full_report("r2", {shared: "cpu", **everywhere}))
+        await directory.report(full_report("r3", everywhere))
+        await directory.place()
+        for engine in engines.values():
+            engine.reads.clear()
+        await asyncio.gather(directory.drain("r1"), directory.drain("r1"))
+        assert [Path(read).name for read in engines["r2"].reads + engines["r3"].reads] == [lone]
+        assert engines["r1"].reads == []
+        [home] = (await directory.routes("", -1)).placed[lone].homes
+        assert engines[home].reads, "it is read where requests will be sent"
+
+
+async def test_a_leaving_replica_is_given_nothing_more_but_one_that_was_not_stopped_is(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = AdapterDirectory(catalogue)
+    async with replica(directory, "r1", Engine()), replica(directory, "r2", Engine()):
+        await directory.drain("r1")
+        assert directory.ready() == ["r2"]
+        directory.tick()
+        assert directory.ready() == ["r2"]
+        monkeypatch.setattr(directory_module, "FORGET_S", 0.0)
+        await asyncio.sleep(0.01)
+        directory.tick()
+        assert directory.ready() == ["r1", "r2"]
+
+
+async def test_handing_over_is_bounded_in_time_and_by_the_room_of_those_that_stay(
+    catalogue: Catalogue, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "HAND_OVER_S", 0.2)
+    directory, slow = AdapterDirectory(catalogue), Engine()
+    async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", slow):
+        digests = [(await one.add(f"t{i}", make(f"t{i}"), load_inplace=False)).digest for i in range(12)]
+        tokens = {digest: 1000 - i for i, digest in enumerate(digests)}
+        await directory.report(full_report("r1", dict.fromkeys(digests, "cpu"), tokens))
+        await directory.report(full_report("r2", {}))
+        slow.reads.clear()
+        stuck = asyncio.Event()
+
+        async def load_adapter(lora: LoRARequest) -> AdapterInfo:
+            slow.reads.append(lora.lora_path)
+            await stuck.wait()
+            return AdapterInfo(lora.digest, 8, 1, [])
+
+        monkeypatch.setattr(slow, "load_adapter", load_adapter)
+        started = asyncio.get_running_loop().time()
+        await directory.drain("r1")
+        assert 0.1 < asyncio.get_running_loop().time() - started < 2
+        assert [Path(read).name for read in slow.reads] == digests[:6], "the hottest, into four fifths of eight places"
+        stuck.set()
+
+
+async def test_the_last_replica_goes_at_once(catalogue: Catalogue, make: Make) -> None:
+    directory = AdapterDirectory(catalogue)
+    async with replica(directory, "r1", Engine()) as one:
+        digest = (await one.add("x", make("x"), load_inplace=False)).digest
+        await directory.report(full_report("r1", {digest: "gpu"}, {digest: 1000}))
+        await asyncio.wait_for(directory.drain("r1"), 1)
+        await asyncio.wait_for(directory.drain("nobody"), 1)

@@ -6,24 +6,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from openai import AsyncOpenAI
 from safetensors.torch import save_file
 
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
-from tests.cluster.harness import START_S, descendants_named, free_port
+from tests.cluster.nodes import Nodes, running_nodes
 
 pytestmark = pytest.mark.timeout(900)
 NUM_ADAPTERS = int(os.environ.get("FAILING_NODES_ADAPTERS", "500"))
@@ -42,23 +37,6 @@ class Answer:
     tokens: list[int]
     error: str | None
     ended_s: float  # since the load began
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    url: str
-    process: subprocess.Popen[str]
-
-    def kill_busiest(self, name: str) -> None:
-        """The one that has computed most."""
-        found = [psutil.Process(pid) for pid in descendants_named(self.process.pid, name)]
-        max(found, key=lambda one: sum(one.cpu_times()[:2])).kill()
-
-    def order(self, line: str) -> None:
-        """See three_nodes.py."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +78,6 @@ def expected(tiny_model: Path, adapters: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def nodes(tiny_model: Path, adapters: Path, expected: object) -> Iterator[Nodes]:  # noqa: ARG001  the CPUs are few
-    run_dir, port = tempfile.mkdtemp(prefix="lf-", dir="/tmp"), free_port()
     arguments = {
         "model": str(tiny_model),
         "served_model_name": "base",
@@ -113,29 +90,8 @@ def nodes(tiny_model: Path, adapters: Path, expected: object) -> Iterator[Nodes]
         "kv_cache_tokens": 4096,
         "lora_resolver_dir": str(adapters),
     }
-    program = Path(__file__).with_name("three_nodes.py")
-    process = subprocess.Popen(
-        [sys.executable, program, run_dir, str(port), json.dumps(arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        deadline_s = time.monotonic() + START_S
-        while process.stdout.readline() != "ready\n":
-            assert process.poll() is None and time.monotonic() < deadline_s
-        yield Nodes(f"http://127.0.0.1:{port}", process)
-        process.stdin.close()
-        process.wait(60)
-    finally:
-        for one in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            one.kill()
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        shutil.rmtree(run_dir, ignore_errors=True)
+    with running_nodes(arguments) as started:
+        yield started
 
 
 async def ask(client: AsyncOpenAI, adapter: str, streamed: bool, began_s: float) -> Answer:
@@ -175,7 +131,7 @@ async def load(nodes: Nodes) -> tuple[list[Answer], list[float]]:
         ):
             await asyncio.sleep(at_s - (time.monotonic() - began_s))
             killed_s.append(time.monotonic() - began_s)
-            kill()
+            await asyncio.to_thread(kill)
 
     async with AsyncOpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=4, timeout=60) as client:
         await asyncio.gather(trouble(), *(one_client(i, client) for i in range(CLIENTS)))
@@ -185,7 +141,6 @@ async def load(nodes: Nodes) -> tuple[list[Answer], list[float]]:
 def test_tensors_that_a_trainer_pushes_are_served(nodes, adapters, expected) -> None:
     """Before anything fails; without a file that the cluster sees."""
     nodes.order(f"push trained {adapters / 't7'}")
-    assert nodes.process.stdout.readline() == "done\n"
 
     async def answers() -> list[Answer]:
         async with AsyncOpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=0, timeout=60) as client:

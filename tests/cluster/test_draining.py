@@ -1,0 +1,90 @@
+"""A replica that Serve stops leaves its hot adapters to those that stay."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cluster.harness import descendants_named
+from tests.cluster.nodes import Nodes, running_nodes
+
+pytestmark = pytest.mark.timeout(600)
+NAMES = [f"t{i}" for i in range(12)]
+
+
+@pytest.fixture
+def nodes(tiny_model: Path, tmp_path: Path) -> Iterator[Nodes]:
+    """Two replicas, and adapters that are read when they are asked for."""
+    for i, name in enumerate(NAMES):
+        shutil.copytree(tiny_model.parent / "a0", tmp_path / name)
+        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 8 + i}))
+    arguments = {
+        "model": str(tiny_model),
+        "served_model_name": "base",
+        "num_replicas": 2,
+        "device": "cpu",
+        "num_cpus": 1,
+        "cpu_threads": 1,
+        "max_loras": 4,
+        "max_cpu_loras": 32,
+        "kv_cache_tokens": 4096,
+        "lora_resolver_dir": str(tmp_path),
+    }
+    with running_nodes(arguments) as started:
+        yield started
+
+
+def held(nodes: Nodes) -> dict[str, set[str]]:
+    """Adapters by replica, as the directory knows it."""
+    found: dict[str, set[str]] = {}
+    for replica, adapter, _ in nodes.order("residency"):
+        found.setdefault(replica, set()).add(adapter)
+    return found
+
+
+def reads(nodes: Nodes) -> float:
+    """Sequences that came before their adapter was in memory."""
+    samples = [
+        one
+        for family in text_string_to_metric_families(httpx.get(f"{nodes.url}/metrics").text)
+        for one in family.samples
+    ]
+    return sum(
+        one.value for one in samples if one.name == "lorafleet_adapter_hits_total" and one.labels["tier"] == "disk"
+    )
+
+
+def test_what_only_the_stopped_replica_held_is_at_the_other_before_it_is_asked_for(nodes: Nodes) -> None:
+    with httpx.Client(base_url=nodes.url, timeout=60) as client:
+
+        def ask(name: str) -> None:
+            body = {"model": name, "prompt": "hello", "max_tokens": 32, "ignore_eos": True}
+            assert client.post("/v1/completions", json=body).status_code == 200
+
+        for name in NAMES * 2:
+            ask(name)
+        deadline = time.monotonic() + 10
+        while len(before := held(nodes)) < 2 or len(set.union(*before.values())) < len(NAMES):
+            assert time.monotonic() < deadline, before
+            time.sleep(0.1)
+        one, other = before.values()
+        assert one - other and other - one, "whichever goes, it has something that the other lacks"
+        nodes.order("scale 1")
+        while len(descendants_named(nodes.process.pid, "WorkerActor")) > 1:
+            assert time.monotonic() < deadline + 40
+            time.sleep(0.1)
+        while set(held(nodes)) - before.keys() or held(nodes).popitem()[1] != one | other:  # reports come every second
+            assert time.monotonic() < deadline + 40, held(nodes)
+            time.sleep(0.1)
+        read = reads(nodes)
+        for name in NAMES:
+            ask(name)
+        assert reads(nodes) == read
