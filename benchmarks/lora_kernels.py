@@ -33,7 +33,7 @@ from lorafleet.kernels.decoder_stack import (
 )
 from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora import linear_with_lora
-from lorafleet.kernels.lora_batch import LoRABatch
+from lorafleet.kernels.lora_batch import PREFILL_TILE_TOKENS, TILE_TOKENS, LoRABatch
 
 LORA_DTYPES = {"bf16": DTYPE, "fp8": FP8}
 
@@ -50,9 +50,13 @@ class Case:
         return [self.ranks[i % len(self.ranks)] for i in range(MAX_SLOTS)]
 
     @property
+    def is_prefill(self) -> bool:
+        return self.num_tokens > 1024
+
+    @property
     def slot_of_token(self) -> list[int]:
         """Decode: adapters take turns, as requests arrive. Prefill: one after another."""
-        if self.num_tokens > 1024:
+        if self.is_prefill:
             return [t * self.num_adapters // self.num_tokens for t in range(self.num_tokens)]
         return [t % self.num_adapters for t in range(self.num_tokens)]
 
@@ -99,12 +103,13 @@ def check(stack: Stack, case: Case, x_of_size: dict[int, Tensor], batch: LoRABat
 def measure(stack: Stack, case: Case, bandwidth: float) -> dict[str, float | str]:
     stack.load(case.rank_of_slot)
     x_of_size = stack.inputs(case.num_tokens)
-    batch = smallest_batch(case.slot_of_token, case.rank_of_slot, stack.tables)
+    tile_tokens = PREFILL_TILE_TOKENS if case.is_prefill else TILE_TOKENS
+    batch = smallest_batch(case.slot_of_token, case.rank_of_slot, stack.tables, tile_tokens)
     graphs = {
         "base": captured(lambda: stack.base(x_of_size)),
         "lora": captured(lambda: stack.with_lora(x_of_size, batch)),
     }
-    ms = medians(graphs, 7 if case.num_tokens > 1024 else 21)
+    ms = medians(graphs, 7 if case.is_prefill else 21)
     floor = case.adapter_bytes(stack.lora_dtype) * stack.num_layers / bandwidth * 1e3
     return {
         "case": case.name,

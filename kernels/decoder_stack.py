@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora import linear_with_lora
-from lorafleet.kernels.lora_batch import LoRABatch, count_tiles, static_tile_counts
+from lorafleet.kernels.lora_batch import TILE_TOKENS, LoRABatch, count_tiles, static_tile_counts
 from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
 from lorafleet.kernels.rms_norm import add_rms_norm
 from lorafleet.kernels.rope_store import rotate_and_store
@@ -141,11 +141,13 @@ def medians(graphs: dict[str, torch.cuda.CUDAGraph], repeats: int) -> dict[str, 
     return {name: statistics.median(ms) for name, ms in times.items()}
 
 
-def smallest_batch(slot_of_token: Sequence[int], rank_of_slot: Sequence[int], tables: LoRATables) -> LoRABatch:
+def smallest_batch(
+    slot_of_token: Sequence[int], rank_of_slot: Sequence[int], tables: LoRATables, tile_tokens: int = TILE_TOKENS
+) -> LoRABatch:
     """A static batch with the fewest tiles that the engine would have for the step."""
     num_tokens = len(slot_of_token)
-    needed = count_tiles(slot_of_token, num_tokens)
-    tiles = min(count for count in static_tile_counts(num_tokens, MAX_SLOTS) if count >= needed)
-    batch = LoRABatch.static(num_tokens, tiles, max(rank_of_slot), tables)
+    needed = count_tiles(slot_of_token, num_tokens, tile_tokens)
+    tiles = min(count for count in static_tile_counts(num_tokens, MAX_SLOTS, tile_tokens) if count >= needed)
+    batch = LoRABatch.static(num_tokens, tiles, max(rank_of_slot), tables, tile_tokens)
     batch.fill(slot_of_token, rank_of_slot)
     return batch

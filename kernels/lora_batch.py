@@ -26,30 +26,30 @@ CHUNK_RANKS = 16  # ranks that the kernels take at a time: tl.dot's least K
 # tiles read A and B less often.
 TILE_TOKENS = 16
 PREFILL_TILE_TOKENS = 64
-PREFILL_TOKENS = 1024  # a step of so many tokens takes the larger tiles
+PREFILL_TOKENS = 1024  # a step with prompts and so many tokens takes the larger tiles
 NUM_PINNED = 4  # host buffers of a static batch: how many steps may be queued before fill() waits
 
 
-def tile_tokens_of(num_tokens: int) -> int:
+def prompt_tile_tokens(num_tokens: int) -> int:
+    """Of a step with prompts. One of decodes alone takes TILE_TOKENS, however many: they share few slots."""
     return PREFILL_TILE_TOKENS if num_tokens >= PREFILL_TOKENS else TILE_TOKENS
 
 
-def static_tile_counts(num_tokens: int, num_slots: int) -> list[int]:
+def static_tile_counts(num_tokens: int, num_slots: int, tile_tokens: int = TILE_TOKENS) -> list[int]:
     """How many tiles the static batches of so many tokens should have, ascending; the last has room for any mix.
 
     Empty tiles cost their programs' launch, so a step with few adapters wants a batch of its own.
     """
     groups = num_slots + 1  # base tokens make tiles too
-    most = min(num_tokens, groups + num_tokens // tile_tokens_of(num_tokens))
-    fewest = -(-num_tokens // tile_tokens_of(num_tokens))
+    most = min(num_tokens, groups + num_tokens // tile_tokens)
+    fewest = -(-num_tokens // tile_tokens)
     return [*(count for count in (FEW_TILES, SOME_TILES) if fewest <= count < most), most]
 
 
-def count_tiles(slot_of_token: Sequence[int], num_tokens: int) -> int:
+def count_tiles(slot_of_token: Sequence[int], num_tokens: int, tile_tokens: int = TILE_TOKENS) -> int:
     """Tiles of a step that is padded with base tokens to num_tokens."""
     counts = Counter(slot_of_token)
     counts[BASE_SLOT] += num_tokens - len(slot_of_token)
-    tile_tokens = tile_tokens_of(num_tokens)
     return sum(-(-count // tile_tokens) for count in counts.values())
 
 
@@ -79,12 +79,18 @@ class LoRABatch:
     """
 
     def __init__(
-        self, num_tokens: int, num_tiles: int, plan_buffer: Tensor, tables: LoRATables, max_rank: int | None
+        self,
+        num_tokens: int,
+        num_tiles: int,
+        tile_tokens: int,
+        plan_buffer: Tensor,
+        tables: LoRATables,
+        max_rank: int | None,
     ) -> None:
         device = plan_buffer.device
         self.num_tokens = num_tokens
         self.num_tiles = num_tiles
-        self.tile_tokens = tile_tokens_of(num_tokens)
+        self.tile_tokens = tile_tokens
         self.max_rank = max_rank
         self.plan = DevicePlan(plan_buffer, num_tiles, self.tile_tokens)
         self.tuning = tuning_for(device, num_tiles, self.is_prefill)
@@ -108,10 +114,14 @@ class LoRABatch:
         return self._tables
 
     @classmethod
-    def build(cls, slot_of_token: Sequence[int], tables: LoRATables, max_rank: int | None = None) -> LoRABatch | None:
+    def build(
+        cls,
+        slot_of_token: Sequence[int],
+        tables: LoRATables,
+        max_rank: int | None = None,
+        tile_tokens: int = TILE_TOKENS,
+    ) -> LoRABatch | None:
         """None when no token uses an adapter: such a step runs no LoRA kernel."""
-        num_tokens = len(slot_of_token)
-        tile_tokens = tile_tokens_of(num_tokens)
         step = _Step.of(slot_of_token, tile_tokens)
         if not step.slots:
             return None
@@ -120,20 +130,22 @@ class LoRABatch:
         size = DevicePlan.size(num_tiles, tile_tokens)
         host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         step.write(DevicePlan(host, num_tiles, tile_tokens))
-        batch = cls(num_tokens, num_tiles, host.to(device, non_blocking=True), tables, max_rank)
+        buffer = host.to(device, non_blocking=True)
+        batch = cls(len(slot_of_token), num_tiles, tile_tokens, buffer, tables, max_rank)
         batch._take(step)
         return batch
 
     @classmethod
-    def static(cls, num_tokens: int, num_tiles: int, max_rank: int, tables: LoRATables) -> LoRABatch:
+    def static(
+        cls, num_tokens: int, num_tiles: int, max_rank: int, tables: LoRATables, tile_tokens: int = TILE_TOKENS
+    ) -> LoRABatch:
         """A batch whose device memory never moves, for a CUDA graph of `num_tokens` tokens; base tokens until fill().
 
         num_tiles: one of static_tile_counts.
         """
-        tile_tokens = tile_tokens_of(num_tokens)
         size = DevicePlan.size(num_tiles, tile_tokens)
         buffer = torch.zeros(size, dtype=torch.int32, device=tables.rank_LSP.device)
-        batch = cls(num_tokens, num_tiles, buffer, tables, max_rank)
+        batch = cls(num_tokens, num_tiles, tile_tokens, buffer, tables, max_rank)
         if buffer.is_cuda:
             batch._pinned = [
                 (torch.zeros(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(NUM_PINNED)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lorafleet.kernels.decoder_stack import MAX_SLOTS, Stack, captured, medians, smallest_batch
+from lorafleet.kernels.lora_batch import PREFILL_TILE_TOKENS, TILE_TOKENS
 from lorafleet.kernels.lora_tuning import CLASSES, Tuning, class_of, save, tuning_for
 
 STEPS = {"few": (8, 8), "some": (24, 24), "many": (64, 64), "prefill": (4096, 8)}  # tokens, adapters
@@ -50,13 +51,17 @@ def candidates(tuning: Tuning) -> list[Tuning]:
 
 def tune(stack: Stack, name: str) -> Tuning:
     num_tokens, num_adapters = STEPS[name]
+    prefill = name == "prefill"
     x_of_size = stack.inputs(num_tokens)
     batch = smallest_batch(
-        [t * num_adapters // num_tokens for t in range(num_tokens)], [RANK] * MAX_SLOTS, stack.tables
+        [t * num_adapters // num_tokens for t in range(num_tokens)],
+        [RANK] * MAX_SLOTS,
+        stack.tables,
+        PREFILL_TILE_TOKENS if prefill else TILE_TOKENS,
     )
-    assert class_of(batch.num_tiles, prefill=num_tokens > 1024) == name
+    assert class_of(batch.num_tiles, prefill) == name
     # What is in use today takes turns with each candidate, so that a slower clock slows both.
-    best = tuning_for(x_of_size[4096].device, batch.num_tiles, prefill=num_tokens > 1024)
+    best = tuning_for(x_of_size[4096].device, batch.num_tiles, prefill)
     tried = {best}
     improved = True
     while improved:

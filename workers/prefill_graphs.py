@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.lora_batch import LoRABatch
+from lorafleet.kernels.lora_batch import LoRABatch, prompt_tile_tokens
 from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.models.decoder import DecoderModel
@@ -84,7 +84,8 @@ class PrefillGraphs:
             for count in sorted(token_counts, reverse=True):  # the largest first: the others fit into its memory
                 self._graphs[count, False] = self._capture(count, None)
                 if loras is not None:
-                    lora = loras.static_batch(count, loras.tile_counts(count)[-1])
+                    tile_tokens = prompt_tile_tokens(count)
+                    lora = loras.static_batch(count, loras.tile_counts(count, tile_tokens)[-1], tile_tokens)
                     self._graphs[count, True] = self._capture(count, lora)
         torch.cuda.empty_cache()
         log.info("prefill: graphs of %d steps in %.1f s", len(self._graphs), time.monotonic() - started)

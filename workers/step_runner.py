@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.lora_batch import BASE_SLOT, CHUNK_RANKS, PREFILL_TOKENS, LoRABatch
+from lorafleet.kernels.lora_batch import (
+    BASE_SLOT,
+    CHUNK_RANKS,
+    PREFILL_TILE_TOKENS,
+    PREFILL_TOKENS,
+    TILE_TOKENS,
+    LoRABatch,
+    prompt_tile_tokens,
+)
 from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.decode_graphs import DecodeGraphs
 from lorafleet.workers.host_copy import to_device
@@ -22,10 +30,15 @@ from lorafleet.workers.sampler import greedy_of_ranks
 from lorafleet.workers.step_inputs import InputTensors, StepInputs
 from lorafleet.workers.step_plan import StepPlan
 
-# Tokens of the steps to warm up with: the LoRA kernels have variants for few, some and many tiles of 16 tokens, and one
-# for tiles of prompts.
-WARM_UP_BEYOND_GRAPHS = (2049,)
-WARM_UP_WITHOUT_GRAPHS = (4, 400, 800, PREFILL_TOKENS)
+# Tokens of the steps to warm up with, and of their tiles: the LoRA kernels have variants for few, some and many small
+# tiles, and one for large ones.
+WARM_UP_BEYOND_GRAPHS = ((2049, PREFILL_TILE_TOKENS),)
+WARM_UP_WITHOUT_GRAPHS = (
+    (4, TILE_TOKENS),
+    (400, TILE_TOKENS),
+    (800, TILE_TOKENS),
+    (PREFILL_TOKENS, PREFILL_TILE_TOKENS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +132,8 @@ class StepRunner:
         lora = None
         if self._slots is not None:
             max_rank = _rank_class(max((plan.slot_ranks[slot] for slot in plan.slots if slot != BASE_SLOT), default=0))
-            lora = LoRABatch.build(plan.lora_slots, self._slots.tables, max_rank)
+            tile_tokens = TILE_TOKENS if plan.is_decode else prompt_tile_tokens(plan.num_tokens)
+            lora = LoRABatch.build(plan.lora_slots, self._slots.tables, max_rank, tile_tokens)
         return self._run_model(inputs, lengths_T, lora)
 
     def _run_model(self, inputs: InputTensors, lengths_T: Tensor | None, lora: LoRABatch | None) -> Tensor:
@@ -134,14 +148,16 @@ class StepRunner:
         waits for a compiler. The tokens are padding, the adapters empty slots."""
         assert self._slots is not None
         block_size = self.caches[0].k_NPGD.shape[1]
-        counts = WARM_UP_WITHOUT_GRAPHS if self._prefill_graphs is None else WARM_UP_BEYOND_GRAPHS
-        for count in (count for count in counts if count <= most_tokens):
+        steps = WARM_UP_WITHOUT_GRAPHS if self._prefill_graphs is None else WARM_UP_BEYOND_GRAPHS
+        for count, tile_tokens in steps:
+            if count > most_tokens:
+                continue
             self.inputs.fill_with_padding(count)
             self._attention.plan(AttentionBatch([count], [count], [[0] * -(-count // block_size)]))
             self.inputs.mark_copied()
             inputs = self.inputs.tensors(count)
             for max_rank in sorted({_rank_class(rank) for rank in range(1, max_lora_rank + 1)}):
-                lora = LoRABatch.build([0] * count, self._slots.tables, max_rank)
+                lora = LoRABatch.build([0] * count, self._slots.tables, max_rank, tile_tokens)
                 self._run_model(inputs, inputs.position_T, lora)
         torch.cuda.synchronize(self.device)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.fp8 import FP8
-from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
+from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch, prompt_tile_tokens
 from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
 
 FP8_STD = 100.0  # of random e4m3 numbers; the largest is 448
@@ -108,8 +108,8 @@ def reference(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, slot_of_token: Seq
 
 
 def build(slot_of_token: Sequence[int], packed: PackedLoRA) -> LoRABatch:
-    """With the look-up that a GPU's step begins with."""
-    batch = LoRABatch.build(slot_of_token, packed.tables)
+    """Of prompts, with the look-up that a GPU's step begins with."""
+    batch = LoRABatch.build(slot_of_token, packed.tables, tile_tokens=prompt_tile_tokens(len(slot_of_token)))
     assert batch is not None
     batch.look_up()
     return batch

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -7,7 +8,14 @@ import torch
 
 from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora import apply_lora
-from lorafleet.kernels.lora_batch import BASE_SLOT, TILE_TOKENS, LoRABatch, count_tiles, static_tile_counts
+from lorafleet.kernels.lora_batch import (
+    BASE_SLOT,
+    PREFILL_TILE_TOKENS,
+    TILE_TOKENS,
+    LoRABatch,
+    count_tiles,
+    static_tile_counts,
+)
 from lorafleet.kernels.lora_torch import _apply_grouped, _apply_stacked, apply_lora_torch
 from lorafleet.kernels.packed_lora import LoRATables
 from tests.kernels.lora_cases import MIXES, RANKS_OF_SLOTS, build, make_inputs, make_packed, reference, slots_of_tokens
@@ -79,13 +87,14 @@ def tiles(batch: LoRABatch) -> list[tuple[int, list[int]]]:
     return [(slot, [t for t in row if t >= 0]) for slot, row in rows if row[0] >= 0]
 
 
-def test_tiles_cover_each_token_once_and_never_mix_slots() -> None:
+@pytest.mark.parametrize("tile_tokens", [TILE_TOKENS, PREFILL_TILE_TOKENS])
+def test_tiles_cover_each_token_once_and_never_mix_slots(tile_tokens: int) -> None:
     slots = slots_of_tokens("some_base", 200, 5)
-    batch = LoRABatch.build(slots, tables(5))
+    batch = LoRABatch.build(slots, tables(5), tile_tokens=tile_tokens)
     assert batch is not None
     seen: list[int] = []
     for slot, tokens in tiles(batch):
-        assert 1 <= len(tokens) <= TILE_TOKENS
+        assert 1 <= len(tokens) <= tile_tokens
         assert {slots[t] for t in tokens} == {slot}
         seen += tokens
     assert sorted(seen) == list(range(200)), "base tokens have tiles too"
@@ -107,10 +116,11 @@ def test_static_batch_keeps_its_memory_and_takes_any_mix() -> None:
 
 
 def test_static_batch_has_room_for_the_worst_mix() -> None:
-    for num_tokens, num_slots in ((1, 4), (7, 3), (64, 8), (64, 64), (256, 64), (2048, 5)):
-        counts = static_tile_counts(num_tokens, num_slots)
+    sizes = ((1, 4), (7, 3), (64, 8), (64, 64), (256, 64), (2048, 5))
+    for (num_tokens, num_slots), tile_tokens in itertools.product(sizes, (TILE_TOKENS, PREFILL_TILE_TOKENS)):
+        counts = static_tile_counts(num_tokens, num_slots, tile_tokens)
         assert counts == sorted(set(counts))
-        batch = LoRABatch.static(num_tokens, counts[-1], 64, tables(num_slots))
+        batch = LoRABatch.static(num_tokens, counts[-1], 64, tables(num_slots), tile_tokens)
         rng = random.Random(num_tokens)
         for _ in range(20):
             batch.fill([rng.randrange(-1, num_slots) for _ in range(num_tokens)], [64] * num_slots)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.lora_batch import LoRABatch, static_tile_counts
+from lorafleet.kernels.lora_batch import TILE_TOKENS, LoRABatch, static_tile_counts
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
@@ -68,12 +68,12 @@ class LoRAModelManager:
             self._arena = torch.empty(config.max_loras, self._stride, dtype=torch.uint8, device=device)
             self._copy_stream = torch.cuda.Stream(device)
 
-    def tile_counts(self, num_tokens: int) -> list[int]:
+    def tile_counts(self, num_tokens: int, tile_tokens: int = TILE_TOKENS) -> list[int]:
         """Of the static batches that steps of so many tokens should have."""
-        return static_tile_counts(num_tokens, len(self.slots))
+        return static_tile_counts(num_tokens, len(self.slots), tile_tokens)
 
-    def static_batch(self, num_tokens: int, num_tiles: int) -> LoRABatch:
-        return LoRABatch.static(num_tokens, num_tiles, self._max_rank, self.tables)
+    def static_batch(self, num_tokens: int, num_tiles: int, tile_tokens: int = TILE_TOKENS) -> LoRABatch:
+        return LoRABatch.static(num_tokens, num_tiles, self._max_rank, self.tables, tile_tokens)
 
     def find(self, digest: str) -> Slot | None:
         """The slot that holds the adapter, whether its copy has finished or not."""
