@@ -9,8 +9,8 @@ it; the median of the steps in which every sequence decodes is given. Beside it 
 batch's distinct adapters and the KV cache, read once at the copy bandwidth measured in the same run. Prefill: from all
 prompts at once to the last one's first token, steps of 8192 tokens whether they decode too or not.
 
---mixed-tokens: then, for each value of max_num_mixed_tokens, a prompt of 8000 tokens comes amid 32 streams. How long
-until its first token, and what gaps the streams see until then.
+--mixed-tokens: then, for each value of max_num_mixed_tokens, a prompt of 8000 tokens comes amid 32 streams, of as many
+adapters. How long until its first token, and what gaps the streams see until then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from engine_driver import (
     submit,
     until_all_answer,
 )
-from lorafleet.workers.config import EngineConfig, KVCacheDType
+from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.request import LoRARequest
@@ -98,18 +98,19 @@ def measure(engine: Engine, batch: int, loras: list[LoRARequest], bandwidth: flo
 @dataclass(frozen=True, slots=True)
 class Mixed:
     mixed_tokens: int
+    adapters: int
     first_token_ms: float
     median_gap_ms: float
     longest_gap_ms: float
 
 
-def measure_mixed(engine: Engine, mixed_tokens: int) -> Mixed:
+def measure_mixed(engine: Engine, mixed_tokens: int, loras: list[LoRARequest]) -> Mixed:
     row = None
     for repeat in ("warm-up", "measured"):
         streams, long = f"stream {repeat}", f"long {repeat}"
-        submit(engine, streams, STREAMS, PROMPT, 1000, [])
+        submit(engine, streams, STREAMS, PROMPT, 1000, loras)
         until_all_answer(engine, streams, STREAMS)
-        submit(engine, long, 1, LONG_PROMPT, 2, [])
+        submit(engine, long, 1, LONG_PROMPT, 2, loras)
         times, answered = [time.perf_counter()], False
         while not answered:
             asked = [output.request_id for output in engine.step()]
@@ -117,7 +118,7 @@ def measure_mixed(engine: Engine, mixed_tokens: int) -> Mixed:
                 times.append(time.perf_counter())
             answered = any(name.startswith(long) for name in asked)
         gaps = [(after - before) * 1e3 for before, after in pairwise(times)]
-        row = Mixed(mixed_tokens, (times[-1] - times[0]) * 1e3, statistics.median(gaps), max(gaps))
+        row = Mixed(mixed_tokens, len(loras), (times[-1] - times[0]) * 1e3, statistics.median(gaps), max(gaps))
         abort(engine, long, 1)
         abort(engine, streams, STREAMS)
     assert row is not None
@@ -125,31 +126,35 @@ def measure_mixed(engine: Engine, mixed_tokens: int) -> Mixed:
 
 
 def start(
-    checkpoint: Path, max_num_seqs: int, mixed_tokens: int, lora: LoRAConfig | None, kv_cache_dtype: KVCacheDType
-) -> Engine:
+    checkpoint: Path, max_num_seqs: int, mixed_tokens: int, args: argparse.Namespace
+) -> tuple[Engine, list[LoRARequest]]:
+    """An engine with as many adapters as are measured."""
     gc.collect()  # the engine before
     torch.cuda.empty_cache()
+    most = max(args.adapters)
     config = EngineConfig(
         model=str(checkpoint),
         device="cuda",
         load_format="dummy",
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=PREFILL_TOKENS,
         max_num_mixed_tokens=mixed_tokens,
         enable_prefix_caching=False,
-        lora=lora,
+        lora=LoRAConfig(max_loras=most, max_lora_rank=RANK, max_cpu_loras=most, lora_dtype=args.lora_dtype)
+        if most
+        else None,
     )
-    return build_engine(config)
+    engine = build_engine(config)
+    if not most:
+        return engine, []
+    folder = checkpoint.parent / "adapters"
+    paths = sorted(folder.iterdir()) if folder.exists() else write_alike_adapters(folder, CONFIG, most, RANK)
+    return engine, load(engine, paths)
 
 
-def run_batches(checkpoint: Path, folder: Path, args: argparse.Namespace, bandwidth: float) -> list[Measured]:
-    most = max(args.adapters)
-    lora = (
-        LoRAConfig(max_loras=most, max_lora_rank=RANK, max_cpu_loras=most, lora_dtype=args.lora_dtype) if most else None
-    )
-    engine = start(checkpoint, max(args.batches), PREFILL_TOKENS, lora, args.kv_cache_dtype)
-    loras = load(engine, write_alike_adapters(folder / "adapters", CONFIG, most, RANK)) if most else []
+def run_batches(checkpoint: Path, args: argparse.Namespace, bandwidth: float) -> list[Measured]:
+    engine, loras = start(checkpoint, max(args.batches), PREFILL_TOKENS, args)
     model = engine.runner.steps.model
     read = sum(p.numel() * p.element_size() for p in model.parameters()) - model.embed_tokens.weight.nbytes
     print(
@@ -172,18 +177,20 @@ def run_batches(checkpoint: Path, folder: Path, args: argparse.Namespace, bandwi
     return rows
 
 
-def run_mixed(checkpoint: Path, mixed_tokens: list[int], kv_cache_dtype: KVCacheDType) -> list[Mixed]:
+def run_mixed(checkpoint: Path, args: argparse.Namespace) -> list[Mixed]:
     print(f"a prompt of {LONG_PROMPT} tokens amid {STREAMS} streams")
-    print("mixed tokens  first token ms  median gap ms  longest gap ms")
+    print("mixed tokens  adapters  first token ms  median gap ms  longest gap ms")
     rows = []
-    for tokens in mixed_tokens:
-        engine = start(checkpoint, STREAMS + 1, tokens, None, kv_cache_dtype)
-        row = measure_mixed(engine, tokens)
-        rows.append(row)
-        print(
-            f"{row.mixed_tokens:12}  {row.first_token_ms:14.0f}  {row.median_gap_ms:13.1f}  {row.longest_gap_ms:14.1f}",
-            flush=True,
-        )
+    for tokens in args.mixed_tokens:
+        engine, loras = start(checkpoint, STREAMS + 1, tokens, args)
+        for count in args.adapters:
+            row = measure_mixed(engine, tokens, loras[:count])
+            rows.append(row)
+            print(
+                f"{row.mixed_tokens:12}  {row.adapters:8}  {row.first_token_ms:14.0f}  {row.median_gap_ms:13.1f}  "
+                f"{row.longest_gap_ms:14.1f}",
+                flush=True,
+            )
         engine.close()
     return rows
 
@@ -203,8 +210,8 @@ def main() -> None:
         checkpoint = Path(folder, "model")
         checkpoint.mkdir()
         (checkpoint / "config.json").write_text(json.dumps(CONFIG))
-        rows = run_batches(checkpoint, Path(folder), args, bandwidth) if args.batches else []
-        mixed = run_mixed(checkpoint, args.mixed_tokens, args.kv_cache_dtype) if args.mixed_tokens else []
+        rows = run_batches(checkpoint, args, bandwidth) if args.batches else []
+        mixed = run_mixed(checkpoint, args) if args.mixed_tokens else []
     if args.json:
         results = {"bandwidth": bandwidth, "results": [asdict(r) for r in rows], "mixed": [asdict(r) for r in mixed]}
         args.json.write_text(json.dumps(results, indent=1))

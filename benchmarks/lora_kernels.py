@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +97,9 @@ def check(stack: Stack, case: Case, x_of_size: dict[int, Tensor], batch: LoRABat
             want += torch.cat(
                 [b.double() @ part for b, part in zip(w.b, p.split(w.ranks), strict=True) if b is not None]
             )
-            worst = max(worst, float((y[t].double() - want).norm() / want.norm()))
+            error = float((y[t].double() - want).norm() / want.norm())
+            assert math.isfinite(error)
+            worst = max(worst, error)
     return worst
 
 

@@ -103,8 +103,10 @@ class _Readers:
 
 def _random_slot(packed: PackedLoRA, rank: int, dtype: torch.dtype) -> SlotWeights:
     a_std, b_std = (FP8_STD, FP8_STD) if dtype == FP8 else (packed.in_features**-0.5, rank**-0.5)
-    b = tuple(_random(out, rank, std=b_std).to(dtype) for out in packed.out_features)
-    a_RD, row_scale_R = _random(rank * len(b), packed.in_features, std=a_std).to(dtype), None
+    largest = torch.finfo(dtype).max  # e4m3 makes NaN of what is beyond
+    b = tuple(_random(out, rank, std=b_std).clamp(-largest, largest).to(dtype) for out in packed.out_features)
+    a_RD = _random(rank * len(b), packed.in_features, std=a_std).clamp(-largest, largest).to(dtype)
+    row_scale_R = None
     if dtype == FP8:
         scale = (packed.in_features * rank) ** -0.5 / FP8_STD**2
         a_RD, row_scale_R = with_scales_behind(a_RD, torch.full((len(a_RD),), scale, device=DEVICE))

@@ -26,7 +26,7 @@ CHUNK_RANKS = 16  # ranks that the kernels take at a time: tl.dot's least K
 # tiles read A and B less often.
 TILE_TOKENS = 16
 PREFILL_TILE_TOKENS = 64
-PREFILL_TOKENS = 1024  # a step with prompts and so many tokens takes the larger tiles
+PREFILL_TOKENS = 512  # a step with prompts and so many tokens takes the larger tiles
 NUM_PINNED = 4  # host buffers of a static batch: how many steps may be queued before fill() waits
 
 

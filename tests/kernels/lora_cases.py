@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.fp8 import FP8
+from lorafleet.kernels.fp8 import FP8, FP8_MAX
 from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch, prompt_tile_tokens
 from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
 
@@ -76,8 +76,10 @@ def make_inputs(
 
 def _normal(shape: tuple[int, ...], std: float, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """FP8 numbers have a scale beside them, and so the same spread whatever std."""
-    std = FP8_STD if dtype == FP8 else std
-    return (torch.randn(shape, generator=generator, device=generator.device) * std).to(dtype)
+    x = torch.randn(shape, generator=generator, device=generator.device)
+    if dtype == FP8:
+        return (x * FP8_STD).clamp(-FP8_MAX, FP8_MAX).to(FP8)  # a number beyond the largest becomes NaN
+    return (x * std).to(dtype)
 
 
 def _row_scales(ranks: tuple[int, ...], in_features: int, generator: torch.Generator) -> Tensor:

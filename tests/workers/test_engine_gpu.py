@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
-from tiny_models import Reference, make_adapter, make_model
+from tiny_models import Reference, make_adapter, make_model, rounded_to_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -85,6 +85,26 @@ def test_mixed_adapters_agree_with_peft_in_bf16(big, references, prompt, backend
         mean_ours, mean_theirs = mean(ours[name]), mean(theirs[name])
         print(f"{backend} {eager=} {name}: error {mean_ours:.4f}, of transformers in bf16 {mean_theirs:.4f}")
         assert mean_ours < 1.5 * mean_theirs + 0.002
+
+
+def test_fp8_adapters_answer_as_the_rounded_adapters(big, references, prompt, tmp_path):
+    pytest.importorskip("flashinfer")
+    base, paths = big
+    llm = LLM(str(base), enable_lora=True, lora_dtype="fp8", max_num_batched_tokens=1024, kv_cache_tokens=32768)
+    jobs = [(prompt(n), name) for n in (40, 700) for name in paths]
+    loras = [LoRARequest(name, list(paths).index(name) + 1, str(paths[name])) for _, name in jobs]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": p} for p, _ in jobs], params, loras)
+    same = {name: rounded_to_fp8(path, tmp_path / name) for name, path in paths.items()}
+    ours, theirs = [], []
+    for (p, name), output in zip(jobs, outputs, strict=True):
+        [completion] = output.outputs
+        found = torch.tensor([entry.logprob for entry in completion.logprobs])
+        exact, half = (torch.tensor(r.logprobs(p + completion.token_ids, same[name])[len(p) - 1 :]) for r in references)
+        ours.append((found - exact).abs().mean().item())
+        theirs.append((half - exact).abs().mean().item())
+    print(f"error {mean(ours):.4f}, of transformers in bf16 {mean(theirs):.4f}")
+    assert mean(ours) < 1.5 * mean(theirs) + 0.002
 
 
 SAMPLED = {"temperature": 1.0, "seed": 7, "top_p": 0.9}

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from lorafleet.workers import startup
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.workers.lora.config import LoRAConfig
-
-
-def rounded(adapter, folder):
-    """The adapter that e4m3 makes of it, in float32."""
-    shutil.copytree(adapter, folder)
-
-    def nearest(name: str, x: torch.Tensor) -> torch.Tensor:
-        scale = x.abs().amax(1 if "lora_A" in name else 0, keepdim=True) / 448
-        return (x / scale).to(torch.float8_e4m3fn).float() * scale
-
-    path = folder / "adapter_model.safetensors"
-    save_file({name: nearest(name, x) for name, x in load_file(path).items()}, path)
-    return folder
+from tiny_models import rounded_to_fp8
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
@@ -38,7 +23,7 @@ def test_answers_are_those_of_the_rounded_adapter(fleet, prompt, tmp_path, famil
     outputs = llm.generate([{"prompt_token_ids": ids}] * 2, params, loras)
     for kind, output in zip(kinds, outputs, strict=True):
         found = [p.logprob for p in output.prompt_logprobs[1:]]
-        same = rounded(made.adapters[kind], tmp_path / kind)
+        same = rounded_to_fp8(made.adapters[kind], tmp_path / kind)
         assert found == pytest.approx(made.reference.logprobs(ids, same), abs=1e-3)
         exact = made.reference.logprobs(ids, made.adapters[kind])
         assert max(abs(a - b) for a, b in zip(found, exact, strict=True)) > 1e-3
