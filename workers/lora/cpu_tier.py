@@ -1,16 +1,12 @@
-"""The adapters in host memory, at most so many. When one more comes, the one goes that is cheapest to bring back among
-those not used lately.
-
-GreedyDual (Young, SODA 1991): an adapter's credit is the present floor plus its cost, the floor is the last victim's
-credit. With equal costs that is LRU; one that takes four times as long to load outlives about four times as much
-silence. The cost is the size: reading, hashing and packing all go by bytes, and the tier's capacity counts adapters.
-"""
+"""The adapters in host memory, at most so many. When one more comes, the one goes that is least needed soon, and among
+equals the one with the least credit (eviction.py)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 
+from lorafleet.workers.lora.eviction import Credits, Demand
 from lorafleet.workers.lora.packed_adapter import PackedAdapter
 
 log = logging.getLogger(__name__)
@@ -19,11 +15,10 @@ Need = Callable[[str], int]  # of a digest: how badly it is needed soon; only th
 
 
 class CPUTier:
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, demand: Demand) -> None:
         self.capacity = capacity
-        self._adapters: dict[str, PackedAdapter] = {}  # least recently used first
-        self._credit: dict[str, int] = {}
-        self._floor = 0
+        self._adapters: dict[str, PackedAdapter] = {}
+        self._credits = Credits(demand)
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._adapters
@@ -45,18 +40,17 @@ class CPUTier:
 
     def touch(self, digest: str) -> None:
         """The adapter is used. Nothing where it is not here."""
-        adapter = self._adapters.pop(digest, None)
+        adapter = self._adapters.get(digest)
         if adapter is not None:
-            self._adapters[digest] = adapter
-            self._credit[digest] = self._floor + adapter.info.num_bytes
+            self._credits.use(digest, adapter.info.num_bytes)
 
     def add(self, adapter: PackedAdapter, need: Need) -> list[str]:
         """The digests of those that had to go."""
         digest, gone = adapter.info.digest, []
         self.remove(digest)
         while len(self._adapters) >= self.capacity:
-            victim = min(self._adapters, key=lambda d: (need(d), self._credit[d]))
-            self._floor = max(self._floor, self._credit[victim])
+            victim = min(self._adapters, key=lambda d: (need(d), self._credits.of(d)))
+            self._credits.evict(victim)
             self.remove(victim)
             gone.append(victim)
             log.info("adapter %s leaves CPU memory", victim[:12])
@@ -66,4 +60,4 @@ class CPUTier:
 
     def remove(self, digest: str) -> None:
         self._adapters.pop(digest, None)
-        self._credit.pop(digest, None)
+        self._credits.forget(digest)

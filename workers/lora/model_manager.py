@@ -16,6 +16,7 @@ from torch import Tensor
 from lorafleet.kernels.lora_batch import TILE_TOKENS, LoRABatch, static_tile_counts
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.eviction import Credits, Demand
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
 from lorafleet.workers.lora.pinned_memory import PIECE_BYTES
 from lorafleet.workers.models.decoder import DecoderModel
@@ -33,7 +34,6 @@ class Slot:
     adapter: PackedAdapter | None = None
     holders: int = 0
     pinned: bool = False
-    last_used: int = 0
     ready: torch.cuda.Event | None = None
     quiet: torch.cuda.Event | None = None
 
@@ -52,7 +52,8 @@ class LoRAModelManager:
         self.num_activations = 0
         self.num_evictions = 0
         self._of_digest: dict[str, Slot] = {}
-        self._clock = 0
+        self.demand = Demand(config.cpu_loras)
+        self._credits = Credits(self.demand)
         self.tables = LoRATables(len(linears), config.max_loras, device)
         self._linears: list[PackedLoRA] = []
         for i, (names, linear) in enumerate(linears):
@@ -105,9 +106,9 @@ class LoRAModelManager:
         return [0 if slot.adapter is None else slot.adapter.info.rank for slot in self.slots]
 
     def hold(self, slot: Slot) -> None:
-        self._clock += 1
+        assert slot.adapter is not None
         slot.holders += 1
-        slot.last_used = self._clock
+        self._credits.use(slot.adapter.info.digest, slot.adapter.info.num_bytes)
 
     def let_go(self, slot_index: int) -> None:
         slot = self.slots[slot_index]
@@ -123,18 +124,15 @@ class LoRAModelManager:
             slot.quiet.record(torch.cuda.current_stream(self.device))
 
     def free_slot(self, wanted: Sequence[str] = (), keep: Sequence[str] = ()) -> Slot | None:
-        """An empty slot, or one that nobody holds and that is not pinned: the least recently used of those nobody waits
-        for, else the one that is wanted last. Never one that has an adapter of `keep`, or is being filled.
-
-        Recency alone decides: bringing an adapter back from CPU memory takes milliseconds, which steps hide.
-        """
+        """An empty slot, or one that nobody holds and that is not pinned: the one with the least credit of those nobody
+        waits for, else the one that is wanted last. Never one that has an adapter of `keep`, or is being filled."""
         usable = [
             s for s in self.slots if s.holders == 0 and not s.pinned and s.digest not in keep and self.is_ready(s)
         ]
         turn = {digest: len(wanted) - i for i, digest in enumerate(wanted)}  # the larger, the sooner
 
-        def reluctance(slot: Slot) -> tuple[bool, int, int]:
-            return slot.digest is not None, turn.get(slot.digest or "", 0), slot.last_used
+        def reluctance(slot: Slot) -> tuple[int, tuple[float, int]]:
+            return (-1, (0.0, 0)) if slot.digest is None else (turn.get(slot.digest, 0), self._credits.of(slot.digest))
 
         return min(usable, key=reluctance, default=None)
 
@@ -142,6 +140,8 @@ class LoRAModelManager:
         """Starts to fill the slot; it may be used once is_ready(slot)."""
         assert slot.holders == 0 and not slot.pinned
         assert adapter.block.numel() <= self._stride
+        if slot.digest is not None:
+            self._credits.evict(slot.digest)
         self.deactivate(slot)
         if self._arena is not None and self._copy_stream is not None:
             self._upload(adapter, slot, self._arena[slot.index], self._copy_stream)
@@ -149,8 +149,8 @@ class LoRAModelManager:
             for i, linear in enumerate(self._linears):
                 weights = adapter.weights(i, linear.in_features, linear.out_features, linear.layout)
                 linear.set_slot(slot.index, weights)
-        self._clock += 1
-        slot.digest, slot.adapter, slot.last_used = adapter.info.digest, adapter, self._clock
+        slot.digest, slot.adapter = adapter.info.digest, adapter
+        self._credits.use(adapter.info.digest, adapter.info.num_bytes)
         self._of_digest[adapter.info.digest] = slot
         self.num_activations += 1
 
@@ -161,6 +161,7 @@ class LoRAModelManager:
         if slot.ready is not None:
             slot.ready.synchronize()
         del self._of_digest[slot.digest]
+        self._credits.forget(slot.digest)
         slot.digest, slot.adapter, slot.ready, slot.pinned = None, None, None, False
         slot.generation += 1
         self.num_evictions += 1

@@ -103,7 +103,7 @@ class WorkerLoRAManager:
         self._others = others
         self._num_loads = 0
         self._by_id: dict[int, _Load] = {}  # under way on other ranks
-        self._cpu = CPUTier(config.cpu_loras)
+        self._cpu = CPUTier(config.cpu_loras, slots.demand)
         self._loads: dict[tuple[str, str], _Load] = {}
         self._wanted: frozenset[str] = frozenset()
         self._doomed: set[str] = set()
@@ -235,8 +235,9 @@ class WorkerLoRAManager:
         self._loaded.clear()
         return taken
 
-    def tier_of(self, digest: str) -> Tier:
-        """The nearest one that has the adapter, all of it or about to."""
+    def count_request(self, digest: str) -> Tier:
+        """Of a request that has come, the nearest tier that has its adapter, all of it or about to."""
+        self.slots.demand.count(digest)
         if self.slots.find(digest) is not None:
             return "gpu"
         return "cpu" if digest in self._cpu else "disk"

@@ -4,6 +4,7 @@ import torch
 
 from lorafleet.kernels.packed_lora import AdapterTable
 from lorafleet.workers.lora.cpu_tier import CPUTier
+from lorafleet.workers.lora.eviction import Demand
 from lorafleet.workers.lora.packed_adapter import LoadTimes, PackedAdapter
 from lorafleet.workers.lora.request import AdapterInfo
 
@@ -19,7 +20,7 @@ def not_needed(_: str) -> int:
 
 
 def test_among_equals_the_least_recently_used_one_goes() -> None:
-    tier = CPUTier(2)
+    tier = CPUTier(2, Demand(2))
     tier.add(adapter("a"), not_needed)
     tier.add(adapter("b"), not_needed)
     tier.touch("a")
@@ -27,8 +28,33 @@ def test_among_equals_the_least_recently_used_one_goes() -> None:
     assert tier.digests == ["a", "c"]
 
 
+def test_what_is_asked_for_often_outlives_what_came_later_once() -> None:
+    demand = Demand(2)
+    tier = CPUTier(2, demand)
+    for _ in range(5):
+        demand.count("hot")
+    tier.add(adapter("hot"), not_needed)
+    for i in range(3):
+        demand.count(f"cold{i}")
+        tier.add(adapter(f"cold{i}"), not_needed)
+        assert tier.digests == ["hot", f"cold{i}"]
+
+
+def test_what_was_hot_goes_once_others_are_used_and_it_is_not() -> None:
+    demand = Demand(2)
+    tier = CPUTier(2, demand)
+    for _ in range(5):
+        demand.count("was hot")
+    tier.add(adapter("was hot"), not_needed)
+    lived = 0
+    while "was hot" in tier:
+        tier.add(adapter(f"cold{lived}"), not_needed)
+        lived += 1
+    assert 4 <= lived <= 6
+
+
 def test_a_large_adapter_outlives_small_ones_that_were_used_later_but_not_for_ever() -> None:
-    tier = CPUTier(2)
+    tier = CPUTier(2, Demand(2))
     tier.add(adapter("large", 400), not_needed)
     lived = 0
     while "large" in tier:
@@ -38,7 +64,7 @@ def test_a_large_adapter_outlives_small_ones_that_were_used_later_but_not_for_ev
 
 
 def test_what_is_needed_goes_last_and_what_has_just_come_never() -> None:
-    tier = CPUTier(2)
+    tier = CPUTier(2, Demand(2))
     tier.add(adapter("waited for"), not_needed)
     tier.add(adapter("in a slot", 400), not_needed)
     needs = {"waited for": 2, "in a slot": 1}

@@ -114,6 +114,23 @@ def test_a_cold_adapter_does_not_delay_resident_ones(engine, adapters, prompt):
     assert sorted(finished(run(small))) == ["base", "cold", "warm"]
 
 
+def test_an_adapter_that_is_asked_for_often_keeps_its_slot_when_others_come_once(engine, adapters, prompt):
+    small = engine(lora={"max_loras": 2, "max_cpu_loras": 4})
+    hot, *cold = (loaded(small, path, i) for i, path in enumerate(adapters[:4]))
+
+    def ask(name: str, lora: LoRARequest) -> None:
+        submit(small, name, lora, prompt(5), 2)
+        run(small)
+
+    for i in range(16):
+        ask(f"hot{i}", hot)
+    for lora in cold:
+        ask(lora.lora_name, lora)
+    filled = small.stats().lora_activations_total
+    ask("hot again", hot)
+    assert small.stats().lora_activations_total == filled
+
+
 def test_a_slot_in_use_is_never_given_away(engine, adapters, prompt):
     small = engine(lora={"max_loras": 1, "max_cpu_loras": 2})
     first, second = (loaded(small, path, i) for i, path in enumerate(adapters[:2]))
