@@ -94,9 +94,8 @@ class Administration:
 
     def resume(self) -> None:
         """After a restart: removals that had begun go on."""
-        for adapter in self._catalogue.state.adapters.values():
-            if adapter.removing:
-                self._start_freeing(adapter)
+        for name in self._catalogue.state.removing:
+            self._start_freeing(self._catalogue.state.adapters[name])
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -442,14 +441,15 @@ class Administration:
     async def _free(self, name: str, versions: Iterable[Version]) -> None:
         """From every replica, once no request uses it, and from the store, unless another version has its bytes."""
         for version in versions:
-            if self._catalogue.state.num_uses(version.digest) == 0:
+            if not self._catalogue.state.versions(version.digest):
                 await self._drop_everywhere(self._catalogue.state.request(name, version))
             await self._forget_files(version.digest)
 
     async def _forget_files(self, digest: str, num_pushes: int = 0) -> None:
         """Unless a version has them by now, or other pushes than those of the caller need them."""
         async with self._deleting:
-            if self._catalogue.state.num_stored(digest) == 0 and self._pushing[digest] <= num_pushes:
+            stored = any(not version.location for version in self._catalogue.state.versions(digest))
+            if not stored and self._pushing[digest] <= num_pushes:
                 await asyncio.to_thread(self._catalogue.store.delete_files, digest)
 
     @contextlib.asynccontextmanager

@@ -129,6 +129,7 @@ class AdapterDirectory:
         self._changes: deque[tuple[int, str]] = deque(maxlen=MAX_CHANGES)
         self._since: dict[str, int] = {}  # of names that changed in this epoch
         self._found: dict[str, LoRARequest] = {}
+        self._found_names: dict[str, tuple[str, ...]] = {}  # by digest
         self._replicas: dict[str, _Replica] = {}
         self._live_before: set[str] = set()
         self._placing_now = asyncio.Lock()
@@ -136,10 +137,8 @@ class AdapterDirectory:
         self._order_numbers = itertools.count(1)
         # Copies of an earlier process's time may still be in use by replicas that this one has not heard of.
         self._leases_until = clock() + (ACKNOWLEDGE_S if catalogue.state.adapters else 0.0)
-        self._residency = Residency(self._epoch)
+        self._residency = Residency(self._epoch, self)
         self._placer = Placer(self._residency, self._size, lambda: self.pins(), self._read_ahead)
-        for name in catalogue.state.aliases():
-            self._tell_name(name)
         self._acknowledgement = asyncio.Event()
         self._routes_changed = asyncio.Event()
         self._progress: list[Progress] = []
@@ -196,9 +195,7 @@ class AdapterDirectory:
         replica = self._seen(replica_id)
         replica.ready = ready
         for lora in found:
-            if self.served(lora.lora_name) is None:
-                self._found[lora.lora_name] = lora
-                self._publish({lora.lora_name})
+            self._keep_found(lora)
         self._wake_writers()
         self.on_replicas()
         orders = tuple(order for order, _ in replica.orders.values())
@@ -252,9 +249,7 @@ class AdapterDirectory:
     async def found(self, epoch: str, lora: LoRARequest) -> Found:
         """A resolver has found it, and a worker has read it; who was first wins."""
         self._check(epoch)
-        if self.served(lora.lora_name) is None:
-            self._found[lora.lora_name] = lora
-            self._publish({lora.lora_name})
+        self._keep_found(lora)
         return Found(self._version, self.served(lora.lora_name))
 
     async def listed(self, epoch: str) -> list[LoRARequest]:
@@ -275,7 +270,7 @@ class AdapterDirectory:
 
     def forget_found(self, name: str) -> bool:
         """A name that only resolvers know of; it is looked for again when it is asked for."""
-        if self._found.pop(name, None) is None:
+        if not self._drop_found(name):
             return False
         self._publish({name})
         return True
@@ -375,14 +370,36 @@ class AdapterDirectory:
             return Served(name, since, (self._found[name],), (1.0,), found=True)
         return served
 
+    def names(self, adapter: str) -> list[str]:
+        return [*self.catalogue.state.names(adapter), *self._found_names.get(adapter, ())]
+
+    def adapters(self, name: str) -> tuple[str, ...]:
+        served = self.served(name)
+        return tuple(lora.digest for lora in served.loras) if served is not None else ()
+
+    def _keep_found(self, lora: LoRARequest) -> None:
+        if self.served(lora.lora_name) is None:
+            self._found[lora.lora_name] = lora
+            self._found_names[lora.digest] = (*self._found_names.get(lora.digest, ()), lora.lora_name)
+            self._publish({lora.lora_name})
+
+    def _drop_found(self, name: str) -> bool:
+        lora = self._found.pop(name, None)
+        if lora is None:
+            return False
+        others = tuple(one for one in self._found_names.pop(lora.digest) if one != name)
+        if others:
+            self._found_names[lora.digest] = others
+        return True
+
     def _publish(self, names: Iterable[str]) -> None:
         for name in names:
             self._version += 1
             self._since[name] = self._version
             self._changes.append((self._version, name))
             if self.catalogue.state.owner(name) is not None:
-                self._found.pop(name, None)
-            self._tell_name(name)
+                self._drop_found(name)
+            self._residency.name_changed(name)
         for replica in self._replicas.values():
             replica.changed.set()
         self._wake_routers()
@@ -408,24 +425,16 @@ class AdapterDirectory:
             return False
         return True
 
-    def _tell_name(self, name: str) -> None:
-        served = self.served(name)
-        self._residency.set_name(name, tuple(lora.digest for lora in served.loras) if served is not None else ())
-
     def _size(self, digest: str) -> tuple[int, int] | None:
         """Bytes and rank, of what the catalogue holds."""
-        for name in self._residency.names(digest):
-            owner = self.catalogue.state.owner(name)
-            for version in owner.versions if owner is not None else ():
-                if version.digest == digest:
-                    return version.num_bytes, version.rank
-        return None
+        versions = self.catalogue.state.versions(digest)
+        return (versions[0].num_bytes, versions[0].rank) if versions else None
 
     def _read_ahead(self, replica_id: str, digest: str) -> asyncio.Future[AdapterInfo | None] | None:
         """None where it cannot."""
         if replica_id not in self.ready():
             return None
-        for name in self._residency.names(digest):
+        for name in self.names(digest):
             served = self.served(name)
             for lora in served.loras if served is not None else ():
                 if lora.digest == digest:

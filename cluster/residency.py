@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -49,10 +50,20 @@ class Routes(msgspec.Struct, frozen=True):
     placed: dict[str, Placed]
 
 
-class Residency:
-    """The directory's side. Knows nothing of waiting: the directory wakes the pollers when `version` has moved."""
+class Names(Protocol):
+    """Of the catalogue and of what resolvers have found; too many to be kept here."""
 
-    def __init__(self, epoch: str) -> None:
+    def names(self, adapter: str) -> Sequence[str]: ...
+    def adapters(self, name: str) -> Sequence[str]: ...
+
+
+class Residency:
+    """The directory's side. Knows nothing of waiting: the directory wakes the pollers when `version` has moved.
+
+    names: None where requests name adapters by their digests.
+    """
+
+    def __init__(self, epoch: str, names: Names | None = None) -> None:
         self.epoch = epoch
         self.version = 0
         self.loads: dict[str, ReplicaLoad] = {}
@@ -61,8 +72,7 @@ class Residency:
         self._tiers: dict[str, dict[str, Tier]] = {}  # by replica
         self._holders: dict[str, dict[str, Tier]] = {}  # by adapter
         self._sequence: dict[str, int] = {}
-        self._names: dict[str, tuple[str, ...]] = {}
-        self._names_of: dict[str, tuple[str, ...]] = {}
+        self._names = names
         self._placed: dict[str, Placed] = {}
         self._changes: deque[tuple[str, str, str]] = deque(maxlen=MAX_CHANGES)  # kind and key; the last is `version`
 
@@ -135,26 +145,9 @@ class Residency:
 
     # -- the directory itself ---------------------------------------------------------------------------------------
 
-    def set_name(self, name: str, adapters: tuple[str, ...]) -> None:
-        """What the name stands for now; nothing: it is gone."""
-        before = self._names.get(name, ())
-        if before == adapters:
-            return
-        for adapter in before:
-            others = tuple(one for one in self._names_of.pop(adapter) if one != name)
-            if others:
-                self._names_of[adapter] = others
-        for adapter in adapters:
-            self._names_of[adapter] = (*self._names_of.get(adapter, ()), name)
-        if adapters:
-            self._names[name] = adapters
-        else:
-            del self._names[name]
-        if any(self._matters(adapter) for adapter in (*before, *adapters)):
-            self._note("name", name)
-
-    def names(self, adapter: str) -> tuple[str, ...]:
-        return self._names_of.get(adapter, ())
+    def name_changed(self, name: str) -> None:
+        """It stands for something else now, or for nothing."""
+        self._note("name", name)
 
     def set_placed(self, adapter: str, placed: Placed) -> None:
         if self._placed.get(adapter, Placed()) != placed:
@@ -170,8 +163,9 @@ class Residency:
         return adapter in self._holders or adapter in self._placed
 
     def _note_names(self, adapter: str) -> None:
-        for name in self.names(adapter):
-            self._note("name", name)
+        if self._names is not None:
+            for name in self._names.names(adapter):
+                self._note("name", name)
 
     # -- routers ----------------------------------------------------------------------------------------------------
 
@@ -196,11 +190,14 @@ class Residency:
         for replica_id, held in self._tiers.items():
             tiers += [(replica_id, adapter, tier) for adapter, tier in held.items()]
         adapters = self._holders.keys() | self._placed.keys()
-        names = {name: self._told_of(name) for adapter in adapters for name in self.names(adapter)}
+        names: dict[str, tuple[str, ...]] = {}
+        if self._names is not None:
+            names = {name: self._told_of(name) for adapter in adapters for name in self._names.names(adapter)}
         return Routes(self.epoch, self.version, True, tiers, dict(self.loads), names, dict(self._placed))
 
     def _told_of(self, name: str) -> tuple[str, ...]:
-        return tuple(adapter for adapter in self._names.get(name, ()) if self._matters(adapter))
+        adapters = self._names.adapters(name) if self._names is not None else ()
+        return tuple(adapter for adapter in adapters if self._matters(adapter))
 
     def _note(self, kind: str, key: str, adapter: str = "") -> None:
         self.version += 1

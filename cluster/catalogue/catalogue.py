@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from lorafleet.cluster.catalogue.log import CatalogueLog, Entry, Fenced
-from lorafleet.cluster.catalogue.records import Adapter
+from lorafleet.cluster.catalogue.log import CatalogueLog, Fenced
+from lorafleet.cluster.catalogue.packed import pack
+from lorafleet.cluster.catalogue.records import Adapter, Entry
 from lorafleet.cluster.catalogue.state import CatalogueState
 from lorafleet.cluster.catalogue.store import Store
 from lorafleet.workers.errors import Overloaded
@@ -44,7 +45,7 @@ class Catalogue:
                     self.on_change({*before.aliases(), *self.state.aliases()})
                     continue
                 for one in others or (entry,):
-                    self.on_change(self.state.apply(one))
+                    self.on_change(self.state.apply(pack(one)))
                 if not others:
                     return self.state.adapters.get(name)
         raise Overloaded(

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lorafleet.cluster.catalogue.records import Adapter, Removed
+from lorafleet.cluster.catalogue.packed import Packed, head, pack, unpack
+from lorafleet.cluster.catalogue.records import Entry
 from lorafleet.cluster.catalogue.store import Store
 from lorafleet.workers.errors import CatalogueDamaged, StoreError
 
@@ -34,8 +35,6 @@ READ_THREADS = 16
 LOAD_ATTEMPTS = 5  # another writer may delete what was listed a moment ago
 
 _MAGIC = b"lorafleet catalogue 1\n"
-
-Entry = Adapter | Removed
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -49,7 +48,7 @@ class _Change(msgspec.Struct, frozen=True):
 
     after: int
     writer: str
-    entry: Entry
+    entry: msgspec.Raw
 
 
 class _Run(msgspec.Struct, frozen=True):
@@ -57,7 +56,7 @@ class _Run(msgspec.Struct, frozen=True):
 
     after: int
     last: int
-    entries: list[Entry]
+    entries: list[msgspec.Raw]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class CatalogueLog:
     def length(self) -> int:
         return self._next
 
-    def load(self) -> dict[str, Entry]:
+    def load(self) -> dict[str, Packed]:
         """Every name's last entry. Raises CatalogueDamaged where an acknowledged change is lost."""
         for attempt in range(LOAD_ATTEMPTS):
             try:
@@ -100,7 +99,7 @@ class CatalogueLog:
         """Returns [] once the entry is durable. Else nothing was written, and these changes of other writers came
         first: take them in, look whether yours still holds, and repeat. Raises Fenced, or StoreError."""
         number = self._next
-        content = _frame(_Change(self._last, f"{self._writer}:{uuid.uuid4().hex}", entry))
+        content = _frame(_Change(self._last, f"{self._writer}:{uuid.uuid4().hex}", msgspec.Raw(pack(entry))))
         key = _change_key(number)
         # A repeated request may find its own first try.
         if not self._store.create(key, content) and self._store.read(key) != content:
@@ -113,10 +112,10 @@ class CatalogueLog:
             self._merge_if_possible()
         return []
 
-    def _load(self) -> dict[str, Entry]:
+    def _load(self) -> dict[str, Packed]:
         changes = {_number(key): _Span(_number(key), _number(key) + 1, False) for key in self._store.keys("log/")}
         cover = _cover(self._runs(), changes)
-        last, entries = -1, dict[str, Entry]()
+        last, entries = -1, dict[str, Packed]()
         with ThreadPoolExecutor(READ_THREADS) as pool:
             contents = pool.map(lambda span: self._store.read(span.key), cover)
             for span, content in zip(cover, contents, strict=True):
@@ -130,7 +129,7 @@ class CatalogueLog:
         self._merge_if_possible()
         return entries
 
-    def _take(self, span: _Span, content: bytes, last: int, entries: dict[str, Entry]) -> int:
+    def _take(self, span: _Span, content: bytes, last: int, entries: dict[str, Packed]) -> int:
         """Adds what one object says; the number of the last change then."""
         payload = _unframe(content)
         if payload is None:
@@ -145,7 +144,7 @@ class CatalogueLog:
             after, now, added = change.after, span.start, [change.entry]
         if after != last:
             raise CatalogueDamaged(self._damage(_change_key(after), "is lost, and later changes build upon it"))
-        entries.update((entry.name, entry) for entry in added)
+        entries.update((head(entry).name, bytes(entry)) for entry in added)
         return now
 
     def _damage(self, key: str, what: str) -> str:
@@ -162,7 +161,7 @@ class CatalogueLog:
                 change = _change_decoder.decode(payload)
                 if change.after != self._last:
                     raise Fenced
-                found.append(change.entry)
+                found.append(unpack(change.entry))
                 self._last = self._next
             self._next += 1
         if not found:
@@ -200,7 +199,7 @@ class CatalogueLog:
 
     def _join(self, whole: _Span, pieces: list[_Span]) -> _Span:
         after: int | None = None
-        last, entries = -1, dict[str, Entry]()
+        last, entries = -1, dict[str, msgspec.Raw]()
         with ThreadPoolExecutor(READ_THREADS) as pool:
             for span, content in zip(pieces, pool.map(lambda one: self._store.read(one.key), pieces), strict=True):
                 if content is None:
@@ -211,7 +210,7 @@ class CatalogueLog:
                 part = _run_decoder.decode(payload) if span.is_run else _as_run(span, payload)
                 after = part.after if after is None else after
                 last = part.last
-                entries.update((entry.name, entry) for entry in part.entries)
+                entries.update((head(entry).name, entry) for entry in part.entries)
         if after is None:
             raise _Vanished(whole.key)
         kept = entries.values() if whole.start else (e for e in entries.values() if not _is_forgettable(e))
@@ -226,14 +225,15 @@ class _Vanished(Exception):
     """Another writer merges too."""
 
 
-def _as_run(span: _Span, payload: bytes) -> _Run:
+def _as_run(span: _Span, payload: memoryview) -> _Run:
     change = _change_decoder.decode(payload)
     return _Run(change.after, span.start, [change.entry])
 
 
-def _is_forgettable(entry: Entry) -> bool:
+def _is_forgettable(entry: msgspec.Raw) -> bool:
     """In the first run of all nothing is left that a removal would remove."""
-    return isinstance(entry, Removed) and entry.seeded_by is None
+    one = head(entry)
+    return one.type == "removed" and one.seeded_by is None
 
 
 def _cover(runs: Iterable[_Span], changes: dict[int, _Span]) -> list[_Span]:
@@ -271,10 +271,11 @@ _run_decoder = msgspec.msgpack.Decoder(_Run)
 
 def _frame(content: _Change | _Run) -> bytes:
     payload = _encoder.encode(content)
-    return _MAGIC + hashlib.sha256(payload).digest() + payload
+    return b"".join((_MAGIC, hashlib.sha256(payload).digest(), payload))
 
 
-def _unframe(content: bytes) -> bytes | None:
-    """None where it is torn."""
-    magic, digest, payload = content[: len(_MAGIC)], content[len(_MAGIC) :][:32], content[len(_MAGIC) + 32 :]
+def _unframe(content: bytes) -> memoryview | None:
+    """None where it is torn. Not a copy: a run may have hundreds of megabytes."""
+    view = memoryview(content)
+    magic, digest, payload = view[: len(_MAGIC)], view[len(_MAGIC) :][:32], view[len(_MAGIC) + 32 :]
     return payload if magic == _MAGIC and hashlib.sha256(payload).digest() == digest else None

@@ -79,6 +79,9 @@ class Removed(msgspec.Struct, frozen=True, gc=False, tag="removed"):
     seeded_by: str | None = None
 
 
+Entry = Adapter | Removed  # of the log: what a name is from then on
+
+
 def with_version(adapter: Adapter, version: Version) -> Adapter:
     return msgspec.structs.replace(adapter, versions=(*adapter.versions, version))
 

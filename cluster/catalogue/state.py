@@ -1,16 +1,17 @@
-"""What the log's entries add up to, in memory: adapters by name, and what each public name stands for. Pure."""
+"""What the log's entries add up to, in memory: adapters by name, what each public name stands for, and who uses the
+same bytes. Pure. Made for a million adapters: what can be found by unpacking one or two of them is not kept.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import msgspec
 
-from lorafleet.cluster.catalogue.log import Entry
+from lorafleet.cluster.catalogue.packed import Packed, PackedAdapters, unpack
 from lorafleet.cluster.catalogue.records import Adapter, Removed, Version
 from lorafleet.workers.lora.request import LoRARequest
 
@@ -44,33 +45,39 @@ class CatalogueState:
     """files_uri: where the store keeps the files of a digest."""
 
     def __init__(self, files_uri: Callable[[str], str]) -> None:
-        self.adapters: dict[str, Adapter] = {}
+        self.adapters = PackedAdapters()
         self.pinned: set[str] = set()  # names
+        self.removing: set[str] = set()  # names
         self._files_uri = files_uri
         self._removed: dict[str, Removed] = {}
         self._owner: dict[str, str] = {}  # of an alias: its adapter
-        self._uses: Counter[str] = Counter()  # of a digest, by versions
-        self._stored: Counter[str] = Counter()  # the same, of those whose files are in the store
+        self._users: dict[str, tuple[str, ...] | str] = {}  # of a digest: the adapters, or nearly always the one
 
-    def apply(self, entry: Entry) -> set[str]:
+    def apply(self, packed: Packed) -> set[str]:
         """The public names that may stand for something else now."""
-        before = self.adapters.pop(entry.name, None)
+        entry = unpack(packed)
+        name = entry.name
+        before = self.adapters.pop(name)
         changed = set(before.aliases) if before else set()
         for alias in changed:
             del self._owner[alias]
-        self._uses.subtract(version.digest for version in _in_use(before))
-        self._stored.subtract(version.digest for version in _in_use(before) if not version.location)
-        self.pinned.discard(entry.name)
-        self._removed.pop(entry.name, None)
+        for digest in _digests(before):
+            self._set_users(digest, tuple(one for one in self._users_of(digest) if one != name))
+        self.pinned.discard(name)
+        self.removing.discard(name)
+        self._removed.pop(name, None)
         if isinstance(entry, Removed):
-            self._removed[entry.name] = entry
+            self._removed[name] = entry
             return changed
-        self.adapters[entry.name] = entry
-        self._owner |= dict.fromkeys(entry.aliases, entry.name)
-        self._uses.update(version.digest for version in _in_use(entry))
-        self._stored.update(version.digest for version in _in_use(entry) if not version.location)
+        self.adapters.put(name, packed)
+        for alias in entry.aliases:
+            self._owner[name if alias == name else alias] = name  # one string for both
+        for digest in _digests(entry):
+            self._set_users(digest, (*self._users_of(digest), name))
         if entry.pinned_replicas:
-            self.pinned.add(entry.name)
+            self.pinned.add(name)
+        if entry.removing:
+            self.removing.add(name)
         return changed | set(entry.aliases)
 
     def owner(self, alias: str) -> Adapter | None:
@@ -83,13 +90,19 @@ class CatalogueState:
     def removed(self, name: str) -> Removed | None:
         return self._removed.get(name)
 
-    def num_uses(self, digest: str) -> int:
-        """Versions that have these bytes, of all adapters that are not on their way out."""
-        return self._uses[digest]
+    def versions(self, digest: str) -> list[Version]:
+        """Those that have these bytes, of all adapters that are not on their way out."""
+        users = [self.adapters[name] for name in self._users_of(digest)]
+        return [version for user in users for version in user.versions if version.digest == digest]
 
-    def num_stored(self, digest: str) -> int:
-        """Those of them that need the store's files."""
-        return self._stored[digest]
+    def names(self, digest: str) -> list[str]:
+        """The aliases that stand for these bytes, or for a share of them."""
+        return [
+            alias
+            for user in (self.adapters[name] for name in self._users_of(digest))
+            for alias in user.aliases
+            if any(user.version(share.version).digest == digest for share in user.shares(alias))
+        ]
 
     def served(self, alias: str, since: int) -> Served | None:
         adapter = self.owner(alias)
@@ -103,9 +116,19 @@ class CatalogueState:
         path = version.location or self._files_uri(version.digest)
         return LoRARequest(name, adapter_number(name), path, version.digest, version.base_model_name)
 
+    def _users_of(self, digest: str) -> tuple[str, ...]:
+        users = self._users.get(digest, ())
+        return (users,) if isinstance(users, str) else users
 
-def _in_use(adapter: Adapter | None) -> tuple[Version, ...]:
-    return () if adapter is None or adapter.removing else adapter.versions
+    def _set_users(self, digest: str, users: tuple[str, ...]) -> None:
+        if users:
+            self._users[digest] = users[0] if len(users) == 1 else users
+        else:
+            del self._users[digest]
+
+
+def _digests(adapter: Adapter | None) -> set[str]:
+    return set() if adapter is None or adapter.removing else {version.digest for version in adapter.versions}
 
 
 def adapter_number(name: str) -> int:

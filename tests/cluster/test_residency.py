@@ -24,6 +24,19 @@ def change(replica_id: str, sequence: int, **tiers: Tier | None) -> Report:
     return Report(replica_id, sequence, False, tiers, LOAD)
 
 
+class NameTable:
+    """What each name stands for."""
+
+    def __init__(self, **stands_for: tuple[str, ...]) -> None:
+        self.stands_for = stands_for
+
+    def names(self, adapter: str) -> list[str]:
+        return [name for name, adapters in self.stands_for.items() if adapter in adapters]
+
+    def adapters(self, name: str) -> tuple[str, ...]:
+        return self.stands_for.get(name, ())
+
+
 class Router:
     def __init__(self, residency: Residency, *replicas: str) -> None:
         self.residency = residency
@@ -136,13 +149,11 @@ def test_a_lost_replica_holds_nothing_and_starts_anew() -> None:
 
 
 def test_a_restarted_directory_loses_no_router_its_way_to_what_is_resident() -> None:
-    first = Residency("first")
-    first.set_name("sql", ("x",))
+    first = Residency("first", NameTable(sql=("x",)))
     first.accept(full("a", 1, {"x": "gpu", "y": "cpu"}))
     first.accept(full("b", 1, {"z": "gpu"}))
     router = Router(first, "a", "b", "c").poll()
-    router.residency = second = Residency("second")
-    second.set_name("sql", ("x",))
+    router.residency = second = Residency("second", NameTable(sql=("x",)))
     router.poll()
     assert router.view.adapter("sql") == "x"
     assert router.view.chooser.rank("x")[0] == "a"
@@ -155,17 +166,17 @@ def test_a_restarted_directory_loses_no_router_its_way_to_what_is_resident() -> 
 
 
 def test_names_are_told_of_what_is_held_or_placed_and_of_nothing_else() -> None:
-    residency = Residency("e")
-    for i in range(100):
-        residency.set_name(f"n{i}", (f"d{i}",))
+    table = NameTable(**{f"n{i}": (f"d{i}",) for i in range(100)})
+    residency = Residency("e", table)
     router = Router(residency, "a")
     residency.accept(full("a", 1, {"d1": "gpu"}))
     residency.set_placed("d2", Placed(("a",), 5))
     assert residency.since("", -1).names == {"n1": ("d1",), "n2": ("d2",)}
     router.poll()
     assert (router.view.adapter("n1"), router.view.adapter("n3")) == ("d1", "n3")
-    residency.set_name("n1", ("d3", "d1"))
-    residency.set_name("n2", ())
+    table.stands_for |= {"n1": ("d3", "d1"), "n2": ()}
+    residency.name_changed("n1")
+    residency.name_changed("n2")
     router.poll()
     assert router.view.adapter("n2") == "n2"
     assert router.view.adapter("n1") == "d1", "the version that is held somewhere"

@@ -10,8 +10,9 @@ import pytest
 
 from lorafleet.cluster.catalogue import log as log_module
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.catalogue.log import CatalogueLog, Entry, Fenced
-from lorafleet.cluster.catalogue.records import Adapter, Removed, Version
+from lorafleet.cluster.catalogue.log import CatalogueLog, Fenced
+from lorafleet.cluster.catalogue.packed import Packed, unpack
+from lorafleet.cluster.catalogue.records import Adapter, Entry, Removed, Version
 from lorafleet.workers.errors import CatalogueDamaged
 
 
@@ -27,7 +28,11 @@ def adapter(name: str, number: int = 1) -> Adapter:
 
 def opened(folder: Path) -> tuple[CatalogueLog, dict[str, Entry]]:
     log = CatalogueLog(FolderStore(folder))
-    return log, log.load()
+    return log, unpacked(log.load())
+
+
+def unpacked(packed: dict[str, Packed]) -> dict[str, Entry]:
+    return {name: unpack(one) for name, one in packed.items()}
 
 
 def state(folder: Path) -> dict[str, Entry]:
@@ -119,7 +124,7 @@ def test_a_writer_that_slept_while_its_number_was_merged_away_is_fenced(tmp_path
     with pytest.raises(Fenced):
         sleeper.append(adapter("lost"))
     assert state(tmp_path) == {"a": adapter("a", 12)}
-    assert sleeper.load() == state(tmp_path)
+    assert unpacked(sleeper.load()) == state(tmp_path)
     assert sleeper.append(adapter("b")) == []
 
 
@@ -133,7 +138,7 @@ def test_writers_at_the_same_time_lose_no_update(tmp_path: Path) -> None:
                 try:
                     others = log.append(adapter(name, number))
                 except Fenced:
-                    entries = log.load()
+                    entries = unpacked(log.load())
                     continue
                 entries.update((entry.name, entry) for entry in others)
                 if not others:
