@@ -68,8 +68,8 @@ def write_log(folder: Path, num_adapters: int) -> None:
     if there < num_adapters:
         took_s = time.perf_counter() - started
         print(
-            f"log: {num_adapters - there} changes written in {took_s:.0f} s, the slowest (it merged) in {slowest_s:.2f}; "
-            f"writer's memory {_memory()}"
+            f"log: {num_adapters - there} changes written in {took_s:.0f} s, the slowest (it merged) in "
+            f"{slowest_s:.2f}; writer's memory {_memory()}"
         )
 
 

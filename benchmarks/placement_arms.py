@@ -161,6 +161,7 @@ class Ours(_Blind):
         self._tell_router()
 
     def _tell_router(self) -> None:
+        self.residency.tell()
         self.view.apply(self.residency.since(self.view.epoch, self.view.version))
 
 

@@ -36,6 +36,10 @@ LEASE_S = 4.0
 ACKNOWLEDGE_S = 5.0
 FORGET_S = 60.0  # a replica that was silent for this long is gone without having said so
 HAND_OVER_S = 10.0  # how long a replica that Serve stops waits for others to read what only it holds
+# Routers hear at once of what moved, and together, as one answer serves all that are alike far; how busy replicas are,
+# which each of a thousand may say ten times a second, is gathered for longer.
+MOVES_S = 0.002
+LOADS_S = 0.05
 MAX_CHANGES = 100_000  # remembered for replicas that are behind; who is further behind joins again
 
 logger = logging.getLogger("lorafleet.cluster")
@@ -141,6 +145,8 @@ class AdapterDirectory:
         self._placer = Placer(self._residency, self._size, lambda: self.pins(), self._read_ahead)
         self._acknowledgement = asyncio.Event()
         self._routes_changed = asyncio.Event()
+        self._told_s = clock()
+        self._telling: asyncio.TimerHandle | None = None
         self._progress: list[Progress] = []
 
     @property
@@ -172,13 +178,13 @@ class AdapterDirectory:
             self.on_replicas()
         for replica_id in self._residency.loads.keys() - set(self.live()):
             self._residency.forget(replica_id)
-        self._wake_routers()
+        self._tell_routers()
 
     async def place(self) -> None:
         """One round of placement, about every ROUND_S."""
         async with self._placing_now:
             await in_slices(self._placer.round(self._clock()))
-        self._wake_routers()
+        self._tell_routers()
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
@@ -287,18 +293,21 @@ class AdapterDirectory:
     # -- routers ------------------------------------------------------------------------------------------------------
 
     async def report(self, report: Report) -> bool:
+        return self.accept(report)
+
+    def accept(self, report: Report) -> bool:
         """Residency.accept. A replica that has left is not taken in again by a report that was under way."""
         if report.replica_id not in self._replicas:
             return False
         self._seen(report.replica_id)
         accepted = self._residency.accept(report)
-        self._wake_routers()
+        self._tell_routers()
         return accepted
 
     async def routes(self, epoch: str, version: int) -> Routes:
         """Returns as soon as there is something behind `version` of `epoch`, or after HOLD_S."""
         deadline = self._clock() + HOLD_S
-        while (epoch, version) == (self._epoch, self._residency.version):
+        while (epoch, version) == (self._epoch, self._residency.told):
             if not await self._wait(self._routes_changed, deadline):
                 break
         return self._residency.since(epoch, version)
@@ -342,7 +351,7 @@ class AdapterDirectory:
         self._residency.forget(replica_id)
         self._end_draining(replica_id)
         self._wake_writers()
-        self._wake_routers()
+        self._tell_routers()
         self.on_replicas()
 
     async def _hand_over(self, replica_id: str) -> None:
@@ -402,7 +411,7 @@ class AdapterDirectory:
             self._residency.name_changed(name)
         for replica in self._replicas.values():
             replica.changed.set()
-        self._wake_routers()
+        self._tell_routers()
 
     def _changed_since(self, version: int) -> dict[str, Served | None]:
         if version < self._version - len(self._changes):
@@ -414,7 +423,19 @@ class AdapterDirectory:
         self._acknowledgement, moved = asyncio.Event(), self._acknowledgement
         moved.set()
 
-    def _wake_routers(self) -> None:
+    def _tell_routers(self) -> None:
+        """Of all that changed so far, as soon as they may be told again."""
+        if not self._residency.untold:
+            return
+        wait_s = self._told_s + (MOVES_S if self._residency.moved else LOADS_S) - self._clock()
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        if wait_s > 0:
+            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell_routers)
+            return
+        self._told_s = self._clock()
+        self._residency.tell()
         self._routes_changed, moved = asyncio.Event(), self._routes_changed
         moved.set()
 

@@ -23,6 +23,7 @@ from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.directory import AdapterDirectory, Changes, Found, Progress
 from lorafleet.cluster.directory_metrics import DirectoryCounts
+from lorafleet.cluster.directory_socket import Address, DirectoryConnection, DirectoryServer
 from lorafleet.cluster.placer import ROUND_S
 from lorafleet.cluster.residency import Report, Routes
 from lorafleet.workers.errors import WireError
@@ -76,8 +77,13 @@ class DirectoryActor(AdapterDirectory):
         self._administration = Administration(self, base_names)
         loop = asyncio.get_event_loop()
         loop.call_soon(self._administration.resume)
+        self._server = DirectoryServer(self, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray's
         self._watchdog = loop.create_task(self._watch())
         self._placing = loop.create_task(self._keep_placing())
+
+    async def address(self) -> Address:
+        """Where report, routes and watch are answered."""
+        return self._server.address
 
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         """A public method of Administration."""
@@ -90,6 +96,7 @@ class DirectoryActor(AdapterDirectory):
             await self.place()
 
     async def _watch(self) -> None:
+        await self._server.start()
         idle_s = 0.0
         while idle_s < IDLE_EXIT_S:
             await asyncio.sleep(1.0)
@@ -122,10 +129,12 @@ def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
 
 
 class RemoteDirectory:
-    """directory.Directory over the actor; raises the actor's own exceptions."""
+    """directory.Directory over the actor and its socket; raises the actor's own exceptions."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self._connection: DirectoryConnection | None = None
+        self._connecting = asyncio.Lock()
 
     async def join(
         self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
@@ -139,7 +148,7 @@ class RemoteDirectory:
         await _result(self._actor.drain.remote(replica_id))
 
     async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
-        return await _result(self._actor.watch.remote(replica_id, epoch, version, order))
+        return await (await self._connected()).watch(replica_id, epoch, version, order)
 
     async def done(
         self, replica_id: str, epoch: str, order: int, info: AdapterInfo | None, error: WireError | None
@@ -159,10 +168,10 @@ class RemoteDirectory:
         return await _result(self._actor.administer.remote(verb, arguments))
 
     async def report(self, report: Report) -> bool:
-        return await _result(self._actor.report.remote(report))
+        return await (await self._connected()).report(report)
 
     async def routes(self, epoch: str, version: int) -> Routes:
-        return await _result(self._actor.routes.remote(epoch, version))
+        return await (await self._connected()).routes(epoch, version)
 
     async def counts(self) -> DirectoryCounts:
         return await _result(self._actor.counts.remote())
@@ -173,6 +182,13 @@ class RemoteDirectory:
     def note_soon(self, progress: Progress) -> None:
         """note, from code that is not asyncio and does not care for the outcome."""
         self._actor.note.remote(progress)
+
+    async def _connected(self) -> DirectoryConnection:
+        async with self._connecting:
+            if self._connection is None or self._connection.closed:
+                address = await _result(self._actor.address.remote())
+                self._connection = await DirectoryConnection.open(address)
+            return self._connection
 
 
 def read_progress(name: str, after: int) -> list[Progress]:

@@ -58,14 +58,14 @@ class Names(Protocol):
 
 
 class Residency:
-    """The directory's side. Knows nothing of waiting: the directory wakes the pollers when `version` has moved.
+    """The directory's side. Knows nothing of waiting: the directory wakes the pollers when `told` has moved.
 
     names: None where requests name adapters by their digests.
     """
 
     def __init__(self, epoch: str, names: Names | None = None) -> None:
         self.epoch = epoch
-        self.version = 0
+        self.told = 0  # the version that routers are brought to; later changes wait for tell()
         self.loads: dict[str, ReplicaLoad] = {}
         self.cpu_loras: dict[str, int] = {}
         self._tokens: dict[str, int] = {}  # asked for, by adapter, since somebody took them
@@ -74,7 +74,10 @@ class Residency:
         self._sequence: dict[str, int] = {}
         self._names = names
         self._placed: dict[str, Placed] = {}
-        self._changes: deque[tuple[str, str, str]] = deque(maxlen=MAX_CHANGES)  # kind and key; the last is `version`
+        self._version = 0
+        self._moved_at = 0  # the last version that said more than how busy a replica is
+        self._changes: deque[tuple[str, str, str]] = deque(maxlen=MAX_CHANGES)  # kind and key; the last is `_version`
+        self._deltas: dict[int, Routes] = {}  # to `told`, by the version that the router has
 
     # -- replicas -------------------------------------------------------------------------------------------------
 
@@ -169,12 +172,31 @@ class Residency:
 
     # -- routers ----------------------------------------------------------------------------------------------------
 
+    @property
+    def untold(self) -> bool:
+        return self.told < self._version
+
+    @property
+    def moved(self) -> bool:
+        """Whether there is something untold that cannot wait."""
+        return self.told < self._moved_at
+
+    def tell(self) -> None:
+        self.told = self._version
+        self._deltas.clear()
+
     def since(self, epoch: str, version: int) -> Routes:
-        missed = self.version - version
-        if epoch != self.epoch or not 0 <= missed <= len(self._changes):
+        """What has changed up to `told`, as it is now. Routers that have the same version get the same object."""
+        if epoch != self.epoch or not self._version - len(self._changes) <= version <= self.told:
             return self._everything()
-        routes = Routes(self.epoch, self.version, False, [], {}, {}, {})
-        for kind, key, adapter in dict.fromkeys(itertools.islice(reversed(self._changes), missed)):
+        if version not in self._deltas:
+            self._deltas[version] = self._delta(version)
+        return self._deltas[version]
+
+    def _delta(self, version: int) -> Routes:
+        routes = Routes(self.epoch, self.told, False, [], {}, {}, {})
+        missed = itertools.islice(reversed(self._changes), self._version - self.told, self._version - version)
+        for kind, key, adapter in dict.fromkeys(missed):
             if kind == "tier":
                 routes.tiers.append((key, adapter, self._tiers.get(key, {}).get(adapter)))
             elif kind == "load":
@@ -193,14 +215,16 @@ class Residency:
         names: dict[str, tuple[str, ...]] = {}
         if self._names is not None:
             names = {name: self._told_of(name) for adapter in adapters for name in self._names.names(adapter)}
-        return Routes(self.epoch, self.version, True, tiers, dict(self.loads), names, dict(self._placed))
+        return Routes(self.epoch, self.told, True, tiers, dict(self.loads), names, dict(self._placed))
 
     def _told_of(self, name: str) -> tuple[str, ...]:
         adapters = self._names.adapters(name) if self._names is not None else ()
         return tuple(adapter for adapter in adapters if self._matters(adapter))
 
     def _note(self, kind: str, key: str, adapter: str = "") -> None:
-        self.version += 1
+        self._version += 1
+        if kind != "load" or key not in self.loads:
+            self._moved_at = self._version
         self._changes.append((kind, key, adapter))
 
 

@@ -44,6 +44,7 @@ class Router:
         self.view.chooser.set_replicas(replicas)
 
     def poll(self) -> Router:
+        self.residency.tell()
         self.view.apply(self.residency.since(self.view.epoch, self.view.version))
         return self
 
@@ -58,6 +59,8 @@ def test_a_change_reaches_a_router_as_a_delta() -> None:
     residency.accept(full("a", 1, {"x": "gpu", "y": "cpu"}))
     assert router.poll().holds("a") == {"x": "gpu", "y": "cpu"}
     residency.accept(change("a", 2, x="cpu", y=None, z="coming"))
+    assert residency.since("e", router.view.version).tiers == [], "not told yet"
+    residency.tell()
     routes = residency.since("e", router.view.version)
     assert not routes.full
     assert len(routes.tiers) == 3
@@ -65,15 +68,33 @@ def test_a_change_reaches_a_router_as_a_delta() -> None:
     assert residency.since("e", router.view.version).tiers == []
 
 
+def test_what_changes_while_routers_are_told_comes_with_the_next_telling() -> None:
+    residency = Residency("e")
+    behind, abreast = Router(residency, "a"), Router(residency, "a")
+    residency.accept(full("a", 1, {"x": "gpu"}))
+    abreast.poll()
+    assert not residency.untold
+    residency.accept(change("a", 2, x="cpu"))
+    assert residency.moved
+    residency.tell()
+    residency.accept(change("a", 3, x="gpu", y="cpu"))
+    told = residency.since("e", abreast.view.version)
+    assert residency.since("e", abreast.view.version) is told, "for all who are as far"
+    assert told.tiers == [("a", "x", "gpu")]
+    assert (behind.poll().holds("a"), abreast.poll().holds("a")) == ({"x": "gpu", "y": "cpu"},) * 2
+    residency.accept(Report("a", 4, False, {}, ReplicaLoad(num_running=9)))
+    assert (residency.untold, residency.moved) == (True, False), "how busy it is can wait"
+
+
 def test_a_repeated_or_late_report_changes_nothing() -> None:
     residency = Residency("e")
     residency.accept(full("a", 1, {"x": "gpu"}))
     second = Report("a", 2, False, {"x": None, "y": "gpu"}, LOAD, {"y": 100})
     assert residency.accept(second)
-    version = residency.version
+    residency.tell()
     assert residency.accept(second)
     assert residency.accept(full("a", 1, {"x": "gpu"}))
-    assert residency.version == version
+    assert not residency.untold
     assert residency.take_tokens() == {"y": 100}
     assert residency.take_tokens() == {}
 
@@ -171,6 +192,7 @@ def test_names_are_told_of_what_is_held_or_placed_and_of_nothing_else() -> None:
     router = Router(residency, "a")
     residency.accept(full("a", 1, {"d1": "gpu"}))
     residency.set_placed("d2", Placed(("a",), 5))
+    residency.tell()
     assert residency.since("", -1).names == {"n1": ("d1",), "n2": ("d2",)}
     router.poll()
     assert (router.view.adapter("n1"), router.view.adapter("n3")) == ("d1", "n3")

@@ -53,7 +53,9 @@ def test_any_order_of_changes_adds_up_to_what_the_last_ones_say() -> None:
     for _ in range(500):
         name = rng.choice("abcdef")
         versions = [version(n, rng.choice("uvwxyz")) for n in range(1, rng.randint(2, 4))]
-        entry: Entry = adapter(name, *versions, serves=rng.randint(1, len(versions)), alias=rng.choice((name, name * 2)))
+        entry: Entry = adapter(
+            name, *versions, serves=rng.randint(1, len(versions)), alias=rng.choice((name, name * 2))
+        )
         if rng.random() < 0.3:
             entry = Removed(name)
         last.pop(name, None)

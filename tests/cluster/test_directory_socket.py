@@ -1,0 +1,114 @@
+"""The directory over its own TCP connections, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lorafleet.cluster import directory_socket as socket_module
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.directory import AdapterDirectory, Changes, StaleEpoch
+from lorafleet.cluster.directory_socket import DirectoryConnection, DirectoryServer
+from lorafleet.cluster.residency import Report
+from lorafleet.cluster.routing import ReplicaLoad
+from lorafleet.workers.lora.request import LoRARequest
+
+LOCALHOST = "127.0.0.1"
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[DirectoryServer]:
+    serving = DirectoryServer(AdapterDirectory(Catalogue(FolderStore(tmp_path))), LOCALHOST)
+    await serving.start()
+    yield serving
+    await stopped(serving)
+
+
+async def stopped(server: DirectoryServer) -> None:
+    server.stop()
+    await asyncio.sleep(0.01)  # until the transports have noticed
+
+
+def report(sequence: int, full: bool = False, **tiers: str | None) -> Report:
+    return msgspec.convert(
+        {
+            "replica_id": "r1",
+            "sequence": sequence,
+            "full": full,
+            "tiers": tiers,
+            "load": msgspec.to_builtins(ReplicaLoad()),
+        },
+        Report,
+    )
+
+
+async def test_a_report_becomes_the_answer_of_a_poll_that_waits(server: DirectoryServer) -> None:
+    replica, router = await DirectoryConnection.open(server.address), await DirectoryConnection.open(server.address)
+    assert not await replica.report(report(1, full=True)), "who has not joined is not known"
+    await server.directory.join("r1", "", [], [], ready=True)
+    assert await replica.report(report(1, full=True, x="gpu"))
+    table = await router.routes("", -1)
+    assert (table.full, table.tiers) == (True, [("r1", "x", "gpu")])
+    table = await router.routes(table.epoch, table.version)  # what was on its way to be told
+    waiting = asyncio.create_task(router.routes(table.epoch, table.version))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    assert await replica.report(report(2, x=None, y="cpu"))
+    assert sorted((await waiting).tiers) == [("r1", "x", None), ("r1", "y", "cpu")]
+
+
+async def test_calls_wait_side_by_side_and_hear_of_names_and_of_another_epoch(server: DirectoryServer) -> None:
+    directory = server.directory
+    joined = await directory.join("r1", "", [], [], ready=True)
+    connection = await DirectoryConnection.open(server.address)
+    table = await connection.routes("", -1)
+    polls = [asyncio.create_task(connection.routes(table.epoch, table.version)) for _ in range(3)]
+    watch = asyncio.create_task(connection.watch("r1", joined.epoch, joined.version, 0))
+    await asyncio.sleep(0.02)
+    found = await directory.found(joined.epoch, LoRARequest("sql", 1, "/sql", "digest"))
+    changes = await watch
+    assert changes == Changes(joined.epoch, found.version, {"sql": found.served})
+    assert [one.version for one in await asyncio.gather(*polls)] == [table.version + 1] * 3
+    with pytest.raises(StaleEpoch, match="before"):
+        await connection.watch("r1", "before", 0, 0)
+
+
+async def test_who_does_not_know_the_secret_or_sends_rubbish_is_cut_off(server: DirectoryServer) -> None:
+    stranger = await DirectoryConnection.open(msgspec.structs.replace(server.address, secret="guessed"))
+    with pytest.raises(ConnectionResetError):
+        await stranger.routes("", -1)
+    connection = await DirectoryConnection.open(server.address)
+    connection._transport.write(b"\x03\0\0\0abc")
+    with pytest.raises(ConnectionResetError):
+        await connection.routes("", -1)
+    friend = await DirectoryConnection.open(server.address)
+    assert (await friend.routes("", -1)).full
+
+
+async def test_calls_end_when_the_directory_goes(server: DirectoryServer) -> None:
+    connection = await DirectoryConnection.open(server.address)
+    table = await connection.routes("", -1)
+    waiting = asyncio.create_task(connection.routes(table.epoch, table.version))
+    await asyncio.sleep(0.02)
+    await stopped(server)
+    with pytest.raises(ConnectionResetError):
+        await waiting
+    assert connection.closed
+    with pytest.raises(ConnectionResetError):
+        await connection.report(report(1))
+    with pytest.raises(ConnectionRefusedError):
+        await DirectoryConnection.open(server.address)
+
+
+async def test_a_directory_that_is_silent_has_gone(server: DirectoryServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_module, "ANSWER_S", 0.05)
+    connection = await DirectoryConnection.open(server.address)
+    table = await connection.routes("", -1)
+    with pytest.raises(ConnectionAbortedError, match="silent"):
+        await connection.routes(table.epoch, table.version)
+    assert connection.closed
