@@ -131,9 +131,11 @@ def check_key(request: Request, key: str | None) -> None:
         )
     given = request.headers.get("authorization", "")
     if not given:
-        raise Unauthorized("The admin key is missing; send it as `Authorization: Bearer KEY`.")
+        raise Unauthorized("You did not provide the admin key. Send it as `Authorization: Bearer KEY`.")
     if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-        raise Unauthorized("The admin key is wrong; send the server's --admin-key as `Authorization: Bearer KEY`.")
+        raise Unauthorized(
+            "Incorrect admin key provided. Send the server's --admin-key as `Authorization: Bearer KEY`."
+        )
 
 
 class _AdminApi:

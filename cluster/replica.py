@@ -35,7 +35,6 @@ from lorafleet.cluster.reporting import keep_reporting
 from lorafleet.cluster.resources import with_cpu_threads
 from lorafleet.cluster.scraping import scrape_all
 from lorafleet.cluster.worker_actor import StartOrder
-from lorafleet.resolvers.source import is_uri
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
@@ -171,8 +170,8 @@ class EngineReplica:
         if self._engine is None:  # only what is dropped is asked of a replica that is starting: it has nothing yet
             return None
         info = await obey(self._engine, order)
-        if order.kind == "drop" and is_uri(order.lora.lora_path):
-            await asyncio.to_thread(self._adapter_store.cache.remove, order.lora.digest)
+        if order.kind == "drop":
+            await asyncio.to_thread(self._adapter_store.forget, order.lora.digest)
         return info
 
     async def _administer(self, verb: str, arguments: dict[str, Any]) -> Any:

@@ -71,6 +71,11 @@ class AdapterStore:
                 self._cache = AdapterCache(self._config.cache_path, self._config.cache_bytes)
             return self._cache
 
+    def forget(self, digest: str) -> None:
+        """Of an adapter that is served no more; any of the node's processes may have fetched it."""
+        if self._config.cache_path.is_dir():
+            self.cache.remove(digest)
+
     def fetch(self, uri: str, digest: str = "") -> str:
         """Its digest. Where one is given, an adapter with another one is AdapterChanged.
 

@@ -1,12 +1,14 @@
 """The store in an S3 bucket: `If-None-Match: *` makes a key be created once, whoever else writes.
 
 boto3 and not s3fs, which cannot send conditions and hides what came of a write. Keys and endpoint come from where
-boto3 finds them: environment, profile, instance role (AWS_ENDPOINT_URL_S3 for other servers than Amazon's).
+boto3 finds them: environment, profile, instance role (AWS_ENDPOINT_URL_S3 for other servers than Amazon's). They are
+read anew after the server has refused them, so that renewed ones need no restart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,26 +16,33 @@ from typing import Any
 import boto3
 from boto3.exceptions import Boto3Error
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
 from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError
 from lorafleet.workers.lora.files import CONFIG_NAME
 
 TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 ABSENT = {"NoSuchKey", "404", "NotFound"}
+REFUSED = {401, 403}
+
+
+def _make_client() -> Any:
+    config = Config(retries={"mode": "standard", "max_attempts": 5}, connect_timeout=5, read_timeout=30)
+    return boto3.Session().client("s3", config=config)
 
 
 class S3Store:
-    """client: of boto3, for tests."""
+    """make_client: gives boto3's client."""
 
-    def __init__(self, uri: str, client: Any = None) -> None:
+    def __init__(self, uri: str, make_client: Callable[[], Any] = _make_client) -> None:
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         if not bucket:
             raise ConfigError(f"catalog_uri={uri!r} names no bucket; give s3://bucket/prefix.")
         self._bucket = bucket
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
-        config = Config(retries={"mode": "standard", "max_attempts": 5}, connect_timeout=5, read_timeout=30)
-        self._client = client or boto3.client("s3", config=config)
+        self._make_client = make_client
+        self._made: Any = None
+        self._lock = threading.Lock()
 
     @property
     def uri(self) -> str:
@@ -97,6 +106,12 @@ class S3Store:
         for key in sorted(names, key=lambda key: not key.endswith(f"/{CONFIG_NAME}")):
             self.delete(key)
 
+    @property
+    def _client(self) -> Any:
+        with self._lock:
+            self._made = self._made or self._make_client()
+            return self._made
+
     def _key(self, key: str) -> str:
         return self._prefix + key
 
@@ -105,6 +120,14 @@ class S3Store:
         try:
             yield
         except (ClientError, BotoCoreError, Boto3Error) as error:
+            cause = error if isinstance(error, ClientError) else error.__context__  # boto3's transfers hide it
+            status = cause.response["ResponseMetadata"].get("HTTPStatusCode") if isinstance(cause, ClientError) else 0
+            if status in REFUSED or isinstance(error, NoCredentialsError | PartialCredentialsError):
+                self._made = None
+                raise StoreError(
+                    f"catalogue {self.uri}: {what}: the server refuses this cluster's credentials: {error}. Renew "
+                    "them; no restart is needed. Look whether it was done before you repeat it."
+                ) from error
             raise StoreError(
                 f"catalogue {self.uri}: {what}: {error}. Look whether it was done before you repeat it."
             ) from error

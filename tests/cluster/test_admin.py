@@ -84,11 +84,17 @@ def cli(http: httpx.Client, *arguments: str) -> Any:
 
 def test_without_the_key_nothing_is_told_or_done(http: httpx.Client) -> None:
     with httpx.Client(base_url=http.base_url) as stranger:
-        for given in ({}, {"authorization": "Bearer another key"}):
+        for given, words in (
+            ({}, "did not provide the admin key"),
+            ({"authorization": "Bearer another key"}, "Incorrect admin key"),
+        ):
             for method, path in (("GET", ""), ("POST", ""), ("DELETE", "/ref0"), ("POST", "/ref0/pin")):
                 response = stranger.request(method, f"/v1/adapters{path}", headers=given)
                 assert response.status_code == 401, path
-                assert response.json()["error"]["code"] == "invalid_api_key"
+                error = response.json()["error"]
+                assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+                assert words in error["message"]
+                assert response.headers["www-authenticate"] == "Bearer"
 
 
 def test_the_command_line_pushes_a_folder_moves_rolls_back_and_removes(

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from lorafleet.resolvers.cache import AdapterCache
+from lorafleet.resolvers.config import SourcesConfig
 from lorafleet.resolvers.deadline import Deadline
 from lorafleet.workers.errors import AdapterTooLarge, AdapterUnavailable, ConfigError
+from stores import kept
 
 Make = Callable[..., dict[str, bytes]]
 
@@ -27,6 +29,18 @@ def put(cache: AdapterCache, files: dict[str, bytes], key: str | None = None) ->
 
 def names_in(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir())
+
+
+def test_a_store_forgets_what_any_process_of_the_node_fetched_and_makes_no_cache_for_it(
+    tmp_path: Path, make_files: Make
+) -> None:
+    store = kept(SourcesConfig(cache_dir=str(tmp_path / "cache")))
+    store.forget("a" * 64)
+    assert not (tmp_path / "cache").exists()
+    another = AdapterCache(tmp_path / "cache", 10_000)
+    digest = put(another, make_files())
+    store.forget(digest)
+    assert not another.holds(digest)
 
 
 def test_what_is_published_is_found_by_its_digest_and_by_its_source(tmp_path: Path, make_files: Make) -> None:

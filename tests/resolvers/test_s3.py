@@ -31,7 +31,7 @@ from lorafleet.workers.errors import (
     AdapterUnavailable,
     InvalidRequest,
 )
-from s3_server import BUCKET, KEY, SECRET, RadosGateway
+from s3_server import BUCKET, KEY, SECRET, RadosGateway, write_credentials
 from tcp_proxy import TCPProxy
 
 Make = Callable[..., dict[str, bytes]]
@@ -49,15 +49,11 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
     file = tmp_path / "credentials"
-    write_credentials(file, SECRET)
+    write_credentials(file, KEY, SECRET)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     return file
-
-
-def write_credentials(file: Path, secret: str) -> None:
-    file.write_text(f"[default]\naws_access_key_id={KEY}\naws_secret_access_key={secret}\n")
 
 
 @pytest.fixture
@@ -262,15 +258,30 @@ def test_wrong_credentials_are_named_and_new_ones_need_no_restart(
     gateway: RadosGateway, folder: Any, make_files: Make, tmp_path: Path, credentials: Path
 ) -> None:
     uri = folder(make_files(10))
-    write_credentials(credentials, "wrong")
+    write_credentials(credentials, KEY, "wrong")
     store = make_store(tmp_path / "c", gateway.endpoint)
-    with pytest.raises(AdapterUnavailable, match=r"refuses this cluster's credentials: SignatureDoesNotMatch"):
+    with pytest.raises(AdapterUnavailable, match=r"refuses this cluster's credentials: AccessDenied \(HTTP 403\)"):
         store.fetch(uri)
     credentials.write_text("")
     with pytest.raises(AdapterUnavailable, match="Unable to locate credentials"):
         store.fetch(uri)
-    write_credentials(credentials, SECRET)
+    write_credentials(credentials, KEY, SECRET)
     assert store.fetch(uri)
+
+
+def test_a_session_that_has_expired_is_named_and_the_next_one_needs_no_restart(
+    gateway: RadosGateway, folder: Any, make_files: Make, tmp_path: Path, credentials: Path
+) -> None:
+    first, second = folder(make_files(13)), folder(make_files(14))
+    write_credentials(credentials, *gateway.session(4))
+    ends = time.monotonic() + 5
+    store = make_store(tmp_path / "c", gateway.endpoint)
+    assert store.fetch(first)
+    time.sleep(ends - time.monotonic())
+    with pytest.raises(AdapterUnavailable, match=r"refuses this cluster's credentials: AccessDenied \(HTTP 403\)"):
+        store.fetch(second)
+    write_credentials(credentials, *gateway.session(600))
+    assert store.fetch(second)
 
 
 def test_credentials_that_end_amid_the_work_are_named_and_may_come_back(

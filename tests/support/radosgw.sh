@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Ceph's RADOS Gateway on loopback for tests: a real S3 server over one in-memory OSD. It checks signatures, ranges and
-# conditional requests. Up in about 15 s, about 110 MB.
+# conditional requests, and gives sessions that end (STS). Up in about 15 s, about 110 MB.
 #
 #   radosgw.sh unpack ROOT        Debian 12's packages under ROOT; nothing is installed. Then export RADOSGW_ROOT=ROOT
 #   radosgw.sh start DIR PORT     monitor, OSD, gateway, a user; PORT and PORT + 1 must be free
@@ -79,6 +79,9 @@ mon_data_avail_warn=2
 rgw_frontends=beast endpoint=127.0.0.1:$port
 rgw_data=$dir
 rgw_dns_name=localhost
+rgw_s3_auth_use_sts=true
+rgw_sts_key=0123456789abcdef
+rgw_sts_min_session_duration=1
 [client]
 keyring=/dev/null
 C

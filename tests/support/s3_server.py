@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+from botocore.config import Config
 
 SCRIPT = Path(__file__).with_name("radosgw.sh")
 KEY, SECRET = "test-key", "test-secret"
+READER = "reader"  # a role that may do everything, for sessions that end
 BUCKET = "adapters"
 
 
@@ -28,9 +31,16 @@ def why_not() -> str | None:
     return None
 
 
+def write_credentials(file: Path, key: str, secret: str, token: str = "") -> None:
+    """As AWS's tools read them."""
+    lines = ["[default]", f"aws_access_key_id={key}", f"aws_secret_access_key={secret}"]
+    file.write_text("\n".join(lines + [f"aws_session_token={token}"] * bool(token)) + "\n")
+
+
 class RadosGateway:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._has_role = False
         port = _two_free_ports()
         self._run("start", str(port))
         self.port = port
@@ -61,6 +71,27 @@ class RadosGateway:
     def enable_user(self) -> None:
         self._run("admin", "user", "enable", "--uid=test")
 
+    def session(self, seconds: int) -> tuple[str, str, str]:
+        """Key, secret and token of a session that ends by itself."""
+        if not self._has_role:
+            may = {"Effect": "Allow", "Principal": {"AWS": ["arn:aws:iam:::user/test"]}, "Action": ["sts:AssumeRole"]}
+            role = f"--role-name={READER}"
+            self._run("admin", "role", "create", role, f"--assume-role-policy-doc={_policy(may)}")
+            all_of_s3 = _policy({"Effect": "Allow", "Action": ["s3:*"], "Resource": ["*"]})
+            self._run("admin", "role-policy", "put", role, "--policy-name=s3", f"--policy-doc={all_of_s3}")
+            self._has_role = True
+        sts: Any = boto3.client(
+            "sts",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+            config=Config(parameter_validation=False),  # AWS itself gives none below 900 s
+        )
+        asked = {"RoleArn": f"arn:aws:iam:::role/{READER}", "RoleSessionName": "session", "DurationSeconds": seconds}
+        given = sts.assume_role(**asked)["Credentials"]
+        return given["AccessKeyId"], given["SecretAccessKey"], given["SessionToken"]
+
     def kill(self) -> None:
         """At once; the objects stay."""
         pid = int((self.folder / "client.rgw.a.pid").read_text())
@@ -77,6 +108,10 @@ class RadosGateway:
             [str(SCRIPT), verb, str(self.folder), *arguments], capture_output=True, text=True, check=False, timeout=120
         )
         assert done.returncode == 0, done.stderr
+
+
+def _policy(statement: dict[str, Any]) -> str:
+    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
 
 
 def _two_free_ports() -> int:

@@ -88,6 +88,8 @@ def error_response(error: LorafleetError) -> Response:
     headers = None
     if isinstance(error, Overloaded):
         headers = {"retry-after": str(math.ceil(error.retry_after_s))}
+    elif status == 401:
+        headers = {"www-authenticate": "Bearer"}
     elif status == 503:
         headers = {"retry-after": "1"}
     return Response(error_body(error), status, headers, media_type="application/json")

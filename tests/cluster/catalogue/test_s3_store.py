@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lorafleet.cluster.catalogue.log import CatalogueLog, Fenced
 from lorafleet.cluster.catalogue.records import Adapter, Version
 from lorafleet.cluster.catalogue.s3_store import S3Store
 from lorafleet.workers.errors import AdapterMissing, StoreError
-from s3_server import BUCKET, RadosGateway, why_not
+from s3_server import BUCKET, RadosGateway, why_not, write_credentials
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -27,7 +28,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RadosGateway]:
 
 @pytest.fixture
 def store(gateway: RadosGateway, request: pytest.FixtureRequest) -> S3Store:
-    return S3Store(f"s3://{BUCKET}/{request.node.name}", gateway.client)
+    return S3Store(f"s3://{BUCKET}/{request.node.name}", lambda: gateway.client)
 
 
 def test_a_key_is_created_once(store: S3Store) -> None:
@@ -112,3 +113,35 @@ def test_a_store_that_does_not_answer_is_an_error_and_recovers(store: S3Store, g
     gateway.restart()
     log.append(Adapter("b"))
     assert set(CatalogueLog(store).load()) == {"a", "b"}
+
+
+def test_credentials_that_expire_are_named_and_new_ones_need_no_restart(
+    gateway: RadosGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credentials = tmp_path / "credentials"
+    write_credentials(credentials, *gateway.session(4))
+    ends = time.monotonic() + 5
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", gateway.endpoint)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    store = S3Store(f"s3://{BUCKET}/expiring")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    log = CatalogueLog(store)
+    log.load()
+    assert log.append(Adapter("before")) == []
+    time.sleep(ends - time.monotonic())
+    with pytest.raises(StoreError, match=r"refuses this cluster's credentials.*AccessDenied"):
+        log.append(Adapter("lost"))
+    with pytest.raises(StoreError, match=r"refuses this cluster's credentials.*AccessDenied"):
+        store.put_files("d", folder)
+    credentials.write_text("")
+    with pytest.raises(StoreError, match=r"refuses this cluster's credentials.*Unable to locate credentials"):
+        store.has_files("d")
+    write_credentials(credentials, *gateway.session(600))
+    store.put_files("d", folder)
+    assert store.has_files("d")
+    assert log.append(Adapter("after")) == []
+    assert set(CatalogueLog(store).load()) == {"before", "after"}
