@@ -11,7 +11,8 @@ import pytest
 
 from lorafleet.cluster.catalogue.files import folder_digest
 from lorafleet.cluster.catalogue.log import CatalogueLog, Fenced
-from lorafleet.cluster.catalogue.records import Adapter, Version
+from lorafleet.cluster.catalogue.packed import unpack
+from lorafleet.cluster.catalogue.records import Adapter, Entry, Version
 from lorafleet.cluster.catalogue.s3_store import S3Store
 from lorafleet.workers.errors import AdapterMissing, StoreError
 from s3_server import BUCKET, RadosGateway, why_not, write_credentials
@@ -57,10 +58,14 @@ def test_of_many_writers_at_once_one_gets_the_key(store: S3Store) -> None:
     assert store.read("log/1") == str(won[0]).encode()
 
 
+def loaded(log: CatalogueLog) -> dict[str, Entry]:
+    return {name: unpack(one) for name, one in log.load().items()}
+
+
 def test_two_logs_in_one_place_lose_no_update(store: S3Store) -> None:
     def count_up() -> None:
         log = CatalogueLog(store)
-        entries = log.load()
+        entries = loaded(log)
         for _ in range(10):
             while True:
                 present = entries.get("shared")
@@ -69,7 +74,7 @@ def test_two_logs_in_one_place_lose_no_update(store: S3Store) -> None:
                 try:
                     others = log.append(mine)
                 except Fenced:
-                    entries = log.load()
+                    entries = loaded(log)
                     continue
                 entries |= {entry.name: entry for entry in others or [mine]}
                 if not others:
@@ -80,7 +85,7 @@ def test_two_logs_in_one_place_lose_no_update(store: S3Store) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    [shared] = CatalogueLog(store).load().values()
+    [shared] = loaded(CatalogueLog(store)).values()
     assert isinstance(shared, Adapter) and shared.versions[0].number == 30
 
 
