@@ -3,6 +3,7 @@
 # Annotations stay objects here (no `from __future__ import annotations`): Serve looks at the type of build's argument.
 
 import dataclasses
+import logging
 import uuid
 from typing import Any
 
@@ -17,6 +18,7 @@ from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.replica import EngineReplica
 from lorafleet.cluster.resources import FRONT_CPUS, check_gpus, replica_bundles
 from lorafleet.cluster.router import AdapterRouter, AffinityRouter
+from lorafleet.cluster.serve_environment import PROXY_MIDDLEWARES
 from lorafleet.workers.config import Device, EngineConfig
 
 HEALTH_PERIOD_S = 0.5  # Serve replaces a replica after three checks that fail
@@ -26,12 +28,21 @@ MAX_START_ATTEMPTS = 3
 QUIET = LoggingConfig(enable_access_log=False)  # a line for every request costs 0.1 ms; /metrics counts them
 MAX_ROUTED = 10_000  # requests waiting for a router's answer
 
+logger = logging.getLogger("lorafleet.cluster")
+
 
 def build(args: AppArgs) -> Application:
     """Replicas of one base model and, with direct streaming, the router before them."""
     config = dataclasses.replace(args.engine_config(), device=_device(args))
     replicas = _replicas(args, config).bind(args, config, uuid.uuid4().hex)
     if not ingress.direct_streaming():
+        if args.most_replicas > 1 and not ingress.proxy_affinity():
+            logger.warning(
+                "requests go to replicas without regard to their adapter: every replica will load what any request "
+                "asks for. Start Ray with RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s in its environment, or with "
+                "direct streaming (README, Running on a cluster).",
+                PROXY_MIDDLEWARES,
+            )
         return replicas
     return ingress.with_ingress_router(replicas, router().bind(replicas))
 

