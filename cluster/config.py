@@ -227,6 +227,11 @@ class AppArgs(BaseModel):
         description="Requests that may wait on one replica beside the max_num_seqs that it runs; more are refused with "
         "429 and Retry-After.",
     )
+    max_queued_tokens: int | None = Field(
+        2_000_000,
+        description="Tokens of prompts that may wait on one replica; what would exceed it is refused likewise, unless "
+        "nothing waits.",
+    )
     queue_timeout: float | None = Field(
         None,
         ge=0,

@@ -7,6 +7,7 @@ when to try again, rather than late. Sequences of one request (its samples, its 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -21,13 +22,20 @@ MAX_RETRY_S = 60.0  # what clients of OpenAI's make accept; they ignore a longer
 
 
 class Admission:
-    """max_queued: requests are refused once this many more sequences are here than a step holds; None: never."""
+    """max_queued: requests are refused once this many more sequences are here than a step holds. max_tokens: of those
+    that wait, unless none does. None: no bound."""
 
     def __init__(
-        self, scheduler: Scheduler, max_queued: int | None, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Scheduler,
+        max_queued: int | None,
+        max_tokens: int | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.refused: Counter[str] = Counter()  # by the bound: requests, tokens, deadline
         self._scheduler = scheduler
         self._max_queued = max_queued
+        self._max_tokens = max_tokens
         self._clock = clock
         self._groups: dict[str, Group] = {}
         self._deadlines: list[tuple[float, int, float, Sequence]] = []  # when, number, timeout
@@ -35,10 +43,11 @@ class Admission:
         self._rate = _Rate(clock())
 
     def join(self, request: EngineRequest) -> Group:
-        """Of a sequence that is about to be queued. Raises QueueFull for the first of its request, never for others."""
+        """Of a sequence that is about to be queued. Raises QueueFull for the first of its request, never for others:
+        how many there will be is not known then, so a request of many may go over a bound."""
         group = self._groups.get(request.group)
         if group is None:
-            self._check_room()
+            self._check_room(len(request.prompt_token_ids))
             group = Group(request.group)
             if request.group:
                 self._groups[request.group] = group
@@ -68,6 +77,7 @@ class Admission:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, timeout_s, sequence = heappop(self._deadlines)
             if not sequence.group.started:
+                self.refused["deadline"] += 1
                 found.append((sequence, self._timeout(timeout_s)))
         return found
 
@@ -75,14 +85,24 @@ class Admission:
         """How long what waits now will take at the measured rate."""
         return min(MAX_RETRY_S, max(1.0, self._rate.seconds_for(self._scheduler.waiting.num_tokens)))
 
-    def _check_room(self) -> None:
-        if self._max_queued is None or self._scheduler.num_beyond_a_step < self._max_queued:
-            return
-        raise QueueFull(
-            f"{len(self._scheduler.waiting)} requests wait on this replica, which lets max_queued_requests="
-            f"{self._max_queued} wait. Try again later; raise max_queued_requests, or num_replicas, if this lasts.",
-            retry_after_s=self.retry_after_s(),
-        )
+    def _check_room(self, num_tokens: int) -> None:
+        waiting = self._scheduler.waiting
+        if self._max_queued is not None and self._scheduler.num_beyond_a_step >= self._max_queued:
+            self.refused["requests"] += 1
+            raise QueueFull(
+                f"{len(waiting)} requests wait on this replica, which lets max_queued_requests={self._max_queued} "
+                "wait. Try again later; raise max_queued_requests, or num_replicas, if this lasts.",
+                retry_after_s=self.retry_after_s(),
+            )
+        # What is longer than the bound by itself can only ever start where nothing waits.
+        if self._max_tokens is not None and waiting and waiting.num_tokens + num_tokens > self._max_tokens:
+            self.refused["tokens"] += 1
+            raise QueueFull(
+                f"{waiting.num_tokens} tokens wait on this replica; with this request's {num_tokens} they would be "
+                f"more than max_queued_tokens={self._max_tokens}. Try again later; raise max_queued_tokens, or "
+                "num_replicas, if this lasts.",
+                retry_after_s=self.retry_after_s(),
+            )
 
     def _timeout(self, timeout_s: float) -> QueueTimeout:
         return QueueTimeout(

@@ -35,6 +35,8 @@ class EngineConfig:
     max_num_mixed_tokens: int = 512
     # Requests are refused with 429 while this many sequences wait beyond max_num_seqs; None: none is.
     max_queued_requests: int | None = None
+    # And while so many tokens of prompts would wait with theirs; None: no bound. Raise it if prompts are long.
+    max_queued_tokens: int | None = None
     enable_prefix_caching: bool = True
     attention_backend: AttentionName = "auto"
     async_scheduling: bool | None = None  # launch a step before the last one's tokens are known; None: on a GPU
@@ -51,7 +53,7 @@ class EngineConfig:
         for name in (*counts, "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", name)
-        for name in ("max_model_len", "kv_cache_tokens", "cpu_threads"):
+        for name in ("max_model_len", "kv_cache_tokens", "max_queued_tokens", "cpu_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1, or left out.", name)

@@ -43,6 +43,7 @@ class Engine:
         seed: int,
         overlap: bool,
         max_queued_requests: int | None,
+        max_queued_tokens: int | None,
     ) -> None:
         self.stalled = False  # the last step could do nothing: every waiting request waits for its adapter
         self._overlap = overlap
@@ -51,7 +52,7 @@ class Engine:
         self.scheduler = scheduler
         self.loras: WorkerLoRAManager | None = scheduler.loras
         self.runner = runner
-        self._admission = Admission(scheduler, max_queued_requests)
+        self._admission = Admission(scheduler, max_queued_requests, max_queued_tokens)
         self._kv: KVCacheManager = scheduler.kv
         self._on_lora_load_failure = on_lora_load_failure
         self._seeds = random.Random(seed)
@@ -159,6 +160,7 @@ class Engine:
             prefix_cache_queries_total=self._kv.query_tokens,
             prefix_cache_hits_total=self._kv.hit_tokens,
             preemptions_total=self.scheduler.num_preemptions,
+            refused_total=dict(self._admission.refused),
             steps_total=self._steps,
             step_seconds_total=self._step_seconds,
             lora_slots_total=len(slots.slots) if slots is not None else 0,

@@ -124,6 +124,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_queries_total: int = 0  # prompt tokens looked up
     prefix_cache_hits_total: int = 0  # of them, found
     preemptions_total: int = 0
+    refused_total: dict[str, int] = {}  # by the bound that they hit: requests, tokens, deadline
     steps_total: int = 0
     step_seconds_total: float = 0.0
     lora_slots_total: int = 0

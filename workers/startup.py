@@ -159,7 +159,14 @@ def build_engine(
         eos_token_ids=list(rank.model_config.eos_token_ids),
     )
     return Engine(
-        runner, scheduler, hello, config.on_lora_load_failure, config.seed, overlap, config.max_queued_requests
+        runner,
+        scheduler,
+        hello,
+        config.on_lora_load_failure,
+        config.seed,
+        overlap,
+        config.max_queued_requests,
+        config.max_queued_tokens,
     )
 
 

@@ -20,8 +20,9 @@ def test_the_engine_and_lora_settings_arrive_by_name() -> None:
 
 
 def test_the_bounds_of_the_queue_arrive_where_they_are_kept() -> None:
-    args = parse_args({"model": "m", "max_queued_requests": 7, "queue_timeout": 2.5})
+    args = parse_args({"model": "m", "max_queued_requests": 7, "max_queued_tokens": 900, "queue_timeout": 2.5})
     assert (args.engine_config().max_queued_requests, args.queue_timeout) == (7, 2.5)
+    assert args.engine_config().max_queued_tokens == 900
     assert parse_args({"model": "m", "max_queued_requests": None}).engine_config().max_queued_requests is None
 
 

@@ -135,3 +135,26 @@ def scrape(url: str) -> Scrape:
         for one in family.samples:
             found.setdefault(one.name, []).append((dict(one.labels), one.value))
     return found
+
+
+async def test_what_would_queue_too_many_tokens_is_429_and_counted_by_its_bound(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--kv-cache-tokens", "4096"]
+    arguments += ["--max-num-seqs", "1", "--max-queued-tokens", "300"]
+    with running_server(arguments, tmp_path / "serve.log") as url:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            running, _ = await stream(client)
+            asked = [
+                asyncio.create_task(client.completions.create(model="base", prompt="x" * 120, max_tokens=2))
+                for _ in range(5)
+            ]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert await rest_of(running) == "length"
+        refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
+        assert len(refused) == 3, answers  # two of 121 tokens may wait
+        for one in refused:
+            assert one.code == "queue_full" and "max_queued_tokens=300" in str(one)
+            assert 1 <= int(one.response.headers["retry-after"]) <= 60
+        counted = {labels["bound"]: value for labels, value in scrape(url)["lorafleet_engine_refused_total"]}
+        assert counted == {"requests": 0, "tokens": 3, "deadline": 0}

@@ -17,11 +17,11 @@ from lorafleet.workers.sequence import Sequence
 class Queue:
     """A scheduler that runs two sequences at a time, and its admission, with a clock of its own."""
 
-    def __init__(self, max_queued: int | None) -> None:
+    def __init__(self, max_queued: int | None, max_tokens: int | None = None) -> None:
         self.now = 1000.0
         rope = RopeConfig(head_dim=8, theta=10000.0, max_position_embeddings=16384)
         self.scheduler = Scheduler(KVCacheManager(4096, 16, False), None, rope, 2, 8192, 512)
-        self.admission = Admission(self.scheduler, max_queued, lambda: self.now)
+        self.admission = Admission(self.scheduler, max_queued, max_tokens, lambda: self.now)
 
     def add(self, name: str, group: str = "", timeout_s: float | None = None, num_prompt: int = 10) -> Sequence:
         params = SamplingParams()
@@ -65,6 +65,37 @@ def test_without_a_queue_only_what_can_run_is_taken():
     queue.add("two")
     with pytest.raises(QueueFull):
         queue.add("three")
+
+
+def test_as_many_tokens_wait_as_may_and_what_is_longer_by_itself_starts_where_nothing_waits():
+    queue = Queue(max_queued=None, max_tokens=100)
+    queue.add("long", num_prompt=500)
+    with pytest.raises(
+        QueueFull, match=r"500 tokens wait on this replica; with this request's 10 .*max_queued_tokens=100"
+    ):
+        queue.add("short", num_prompt=10)
+    queue.step()  # it runs, and so nothing waits
+    queue.add("second", num_prompt=200)
+    queue.step()
+    third, fourth = queue.add("third", num_prompt=60), queue.add("fourth", num_prompt=40)
+    with pytest.raises(QueueFull, match="max_queued_tokens=100"):
+        queue.add("fifth", num_prompt=1)
+    assert queue.admission.refused == {"tokens": 2}
+    queue.end(third)
+    queue.add("fifth", num_prompt=60)
+    assert [one.request_id for one in queue.scheduler.waiting] == [fourth.request_id, "fifth"]
+
+
+def test_what_is_refused_is_counted_by_its_bound():
+    queue = Queue(max_queued=1, max_tokens=30)
+    for name in ("running 1", "running 2"):
+        queue.add(name)
+    queue.step()
+    queue.add("waits", timeout_s=1.0)
+    with pytest.raises(QueueFull, match="max_queued_requests=1"):
+        queue.add("one more", num_prompt=100)
+    assert queue.step(2.0) == ["waits"]
+    assert queue.admission.refused == {"requests": 1, "deadline": 1}
 
 
 def test_without_a_bound_nothing_is_refused():

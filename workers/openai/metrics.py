@@ -244,6 +244,12 @@ class Metrics:
         )
         usage.add_metric(at, 1 - stats.kv_blocks_free / max(1, stats.kv_blocks_total))
         yield usage
+        refused = CounterMetricFamily(
+            "lorafleet_engine_refused", "Sequences refused with 429, by the bound.", None, ["replica", "bound"]
+        )
+        for bound in ("requests", "tokens", "deadline"):
+            refused.add_metric([*at, bound], stats.refused_total.get(bound, 0))
+        yield refused
         size = GaugeMetricFamily("lorafleet_engine_lora_bytes", "Of the adapters in a tier.", None, ["replica", "tier"])
         size.add_metric([*at, "gpu"], stats.lora_slot_bytes)
         size.add_metric([*at, "cpu"], stats.lora_cpu_bytes)

@@ -72,6 +72,7 @@ async def test_metrics_show_what_the_engine_tells(http: httpx.AsyncClient, engin
         kv_blocks_total=10,
         kv_blocks_free=4,
         preemptions_total=2,
+        refused_total={"tokens": 9},
         lora_slots_total=8,
         lora_slots_used=5,
         lora_evictions_total=6,
@@ -86,6 +87,7 @@ async def test_metrics_show_what_the_engine_tells(http: httpx.AsyncClient, engin
     assert (values["vllm:num_requests_running" + at], values["vllm:num_requests_waiting" + at]) == (3, 4)
     assert values["vllm:kv_cache_usage_perc" + at] == pytest.approx(0.6)
     assert values["vllm:num_preemptions_total" + at] == 2
+    assert values['lorafleet_engine_refused_total{bound="tokens",replica=""}'] == 9
     assert (values["lorafleet_engine_lora_slots" + at], values["lorafleet_engine_lora_slots_used" + at]) == (8, 5)
     assert values["lorafleet_engine_lora_load_failures_total" + at] == 9
     for tier, size, gone in (("gpu", 1000, 6), ("cpu", 3000, 7)):
