@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 from typer.testing import CliRunner
 
 from lorafleet.cluster.cli import app
@@ -193,6 +194,53 @@ def test_a_split_gives_each_version_its_share_and_one_request_id_always_the_same
     assert first == again
     assert {tuple(one) for one in first} == {tuple(answers[i][:4]) for i in (0, 1)}
     assert 8 <= sum(one == answers[1][:4] for one in first) <= 33  # of 80, a quarter: 20, five deviations either way
+
+
+async def test_a_canary_gets_its_share_of_openais_clients_until_it_is_everything(
+    http: httpx.Client, tiny_model: Path, answers: list[list[int]]
+) -> None:
+    for adapter in (0, 1):
+        push(http, tiny_model, "rollout", adapter, replicas=2, activate=adapter == 0)
+
+    async def asked(count: int) -> list[int]:
+        """Answers by each version."""
+        url = f"{str(http.base_url).rstrip('/')}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            busy = asyncio.Semaphore(16)
+
+            async def ask_once() -> list[int]:
+                async with busy:
+                    answer: Any = await client.completions.create(
+                        model="rollout",
+                        prompt=PROMPT,
+                        max_tokens=4,
+                        temperature=0,
+                        extra_body={"ignore_eos": True, "return_token_ids": True},
+                    )
+                    tokens: list[int] = answer.choices[0].token_ids
+                    return tokens
+
+            given = await asyncio.gather(*(ask_once() for _ in range(count)))
+        found = [sum(one == answers[i][:4] for one in given) for i in (0, 1)]
+        assert sum(found) == count, "every answer is one version's"
+        return found
+
+    def move(verb: str = "alias", **body: object) -> None:
+        response = http.post(f"/v1/adapters/rollout/{verb}", json=body)
+        assert response.status_code == 200, response.text
+
+    assert await asked(40) == [40, 0]
+    move(split={"1": 9, "2": 1})
+    _, canary = await asked(400)
+    assert 16 <= canary <= 64  # of a binomial distribution 40, four deviations of 6 either way
+    move(split={"1": 1, "2": 1})
+    _, canary = await asked(400)
+    assert 160 <= canary <= 240  # 200, four deviations of 10
+    move(version=2)
+    assert await asked(40) == [0, 40]
+    move("rollback")
+    old, canary = await asked(60)
+    assert old and canary, "the split again"
 
 
 def test_a_directory_killed_at_any_moment_loses_nothing_that_was_acknowledged(
