@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -62,6 +63,14 @@ def reads(nodes: Nodes) -> float:
     )
 
 
+def stream(nodes: Nodes, name: str) -> str:
+    """How an answer of seconds has ended."""
+    body = {"model": name, "prompt": "hello", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{nodes.url}/v1/completions", json=body, timeout=120) as answer:
+        chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    return str(chunks[-1]["choices"][0]["finish_reason"])
+
+
 def test_what_only_the_stopped_replica_held_is_at_the_other_before_it_is_asked_for(nodes: Nodes) -> None:
     with httpx.Client(base_url=nodes.url, timeout=60) as client:
 
@@ -77,12 +86,18 @@ def test_what_only_the_stopped_replica_held_is_at_the_other_before_it_is_asked_f
             time.sleep(0.1)
         one, other = before.values()
         assert one - other and other - one, "whichever goes, it has something that the other lacks"
-        nodes.order("scale 1")
+        with ThreadPoolExecutor(len(NAMES)) as pool:
+            streams = [pool.submit(stream, nodes, name) for name in NAMES]
+            time.sleep(0.3)
+            nodes.order("scale 1")
+            ends = [one.result() for one in streams]
+        assert ends == ["length"] * len(NAMES), "what the stopped replica was answering it has answered"
+        deadline = time.monotonic() + 60
         while len(descendants_named(nodes.process.pid, "WorkerActor")) > 1:
-            assert time.monotonic() < deadline + 40
+            assert time.monotonic() < deadline
             time.sleep(0.1)
         while set(held(nodes)) - before.keys() or held(nodes).popitem()[1] != one | other:  # reports come every second
-            assert time.monotonic() < deadline + 40, held(nodes)
+            assert time.monotonic() < deadline, held(nodes)
             time.sleep(0.1)
         read = reads(nodes)
         for name in NAMES:
