@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lorafleet.cluster import residency
+from lorafleet.cluster.filling import Filler
 from lorafleet.cluster.placer import Placer
 from lorafleet.cluster.rendezvous import Rendezvous, key_of
 from lorafleet.cluster.residency import Residency, RouteView
 from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad, Tier
-from simulated_replica import FILL_BYTES_S, MAX_RUNNING, PREFILL_TOKENS_S, READ_BASE_S, READ_BYTES_S, Replica, Request
+from simulated_replica import FILL_BYTES_S, MAX_RUNNING, READ_BASE_S, READ_BYTES_S, Replica, Request
 
-Report = tuple[str, ReplicaLoad, list[tuple[int, Tier | None]]]
+Report = tuple[str, ReplicaLoad, list[int], list[tuple[int, Tier | None]]]
 
 
 class Arm(Protocol):
@@ -80,7 +81,7 @@ class PowerOfTwo(_Blind):
         return chosen
 
     def observe(self, reports: Sequence[Report], now: float) -> None:
-        for name, load, _ in reports:
+        for name, load, _, _ in reports:
             self.queue[name] = load.num_running + load.num_waiting
 
 
@@ -107,7 +108,7 @@ class MultiplexSticky(PowerOfTwo):
 
     def observe(self, reports: Sequence[Report], now: float) -> None:
         super().observe(reports, now)
-        for name, _, changes in reports:
+        for name, _, _, changes in reports:
             for adapter, tier in changes:
                 holders = self.holders.setdefault(adapter, set())
                 self.num_models[name] += (tier is not None) - (name in holders)
@@ -117,23 +118,29 @@ class MultiplexSticky(PowerOfTwo):
 class Ours(_Blind):
     """The product's own code: what replicas report goes through Residency and Placer to a router's view."""
 
-    def __init__(self, replicas: Sequence[Replica], seed: int, sizes: Sequence[int], ranks: Sequence[int]) -> None:
+    def __init__(
+        self, replicas: Sequence[Replica], seed: int, sizes: Sequence[int], ranks: Sequence[int], fill: bool
+    ) -> None:
         super().__init__(replicas, seed)
-        by_name = {one.name: one for one in replicas}
+        self.by_name = {one.name: one for one in replicas}
         self.now = 0.0
-        self.residency = Residency("simulated")
+        by_hash = sorted(map(str, range(len(sizes))), key=key_of)  # not by popularity, as their numbers are
+        self.residency = Residency("simulated", None, lambda adapter: sizes[int(adapter)])
         self.placer = Placer(
             self.residency,
             lambda adapter: (sizes[int(adapter)], ranks[int(adapter)]),
             dict,
-            lambda replica, adapter: by_name[replica].read_ahead(int(adapter), self.now),
+            self.prefetch,
+            Filler(self.residency, lambda: by_hash, self.prefetch) if fill else None,
         )
         self.view = RouteView(ReplicaChooser(seed=seed))
         self.view.chooser.set_replicas(self.names)
         self.sequence = Counter[str]()
         self.tokens: dict[str, Counter[str]] = {name: Counter() for name in self.names}
-        mean = sum(sizes) / len(sizes)
-        self.cpu_loras = {one.name: int(one.cpu_bytes / mean) for one in replicas}
+        self.cpu_loras = {one.name: one.cpu_adapters for one in replicas}
+
+    def prefetch(self, replica: str, adapter: str) -> None:
+        self.by_name[replica].read_ahead(int(adapter), self.now)
 
     def choose(self, request: Request, now: float) -> str:
         adapter, arrival = str(request.adapter), request.arrival
@@ -143,12 +150,13 @@ class Ours(_Blind):
         return chosen
 
     def observe(self, reports: Sequence[Report], now: float) -> None:
-        for name, load, changes in reports:
+        for name, load, unread, changes in reports:
             self.sequence[name] += 1
             tiers = {str(adapter): tier for adapter, tier in changes}
             first = self.sequence[name] == 1
+            tokens, waiting = dict(self.tokens[name]), [str(adapter) for adapter in unread]
             report = residency.Report(
-                name, self.sequence[name], first, tiers, load, dict(self.tokens[name]), self.cpu_loras[name]
+                name, self.sequence[name], first, tiers, load, tokens, self.cpu_loras[name], waiting
             )
             self.tokens[name].clear()
             assert self.residency.accept(report)
@@ -178,8 +186,8 @@ class Clairvoyant(_Blind):
     MOVE_S = 0.05  # what displacing an adapter costs those that want it: without it p99 is worse
 
     def first_token_s(self, replica: Replica, request: Request, now: float) -> float:
-        load, adapter = replica.load(), request.adapter
-        wait = load.queued_tokens / PREFILL_TOKENS_S + 0.5e-3 * (load.num_running + load.num_waiting)
+        adapter = request.adapter
+        wait = replica.batch_wait_s() + 0.5e-3 * (replica.num_running + replica.num_waiting)
         tier = replica.tier(adapter)
         if tier == "gpu":
             return wait
@@ -189,7 +197,7 @@ class Clairvoyant(_Blind):
             wait += replica.slot_wait_s(now) + self.MOVE_S
         if tier is None:
             read = READ_BASE_S + self.sizes[adapter] / READ_BYTES_S
-            wait += (load.num_reading + (0 if coming else 2)) * read
+            wait += replica.disk_wait_s(now) + 2 * read
         return wait
 
 
@@ -203,7 +211,9 @@ def make(name: str, replicas: Sequence[Replica], seed: int, sizes: Sequence[int]
     }
     if name in simple:
         return simple[name](replicas, seed)
-    return Ours(replicas, seed, sizes, ranks) if name == "ours" else Clairvoyant(replicas, seed, sizes)
+    if name == "clairvoyant":
+        return Clairvoyant(replicas, seed, sizes)
+    return Ours(replicas, seed, sizes, ranks, fill=name == "ours, filled")
 
 
 ARMS = (
@@ -213,5 +223,6 @@ ARMS = (
     "Ray multiplex sticky",
     "rendezvous only",
     "ours",
+    "ours, filled",
     "clairvoyant",
 )

@@ -27,7 +27,7 @@ async def measure(num_replicas: int, num_adapters: int) -> None:
     replicas = [f"replica-{i}" for i in range(num_replicas)]
     digests = [f"{i:064x}" for i in range(num_adapters)]
     sizes = dict(zip(digests, random.Random(0).choices(SIZES, k=num_adapters), strict=True))
-    placer = Placer(residency, sizes.get, dict, lambda _replica, _adapter: None)
+    placer = Placer(residency, sizes.get, dict, lambda _replica, _adapter: None, None)
     for number in range(NUM_ROUNDS):
         demand = {digest: 1_000_000 // (i + 1) + 50 for i, digest in enumerate(digests)}
         for replica in replicas:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from lorafleet.cluster.routing import ReplicaLoad, Tier
+from lorafleet.workers.lora.eviction import Credits, Demand
 from slora_workload import Arrival
 
 STEPS_S = ((1, 4.86e-3), (8, 5.32e-3), (64, 8.43e-3), (256, 15.21e-3))
@@ -51,7 +52,6 @@ class _Slot:
     adapter: int
     filled: bool = False
     holders: int = 0
-    used_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -82,22 +82,30 @@ class Replica:
 
     name: str
     num_slots: int
-    cpu_bytes: int
+    cpu_adapters: int
     sizes: list[int]
     plan: Plan
     next_use: Callable[[int, float], float] | None = None
     counts: Counts = field(default_factory=Counts)
     slots: dict[int, _Slot] = field(default_factory=dict)
-    cpu: dict[int, float] = field(default_factory=dict)  # adapter -> GreedyDual credit
+    cpu: set[int] = field(default_factory=set)
     waiting: dict[int, deque[Request]] = field(default_factory=dict)
     num_waiting: int = 0
     num_running: int = 0
     queued_tokens: int = 0
-    wishes: list[int] = field(default_factory=list)
+    wishes: deque[int] = field(default_factory=deque)
     changed: dict[int, None] = field(default_factory=dict)  # adapters whose tier may have changed since the last report
-    _cpu_used: int = 0
-    _floor: float = 0.0
+    # Adapters that wait, by the number of their turn: those in a slot or in host memory, and those to be read.
+    _turns: dict[int, int] = field(default_factory=dict)
+    _ready: list[tuple[int, int]] = field(default_factory=list)
+    _unread: list[tuple[int, int]] = field(default_factory=list)
+    _idle: dict[int, _Slot] = field(default_factory=dict)  # filled and held by nobody
+    _demand: Demand = field(init=False)
+    _cpu_credits: Credits = field(init=False)
+    _slot_credits: Credits = field(init=False)
+    _waiting_in_slots: int = 0  # adapters that wait and have a slot
     _reading: int | None = None
+    _disk_free_s: float = 0.0
     _copy_free_s: float = 0.0
     _prefill: deque[Request] = field(default_factory=deque)
     _prefilling: bool = False
@@ -107,13 +115,27 @@ class Replica:
     _version: int = 0
     _serial: int = 0
 
+    def __post_init__(self) -> None:
+        self._demand = Demand(self.cpu_adapters)
+        self._cpu_credits, self._slot_credits = Credits(self._demand), Credits(self._demand)
+
     # -- what routers see -----------------------------------------------------------------------------------------
 
     def load(self) -> ReplicaLoad:
-        num_reading = sum(1 for a in self.waiting if a not in self.cpu and a not in self.slots)
-        free = self.num_slots - sum(1 for slot in self.slots.values() if slot.holders or not slot.filled)
-        claims = sum(1 for adapter in self.waiting if adapter not in self.slots)
-        return ReplicaLoad(self.num_running, self.num_waiting, self.queued_tokens, num_reading, free - claims)
+        return ReplicaLoad(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            queued_tokens=self.queued_tokens,
+            free_slots=self.free_slots(),
+            free_places=MAX_RUNNING - self.num_running - self.num_waiting,
+        )
+
+    def unread(self) -> list[int]:
+        return [adapter for _, adapter in self._unread]
+
+    def free_slots(self) -> int:
+        """Empty or idle, less the adapters that wait for one."""
+        return self.num_slots - len(self.slots) + len(self._idle) - (len(self.waiting) - self._waiting_in_slots)
 
     def take_changes(self) -> list[tuple[int, Tier | None]]:
         """Adapters whose tier may have changed since the last call."""
@@ -129,9 +151,25 @@ class Replica:
             return "coming"
         return "cpu" if adapter in self.cpu else None
 
+    def disk_wait_s(self, now: float) -> float:
+        """Until one more adapter would begin to be read."""
+        waiting = [adapter for _, adapter in self._unread if adapter != self._reading]
+        return max(0.0, self._disk_free_s - now) + sum(self._read_s(adapter) for adapter in waiting)
+
+    def batch_wait_s(self) -> float:
+        """Until one more prompt would begin to be computed, residency apart, as decode steps are now."""
+        step, num_ahead = STEP_S[self.num_running], self.num_waiting + len(self._prefill)
+        wait = self.queued_tokens / PREFILL_TOKENS_S + num_ahead * step
+        excess = self.num_running + self.num_waiting + 1 - MAX_RUNNING
+        if excess > 0 and self._running:
+            ends = heapq.nsmallest(min(excess, len(self._running)), self._running)
+            wait += (ends[-1][0] - self._tokens) * step * 2
+        return wait
+
     def slot_wait_s(self, now: float) -> float:
         """Until one more adapter would find a slot, if nothing else came: what only a clairvoyant can know."""
-        spare = self.num_slots - len(self.slots)
+        if self.free_slots() > 0:
+            return 0.0
         left = dict.fromkeys(self.slots, 0.0)
         tokens = self._tokens
         if self._running and not self._prefilling:
@@ -143,20 +181,29 @@ class Replica:
         for adapter in self.waiting:
             if adapter in left:
                 left[adapter] = max(left[adapter], 300.0)
-        ends = [0.0] * spare + sorted(left.values())
+        ends = sorted(left.values())
         busy = 1 + len(self._prefill) * 0.5
-        claims = sum(1 for adapter in self.waiting if adapter not in self.slots)
+        claims = len(self.waiting) - self._waiting_in_slots
         return ends[min(claims, len(ends) - 1)] * STEP_S[len(self._running)] * min(busy, 2.0)
 
     # -- events ---------------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request, now: float) -> None:
+        adapter = request.adapter
         self.counts.requests += 1
-        self.counts.slot_hits += request.adapter in self.slots
-        self.waiting.setdefault(request.adapter, deque()).append(request)
-        self.changed[request.adapter] = None
+        self.counts.slot_hits += adapter in self.slots
+        self._demand.count(str(adapter))
+        self.changed[adapter] = None
         self.num_waiting += 1
         self.queued_tokens += request.arrival.num_input
+        if adapter in self.waiting:
+            self.waiting[adapter].append(request)
+        else:
+            self.waiting[adapter] = deque((request,))
+            self._serial += 1
+            self._turns[adapter] = self._serial
+            insort(self._list_of(adapter), (self._serial, adapter))
+            self._waiting_in_slots += adapter in self.slots
         self._pump(now)
 
     def read_ahead(self, adapter: int, now: float) -> None:
@@ -164,96 +211,129 @@ class Replica:
         self.wishes.append(adapter)
         self._read_next(now)
 
+    def _list_of(self, adapter: int) -> list[tuple[int, int]]:
+        return self._ready if adapter in self.slots or adapter in self.cpu else self._unread
+
+    def _moved(self, adapter: int) -> None:
+        """It has come to another tier: it may be ready now, or be so no more."""
+        self.changed[adapter] = None
+        turn = self._turns.get(adapter)
+        if turn is not None:
+            now_in = self._list_of(adapter)
+            entry, was_in = (turn, adapter), self._unread if now_in is self._ready else self._ready
+            at = bisect_left(was_in, entry)
+            if at < len(was_in) and was_in[at] == entry:
+                del was_in[at]
+                insort(now_in, entry)
+
     def _pump(self, now: float) -> None:
         """Admits what may run, in the order in which adapters began to wait. One that finds no slot claims the one
         that fewest hold: it admits nobody further behind, as in workers/scheduler.py."""
         claimed: set[int] = set()
-        for adapter in list(self.waiting):
+        soonest: Iterator[_Slot] | None = None
+        for _, adapter in tuple(self._ready):
             if self.num_running >= MAX_RUNNING:
                 break
             slot = self.slots.get(adapter)
-            if slot is None and adapter in self.cpu:
+            if slot is None:
                 slot = self._activate(adapter, now)
-                if slot is None and len(claimed) < self.num_slots:
-                    free = (s for s in self.slots.values() if s.adapter not in claimed)
-                    claimed.add(min(free, key=lambda s: s.holders).adapter)
-            if slot is not None and slot.filled and adapter not in claimed:
-                self._admit(slot, now)
+            if slot is None:
+                soonest = soonest or iter(sorted(self.slots.values(), key=lambda s: s.holders))
+                claimed.add(next(soonest).adapter)
+                if len(claimed) == self.num_slots:
+                    break
+            elif slot.filled and adapter not in claimed:
+                self._admit(slot)
         self._read_next(now)
         self._run(now)
 
-    def _admit(self, slot: _Slot, now: float) -> None:
-        queue = self.waiting[slot.adapter]
+    def _admit(self, slot: _Slot) -> None:
+        adapter = slot.adapter
+        queue = self.waiting[adapter]
+        self._idle.pop(adapter, None)
         while queue and self.num_running < MAX_RUNNING:
-            request = queue.popleft()
             slot.holders += 1
-            slot.used_s = now
+            self._slot_credits.use(str(adapter), self.sizes[adapter])
             self.num_waiting -= 1
             self.num_running += 1
-            self._prefill.append(request)
+            self._prefill.append(queue.popleft())
         if not queue:
-            del self.waiting[slot.adapter]
-        self._touch(slot.adapter)
+            del self.waiting[adapter]
+            self._waiting_in_slots -= 1
+            del self._ready[bisect_left(self._ready, (self._turns.pop(adapter), adapter))]
+        if adapter in self.cpu:
+            self._cpu_credits.use(str(adapter), self.sizes[adapter])
 
     def _activate(self, adapter: int, now: float) -> _Slot | None:
         if len(self.slots) >= self.num_slots:
-            idle = [s for s in self.slots.values() if s.filled and not s.holders]
-            if not idle:
+            if not self._idle:
                 return None
-            victim = min(idle, key=lambda s: self._slot_value(s, now))
-            del self.slots[victim.adapter]
-            self.changed[victim.adapter] = None
-        slot = self.slots[adapter] = _Slot(adapter, used_s=now)
+            victim = self._slot_victim(now)
+            del self.slots[victim], self._idle[victim]
+            self._slot_credits.evict(str(victim))
+            self._waiting_in_slots -= victim in self.waiting
+            self._moved(victim)
+        slot = self.slots[adapter] = _Slot(adapter)
+        self._slot_credits.use(str(adapter), self.sizes[adapter])
+        self._waiting_in_slots += adapter in self.waiting
         self.counts.fill_bytes += self.sizes[adapter]
         self._copy_free_s = max(now, self._copy_free_s) + self.sizes[adapter] / FILL_BYTES_S
         self.plan(self._copy_free_s, lambda at: self._filled(slot, at))
         return slot
 
-    def _slot_value(self, slot: _Slot, now: float) -> float:
-        return slot.used_s if self.next_use is None else -self.next_use(slot.adapter, now)
+    def _slot_victim(self, now: float) -> int:
+        """As workers/lora/model_manager.py: rather none that is waited for, then the least credit."""
+        if self.next_use is not None:
+            next_use = self.next_use
+            return max(self._idle, key=lambda one: next_use(one, now))
+        return min(self._idle, key=lambda one: (one in self.waiting, self._slot_credits.of(str(one))))
 
     def _filled(self, slot: _Slot, now: float) -> None:
         slot.filled = True
+        self._idle[slot.adapter] = slot
         self.changed[slot.adapter] = None
         self._pump(now)
 
     def _read_next(self, now: float) -> None:
         if self._reading is not None:
             return
-        adapter = next((a for a in self.waiting if a not in self.cpu and a not in self.slots), None)
-        if adapter is None:
-            while self.wishes and adapter is None:
-                wish = self.wishes.pop(0)
-                adapter = wish if wish not in self.cpu else None
-        if adapter is None:
-            return
+        if self._unread:
+            adapter = self._unread[0][1]
+        else:
+            while self.wishes and self.wishes[0] in self.cpu:
+                self.wishes.popleft()
+            if not self.wishes:
+                return
+            adapter = self.wishes.popleft()
         self._reading = adapter
         self.counts.read_bytes += self.sizes[adapter]
-        self.plan(now + READ_BASE_S + self.sizes[adapter] / READ_BYTES_S, self._read)
+        self._disk_free_s = now + self._read_s(adapter)
+        self.plan(self._disk_free_s, self._read)
+
+    def _read_s(self, adapter: int) -> float:
+        return READ_BASE_S + self.sizes[adapter] / READ_BYTES_S
 
     def _read(self, now: float) -> None:
         adapter = self._reading
         assert adapter is not None
         self._reading = None
-        while self._cpu_used + self.sizes[adapter] > self.cpu_bytes:
-            victim = min(self.cpu, key=lambda a: self._cpu_value(a, now))
-            self._floor = max(self._floor, self.cpu.pop(victim))
-            self._cpu_used -= self.sizes[victim]
-            self.changed[victim] = None
-        self.cpu[adapter] = 0.0
-        self._cpu_used += self.sizes[adapter]
-        self.changed[adapter] = None
-        self._touch(adapter)
+        while len(self.cpu) >= self.cpu_adapters:
+            victim = self._cpu_victim(now)
+            self.cpu.remove(victim)
+            self._cpu_credits.evict(str(victim))
+            self._moved(victim)
+        self.cpu.add(adapter)
+        self._cpu_credits.use(str(adapter), self.sizes[adapter])
+        self._moved(adapter)
         self._pump(now)
 
-    def _touch(self, adapter: int) -> None:
-        if adapter in self.cpu:
-            del self.cpu[adapter]  # to the end: among equals the least recently used goes
-            self.cpu[adapter] = self._floor + 1.0
-
-    def _cpu_value(self, adapter: int, now: float) -> tuple[bool, bool, float]:
-        value = self.cpu[adapter] if self.next_use is None else -self.next_use(adapter, now)
-        return adapter in self.waiting, adapter in self.slots, value
+    def _cpu_victim(self, now: float) -> int:
+        """As workers/lora/cpu_tier.py: rather none that is waited for, then none in a slot, then the least credit."""
+        if self.next_use is not None:
+            next_use = self.next_use
+            return min(self.cpu, key=lambda one: (one in self.waiting, one in self.slots, -next_use(one, now)))
+        credit = self._cpu_credits.of
+        return min(self.cpu, key=lambda one: (one in self.waiting, one in self.slots, credit(str(one))))
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
@@ -302,7 +382,8 @@ class Replica:
             request.done_s = now
             slot = self.slots[request.adapter]
             slot.holders -= 1
-            slot.used_s = now
+            if not slot.holders:
+                self._idle[request.adapter] = slot
             self.num_running -= 1
             freed = True
         if freed:

@@ -135,6 +135,11 @@ class AppArgs(BaseModel):
     max_loras: int = Field(8, description="Adapters in GPU slots; raise it if the swap rate is high.")
     max_lora_rank: int = Field(64, description="Largest rank accepted.")
     max_cpu_loras: int | None = Field(None, description="Adapters kept in host memory; default: 2 x max_loras.")
+    fill_cpu_loras: bool = Field(
+        False,
+        description="Read adapters of the catalogue into empty host memory before anybody asks for them, so that first "
+        "requests need not wait. Worth its reads where the cluster's host memory holds a good part of the catalogue.",
+    )
     lora_dtype: LoRADType = Field(
         "auto",
         description="Of the adapters' weights; auto is the base's; fp8 (e4m3) takes half the memory, less exactly.",
@@ -293,7 +298,12 @@ class AppArgs(BaseModel):
 
     def directory_place(self) -> dict[str, Any]:
         """Of DirectoryPlace, all but the application's name."""
-        return {"model": self.model, "catalog_uri": self.catalog_uri, "base_names": tuple(self.base_names)}
+        return {
+            "model": self.model,
+            "catalog_uri": self.catalog_uri,
+            "base_names": tuple(self.base_names),
+            "fill_cpu_loras": self.fill_cpu_loras,
+        }
 
     @property
     def sources(self) -> SourcesConfig:

@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, Protocol
 
 import msgspec
@@ -22,8 +22,10 @@ import msgspec
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.state import Served
 from lorafleet.cluster.directory_metrics import DirectoryCounts
+from lorafleet.cluster.filling import Filler
 from lorafleet.cluster.placer import Pins, Placer
 from lorafleet.cluster.residency import Report, Residency, Routes
+from lorafleet.cluster.routing import TYPICAL_BYTES
 from lorafleet.cluster.slices import in_slices
 from lorafleet.workers.errors import Overloaded, WireError, from_wire
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
@@ -121,7 +123,9 @@ class _Replica:
 class AdapterDirectory:
     """Everything runs on one event loop; between two awaits nothing else happens."""
 
-    def __init__(self, catalogue: Catalogue, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, catalogue: Catalogue, clock: Callable[[], float] = time.monotonic, fill_cpu_loras: bool = False
+    ) -> None:
         self.catalogue = catalogue
         self.on_replicas: Callable[[], None] = lambda: None  # told when one has come or gone
         self.pins: Pins = dict
@@ -141,8 +145,9 @@ class AdapterDirectory:
         self._order_numbers = itertools.count(1)
         # Copies of an earlier process's time may still be in use by replicas that this one has not heard of.
         self._leases_until = clock() + (ACKNOWLEDGE_S if catalogue.state.adapters else 0.0)
-        self._residency = Residency(self._epoch, self)
-        self._placer = Placer(self._residency, self._size, lambda: self.pins(), self._read_ahead)
+        self._residency = Residency(self._epoch, self, self._num_bytes)
+        self._filler = Filler(self._residency, self._all_adapters, self._read_ahead) if fill_cpu_loras else None
+        self._placer = Placer(self._residency, self._size, lambda: self.pins(), self._read_ahead, self._filler)
         self._acknowledgement = asyncio.Event()
         self._routes_changed = asyncio.Event()
         self._told_s = clock()
@@ -321,7 +326,7 @@ class AdapterDirectory:
             homes=placed.homes,
             moves=placed.moves,
             moved_bytes=placed.moved_bytes,
-            reads_ahead=placed.reads_ahead,
+            reads_ahead=placed.reads_ahead + (self._filler.num_told if self._filler is not None else 0),
         )
 
     async def note(self, progress: Progress) -> None:
@@ -450,6 +455,15 @@ class AdapterDirectory:
         """Bytes and rank, of what the catalogue holds."""
         versions = self.catalogue.state.versions(digest)
         return (versions[0].num_bytes, versions[0].rank) if versions else None
+
+    def _num_bytes(self, digest: str) -> int:
+        size = self._size(digest)
+        return size[0] if size is not None else TYPICAL_BYTES
+
+    def _all_adapters(self) -> Iterator[str]:
+        """Digests of what public names stand for when this is begun."""
+        for name in [*self.catalogue.state.aliases(), *self._found]:
+            yield from self.adapters(name)
 
     def _read_ahead(self, replica_id: str, digest: str) -> asyncio.Future[AdapterInfo | None] | None:
         """None where it cannot."""

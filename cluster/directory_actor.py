@@ -47,6 +47,7 @@ class DirectoryPlace:
     model: str
     catalog_uri: str | None
     base_names: tuple[str, ...]
+    fill_cpu_loras: bool
 
     @property
     def actor_name(self) -> str:
@@ -72,8 +73,8 @@ def state_folder() -> Path:
 class DirectoryActor(AdapterDirectory):
     """AdapterDirectory and Administration in a process of their own."""
 
-    def __init__(self, catalog_uri: str, base_names: tuple[str, ...]) -> None:
-        super().__init__(Catalogue(open_store(catalog_uri)))
+    def __init__(self, catalog_uri: str, base_names: tuple[str, ...], fill_cpu_loras: bool) -> None:
+        super().__init__(Catalogue(open_store(catalog_uri)), fill_cpu_loras=fill_cpu_loras)
         self._administration = Administration(self, base_names)
         loop = asyncio.get_event_loop()
         loop.call_soon(self._administration.resume)
@@ -123,7 +124,7 @@ def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
             scheduling_strategy="DEFAULT",  # a replica's own would put it into that replica's placement group
             max_concurrency=MAX_CALLS,
         )
-        .remote(place.uri, place.base_names)
+        .remote(place.uri, place.base_names, place.fill_cpu_loras)
     )
     return RemoteDirectory(actor)
 

@@ -36,7 +36,8 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    split: float = 1.0  # of a replica's fair share of the load: an adapter has a home for each such part of its demand
+    split: float = 0.35  # of a replica's fair share of the load: an adapter has a home for each such part of its demand
+    grow: float = 1.1  # one more home is made once the demand is above this multiple of what its homes are for
     shrink: float = 0.5  # a home is given up once the demand is below this share of what brought it
     bound: float = 1.25  # of the fair share: no home is chosen where that would be exceeded
     leave: float = 1.5  # of the fair share: homes leave a replica above it, until it is below `bound`
@@ -136,10 +137,9 @@ class Placement:
 
     def _num_copies(self, adapter: Adapter, present: int) -> int:
         parts = self._load(adapter) / (self._policy.split * self._fair_load) if self._fair_load else 0.0
-        wanted = max(1, math.ceil(parts))
-        if wanted < present and parts > (present - 1) * self._policy.shrink:
-            wanted = present
-        return min(wanted, len(self._names))
+        stays = (present - 1) * self._policy.shrink < parts <= present * self._policy.grow
+        wanted = present if stays else math.ceil(parts)
+        return min(max(1, wanted), len(self._names))
 
     def _present(self, homes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(home for home in homes if home in self._index)

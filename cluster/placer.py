@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from lorafleet.cluster.filling import Filler
 from lorafleet.cluster.placement import STEP, Adapter, Homes, Placement
 from lorafleet.cluster.residency import Placed, Residency
 from lorafleet.cluster.routing import TYPICAL_BYTES
@@ -41,15 +42,18 @@ class PlacerCounts:
 
 
 class Placer:
-    """prefetch(replica, adapter): the replica should read it, soon."""
+    """prefetch(replica, adapter): the replica should read it, soon. filler: None leaves empty host memory empty."""
 
-    def __init__(self, residency: Residency, sizes: Sizes, pins: Pins, prefetch: Prefetch) -> None:
+    def __init__(
+        self, residency: Residency, sizes: Sizes, pins: Pins, prefetch: Prefetch, filler: Filler | None
+    ) -> None:
         self.counts = PlacerCounts()
         self._demand: dict[str, float] = {}  # tokens a second
         self._homes: Homes = {}
         self._residency = residency
         self._sizes = sizes
         self._pins = pins
+        self._filler = filler
         self._prefetch = prefetch
         self._known_since: dict[str, float] = {}
         self._leaving: set[str] = set()  # nothing is placed there
@@ -63,6 +67,8 @@ class Placer:
         yield from placement.steps()
         yield from self._publish(placement.homes, adapters)
         yield from self._read_ahead(adapters)
+        if self._filler is not None:
+            yield from self._filler.steps(self._leaving)
 
     def leaves(self, replica_id: str) -> None:
         """From the next round on its homes are elsewhere."""

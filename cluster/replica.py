@@ -141,7 +141,7 @@ class EngineReplica:
         await self._load_adapters(catalog)
         await self._membership.become_ready()
         cpu_loras = self._config.lora.cpu_loras if self._config.lora is not None else 0
-        self._keep(keep_reporting(engine, self._membership, cpu_loras))
+        self._keep(keep_reporting(engine, self._membership, cpu_loras, self._config.max_num_seqs))
         self._front = make_front(
             self._args, self._replica_id, await tokenizer, engine, catalog, self._adapter_store, self._scrape
         )

@@ -25,25 +25,30 @@ class Reporter:
         self._cpu_loras = cpu_loras
         self._sequence = 0
         self._told: dict[str, Tier] = {}
-        self._load: ReplicaLoad | None = None
+        self._load: tuple[ReplicaLoad, list[str]] | None = None
         self._full_at = 0.0
         self._full_wanted = True
 
     def next(
-        self, tiers: Mapping[str, Tier], load: ReplicaLoad, tokens: Mapping[str, int], now: float
+        self,
+        tiers: Mapping[str, Tier],
+        load: ReplicaLoad,
+        unread: list[str],
+        tokens: Mapping[str, int],
+        now: float,
     ) -> Report | None:
         """None where there is nothing to say."""
         full = self._full_wanted or now >= self._full_at
         changed: dict[str, Tier | None] = {one: tier for one, tier in tiers.items() if self._told.get(one) != tier}
         changed |= dict.fromkeys(self._told.keys() - tiers.keys())
-        if not (full or changed or tokens or load != self._load):
+        if not (full or changed or tokens or (load, unread) != self._load):
             return None
         self._sequence += 1
-        self._told, self._load = dict(tiers), load
+        self._told, self._load = dict(tiers), (load, unread)
         if full:
             self._full_at, self._full_wanted = now + FULL_S, False
         said: dict[str, Tier | None] = dict(tiers) if full else changed
-        return Report(self._replica_id, self._sequence, full, said, load, dict(tokens), self._cpu_loras)
+        return Report(self._replica_id, self._sequence, full, said, load, dict(tokens), self._cpu_loras, unread)
 
     def want_full(self) -> None:
         """The directory has missed something: an answer said so, or none came, or it was restarted."""
@@ -57,18 +62,24 @@ def tiers_of(stats: EngineStats) -> dict[str, Tier]:
     return tiers | dict.fromkeys(stats.resident_slots, "gpu")
 
 
-def load_of(stats: EngineStats) -> ReplicaLoad:
+def load_of(stats: EngineStats, max_num_seqs: int) -> ReplicaLoad:
     without_slot = set(stats.waiting_adapters).difference(stats.resident_slots)
     return ReplicaLoad(
-        stats.num_running,
-        stats.num_waiting,
-        stats.waiting_tokens,
-        len(without_slot.difference(stats.resident_cpu)),
-        stats.lora_slots_idle - len(without_slot),
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        queued_tokens=stats.waiting_tokens,
+        free_slots=stats.lora_slots_idle - len(without_slot),
+        free_places=max_num_seqs - stats.num_running - stats.num_waiting,
     )
 
 
-async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras: int) -> None:
+def unread_of(stats: EngineStats) -> list[str]:
+    """Adapters that requests wait for and no tier has."""
+    held = {*stats.resident_slots, *stats.resident_cpu}
+    return [one for one in stats.waiting_adapters if one not in held]
+
+
+async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras: int, max_num_seqs: int) -> None:
     """A report whenever the engine's stats say something new."""
     reporter, epoch = Reporter(membership.replica_id, cpu_loras), membership.epoch
     while True:
@@ -76,7 +87,8 @@ async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras
         if membership.epoch != epoch:
             epoch = membership.epoch
             reporter.want_full()
-        report = reporter.next(tiers_of(stats), load_of(stats), engine.tokens_asked, time.monotonic())
+        load, unread = load_of(stats, max_num_seqs), unread_of(stats)
+        report = reporter.next(tiers_of(stats), load, unread, engine.tokens_asked, time.monotonic())
         if report is None:
             continue
         engine.tokens_asked.clear()

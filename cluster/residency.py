@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad, Tier
+from lorafleet.cluster.routing import TYPICAL_BYTES, ReplicaChooser, ReplicaLoad, Tier
 
 MAX_CHANGES = 200_000  # remembered for routers that are behind
 
@@ -29,6 +29,7 @@ class Report(msgspec.Struct, frozen=True):
     load: ReplicaLoad
     tokens: dict[str, int] = {}  # asked for, by adapter, since the last report
     cpu_loras: int = 0  # room for so many adapters in host memory
+    unread: list[str] = []  # adapters that are being read from disk, or wait to be
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True):
@@ -57,13 +58,17 @@ class Names(Protocol):
     def adapters(self, name: str) -> Sequence[str]: ...
 
 
+def _typical(_: str) -> int:
+    return TYPICAL_BYTES
+
+
 class Residency:
     """The directory's side. Knows nothing of waiting: the directory wakes the pollers when `told` has moved.
 
-    names: None where requests name adapters by their digests.
+    names: None where requests name adapters by their digests. num_bytes: of an adapter.
     """
 
-    def __init__(self, epoch: str, names: Names | None = None) -> None:
+    def __init__(self, epoch: str, names: Names | None = None, num_bytes: Callable[[str], int] = _typical) -> None:
         self.epoch = epoch
         self.told = 0  # the version that routers are brought to; later changes wait for tell()
         self.loads: dict[str, ReplicaLoad] = {}
@@ -73,6 +78,7 @@ class Residency:
         self._holders: dict[str, dict[str, Tier]] = {}  # by adapter
         self._sequence: dict[str, int] = {}
         self._names = names
+        self._num_bytes = num_bytes
         self._placed: dict[str, Placed] = {}
         self._version = 0
         self._moved_at = 0  # the last version that said more than how busy a replica is
@@ -93,8 +99,10 @@ class Residency:
         self.cpu_loras[replica_id] = report.cpu_loras
         for adapter, tokens in report.tokens.items():
             self._tokens[adapter] = self._tokens.get(adapter, 0) + tokens
-        if self.loads.get(replica_id) != report.load:
-            self.loads[replica_id] = report.load
+        reading_bytes = sum(map(self._num_bytes, report.unread))
+        load = msgspec.structs.replace(report.load, reading_bytes=reading_bytes)
+        if self.loads.get(replica_id) != load:
+            self.loads[replica_id] = load
             self._note("load", replica_id)
         held = self._tiers.setdefault(replica_id, {})
         if report.full:

@@ -31,8 +31,9 @@ class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
     num_running: int = 0
     num_waiting: int = 0
     queued_tokens: int = 0  # of prompts, not computed yet
-    num_reading: int = 0  # adapters that are being read from disk, or wait to be
+    reading_bytes: int = 0  # of adapters that are being read from disk, or wait to be; the directory knows their sizes
     free_slots: int = 1  # empty or idle, less the adapters that wait for one: below 0 is a queue
+    free_places: int = 256  # in the running batch, less the requests that wait: below 0 is a queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,9 @@ class Costs:
     request_s: float = 0.5e-3  # what a request that runs or waits adds to the next one's first token
     fill_byte_s: float = 1 / 53e9  # host memory -> slot
     read_byte_s: float = 1 / 0.9e9  # disk -> host memory, with digest, checks and packing
-    slot_s: float = 0.1  # until a slot is given back where all are in use, for each adapter that waits for one
-    move_s: float = 0.02  # what filling a slot at a home costs others: an adapter that leaves it and comes back
-    stray_s: float = 0.05  # the same elsewhere, where the adapter has no business
-    stray_reads: float = 2.0  # a read away from home is done again there: it counts double
+    place_s: float = 0.1  # until a place in a full batch is free, for each request that waits for one
+    slot_s: float = 0.2  # until a slot is given back where all are in use, for each adapter that waits for one
+    move_s: float = 0.1  # what filling a slot costs others: an adapter that leaves it and comes back
 
 
 @dataclass(slots=True)
@@ -54,8 +54,10 @@ class _Replica:
     replica_id: str
     index: int = -1  # in the list of those that may be chosen
     wait_s: float = 0.0  # before a first token here, residency apart
+    batch_s: float = 0.0  # of it, what is spent on others' prompts and steps
     reading_s: float = 0.0  # of the adapters ahead of one more
     free_slots: int = 1
+    free_places: int = 256
     coming: set[str] = field(default_factory=set)  # adapters that requests sent here since its last report bring
 
 
@@ -68,11 +70,13 @@ class ReplicaChooser:
         self._known: dict[str, _Replica] = {}
         self._live: list[_Replica] = []
         self._wait_R = np.zeros(0)
-        self._stray_R = np.zeros(0)
+        self._slot_R = np.zeros(0)  # with the wait for a slot
+        self._cold_R = np.zeros(0)  # and for the disk, too
         self._rendezvous = Rendezvous({})
         self._tiers: dict[str, dict[str, Tier]] = {}
         self._homes: dict[str, tuple[str, ...]] = {}
         self._num_bytes: dict[str, int] = {}
+        self._sent_to: dict[str, list[str]] = {}  # by adapter, the replicas that have it in `coming`
         self._prefixes: OrderedDict[tuple[str, int], str] = OrderedDict()
 
     # -- what the directory and Serve say -------------------------------------------------------------------------
@@ -85,17 +89,20 @@ class ReplicaChooser:
         self._live = [self._replica(one) for one in self._rendezvous.replicas]
         for index, replica in enumerate(self._live):
             replica.index = index
-        self._wait_R = np.array([one.wait_s for one in self._live])
-        self._stray_R = np.array([one.wait_s + self._slot_wait_s(one) for one in self._live])
+        self._wait_R, self._slot_R, self._cold_R = np.zeros((3, len(self._live)))
+        for replica in self._live:
+            self._set_wait(replica)
 
     def set_load(self, replica_id: str, load: ReplicaLoad) -> None:
         """A report includes what was sent before it."""
         replica, costs = self._replica(replica_id), self._costs
-        replica.reading_s = load.num_reading * TYPICAL_BYTES * costs.read_byte_s
+        replica.reading_s = load.reading_bytes * costs.read_byte_s
         replica.free_slots = load.free_slots
-        replica.coming.clear()
+        self._forget_sent(replica)
         busy = (load.num_running + load.num_waiting) * costs.request_s
-        self._set_wait(replica, load.queued_tokens * costs.token_s + busy)
+        replica.free_places = load.free_places
+        replica.batch_s = load.queued_tokens * costs.token_s + busy
+        self._set_wait(replica)
 
     def set_tier(self, replica_id: str, adapter: str, tier: Tier | None) -> None:
         holders = self._tiers.setdefault(adapter, {})
@@ -118,6 +125,7 @@ class ReplicaChooser:
         """Its load is not known any more; what it held is told by set_tier."""
         replica = self._known.get(replica_id)
         if replica is not None and replica.index < 0:
+            self._forget_sent(replica)
             del self._known[replica_id]
 
     def empty(self, replica_id: str) -> None:
@@ -155,9 +163,12 @@ class ReplicaChooser:
         if adapter and adapter not in replica.coming:
             tier = self._tiers.get(adapter, {}).get(replica_id)
             replica.coming.add(adapter)
+            self._sent_to.setdefault(adapter, []).append(replica_id)
             replica.free_slots -= tier in ("cpu", None)
             replica.reading_s += (tier is None) * self._bytes(adapter) * costs.read_byte_s
-        self._set_wait(replica, replica.wait_s + num_tokens * costs.token_s + costs.request_s)
+        replica.free_places -= 1
+        replica.batch_s += num_tokens * costs.token_s + costs.request_s
+        self._set_wait(replica)
         if prefix is not None:
             self._prefixes[adapter, prefix] = replica_id
             self._prefixes.move_to_end((adapter, prefix))
@@ -165,8 +176,9 @@ class ReplicaChooser:
                 self._prefixes.popitem(last=False)
 
     def _candidates(self, adapter: str, seen_at: str | None) -> list[_Replica]:
-        """Who holds it, who should, who has its prefix, and the least busy of all."""
-        ids: list[str] = list(self._tiers.get(adapter, ()))
+        """Who holds it or has been sent requests that bring it, who should, who has its prefix, and the least busy of
+        all; for what nobody has, also who is the first to read one more."""
+        ids = [*self._tiers.get(adapter, ()), *self._sent_to.get(adapter, ())]
         if len(ids) > MAX_HOLDERS:
             ids = self._random.sample(ids, MAX_HOLDERS)
         ids += self._homes.get(adapter, ())
@@ -176,7 +188,9 @@ class ReplicaChooser:
         found = [known[one] for one in ids if one in known and known[one].index >= 0]
         if adapter and not found:
             found.append(self._live[self._rendezvous.home(key_of(adapter))])
-        waits_R = self._stray_R if adapter else self._wait_R
+        if adapter and adapter not in self._tiers and adapter not in self._homes:
+            found.append(self._live[int(self._cold_R.argmin())])
+        waits_R = self._slot_R if adapter else self._wait_R
         found.append(self._live[int(waits_R.argmin())])
         return found
 
@@ -189,16 +203,12 @@ class ReplicaChooser:
             return 0.0
         costs, num_bytes = self._costs, self._bytes(adapter)
         slot_s = num_bytes * costs.fill_byte_s
-        homes = self._homes.get(adapter)
-        at_home = homes is not None and replica.replica_id in homes
         if tier == "coming" or adapter in replica.coming:
             return slot_s
-        slot_s += costs.move_s if at_home else costs.stray_s
-        slot_s += self._slot_wait_s(replica)
+        slot_s += costs.move_s + self._slot_wait_s(replica)
         if tier == "cpu":
             return slot_s
-        reads = 1.0 if at_home else costs.stray_reads
-        return slot_s + replica.reading_s + reads * num_bytes * costs.read_byte_s
+        return slot_s + replica.reading_s + num_bytes * costs.read_byte_s
 
     def _slot_wait_s(self, replica: _Replica) -> float:
         if replica.free_slots > 0:
@@ -211,8 +221,16 @@ class ReplicaChooser:
     def _replica(self, replica_id: str) -> _Replica:
         return self._known.setdefault(replica_id, _Replica(replica_id))
 
-    def _set_wait(self, replica: _Replica, wait_s: float) -> None:
-        replica.wait_s = wait_s
+    def _forget_sent(self, replica: _Replica) -> None:
+        for adapter in replica.coming:
+            self._sent_to[adapter].remove(replica.replica_id)
+            if not self._sent_to[adapter]:
+                del self._sent_to[adapter]
+        replica.coming.clear()
+
+    def _set_wait(self, replica: _Replica) -> None:
+        replica.wait_s = replica.batch_s + max(0, 1 - replica.free_places) * self._costs.place_s
         if replica.index >= 0:
-            self._wait_R[replica.index] = wait_s
-            self._stray_R[replica.index] = wait_s + self._slot_wait_s(replica)
+            self._wait_R[replica.index] = replica.wait_s
+            self._slot_R[replica.index] = slot_s = replica.wait_s + self._slot_wait_s(replica)
+            self._cold_R[replica.index] = slot_s + replica.reading_s

@@ -13,7 +13,7 @@ class Cluster:
         self.reads: list[tuple[str, str]] = []
         self.pinned: dict[str, tuple[str, ...]] = {}
         self.placer = Placer(
-            self.residency, lambda _: (SIZE, 16), lambda: self.pinned, lambda *read: self.reads.append(read)
+            self.residency, lambda _: (SIZE, 16), lambda: self.pinned, lambda *read: self.reads.append(read), None
         )
         self.sequence = 0
         for one in replicas:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from lorafleet.cluster import residency as residency_module
-from lorafleet.cluster.reporting import FULL_S, Reporter, load_of, tiers_of
+from lorafleet.cluster.reporting import FULL_S, Reporter, load_of, tiers_of, unread_of
 from lorafleet.cluster.residency import Placed, Report, Residency, RouteView
 from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad, Tier
 from lorafleet.workers.messages import EngineStats
@@ -123,7 +124,7 @@ def test_after_any_losses_and_repetitions_the_next_full_report_makes_it_right(se
                 held.pop(adapter, None)
             else:
                 held[adapter] = rng.choice(("gpu", "coming", "cpu"))
-        report = reporter.next(held, LOAD, {}, float(now))
+        report = reporter.next(held, LOAD, [], {}, float(now))
         if report is not None:
             old.append(report)
             if rng.random() < 0.2:
@@ -134,7 +135,7 @@ def test_after_any_losses_and_repetitions_the_next_full_report_makes_it_right(se
             residency.accept(rng.choice(old))
         if rng.random() < 0.5:
             router.poll()
-    last = reporter.next(held, LOAD, {}, 200.0 + FULL_S)
+    last = reporter.next(held, LOAD, [], {}, 200.0 + FULL_S)
     assert last is not None
     assert residency.accept(last)
     assert router.poll().holds("a") == held
@@ -217,15 +218,30 @@ def test_homes_come_and_go() -> None:
 
 def test_a_reporter_says_what_changed_and_nothing_when_nothing_did() -> None:
     reporter = Reporter("a", 8)
-    first = reporter.next({"x": "gpu"}, LOAD, {}, 0.0)
+    first = reporter.next({"x": "gpu"}, LOAD, [], {}, 0.0)
     assert first is not None
     assert first.full
-    assert reporter.next({"x": "gpu"}, LOAD, {}, 1.0) is None
-    second = reporter.next({"y": "gpu"}, LOAD, {"y": 5}, 2.0)
+    assert reporter.next({"x": "gpu"}, LOAD, [], {}, 1.0) is None
+    second = reporter.next({"y": "gpu"}, LOAD, [], {"y": 5}, 2.0)
     assert second == Report("a", 2, False, {"y": "gpu", "x": None}, LOAD, {"y": 5}, 8)
-    again = reporter.next({"y": "gpu"}, LOAD, {}, FULL_S)
+    again = reporter.next({"y": "gpu"}, LOAD, [], {}, FULL_S)
     assert again is not None
     assert again.full
+
+
+def test_what_waits_for_the_disk_is_reported_when_it_changes_and_told_in_bytes() -> None:
+    reporter = Reporter("a", 8)
+    tiers: dict[str, Tier] = {"x": "coming", "y": "coming"}
+    first = reporter.next(tiers, LOAD, ["x", "y"], {}, 0.0)
+    second = reporter.next(tiers, LOAD, ["y"], {}, 1.0)
+    assert first is not None and second is not None
+    assert reporter.next(tiers, LOAD, ["y"], {}, 2.0) is None
+    residency = Residency("e", num_bytes={"x": 30, "y": 5}.__getitem__)
+    router = Router(residency, "a")
+    for report, reading_bytes in ((first, 35), (second, 5)):
+        residency.accept(report)
+        router.poll()
+        assert residency.loads["a"] == msgspec.structs.replace(LOAD, reading_bytes=reading_bytes)
 
 
 def test_the_engines_stats_become_tiers_and_a_load() -> None:
@@ -239,4 +255,5 @@ def test_the_engines_stats_become_tiers_and_a_load() -> None:
         resident_cpu=["s", "w", "c"],
     )
     assert tiers_of(stats) == {"s": "gpu", "w": "coming", "cold": "coming", "c": "cpu"}
-    assert load_of(stats) == ReplicaLoad(3, 2, 70, num_reading=1, free_slots=-1)
+    assert load_of(stats, 16) == ReplicaLoad(3, 2, 70, free_slots=-1, free_places=11)
+    assert unread_of(stats) == ["cold"]

@@ -138,3 +138,34 @@ def test_of_many_holders_some_are_looked_at_and_all_are_used() -> None:
         made.sent("hot", ranked[0], 300)
         used.add(ranked[0])
     assert len(used) == 40
+
+
+def test_what_nobody_has_is_read_where_the_disk_is_free() -> None:
+    reading = ReplicaLoad(free_slots=4, reading_bytes=400_000_000)
+    names = [f"r{i}" for i in range(8)]
+    for idle in names:
+        made = chooser("", {})
+        made.set_replicas(names)
+        for name in names:
+            made.set_load(name, ReplicaLoad(free_slots=4) if name == idle else reading)
+        assert made.rank("cold")[0] == idle
+
+
+def test_a_burst_for_what_nobody_has_stays_together_wherever_its_first_request_went() -> None:
+    made = chooser("abcdefgh", {"c": ReplicaLoad(free_slots=5)})
+    for name in "abdefgh":
+        made.set_load(name, ReplicaLoad(free_slots=4, reading_bytes=200_000_000))
+    chosen = set()
+    for _ in range(20):
+        first = made.rank("cold")[0]
+        made.sent("cold", first, 10)
+        chosen.add(first)
+    assert chosen == {"c"}
+
+
+def test_a_full_batch_is_waited_for_only_where_it_is_worth_it() -> None:
+    full = ReplicaLoad(num_running=4, free_slots=4, free_places=-20)
+    made = chooser("ab", {"a": full, "b": ReplicaLoad(num_running=4, free_slots=4)}, a=("sql", "gpu"), b=("sql", "cpu"))
+    assert made.rank("sql")[0] == "b"
+    made.set_load("a", ReplicaLoad(num_running=4, free_slots=4, free_places=1))
+    assert made.rank("sql")[0] == "a"
