@@ -323,7 +323,7 @@ async def test_what_only_a_leaving_replica_holds_of_what_is_asked_for_is_read_el
         replica(directory, "r2", engines["r2"]),
         replica(directory, "r3", engines["r3"]),
     ):
-        names = ["lone", "shared", "cold", *(f"busy{i}" for i in range(6))]
+        names = ["lone", "shared", "cold", *(f"busy{i}" for i in range(12))]
         lone, shared, cold, *busy = [(await one.add(name, make(name), load_inplace=False)).digest for name in names]
         everywhere = dict.fromkeys(busy, "gpu")
         asked = dict.fromkeys([lone, shared, *busy], 100)
@@ -388,3 +388,19 @@ async def test_the_last_replica_goes_at_once(catalogue: Catalogue, make: Make) -
         await directory.report(full_report("r1", {digest: "gpu"}, {digest: 1000}))
         await asyncio.wait_for(directory.drain("r1"), 1)
         await asyncio.wait_for(directory.drain("nobody"), 1)
+
+
+@pytest.mark.parametrize("fill_cpu_loras", [True, False])
+async def test_what_nobody_has_asked_for_is_read_ahead_where_that_is_switched_on(
+    catalogue: Catalogue, make: Make, fill_cpu_loras: bool
+) -> None:
+    directory, engine = AdapterDirectory(catalogue, fill_cpu_loras=fill_cpu_loras), Engine()
+    async with replica(directory, "r1", Engine()) as one:
+        await one.add("sql", make("x"), load_inplace=False)
+    async with replica(directory, "r2", engine):
+        await directory.report(full_report("r2", {}))
+        for _ in range(3):
+            await directory.place()
+        await asyncio.sleep(0.05)
+        assert len(engine.reads) == fill_cpu_loras
+        assert (await directory.counts()).reads_ahead == fill_cpu_loras
