@@ -1,9 +1,9 @@
 """The sum over the ranks behind a row-parallel linear, with the residual's add and the norm: microseconds a call.
 
-    python benchmarks/rank_sum.py [--size 4096] [--rows 1 8 64 256 512] [--json FILE]
+    python benchmarks/rank_sum.py [--size 4096] [--rows 1 8 32 64 256 512 1024 8192] [--json FILE]
 
 All GPUs of the machine, bf16, 64 calls in one CUDA graph. Beside each other: NCCL's all-reduce and the kernel of the
-norm, and the one kernel that reads the other GPUs' memory (kernels/rank_sum_triton.py). The bytes that a GPU must take
+norm, and the one kernel that writes to the other GPUs (kernels/rank_sum.py). The bytes that a GPU must take
 in from the others, over 450 GB/s (NVLink 4, one direction), are the floor.
 """
 
@@ -74,7 +74,7 @@ def measure(rank: int, size: int, meeting: str, args: argparse.Namespace) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 512])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256, 512, 1024, 8192])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     size = torch.cuda.device_count()

@@ -160,11 +160,11 @@ class DecoderModel(nn.Module):
         """
         if lora is not None:
             lora.begin()
-        residual_TD = self.embed_tokens.embed(token_T)
-        cos, sin = self.rope.cos_sin(position_T, rope_length_T, residual_TD.dtype)
+        embedded_TD = self.embed_tokens.embed(token_T)
+        cos, sin = self.rope.cos_sin(position_T, rope_length_T, embedded_TD.dtype)
         step = StepContext(cos, sin, slot_mapping_T, caches, attention, lora)
         first, *later = [*(layer.input_layernorm for layer in self.decoder_layers()), self.norm]
-        x_TD: Tensor = first(residual_TD)
+        residual_TD, x_TD = first.start(embedded_TD)
         for layer, next_norm in zip(self.decoder_layers(), later, strict=True):
             x_TD = next_norm.add(layer(x_TD, residual_TD, step), residual_TD)
         return x_TD

@@ -36,11 +36,15 @@ class RMSNorm(nn.Module):
 
 
 class ResidualNorm(RMSNorm):
-    """The norm behind a row-parallel linear, whose output is a sum over the ranks."""
+    """The norm behind a row-parallel linear or the embedding, whose output is a sum over the ranks."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, ranks: RankSum) -> None:
         super().__init__(size, eps, dtype, device)
         self._ranks = ranks
+
+    def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual, which is the ranks' sum of x, and its norm."""
+        return self._ranks.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: LinearOutput, residual: Tensor) -> Tensor:
         """residual += the ranks' sum of x, in place; returns its norm."""

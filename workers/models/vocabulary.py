@@ -28,13 +28,13 @@ class VocabTable(nn.Module):
         self.weight[self.num_tokens :].zero_()
 
     def embed(self, token_T: Tensor) -> Tensor:
-        """[T, D]. A token's row is on one rank; the others add zeros."""
+        """[T, D], to be summed over the ranks: a token's row is on one of them, the others have zeros."""
         if self.group.size == 1:
             return F.embedding(token_T, self.weight)
         local_T = token_T - self.first_token
         row_T = local_T.clamp(0, max(self.num_tokens - 1, 0))
         elsewhere_T1 = (row_T != local_T).unsqueeze(1)
-        return self.group.all_reduce(F.embedding(row_T, self.weight).masked_fill_(elsewhere_T1, 0))
+        return F.embedding(row_T, self.weight).masked_fill_(elsewhere_T1, 0)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """[T, W] in x's dtype: this rank's columns, those of the padding -inf."""

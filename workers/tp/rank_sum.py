@@ -1,7 +1,7 @@
 """What follows a row-parallel linear: the sum over the ranks, the residual and the next norm.
 
-On GPUs that reach each other's memory steps of a few hundred tokens take one kernel for all three; larger ones, and
-other machines, a collective and the kernel of the norm.
+On GPUs that reach each other's memory one kernel does all three (kernels/rank_sum.py); where the rows are too many for
+it, and on other machines, a collective and the kernel of the norm.
 """
 
 # T tokens · D hidden size
@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.rms_norm import add_rms_norm
+from lorafleet.kernels.rank_sum import rank_sum_add_rms_norm
+from lorafleet.kernels.rms_norm import add_rms_norm, rms_norm
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.peer_memory import open_peer_memory
 
@@ -23,6 +24,13 @@ class RankSum:
         self._group = group
         self._peers = open_peer_memory(group, device)
 
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The sum of every rank's x, and its norm."""
+        if self._group.size == 1:
+            return x_TD, rms_norm(x_TD, weight_D, eps)
+        total_TD = torch.zeros_like(x_TD)
+        return total_TD, self.add_rms_norm(x_TD, None, total_TD, weight_D, eps)
+
     def add_rms_norm(
         self, x_TD: Tensor, delta_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
     ) -> Tensor:
@@ -30,8 +38,6 @@ class RankSum:
         if self._group.size == 1:
             return add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps)
         if self._peers is not None and self._peers.rows.holds(x_TD):
-            from lorafleet.kernels.rank_sum_triton import rank_sum_add_rms_norm  # triton is optional on a CPU
-
             return rank_sum_add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps, self._peers.rows)
         # Before the sum, so that one collective carries both.
         total_TD = self._group.all_reduce(x_TD if delta_TD is None else x_TD.add_(delta_TD))

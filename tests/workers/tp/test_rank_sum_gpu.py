@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
 EPS = 1e-5
-ROWS = (1, 300, 2, 128, 129, 512, 7)  # other halves, other programs, one after another
+ROWS = (1, 300, 2, 64, 65, 1000, 7)  # other programs and halves, one after another
 
 
 def inputs(seed: int, rows: int, size: int, dtype: torch.dtype) -> Tensor:
