@@ -61,7 +61,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fleet]:
     return get
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def prompt() -> Callable[[int], list[int]]:
     """Random token ids, the same for the same length; no special tokens."""
 
