@@ -16,7 +16,9 @@ import gc
 import json
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +157,9 @@ def main() -> None:
         adapters = write_alike_adapters(folder / "adapters", config, most, RANK) if most else []
         for size in args.sizes:
             for layout in args.layouts if size > 1 else ["off"]:
-                rows += run(folder, adapters, size, layout, args)
+                # In a process of its own, as a server's ranks are: GPUs' memory is shared once a process.
+                with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                    rows += process.submit(run, folder, adapters, size, layout, args).result()
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 

@@ -221,7 +221,7 @@ def _expand_kernel(
 
 def expand(p_KTC: Tensor, packed: PackedLoRA, batch: LoRABatch, dtype: torch.dtype, bias_O: Tensor | None) -> Tensor:
     """B[slot[t]] @ sum over K of P[k, t] + bias, [T, O] for this rank's rows of B; p is what shrink() returned for the
-    batch, or LoRALayout.exchanged() made of it. Base tokens' rows are the bias, or zero.
+    batch, or exchanged_splits() made of it. Base tokens' rows are the bias, or zero.
     """
     splits, rows, columns = p_KTC.shape
     num_parts = packed.layout.num_parts

@@ -17,6 +17,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from lorafleet.kernels.peer_areas import PeerAreas
+
 
 class Collectives(Protocol):
     """workers/tp/group.py has those of real ranks."""
@@ -36,11 +38,13 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoRALayout:
-    """first_column: where B's rows begin in the base linear's output."""
+    """first_column: where B's rows begin in the base linear's output. peers: of kernels/lora_exchange.py, where the
+    ranks' GPUs reach each other's memory."""
 
     exchange: Literal["none", "gather", "reduce"] = "none"
     group: Collectives | None = None
     first_column: int = 0
+    peers: PeerAreas | None = None
 
     def __post_init__(self) -> None:
         assert (self.exchange == "none") == (self.group is None)

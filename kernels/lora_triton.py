@@ -3,8 +3,9 @@
 Decode: shrink and expand both run on a side stream beside the base GEMM, and whatever reads the GEMM's output next adds
 their delta: nothing of them is left on the step's critical path but their bytes. A captured CUDA graph keeps the fork
 and the join. Prefill: the GEMM, not memory, is the bottleneck and fills the GPU, so nothing runs beside it; the delta
-is written first and the GEMM adds to it, which costs it nothing. A collective between shrink and expand
-(kernels/lora_layout.py) runs where they run; a delta of some columns only, where B is divided by output, is added here.
+is written first and the GEMM adds to it, which costs it nothing. The exchange between shrink and expand
+(kernels/lora_exchange.py) runs where they run; a delta of some columns only, where B is divided by output, is added
+here.
 Measured on an H200 by benchmarks/lora_kernels.py.
 """
 
@@ -17,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.lora_batch import LoRABatch
+from lorafleet.kernels.lora_exchange import exchanged_splits
 from lorafleet.kernels.lora_expand import expand
 from lorafleet.kernels.lora_shrink import shrink
-from lorafleet.kernels.lora_splits import sum_splits
 from lorafleet.kernels.packed_lora import PackedLoRA
 
 
@@ -34,7 +35,7 @@ def lora_delta_triton(
         return None
     p_KTC = shrink(x_TD, packed, batch)
     if packed.layout.exchanges:
-        p_KTC = packed.layout.exchanged(sum_splits(p_KTC))
+        p_KTC = exchanged_splits(p_KTC, packed.layout)
     return expand(p_KTC, packed, batch, x_TD.dtype, bias_O)
 
 

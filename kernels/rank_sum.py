@@ -1,55 +1,28 @@
 """The sum of all ranks' rows, the residual's add and the RMS norm in one kernel, over memory that all ranks can write.
 
 What follows a row-parallel linear is a sum over the ranks and then a norm of each whole row, so every rank needs the
-others' rows anyway. Each sends its own to all (kernels/rank_sum_triton.py): the rows cross the link once, and they
-themselves say that they have come. Every rank adds in the same order and so has the same bits.
-Source: one-shot all-reduce by Lamport's flags (a value that is never sent), as in TensorRT-LLM and FlashInfer.
+others' rows anyway. Each sends its own to all (kernels/peer_areas.py), so the rows cross the link once. Every rank adds
+in the same order and so has the same bits.
+Source: one-shot all-reduce, as in TensorRT-LLM and FlashInfer.
 """
 
-# T tokens · D hidden size · N ranks · P programs
+# T tokens · D hidden size
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-PROGRAMS = 512  # of a launch at most; row r is always program r % PROGRAMS's
-MOST_RANKS = 8
-# Never sent, by the size of a number: -0.0 in half precision, two of them (a number that means as little) in float32.
-EMPTY = {2: -0x8000, 4: -0x7FFF8000}
-
-
-@dataclass(frozen=True, slots=True)
-class PeerRows:
-    """A rank's memory: two halves of N - 1 areas of area_bytes, one area for each other rank's rows; EMPTY at first.
-
-    address_N: int64, where each rank's memory lies, in this process's addresses. calls_P: int32 [PROGRAMS], this rank's
-    own, zero at first. All calls must have rows of one size and dtype.
-    """
-
-    rank: int
-    size: int
-    address_N: Tensor
-    calls_P: Tensor
-    area_bytes: int
-
-    @staticmethod
-    def bytes(size: int, area_bytes: int) -> int:
-        return 2 * (size - 1) * area_bytes
-
-    def holds(self, x_TD: Tensor) -> bool:
-        return x_TD.nbytes <= self.area_bytes
+from lorafleet.kernels.peer_areas import PeerAreas
 
 
 def rank_sum_add_rms_norm(
-    x_TD: Tensor, delta_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float, peers: PeerRows
+    x_TD: Tensor, delta_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float, peers: PeerAreas
 ) -> Tensor:
     """residual += the sum over the ranks of x + delta, in place; returns the norm of that sum. All ranks must call."""
-    from lorafleet.kernels.rank_sum_triton import rank_sum_triton
+    from lorafleet.kernels.rank_sum_triton import rank_sum_triton  # triton is optional on a CPU
 
-    assert peers.holds(x_TD)
+    assert peers.holds(x_TD.nbytes)
     for one_TD in (x_TD, residual_TD) if delta_TD is None else (x_TD, residual_TD, delta_TD):
         assert one_TD.shape == x_TD.shape and one_TD.dtype == x_TD.dtype
         assert one_TD.is_contiguous()

@@ -21,6 +21,10 @@ from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
 from lorafleet.workers.lora.pinned_memory import PIECE_BYTES
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
+from lorafleet.workers.tp.peer_memory import open_peer_memory
+
+# Of P that each other rank sends: all of a decode step's, and of prompts as much as makes a collective worth its while.
+EXCHANGE_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
@@ -42,7 +46,10 @@ class LoRAModelManager:
     """sharding: which part of every adapter this rank's slots hold."""
 
     def __init__(self, model: DecoderModel, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.sharding = AdapterSharding(model.shard, model.group, config.fully_sharded_loras)
+        fully = config.fully_sharded_loras
+        self._peers = open_peer_memory(model.group, device, EXCHANGE_BYTES) if fully else None
+        areas = None if self._peers is None else self._peers.areas
+        self.sharding = AdapterSharding(model.shard, model.group, fully, areas)
         self.dtype = dtype
         self._max_rank = config.max_lora_rank
         self.device = device

@@ -15,17 +15,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lorafleet.kernels.lora_layout import UNDIVIDED, LoRALayout
+from lorafleet.kernels.peer_areas import PeerAreas
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSharding:
-    """A projection is named by its module path, or its last name. fully_sharded changes nothing in a group of one."""
+    """A projection is named by its module path, or its last name. fully_sharded changes nothing in a group of one.
+    peers: as in LoRALayout."""
 
     shard: Shard
     group: TPGroup
     fully_sharded: bool = False
+    peers: PeerAreas | None = None
 
     def __post_init__(self) -> None:
         assert (self.shard.rank, self.shard.size) == (self.group.rank, self.group.size)
@@ -34,8 +37,8 @@ class AdapterSharding:
         if not self._divides_both:
             return UNDIVIDED
         if _is_row_parallel(projection):
-            return LoRALayout("reduce", self.group, self.output(projection).start)
-        return LoRALayout("gather", self.group)
+            return LoRALayout("reduce", self.group, self.output(projection).start, self.peers)
+        return LoRALayout("gather", self.group, peers=self.peers)
 
     def input(self, projection: str) -> slice:
         """Columns of A."""

@@ -16,13 +16,18 @@ from lorafleet.kernels.rms_norm import add_rms_norm, rms_norm
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.peer_memory import open_peer_memory
 
+# Of two ranks each gets as much as any algorithm would send it; of more, every row goes to all, and larger sums are
+# left to collectives, which divide the work. Measured by benchmarks/rank_sum.py.
+AREA_BYTES_OF_TWO = 64 << 20
+AREA_BYTES = 2 << 20
+
 
 class RankSum:
     """All ranks of the group make one at once."""
 
     def __init__(self, group: TPGroup, device: torch.device) -> None:
         self._group = group
-        self._peers = open_peer_memory(group, device)
+        self._peers = open_peer_memory(group, device, _area_bytes(group.size))
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum of every rank's x, and its norm."""
@@ -37,8 +42,12 @@ class RankSum:
         """As kernels/rms_norm.py's, of every rank's x + delta. May overwrite x."""
         if self._group.size == 1:
             return add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps)
-        if self._peers is not None and self._peers.rows.holds(x_TD):
-            return rank_sum_add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps, self._peers.rows)
+        if self._peers is not None and self._peers.areas.holds(x_TD.nbytes):
+            return rank_sum_add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps, self._peers.areas)
         # Before the sum, so that one collective carries both.
         total_TD = self._group.all_reduce(x_TD if delta_TD is None else x_TD.add_(delta_TD))
         return add_rms_norm(total_TD, None, residual_TD, weight_D, eps)
+
+
+def _area_bytes(size: int) -> int:
+    return AREA_BYTES_OF_TWO if size == 2 else AREA_BYTES

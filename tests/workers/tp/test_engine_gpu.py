@@ -3,6 +3,8 @@ each are from transformers + PEFT in float32."""
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 
@@ -38,6 +40,27 @@ def adapters(base, tmp_path_factory) -> dict[str, Path]:
     return {name: make_adapter(root / name, base, seed=i, **o) for i, (name, o) in enumerate(ADAPTERS.items())}
 
 
+def generated(
+    base: Path,
+    size: int,
+    fully: bool,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    loras: list[LoRARequest | None],
+    repeats: int = 1,
+) -> list[tuple[list[int], list[float]]]:
+    """Token ids and their logprobs, of the last of so many engines one after another. In a process of its own, as a
+    server's ranks are: GPUs' memory is shared once a process."""
+    for _ in range(repeats):
+        llm = LLM(
+            str(base), device="cuda", kv_cache_tokens=8192, max_num_seqs=16, tensor_parallel_size=size,
+            enable_lora=True, lora_config=LoRAConfig(max_loras=2, max_lora_rank=16, fully_sharded_loras=fully),
+        )  # fmt: skip
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, loras)
+        llm.close()
+    return [(o.outputs[0].token_ids, [entry.logprob for entry in o.outputs[0].logprobs or []]) for o in outputs]
+
+
 @pytest.fixture(scope="module")
 def errors(base, adapters, prompt):
     """By size and layout: of each adapter's generated tokens, the mean error of their logprobs."""
@@ -50,20 +73,15 @@ def errors(base, adapters, prompt):
     ]
 
     def of(size: int, fully: bool) -> dict[str | None, float]:
-        llm = LLM(
-            str(base), device="cuda", kv_cache_tokens=8192, max_num_seqs=16, tensor_parallel_size=size,
-            enable_lora=True, lora_config=LoRAConfig(max_loras=2, max_lora_rank=16, fully_sharded_loras=fully),
-        )  # fmt: skip
-        outputs = llm.generate([{"prompt_token_ids": p} for p, _ in jobs], params, [loras.get(n) for _, n in jobs])
-        llm.close()
+        prompts = [p for p, _ in jobs]
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            answers = process.submit(
+                generated, base, size, fully, prompts, params, [loras.get(name) for _, name in jobs]
+            ).result()
         found: dict[str | None, list[float]] = {}
-        for (p, name), output in zip(jobs, outputs, strict=True):
-            [completion] = output.outputs
-            truth = exact.logprobs(p + completion.token_ids, adapters.get(name))[len(p) - 1 :]
-            entries = completion.logprobs or []
-            found.setdefault(name, []).append(
-                mean(abs(entry.logprob - other) for entry, other in zip(entries, truth, strict=True))
-            )
+        for (p, name), (token_ids, logprobs) in zip(jobs, answers, strict=True):
+            truth = exact.logprobs(p + token_ids, adapters.get(name))[len(p) - 1 :]
+            found.setdefault(name, []).append(mean(abs(a - b) for a, b in zip(logprobs, truth, strict=True)))
         return {name: mean(of_name) for name, of_name in found.items()}
 
     return of
@@ -83,3 +101,11 @@ def test_logprobs_are_as_near_to_float32_as_those_of_one_gpu(alone, errors, size
     for name, error in errors(size, fully).items():
         print(f"tp {size}, fully sharded {fully}, {name}: error {error:.4f}, of one GPU {alone[name]:.4f}")
         assert error < 1.5 * alone[name] + 0.002
+
+
+@pytest.mark.timeout(300)
+def test_a_process_may_have_one_replica_after_another(base, prompt):
+    params = [SamplingParams(max_tokens=4, temperature=0, logprobs=0)]
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        [(token_ids, _)] = process.submit(generated, base, 2, True, [prompt(20)], params, [None], repeats=2).result()
+    assert len(token_ids) == 4
