@@ -144,10 +144,10 @@ class AppArgs(BaseModel):
         "auto",
         description="Of the adapters' weights; auto is the base's; fp8 (e4m3) takes half the memory, less exactly.",
     )
-    fully_sharded_loras: bool = Field(
-        False,
-        description="Under tensor parallel, divide both A and B over the GPUs, for one small collective more a linear; "
-        "set it where adapters fill the GPUs' memory. On one GPU it changes nothing.",
+    fully_sharded_loras: bool | None = Field(
+        None,
+        description="Under tensor parallel, divide both A and B over the ranks, for one small exchange more a linear; "
+        "default: on GPUs, not on CPUs. With one rank it changes nothing.",
     )
     bias_enabled: bool = Field(False, description="Without effect in this version: refused when set.")
     lora_extra_vocab_size: int = Field(0, description="Without effect in this version: refused when set.")

@@ -38,9 +38,9 @@ class LoRAConfig:
     # reads of it, and is less exact.
     lora_dtype: LoRADType = "auto"
     # Under tensor parallel: divide also the matrix that is whole on every GPU otherwise, A by LoRA rank or B by output.
-    # A GPU then holds 1/N of an adapter, for one small collective more a linear. On one GPU it changes nothing. Off
-    # until both are measured.
-    fully_sharded_loras: bool = False
+    # A device then holds 1/N of an adapter, for one small exchange more a linear. On one device it changes nothing.
+    # None: on GPUs, where it is as fast (benchmarks/tensor_parallel.py), and not on CPUs, whose collectives are slow.
+    fully_sharded_loras: bool | None = None
     bias_enabled: bool = False
     lora_extra_vocab_size: int = 0
     long_lora_scaling_factors: tuple[float, ...] | None = None
@@ -64,6 +64,9 @@ class LoRAConfig:
     def cpu_loras(self) -> int:
         """max_cpu_loras with its default filled in."""
         return 2 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    def is_fully_sharded(self, device: torch.device) -> bool:
+        return device.type == "cuda" if self.fully_sharded_loras is None else self.fully_sharded_loras
 
     def serving_dtype(self, base: torch.dtype) -> torch.dtype:
         if self.lora_dtype == "auto":

@@ -46,7 +46,7 @@ class LoRAModelManager:
     """sharding: which part of every adapter this rank's slots hold."""
 
     def __init__(self, model: DecoderModel, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
-        fully = config.fully_sharded_loras
+        fully = config.is_fully_sharded(device)
         self._peers = open_peer_memory(model.group, device, EXCHANGE_BYTES) if fully else None
         areas = None if self._peers is None else self._peers.areas
         self.sharding = AdapterSharding(model.shard, model.group, fully, areas)

@@ -51,6 +51,14 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, FP8: 1e-4}
 Folders = dict[str, tuple[Path, list[Path]]]
 
 
+def test_adapters_are_fully_sharded_on_gpus_and_not_on_cpus_unless_said_otherwise() -> None:
+    devices = [torch.device(name) for name in ("cuda", "cpu")]
+    assert [LoRAConfig().is_fully_sharded(device) for device in devices] == [True, False]
+    for said in (True, False):
+        config = LoRAConfig(fully_sharded_loras=said)
+        assert [config.is_fully_sharded(device) for device in devices] == [said, said]
+
+
 @dataclass(frozen=True)
 class Result:
     """outputs: of every packed linear, with its projections' paths, for each number of tokens. matrix_bytes: of each
