@@ -86,6 +86,7 @@ async def _measure(log: Path, num_replicas: int, num_adapters: int) -> None:
     print(f"memory before: {_memory()}")
     started = time.perf_counter()
     directory = AdapterDirectory(Catalogue(FolderStore(log)))
+    await directory.load()
     took_s = time.perf_counter() - started
     print(f"rebuilt from the log, {len(directory.catalogue.state.adapters)} adapters: {took_s:.2f} s, {_memory()}")
 

@@ -42,6 +42,7 @@ HAND_OVER_S = 10.0  # how long a replica that Serve stops waits for others to re
 # which each of a thousand may say ten times a second, is gathered for longer.
 MOVES_S = 0.002
 LOADS_S = 0.05
+GATHER_S = 0.02  # a thousand replicas may come within a second
 MAX_CHANGES = 100_000  # remembered for replicas that are behind; who is further behind joins again
 
 logger = logging.getLogger("lorafleet.cluster")
@@ -121,7 +122,13 @@ class _Replica:
 
 
 class AdapterDirectory:
-    """Everything runs on one event loop; between two awaits nothing else happens."""
+    """Everything runs on one event loop; between two awaits nothing else happens.
+
+    It can be called before load() has ended, and must be: with the catalogue of a million adapters that takes longer
+    than a lease. Until then it takes reports, tells routers who holds what, and lets replicas use their copies, since
+    nothing can be written; who asks for what a name stands for waits. Then it begins a new epoch, for which all join
+    again and compare their copies.
+    """
 
     def __init__(
         self, catalogue: Catalogue, clock: Callable[[], float] = time.monotonic, fill_cpu_loras: bool = False
@@ -143,8 +150,10 @@ class AdapterDirectory:
         self._placing_now = asyncio.Lock()
         self._draining: dict[str, tuple[float, asyncio.Task[None]]] = {}  # since when, and what is handed over
         self._order_numbers = itertools.count(1)
-        # Copies of an earlier process's time may still be in use by replicas that this one has not heard of.
-        self._leases_until = clock() + (ACKNOWLEDGE_S if catalogue.state.adapters else 0.0)
+        self._leases_until = clock()
+        self._loaded = False
+        self._load_ended = asyncio.Event()
+        self._load_error: Exception | None = None
         self._residency = Residency(self._epoch, self, self._num_bytes)
         self._filler = Filler(self._residency, self._all_adapters, self._read_ahead) if fill_cpu_loras else None
         self._placer = Placer(self._residency, self._size, lambda: self.pins(), self._read_ahead, self._filler)
@@ -152,7 +161,34 @@ class AdapterDirectory:
         self._routes_changed = asyncio.Event()
         self._told_s = clock()
         self._telling: asyncio.TimerHandle | None = None
+        self._looking_at_replicas: asyncio.TimerHandle | None = None
         self._progress: list[Progress] = []
+
+    async def load(self) -> None:
+        """Where it fails, all who wait for it are told why; to be tried again."""
+        try:
+            await self.catalogue.load()
+        except Exception as error:
+            self._load_error = error
+            self._load_ended.set()
+            raise
+        self._epoch = uuid.uuid4().hex
+        if self.catalogue.state.adapters:
+            # Copies of before may still be in use, by replicas too that this process has not heard of.
+            self._leases_until = self._clock() + ACKNOWLEDGE_S
+        self._residency.begin(self._epoch)
+        self._loaded, self._load_error = True, None
+        self._load_ended.set()
+        for replica in self._replicas.values():
+            replica.acknowledged = -1
+            replica.changed.set()
+        self._tell_routers()
+        self.on_replicas()
+
+    async def until_loaded(self) -> None:
+        await self._load_ended.wait()
+        if self._load_error is not None:
+            raise self._load_error
 
     @property
     def idle(self) -> bool:
@@ -187,6 +223,8 @@ class AdapterDirectory:
 
     async def place(self) -> None:
         """One round of placement, about every ROUND_S."""
+        if not self._loaded:
+            return
         async with self._placing_now:
             await in_slices(self._placer.round(self._clock()))
         self._tell_routers()
@@ -200,6 +238,9 @@ class AdapterDirectory:
         first to bring a name wins. Answers what its names stand for now. ready: to be ordered to load adapters."""
         if epoch not in ("", self._epoch):
             self._leases_until = max(self._leases_until, self._clock() + ACKNOWLEDGE_S)
+        if not self._loaded:
+            self._seen(replica_id).ready = ready
+            return Changes(self._epoch, self._version, {})
         for name, one in list(self._replicas.items()):
             if self._clock() - one.seen > FORGET_S:
                 self._forget(name)
@@ -208,7 +249,7 @@ class AdapterDirectory:
         for lora in found:
             self._keep_found(lora)
         self._wake_writers()
-        self.on_replicas()
+        self._look_at_replicas()
         orders = tuple(order for order, _ in replica.orders.values())
         return Changes(self._epoch, self._version, {name: self.served(name) for name in names}, orders)
 
@@ -237,6 +278,7 @@ class AdapterDirectory:
         deadline = self._clock() + HOLD_S
         while version >= self._version and order >= replica.last_order and await self._wait(replica.changed, deadline):
             replica.changed.clear()
+        self._check(epoch)
         self._seen(replica_id)
         orders = tuple(one for one, _ in replica.orders.values() if one.number > order)
         return Changes(self._epoch, self._version, self._changed_since(version), orders)
@@ -254,17 +296,20 @@ class AdapterDirectory:
             answer.set_result(info)
 
     async def lookup(self, epoch: str, name: str) -> Found:
+        await self.until_loaded()
         self._check(epoch)
         return Found(self._version, self.served(name))
 
     async def found(self, epoch: str, lora: LoRARequest) -> Found:
         """A resolver has found it, and a worker has read it; who was first wins."""
+        await self.until_loaded()
         self._check(epoch)
         self._keep_found(lora)
         return Found(self._version, self.served(lora.lora_name))
 
     async def listed(self, epoch: str) -> list[LoRARequest]:
         """Every public name; of a split, its first version."""
+        await self.until_loaded()
         self._check(epoch)
         names = itertools.chain(self.catalogue.state.aliases(), self._found)
         return [served.loras[0] for name in names if (served := self.served(name)) is not None]
@@ -327,6 +372,7 @@ class AdapterDirectory:
             moves=placed.moves,
             moved_bytes=placed.moved_bytes,
             reads_ahead=placed.reads_ahead + (self._filler.num_told if self._filler is not None else 0),
+            reports=self._residency.num_reports,
         )
 
     async def note(self, progress: Progress) -> None:
@@ -336,6 +382,15 @@ class AdapterDirectory:
         return self._progress[after:]
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _look_at_replicas(self) -> None:
+        """Soon, and once for all that join together."""
+        if self._looking_at_replicas is None:
+            self._looking_at_replicas = asyncio.get_running_loop().call_later(GATHER_S, self._replicas_came)
+
+    def _replicas_came(self) -> None:
+        self._looking_at_replicas = None
+        self.on_replicas()
 
     def _check(self, epoch: str) -> None:
         if epoch != self._epoch:

@@ -7,10 +7,15 @@ a while, so that an application that was deleted leaves nothing behind but its c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Awaitable
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +38,10 @@ NAMESPACE = "lorafleet"
 IDLE_EXIT_S = 30.0
 MAX_CALLS = 10_000  # at a time: every replica and router holds one or two
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives the head node
+
+LOAD_AGAIN_S = 2.0
+SWITCH_S = 0.0001
+MOVED_S = 3.0  # a directory that was not heard of for so long may run elsewhere; Ray knows where
 
 T = TypeVar("T")
 
@@ -70,41 +79,75 @@ def state_folder() -> Path:
     return Path(own).expanduser() if own else Path(xdg).expanduser() / "lorafleet"
 
 
-class DirectoryActor(AdapterDirectory):
-    """AdapterDirectory and Administration in a process of their own."""
+class DirectoryActor:
+    """AdapterDirectory and Administration in a process of their own. Not derived from them: Ray would wrap each of
+    their methods."""
 
-    def __init__(self, catalog_uri: str, base_names: tuple[str, ...], fill_cpu_loras: bool) -> None:
-        super().__init__(Catalogue(open_store(catalog_uri)), fill_cpu_loras=fill_cpu_loras)
-        self._administration = Administration(self, base_names)
+    def __init__(self, catalog_uri: str, base_names: tuple[str, ...], fill_cpu_loras: bool, secret: str) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each, of a thousand replicas
+        self._directory = AdapterDirectory(Catalogue(open_store(catalog_uri)), fill_cpu_loras=fill_cpu_loras)
+        self._administration = Administration(self._directory, base_names)
         loop = asyncio.get_event_loop()
-        loop.call_soon(self._administration.resume)
-        self._server = DirectoryServer(self, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray's
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's
+        self._server = DirectoryServer(self._directory, host, ray.get_runtime_context().get_actor_id() or "", secret)
         self._watchdog = loop.create_task(self._watch())
         self._placing = loop.create_task(self._keep_placing())
 
     async def address(self) -> Address:
-        """Where report, routes and watch are answered."""
+        """Where join, report, routes and watch are answered."""
         return self._server.address
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """A public method of AdapterDirectory."""
+        assert not method.startswith("_"), method
+        return await getattr(self._directory, method)(*arguments)
 
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         """A public method of Administration."""
         assert not verb.startswith("_"), verb
+        await self._directory.until_loaded()
         return await getattr(self._administration, verb)(**arguments)
 
     async def _keep_placing(self) -> None:
         while True:
             await asyncio.sleep(ROUND_S)
-            await self.place()
+            await self._directory.place()
+
+    async def _load(self) -> None:
+        while True:
+            try:
+                with _quick_switches():
+                    await self._directory.load()
+            except Exception:
+                logger.exception("the catalogue cannot be read")
+                await asyncio.sleep(LOAD_AGAIN_S)
+            else:
+                self._administration.resume()
+                return
 
     async def _watch(self) -> None:
         await self._server.start()
+        await self._load()
         idle_s = 0.0
         while idle_s < IDLE_EXIT_S:
             await asyncio.sleep(1.0)
-            self.tick()
-            idle_s = idle_s + 1.0 if self.idle else 0.0
+            self._directory.tick()
+            idle_s = idle_s + 1.0 if self._directory.idle else 0.0
         logger.info("no replica is left: the adapter directory ends")
         ray.kill(ray.get_runtime_context().current_actor)
+
+
+@contextlib.contextmanager
+def _quick_switches() -> Iterator[None]:
+    """The loop gives Python's lock away with every system call, and a thread that reads a catalogue would keep it for
+    5 ms each time: a thousand replicas would wait for minutes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
@@ -124,7 +167,7 @@ def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
             scheduling_strategy="DEFAULT",  # a replica's own would put it into that replica's placement group
             max_concurrency=MAX_CALLS,
         )
-        .remote(place.uri, place.base_names, place.fill_cpu_loras)
+        .remote(place.uri, place.base_names, place.fill_cpu_loras, secrets.token_hex(16))
     )
     return RemoteDirectory(actor)
 
@@ -134,72 +177,89 @@ class RemoteDirectory:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self._address: Address | None = None
         self._connection: DirectoryConnection | None = None
         self._connecting = asyncio.Lock()
+        self._answered_s = 0.0
 
     async def join(
         self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
     ) -> Changes:
-        return await _result(self._actor.join.remote(replica_id, epoch, names, found, ready))
+        return await self._ask(lambda connection: connection.join(replica_id, epoch, names, found, ready))
 
     async def leave(self, replica_id: str) -> None:
-        await _result(self._actor.leave.remote(replica_id))
+        await _result(self._actor.call.remote("leave", replica_id))
 
     async def drain(self, replica_id: str) -> None:
-        await _result(self._actor.drain.remote(replica_id))
+        await _result(self._actor.call.remote("drain", replica_id))
 
     async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
-        return await (await self._connected()).watch(replica_id, epoch, version, order)
+        return await self._ask(lambda connection: connection.watch(replica_id, epoch, version, order))
 
     async def done(
         self, replica_id: str, epoch: str, order: int, info: AdapterInfo | None, error: WireError | None
     ) -> None:
-        await _result(self._actor.done.remote(replica_id, epoch, order, info, error))
+        await _result(self._actor.call.remote("done", replica_id, epoch, order, info, error))
 
     async def lookup(self, epoch: str, name: str) -> Found:
-        return await _result(self._actor.lookup.remote(epoch, name))
+        return await _result(self._actor.call.remote("lookup", epoch, name))
 
     async def found(self, epoch: str, lora: LoRARequest) -> Found:
-        return await _result(self._actor.found.remote(epoch, lora))
+        return await _result(self._actor.call.remote("found", epoch, lora))
 
     async def listed(self, epoch: str) -> list[LoRARequest]:
-        return await _result(self._actor.listed.remote(epoch))
+        return await _result(self._actor.call.remote("listed", epoch))
 
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         return await _result(self._actor.administer.remote(verb, arguments))
 
     async def report(self, report: Report) -> bool:
-        return await (await self._connected()).report(report)
+        return await self._ask(lambda connection: connection.report(report))
 
     async def routes(self, epoch: str, version: int) -> Routes:
-        return await (await self._connected()).routes(epoch, version)
+        return await self._ask(lambda connection: connection.routes(epoch, version))
 
     async def counts(self) -> DirectoryCounts:
-        return await _result(self._actor.counts.remote())
+        return await _result(self._actor.call.remote("counts"))
 
     async def note(self, progress: Progress) -> None:
-        await _result(self._actor.note.remote(progress))
+        await _result(self._actor.call.remote("note", progress))
 
     def note_soon(self, progress: Progress) -> None:
         """note, from code that is not asyncio and does not care for the outcome."""
-        self._actor.note.remote(progress)
+        self._actor.call.remote("note", progress)
+
+    async def _ask(self, call: Callable[[DirectoryConnection], Awaitable[T]]) -> T:
+        answer = await call(await self._connected())
+        self._answered_s = time.monotonic()
+        return answer
 
     async def _connected(self) -> DirectoryConnection:
         async with self._connecting:
             if self._connection is None or self._connection.closed:
-                address = await _result(self._actor.address.remote())
-                self._connection = await DirectoryConnection.open(address)
+                self._connection = await self._connect()
             return self._connection
+
+    async def _connect(self) -> DirectoryConnection:
+        """A restarted directory is nearly always where it was, and answers there before it answers Ray's calls."""
+        if self._address is None or time.monotonic() - self._answered_s > MOVED_S:
+            self._address = await _address_of(self._actor)
+        return await DirectoryConnection.open(self._address)
 
 
 def read_progress(name: str, after: int) -> list[Progress]:
     """What was noted since the first `after` notes; nothing while there is no directory yet."""
     try:
         actor: Any = ray.get_actor(name, namespace=NAMESPACE)
-        notes: list[Progress] = ray.get(actor.progress.remote(after), timeout=5)
+        notes: list[Progress] = ray.get(actor.call.remote("progress", after), timeout=5)
     except (ValueError, RayError):
         return []
     return notes
+
+
+async def _address_of(actor: Any) -> Address:
+    address: Address = await _result(actor.address.remote())
+    return address
 
 
 async def _result(reference: Awaitable[T]) -> T:

@@ -19,6 +19,7 @@ _COUNTERS = {
     "moves": "Homes that an adapter was given beside or instead of those it had.",
     "moved_bytes": "Bytes of the adapters at these homes.",
     "reads_ahead": "Adapters that replicas were told to read before they are asked for.",
+    "reports": "Reports of replicas that were taken in.",
 }
 
 
@@ -32,6 +33,7 @@ class DirectoryCounts(msgspec.Struct, frozen=True):
     moves: int
     moved_bytes: int
     reads_ahead: int
+    reports: int
 
 
 def render(counts: DirectoryCounts) -> bytes:

@@ -1,8 +1,9 @@
-"""What replicas and routers say to the directory many times a second, over a TCP connection each: reports, and the long
-polls for names and routes. Frames of msgpack, any number of calls under way.
+"""What replicas and routers say to the directory many times a second, or all at once when it has been restarted: to
+join, reports, and the long polls for names and routes. A TCP connection each, frames of msgpack, any number of calls
+under way.
 
-Not actor calls, which cost Ray's actor ten times as much (benchmarks/directory_cluster.py). Who may call the actor is
-told the address and a secret by it (cluster/directory_actor.py), and shows the secret first.
+Not actor calls, which cost Ray's actor twenty times as much (benchmarks/directory_cluster.py). Who may call the actor
+is told the address and a secret by it (cluster/directory_actor.py), and shows the secret first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import logging
 import secrets
 import socket
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -19,7 +21,9 @@ import msgspec
 
 from lorafleet.cluster.directory import AdapterDirectory, Changes, StaleEpoch
 from lorafleet.cluster.residency import Report, Routes
+from lorafleet.workers.lora.request import LoRARequest
 
+PORTS = range(20_000, 32_000)  # between those of Ray's workers and those that the system gives away
 MAX_CALL_BYTES = 64 << 20  # a full report has 100 bytes for each adapter that the replica holds
 MAX_ANSWER_BYTES = 1 << 30  # a router's whole table has 140 for each
 CONNECT_S = 2.0
@@ -52,6 +56,15 @@ class _Routes(msgspec.Struct, frozen=True, array_like=True, tag=2):
     version: int
 
 
+class _Join(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    number: int
+    replica_id: str
+    epoch: str
+    names: list[str]
+    found: list[LoRARequest]
+    ready: bool
+
+
 class _Watch(msgspec.Struct, frozen=True, array_like=True, tag=3):
     number: int
     replica_id: str
@@ -60,7 +73,7 @@ class _Watch(msgspec.Struct, frozen=True, array_like=True, tag=3):
     order: int
 
 
-_Call = _Report | _Routes | _Watch
+_Call = _Report | _Routes | _Watch | _Join
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -72,12 +85,16 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DirectoryServer:
-    """Listens from the constructor on; start() begins to answer. One event loop with the directory."""
+    """Listens from the constructor on; start() begins to answer. One event loop with the directory.
 
-    def __init__(self, directory: AdapterDirectory, host: str) -> None:
+    identity: of the directory, whichever process it runs in. The next one on the same node has the same address, so
+    that replicas and routers need not ask for it, unless another program has taken the port meanwhile.
+    """
+
+    def __init__(self, directory: AdapterDirectory, host: str, identity: str, secret: str) -> None:
         self.directory = directory
-        self._socket = socket.create_server((host, 0), backlog=4096)
-        self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(16))
+        self._socket = _listen(host, PORTS[zlib.crc32(identity.encode()) % len(PORTS)])
+        self.address = Address(host, self._socket.getsockname()[1], secret)
         self._connections: set[_ServerConnection] = set()
         self._encoded: tuple[Routes, msgspec.Raw] | None = None
         self._server: asyncio.Server | None = None
@@ -87,8 +104,7 @@ class DirectoryServer:
         self._server = await loop.create_server(lambda: _ServerConnection(self, self._connections), sock=self._socket)
 
     def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        (self._server or self._socket).close()
         for connection in list(self._connections):
             connection.abort()
 
@@ -143,13 +159,17 @@ class _ServerConnection(asyncio.Protocol):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, call: _Routes | _Watch) -> None:
+    async def _serve(self, call: _Routes | _Watch | _Join) -> None:
+        directory = self._directory
         try:
-            if isinstance(call, _Routes):
-                result = self._server.encode(await self._directory.routes(call.epoch, call.version))
-            else:
-                changes = await self._directory.watch(call.replica_id, call.epoch, call.version, call.order)
-                result = _raw(changes)
+            match call:
+                case _Routes():
+                    result = self._server.encode(await directory.routes(call.epoch, call.version))
+                case _Watch():
+                    result = _raw(await directory.watch(call.replica_id, call.epoch, call.version, call.order))
+                case _Join():
+                    known = await directory.join(call.replica_id, call.epoch, call.names, call.found, call.ready)
+                    result = _raw(known)
             self._answer(_Answer(call.number, result))
         except StaleEpoch as stale:
             self._answer(_Answer(call.number, stale=str(stale)))
@@ -158,7 +178,8 @@ class _ServerConnection(asyncio.Protocol):
             self.abort()
 
     def _answer(self, answer: _Answer) -> None:
-        self._transport.write(_framed(answer))
+        if not self._transport.is_closing():
+            self._transport.write(_framed(answer))
 
 
 class DirectoryConnection(asyncio.Protocol):
@@ -183,6 +204,11 @@ class DirectoryConnection(asyncio.Protocol):
 
     async def routes(self, epoch: str, version: int) -> Routes:
         return await self._call(lambda number: _Routes(number, epoch, version), _routes_decoder)
+
+    async def join(
+        self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
+    ) -> Changes:
+        return await self._call(lambda number: _Join(number, replica_id, epoch, names, found, ready), _changes_decoder)
 
     async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
         return await self._call(lambda number: _Watch(number, replica_id, epoch, version, order), _changes_decoder)
@@ -224,6 +250,14 @@ class DirectoryConnection(asyncio.Protocol):
         if answer.stale is not None:
             raise StaleEpoch(answer.stale)
         return decoder.decode(answer.result)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """At this port, or another one where it is taken."""
+    try:
+        return socket.create_server((host, port), backlog=4096)
+    except OSError:
+        return socket.create_server((host, 0), backlog=4096)
 
 
 class _BadFrame(Exception):

@@ -18,7 +18,7 @@ from lorafleet.cluster.residency import Report
 from lorafleet.workers.errors import LorafleetError, Overloaded, to_wire
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
-RETRY_S = 0.2
+RETRY_S = 0.1
 PATIENCE_S = 10.0  # how long a call waits for a directory that is being restarted
 MAX_COPIES = 100_000  # names; the one asked for first goes
 
@@ -95,14 +95,17 @@ class Membership:
 
     async def call(self, call: Callable[[str], Awaitable[T]]) -> T:
         """A call to the directory, given its epoch, repeated while it is away."""
-        deadline = self._clock() + PATIENCE_S
+        deadline, stale = self._clock() + PATIENCE_S, False
         while True:
             try:
+                if stale:
+                    await self._join()
+                stale = False
                 return await call(self._epoch)
             except LorafleetError:
                 raise
             except StaleEpoch:
-                await self._join()
+                stale = True
             except Exception as error:
                 if self._clock() > deadline:
                     raise Overloaded(

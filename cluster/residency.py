@@ -49,6 +49,7 @@ class Routes(msgspec.Struct, frozen=True):
     loads: dict[str, ReplicaLoad | None]  # None: the replica is gone, with all that it held
     names: dict[str, tuple[str, ...]]  # of adapters that are held or placed somewhere; nothing: route by the name
     placed: dict[str, Placed]
+    named: bool = True  # False while the directory does not know the names yet: those that the router has still hold
 
 
 class Names(Protocol):
@@ -70,6 +71,8 @@ class Residency:
 
     def __init__(self, epoch: str, names: Names | None = None, num_bytes: Callable[[str], int] = _typical) -> None:
         self.epoch = epoch
+        self.named = False
+        self.num_reports = 0
         self.told = 0  # the version that routers are brought to; later changes wait for tell()
         self.loads: dict[str, ReplicaLoad] = {}
         self.cpu_loras: dict[str, int] = {}
@@ -85,6 +88,11 @@ class Residency:
         self._changes: deque[tuple[str, str, str]] = deque(maxlen=MAX_CHANGES)  # kind and key; the last is `_version`
         self._deltas: dict[int, Routes] = {}  # to `told`, by the version that the router has
 
+    def begin(self, epoch: str) -> None:
+        """From now on all names are known: routers get everything anew."""
+        self.epoch, self.named = epoch, True
+        self._note("name", "")
+
     # -- replicas -------------------------------------------------------------------------------------------------
 
     def accept(self, report: Report) -> bool:
@@ -96,6 +104,7 @@ class Residency:
         if not report.full and (report.sequence != last + 1 or replica_id not in self.loads):
             return False
         self._sequence[replica_id] = report.sequence
+        self.num_reports += 1
         self.cpu_loras[replica_id] = report.cpu_loras
         for adapter, tokens in report.tokens.items():
             self._tokens[adapter] = self._tokens.get(adapter, 0) + tokens
@@ -223,7 +232,7 @@ class Residency:
         names: dict[str, tuple[str, ...]] = {}
         if self._names is not None:
             names = {name: self._told_of(name) for adapter in adapters for name in self._names.names(adapter)}
-        return Routes(self.epoch, self.told, True, tiers, dict(self.loads), names, dict(self._placed))
+        return Routes(self.epoch, self.told, True, tiers, dict(self.loads), names, dict(self._placed), self.named)
 
     def _told_of(self, name: str) -> tuple[str, ...]:
         adapters = self._names.adapters(name) if self._names is not None else ()
@@ -254,7 +263,7 @@ class RouteView:
         if routes.full:
             self._carried = chooser.holding
             chooser.clear_homes()
-            if not self._carried - routes.loads.keys():
+            if routes.named and not self._carried - routes.loads.keys():
                 self._names.clear()
         for replica_id in self._carried & routes.loads.keys():
             self._carried.discard(replica_id)

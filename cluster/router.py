@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ray.exceptions import ActorDiedError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -21,7 +22,7 @@ from lorafleet.cluster.residency import RouteView
 from lorafleet.cluster.route import NO_ROUTE, PREFIX_TOKENS, Route, read_route, route_of_session
 from lorafleet.cluster.routing import ReplicaChooser
 
-RETRY_S = 0.2
+RETRY_S = 0.1
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -71,11 +72,12 @@ class AffinityRouter(RequestRouter):
             logger.warning("the directory does not hear that replica %s goes: %r", replica_id, error)
 
     async def _follow_directory(self) -> None:
+        directory = get_or_create(self._directory)
         while True:
             try:
+                self._view.apply(await directory.routes(self._view.epoch, self._view.version))
+            except ActorDiedError:  # it had ended, as no replica was left
                 directory = get_or_create(self._directory)
-                while True:
-                    self._view.apply(await directory.routes(self._view.epoch, self._view.version))
             except Exception as error:  # the directory is being restarted; the last table still serves
                 logger.warning("the adapter directory does not answer: %r", error)
                 await asyncio.sleep(RETRY_S)

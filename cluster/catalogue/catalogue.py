@@ -18,15 +18,19 @@ Decide = Callable[[Adapter | None], Entry | None]
 
 
 class Catalogue:
-    """on_change: told the public names that a change may have touched. One event loop; the store's calls in threads."""
+    """Empty until load() has ended. on_change: told the public names that a change may have touched, by a change and
+    not by load(). One event loop; the store's calls in threads."""
 
     def __init__(self, store: Store) -> None:
-        """Reads everything; blocks."""
         self.store = store
         self._log = CatalogueLog(store)
-        self.state = self._load()
+        self.state = CatalogueState(store.files_uri)
         self.on_change: Callable[[set[str]], None] = lambda _: None
         self._writing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Reads everything: seconds, where there are a million adapters."""
+        self.state = await asyncio.to_thread(self._load)
 
     async def change(self, name: str, decide: Decide) -> Adapter | None:
         """Writes what `decide` makes of the present adapter (None: leave it so), and returns what is there then.

@@ -30,7 +30,7 @@ from lorafleet.workers.errors import (
 )
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from tests.cluster import test_directory
-from tests.cluster.test_directory import Engine, replica
+from tests.cluster.test_directory import Engine, loaded, replica
 
 pytestmark = pytest.mark.usefixtures("_quick")
 _quick, make = test_directory._quick, test_directory.make
@@ -41,16 +41,15 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.start()
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
         """What the process was at dies with it."""
         for task in list(self.admin._freeing.values()):
             task.cancel()
-        self.start()
+        await self.start()
 
-    def start(self) -> None:
-        self.directory = AdapterDirectory(Catalogue(FolderStore(self.folder)))
+    async def start(self) -> None:
+        self.directory = await loaded(AdapterDirectory(Catalogue(FolderStore(self.folder))))
         self.admin = Administration(self.directory, ["base"])
         self.admin.resume()
 
@@ -84,8 +83,10 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path / "catalogue")
+async def cluster(tmp_path: Path) -> Cluster:
+    starting = Cluster(tmp_path / "catalogue")
+    await starting.start()
+    return starting
 
 
 def numbers(adapter: Adapter) -> list[int]:
@@ -119,7 +120,7 @@ async def test_a_restart_brings_back_versions_aliases_history_and_pins(cluster: 
             await cluster.push("sql", make(name), tenant="acme", metadata={"run": name})
         await cluster.admin.alias("sql", [Share(1, 3.0), Share(2, 1.0)], "sql-canary")
         before = await cluster.admin.pin("sql")
-    cluster.restart()
+    await cluster.restart()
     assert await cluster.admin.show("sql") == before
     assert before.versions[1].metadata == {"run": "y"} and before.tenant == "acme"
     engine = Engine()
@@ -204,7 +205,7 @@ async def test_a_removal_goes_on_after_a_restart(cluster: Cluster, make: Any) ->
         digest = (await cluster.push("sql", make("x"))).versions[0].digest
         engine.busy[digest] = asyncio.Event()
         await cluster.admin.remove("sql", wait_s=0)
-    cluster.restart()
+    await cluster.restart()
     async with cluster.replicas(Engine()):
         await asyncio.sleep(1.0)
         assert cluster.stored == set()

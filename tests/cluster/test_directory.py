@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -18,12 +19,21 @@ from lorafleet.cluster.catalog import DirectoryCatalog, obey
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.files import folder_digest
 from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.catalogue.log import CatalogueLog
+from lorafleet.cluster.catalogue.records import Removed
 from lorafleet.cluster.directory import AdapterDirectory, Changes, Found
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
-from lorafleet.cluster.residency import Report
-from lorafleet.cluster.routing import ReplicaLoad, Tier
-from lorafleet.workers.errors import AdapterExists, AdapterMissing, InvalidAdapterName, ModelNotFound, Overloaded
+from lorafleet.cluster.residency import Report, RouteView
+from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad, Tier
+from lorafleet.workers.errors import (
+    AdapterExists,
+    AdapterMissing,
+    InvalidAdapterName,
+    ModelNotFound,
+    Overloaded,
+    StoreError,
+)
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 Make = Callable[[str], str]
@@ -58,6 +68,14 @@ def make(tmp_path: Path) -> Make:
 @pytest.fixture
 def catalogue(tmp_path: Path) -> Catalogue:
     return Catalogue(FolderStore(tmp_path / "catalogue"))
+
+
+D = TypeVar("D", bound=AdapterDirectory)
+
+
+async def loaded(directory: D) -> D:
+    await directory.load()
+    return directory
 
 
 class Engine:
@@ -130,7 +148,7 @@ async def digests(catalog: DirectoryCatalog) -> list[str]:
 
 async def test_a_write_is_known_everywhere_when_it_returns(catalogue: Catalogue, make: Make) -> None:
     directory, old, new = (
-        AdapterDirectory(catalogue),
+        await loaded(AdapterDirectory(catalogue)),
         folder_digest(Path(make("old"))),
         folder_digest(Path(make("new"))),
     )
@@ -146,7 +164,7 @@ async def test_a_write_is_known_everywhere_when_it_returns(catalogue: Catalogue,
 
 
 async def test_a_name_is_taken_once(catalogue: Catalogue, make: Make) -> None:
-    directory, path = AdapterDirectory(catalogue), make("x")
+    directory, path = await loaded(AdapterDirectory(catalogue)), make("x")
     async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", Engine()) as two:
         results = await asyncio.gather(
             *(c.add("sql", path, load_inplace=False) for c in (one, two, one)), return_exceptions=True
@@ -155,7 +173,7 @@ async def test_a_name_is_taken_once(catalogue: Catalogue, make: Make) -> None:
 
 
 async def test_bad_files_and_names_register_nothing(catalogue: Catalogue, make: Make, tmp_path: Path) -> None:
-    directory = AdapterDirectory(catalogue)
+    directory = await loaded(AdapterDirectory(catalogue))
     async with replica(directory, "r1", Engine()) as one:
         for path in (str(tmp_path / "nowhere"), make("bad")):
             with pytest.raises(AdapterMissing):
@@ -179,7 +197,7 @@ class Silent(AdapterDirectory):
 
 
 async def test_a_replica_that_hears_nothing_asks_before_it_answers(catalogue: Catalogue, make: Make) -> None:
-    directory = Silent(catalogue)
+    directory = await loaded(Silent(catalogue))
     new = folder_digest(Path(make("new")))
     async with replica(directory, "r1", Engine()) as one:
         await one.add("sql", make("old"), load_inplace=False)
@@ -198,21 +216,23 @@ async def test_a_replica_that_hears_nothing_asks_before_it_answers(catalogue: Ca
 
 
 class Restartable(AdapterDirectory):
-    def restart(self) -> None:
+    async def restart(self, *, load: bool = True) -> None:
         """What a new process would do."""
         self.__init__(Catalogue(self.catalogue.store))  # type: ignore[misc]  # on purpose
+        if load:
+            await self.load()
 
 
 async def test_a_restarted_directory_has_the_catalogue_and_learns_from_replicas_what_resolvers_found(
     catalogue: Catalogue, make: Make
 ) -> None:
-    directory, folder = Restartable(catalogue), Folder(make, "cold")
+    directory, folder = await loaded(Restartable(catalogue)), Folder(make, "cold")
     async with replica(directory, "r1", Engine(), folder) as one, replica(directory, "r2", Engine(), folder) as two:
         await one.add("sql", make("x"), load_inplace=False)
         await one.add("gone", make("y"), load_inplace=False)
         await one.remove("gone")
         cold = await one.resolve("cold")
-        directory.restart()
+        await directory.restart()
         assert (await two.resolve("sql")).digest == folder_digest(Path(make("x")))
         await asyncio.sleep(0.2)  # r1 has joined anew
         assert await two.resolve("cold") == cold
@@ -221,11 +241,95 @@ async def test_a_restarted_directory_has_the_catalogue_and_learns_from_replicas_
         assert sorted(e.lora_name for e in await one.entries()) == ["cold", "new", "sql"]
 
 
-async def test_a_write_right_after_a_restart_waits_for_leases_of_before(catalogue: Catalogue, make: Make) -> None:
-    directory = Restartable(catalogue)
+class SlowStore(FolderStore):
+    """The log is read when `ready` is set; `broken`: it cannot be."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.ready = threading.Event()
+        self.ready.set()
+        self.broken = False
+
+    def keys(self, prefix: str) -> list[str]:
+        self.ready.wait()
+        if self.broken:
+            raise StoreError("the bucket is away")
+        return super().keys(prefix)
+
+
+async def test_requests_do_not_wait_while_a_restarted_directory_reads_a_large_catalogue(
+    tmp_path: Path, make: Make
+) -> None:
+    store = SlowStore(tmp_path / "catalogue")
+    directory = await loaded(Restartable(Catalogue(store)))
+    async with replica(directory, "r1", Engine()) as one:
+        sql = await one.add("sql", make("x"), load_inplace=False)
+        table = RouteView(ReplicaChooser())
+        table.chooser.set_replicas(["r1"])
+        assert await directory.report(full_report("r1", {sql.digest: "gpu"}))
+        table.apply(await directory.routes("", -1))
+        store.ready.clear()
+        await directory.restart(load=False)
+        loading = asyncio.create_task(directory.load())
+        await asyncio.sleep(0.5)  # more than a lease
+        assert await asyncio.wait_for(one.resolve("sql"), 0.01) == sql
+        assert await directory.report(full_report("r1", {sql.digest: "cpu"}))
+        table.apply(await directory.routes(table.epoch, table.version))
+        assert table.chooser._tiers == {sql.digest: {"r1": "cpu"}}
+        assert table.adapter("sql") == sql.digest, "names that a router has hold on"
+        unknown = asyncio.create_task(one.resolve("other"))
+        await asyncio.sleep(0.05)
+        assert not unknown.done(), "only the catalogue knows"
+        store.ready.set()
+        await loading
+        with pytest.raises(ModelNotFound):
+            await unknown
+        routes = await directory.routes(table.epoch, table.version)
+        assert (routes.full, routes.named, routes.names) == (True, True, {"sql": (sql.digest,)})
+
+
+async def test_copies_of_before_a_restart_are_compared_with_the_catalogue_once_it_is_read(
+    tmp_path: Path, make: Make
+) -> None:
+    store = SlowStore(tmp_path / "catalogue")
+    directory = await loaded(Restartable(Catalogue(store)))
     async with replica(directory, "r1", Engine()) as one:
         await one.add("sql", make("x"), load_inplace=False)
-        directory.restart()
+        store.ready.clear()
+        await directory.restart(load=False)
+        loading = asyncio.create_task(directory.load())
+        await asyncio.sleep(0.1)
+        # Written just before the process died, and acknowledged to nobody.
+        log = CatalogueLog(FolderStore(tmp_path / "catalogue"))
+        log.load()
+        log.append(Removed("sql"))
+        store.ready.set()
+        await loading
+        await asyncio.sleep(0.1)
+        with pytest.raises(ModelNotFound):
+            await one.resolve("sql")
+
+
+async def test_a_catalogue_that_cannot_be_read_is_said_to_all_who_need_it_until_it_can(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path / "catalogue")
+    directory = Restartable(Catalogue(store))
+    store.broken = True
+    with pytest.raises(StoreError, match="away"):
+        await directory.load()
+    async with replica(directory, "r1", Engine()) as one:
+        with pytest.raises(StoreError, match="away"):
+            await one.resolve("sql")
+        store.broken = False
+        await directory.load()
+        with pytest.raises(ModelNotFound):
+            await one.resolve("sql")
+
+
+async def test_a_write_right_after_a_restart_waits_for_leases_of_before(catalogue: Catalogue, make: Make) -> None:
+    directory = await loaded(Restartable(catalogue))
+    async with replica(directory, "r1", Engine()) as one:
+        await one.add("sql", make("x"), load_inplace=False)
+        await directory.restart()
         started = asyncio.get_running_loop().time()
         await one.add("sql", make("y"), load_inplace=True)
         assert asyncio.get_running_loop().time() - started > 0.2  # a lease
@@ -241,7 +345,7 @@ class Away(AdapterDirectory):
 
 
 async def test_a_directory_that_is_away_is_an_error_in_the_end(catalogue: Catalogue) -> None:
-    directory = Away(catalogue)
+    directory = await loaded(Away(catalogue))
     async with replica(directory, "r1", Engine()) as one:
         directory.away = True
         with pytest.raises(Overloaded, match="directory"):
@@ -252,7 +356,7 @@ async def test_a_directory_that_is_away_is_an_error_in_the_end(catalogue: Catalo
 async def test_concurrent_requests_share_one_resolution_and_misses_are_remembered(
     catalogue: Catalogue, make: Make
 ) -> None:
-    directory, engine, folder = AdapterDirectory(catalogue), Engine(), Folder(make, "cold")
+    directory, engine, folder = await loaded(AdapterDirectory(catalogue)), Engine(), Folder(make, "cold")
     async with replica(directory, "r1", engine, folder) as one, replica(directory, "r2", engine, folder) as two:
         found = await asyncio.gather(*(one.resolve("cold") for _ in range(10)))
         assert len({e.digest for e in found}) == 1
@@ -265,7 +369,7 @@ async def test_concurrent_requests_share_one_resolution_and_misses_are_remembere
 
 
 async def test_an_adapter_from_the_start_does_not_undo_what_was_done_since(catalogue: Catalogue, make: Make) -> None:
-    directory = AdapterDirectory(catalogue)
+    directory = await loaded(AdapterDirectory(catalogue))
     async with replica(directory, "r1", Engine()) as one:
         await one.seed(*await one.read_at_start("sql", make("old"), None))
         await one.seed(*await one.read_at_start("gone", make("old"), None))
@@ -281,7 +385,7 @@ def full_report(replica_id: str, tiers: dict[str, Tier], tokens: dict[str, int] 
 
 
 async def test_routers_hear_who_holds_what_a_name_stands_for(catalogue: Catalogue, make: Make) -> None:
-    directory = AdapterDirectory(catalogue)
+    directory = await loaded(AdapterDirectory(catalogue))
     async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", Engine()):
         digest = (await one.add("sql", make("x"), load_inplace=False)).digest
         routes = await directory.routes("", -1)
@@ -299,7 +403,7 @@ async def test_routers_hear_who_holds_what_a_name_stands_for(catalogue: Catalogu
 async def test_a_replica_is_ordered_to_read_an_adapter_that_needs_it_as_a_second_home(
     catalogue: Catalogue, make: Make
 ) -> None:
-    directory = AdapterDirectory(catalogue)
+    directory = await loaded(AdapterDirectory(catalogue))
     first, second = Engine(), Engine()
     async with replica(directory, "r1", first) as one, replica(directory, "r2", second):
         hot = (await one.add("hot", make("x"), load_inplace=False)).digest
@@ -316,7 +420,7 @@ async def test_a_replica_is_ordered_to_read_an_adapter_that_needs_it_as_a_second
 async def test_what_only_a_leaving_replica_holds_of_what_is_asked_for_is_read_elsewhere_before_it_goes(
     catalogue: Catalogue, make: Make
 ) -> None:
-    directory = AdapterDirectory(catalogue)
+    directory = await loaded(AdapterDirectory(catalogue))
     engines = {name: Engine() for name in ("r1", "r2", "r3")}
     async with (
         replica(directory, "r1", engines["r1"]) as one,
@@ -343,7 +447,7 @@ async def test_what_only_a_leaving_replica_holds_of_what_is_asked_for_is_read_el
 async def test_a_leaving_replica_is_given_nothing_more_but_one_that_was_not_stopped_is(
     catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = AdapterDirectory(catalogue)
+    directory = await loaded(AdapterDirectory(catalogue))
     async with replica(directory, "r1", Engine()), replica(directory, "r2", Engine()):
         await directory.drain("r1")
         assert directory.ready() == ["r2"]
@@ -359,7 +463,7 @@ async def test_handing_over_is_bounded_in_time_and_by_the_room_of_those_that_sta
     catalogue: Catalogue, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory_module, "HAND_OVER_S", 0.2)
-    directory, slow = AdapterDirectory(catalogue), Engine()
+    directory, slow = await loaded(AdapterDirectory(catalogue)), Engine()
     async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", slow):
         digests = [(await one.add(f"t{i}", make(f"t{i}"), load_inplace=False)).digest for i in range(12)]
         tokens = {digest: 1000 - i for i, digest in enumerate(digests)}
@@ -382,7 +486,7 @@ async def test_handing_over_is_bounded_in_time_and_by_the_room_of_those_that_sta
 
 
 async def test_the_last_replica_goes_at_once(catalogue: Catalogue, make: Make) -> None:
-    directory = AdapterDirectory(catalogue)
+    directory = await loaded(AdapterDirectory(catalogue))
     async with replica(directory, "r1", Engine()) as one:
         digest = (await one.add("x", make("x"), load_inplace=False)).digest
         await directory.report(full_report("r1", {digest: "gpu"}, {digest: 1000}))

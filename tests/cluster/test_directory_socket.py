@@ -17,14 +17,17 @@ from lorafleet.cluster.directory_socket import DirectoryConnection, DirectorySer
 from lorafleet.cluster.residency import Report
 from lorafleet.cluster.routing import ReplicaLoad
 from lorafleet.workers.lora.request import LoRARequest
+from tests.cluster.test_directory import loaded
 
 LOCALHOST = "127.0.0.1"
 
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[DirectoryServer]:
-    serving = DirectoryServer(AdapterDirectory(Catalogue(FolderStore(tmp_path))), LOCALHOST)
+    directory = await loaded(AdapterDirectory(Catalogue(FolderStore(tmp_path))))
+    serving = DirectoryServer(directory, LOCALHOST, str(tmp_path), "secret")
     await serving.start()
+    await asyncio.sleep(0.01)  # routers are told that it is loaded
     yield serving
     await stopped(serving)
 
@@ -50,7 +53,7 @@ def report(sequence: int, full: bool = False, **tiers: str | None) -> Report:
 async def test_a_report_becomes_the_answer_of_a_poll_that_waits(server: DirectoryServer) -> None:
     replica, router = await DirectoryConnection.open(server.address), await DirectoryConnection.open(server.address)
     assert not await replica.report(report(1, full=True)), "who has not joined is not known"
-    await server.directory.join("r1", "", [], [], ready=True)
+    await replica.join("r1", "", [], [], True)
     assert await replica.report(report(1, full=True, x="gpu"))
     table = await router.routes("", -1)
     assert (table.full, table.tiers) == (True, [("r1", "x", "gpu")])
@@ -112,3 +115,15 @@ async def test_a_directory_that_is_silent_has_gone(server: DirectoryServer, monk
     with pytest.raises(ConnectionAbortedError, match="silent"):
         await connection.routes(table.epoch, table.version)
     assert connection.closed
+
+
+async def test_the_next_process_of_a_directory_has_its_address_unless_somebody_took_it(tmp_path: Path) -> None:
+    directory = AdapterDirectory(Catalogue(FolderStore(tmp_path)))
+    first = DirectoryServer(directory, LOCALHOST, "one", "secret")
+    beside = DirectoryServer(directory, LOCALHOST, "one", "secret")
+    assert beside.address != first.address
+    first.stop()
+    beside.stop()
+    second = DirectoryServer(directory, LOCALHOST, "one", "secret")
+    assert second.address == first.address
+    second.stop()

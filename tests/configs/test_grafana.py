@@ -56,7 +56,7 @@ async def shown(cache_dir: Path) -> tuple[set[str], set[str]]:
         raise AssertionError
 
     async def directory() -> bytes:
-        return render(DirectoryCounts(5, 2, 3, 4, 6, 7_000_000, 1))
+        return render(DirectoryCounts(5, 2, 3, 4, 6, 7_000_000, 1, 9))
 
     text = (await scrape_all(OneReplica(await metrics.render()), none, directory)).decode()
     types = re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M)

@@ -1,0 +1,204 @@
+"""The directory's real actor under the reports of 1,000 replicas, with one router: how soon a change of residency is
+in the router's table, what reports cost, and what a killed directory costs requests and routers.
+
+A Ray cluster of its own on this machine: the directory's process, one with all simulated replicas, and this one with
+the router's table and a replica whose changes are timed.
+
+python benchmarks/directory_cluster.py [--replicas 1000] [--adapters 100000] [--log FOLDER of directory_scale.py]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+
+from directory_fleet import FleetActor
+from directory_scale import digest_of, in_own_process, write_log
+from lorafleet.cluster.directory_actor import NAMESPACE, DirectoryPlace, RemoteDirectory, get_or_create
+from lorafleet.cluster.residency import Report, RouteView
+from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad
+
+NUM_CHANGES = 500
+LOAD_S = 15.0
+PROBE = "probe"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--replicas", type=int, default=1000)
+    parser.add_argument("--adapters", type=int, default=100_000)
+    parser.add_argument("--swaps", type=float, default=500, help="changes of residency a second, over all replicas")
+    parser.add_argument("--log", type=Path, help="a folder for the catalogue, kept; what it has is not written again")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="directory-cluster-") as folder:
+        log = args.log or Path(folder)
+        in_own_process(write_log, log, args.adapters)
+        os.environ["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parent}"
+        ray.init(
+            "local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            namespace=NAMESPACE,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+        asyncio.run(Run(args.replicas, args.adapters, args.swaps, log).all())
+        ray.shutdown()
+
+
+class Run:
+    def __init__(self, num_replicas: int, num_adapters: int, swaps_per_s: float, log: Path) -> None:
+        self._place = DirectoryPlace("bench", "/model", str(log), ("base",))
+        self._num = num_replicas
+        self._num_adapters = num_adapters
+        self._swaps_per_s = swaps_per_s
+        self._view = RouteView(ReplicaChooser())
+        self._applied = asyncio.Event()
+        self._sequence = itertools.count(1)
+        self._num_polls = 0
+
+    async def all(self) -> None:
+        started = time.perf_counter()
+        directory = get_or_create(self._place)
+        await directory.join(PROBE, "", [], [], True)
+        print(f"directory ready after {time.perf_counter() - started:.2f} s, {self._memory()}")
+        following = asyncio.create_task(self._follow())
+        fleet: Any = FleetActor.remote(self._place, self._num, self._num_adapters)  # type: ignore[attr-defined]  # Ray's
+        started = time.perf_counter()
+        ids = await fleet.start.remote()
+        self._view.chooser.set_replicas([*ids, PROBE])
+        await asyncio.sleep(1.0)
+        print(f"{self._num} replicas have joined after {time.perf_counter() - started:.1f} s, {self._memory()}")
+        print(f"a change, replicas idle: {_quantiles(await self._visible(directory))}")
+        await fleet.set_busy.remote(True, self._swaps_per_s)
+        await asyncio.sleep(2.0)
+        await self._under_load(directory)
+        print(f"a change, replicas busy: {_quantiles(await self._visible(directory))}")
+        await fleet.set_busy.remote(False)
+        await asyncio.sleep(1.0)
+        for _ in range(3):
+            await self._kill(fleet)
+        following.cancel()
+
+    async def _visible(self, directory: RemoteDirectory) -> list[float]:
+        """From a report's sending to its change in the router's table."""
+        took = []
+        assert await directory.report(Report(PROBE, next(self._sequence), True, {}, ReplicaLoad()))
+        for number in range(NUM_CHANGES):
+            digest, sequence = digest_of(10**9 + number), next(self._sequence)
+            started = time.perf_counter()
+            sent = asyncio.create_task(directory.report(Report(PROBE, sequence, False, {digest: "gpu"}, ReplicaLoad())))
+            while digest not in self._view.chooser._tiers:
+                self._applied.clear()
+                await self._applied.wait()
+            took.append(time.perf_counter() - started)
+            assert await sent
+            cleared = Report(PROBE, next(self._sequence), False, {digest: None}, ReplicaLoad())
+            assert await directory.report(cleared)
+            await asyncio.sleep(0.01)
+        return took
+
+    async def _under_load(self, directory: RemoteDirectory) -> None:
+        process = self._process()
+        reports, cpu_s, polls, started = (
+            await self._num_reports(directory),
+            _cpu_s(process),
+            self._num_polls,
+            time.time(),
+        )
+        await asyncio.sleep(LOAD_S)
+        seconds = time.time() - started
+        num_reports = await self._num_reports(directory) - reports
+        used = _cpu_s(process) - cpu_s
+        print(
+            f"{num_reports / seconds:.0f} reports/s, one router polling "
+            f"{(self._num_polls - polls) / seconds:.0f}/s: the directory uses {used / seconds:.2f} cores, "
+            f"{1e6 * used / num_reports:.0f} us for each report, all in all; {self._memory()}"
+        )
+
+    async def _num_reports(self, directory: RemoteDirectory) -> int:
+        return (await directory.counts()).reports
+
+    async def _kill(self, fleet: Any) -> None:
+        """SIGKILL, and at that moment every replica changes what it holds."""
+        epoch, process = self._view.epoch, self._process()
+        lookups = fleet.lookups.remote(12.0)
+        await asyncio.sleep(1.0)
+        process.kill()
+        killed = time.perf_counter()
+        truth = await fleet.swap_all.remote()
+        while self._view.epoch == epoch:
+            self._applied.clear()
+            await self._applied.wait()
+        heard_s = time.perf_counter() - killed
+        while not self._is_right(truth):
+            self._applied.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._applied.wait(), 0.1)
+        right_s = time.perf_counter() - killed
+        took = await lookups
+        print(
+            f"killed: the next one answers routers after {heard_s:.2f} s, residency is right after {right_s:.2f} s; "
+            f"{len(took)} lookups of resident adapters meanwhile: {_quantiles(took)}, at most {1e3 * max(took):.2f} ms"
+        )
+        await asyncio.sleep(6.0)  # until leases are as ever
+
+    def _is_right(self, truth: dict[str, dict[str, str]]) -> bool:
+        tiers = self._view.chooser._tiers
+        num_held = sum(len(holders) for holders in tiers.values())
+        return num_held == sum(map(len, truth.values())) and all(
+            tiers.get(adapter, {}).get(replica) == tier
+            for replica, held in truth.items()
+            for adapter, tier in held.items()
+        )
+
+    async def _follow(self) -> None:
+        """As cluster/router.py does."""
+        while True:
+            try:
+                directory = get_or_create(self._place)
+                while True:
+                    self._view.apply(await directory.routes(self._view.epoch, self._view.version))
+                    self._num_polls += 1
+                    self._applied.set()
+            except Exception as error:
+                print(f"  the router's poll failed: {error!r}")
+                await asyncio.sleep(0.2)
+
+    def _process(self) -> psutil.Process:
+        """The directory's; workers are children of this process' raylet."""
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if any("DirectoryActor" in part for part in one.cmdline()) and one.status() != psutil.STATUS_ZOMBIE:
+                    return one
+        raise LookupError("no directory runs")
+
+    def _memory(self) -> str:
+        return f"the directory has {self._process().memory_info().rss / 2**20:.0f} MB"
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _quantiles(seconds: list[float]) -> str:
+    p50, p99 = np.quantile(seconds, (0.5, 0.99)) * 1e3
+    return f"p50 {p50:.2f} ms, p99 {p99:.2f} ms"
+
+
+if __name__ == "__main__":
+    main()

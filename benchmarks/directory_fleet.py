@@ -1,0 +1,142 @@
+"""A thousand simulated replicas in one process: each has a Membership and a Reporter of its own and a connection to the
+directory's real actor; only its engine is made up. benchmarks/directory_cluster.py starts it and tells it what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import resource
+import time
+from collections import Counter
+
+import ray
+
+from lorafleet.cluster.directory import Order
+from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.cluster.membership import Membership
+from lorafleet.cluster.reporting import keep_reporting
+from lorafleet.workers.lora.request import AdapterInfo
+from lorafleet.workers.messages import EngineStats
+
+SLOTS, IN_CPU = 32, 128
+BUSY_S, IDLE_S = 0.1, 1.0  # between stats; workers/worker.py, and an engine that does nothing
+
+
+class SimulatedEngine:
+    """What cluster/reporting.py needs of workers.transport.EngineClient. Busy: every stats differ from the last."""
+
+    def __init__(self, number: int, digests: list[str]) -> None:
+        self.tokens_asked: Counter[str] = Counter()
+        self.digests = digests
+        self.busy = False
+        self._random = random.Random(number)
+        self._moved = asyncio.Event()
+        self._due_s = time.monotonic() + self._random.random()
+
+    async def next_stats(self) -> EngineStats:
+        self._due_s = max(self._due_s + (BUSY_S if self.busy else IDLE_S), time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._moved.wait(), self._due_s - time.monotonic())
+        self._moved.clear()
+        running = 1 + self._random.randrange(200) if self.busy else 0
+        if self.busy:
+            self.tokens_asked[self._random.choice(self.digests)] += 300
+        return EngineStats(
+            num_running=running,
+            resident_slots=self.digests[:SLOTS],
+            resident_cpu=self.digests[SLOTS:],
+            lora_slots_idle=1,
+        )
+
+    def swap(self) -> None:
+        """The first adapter in host memory changes places with one in a slot."""
+        at = self._random.randrange(SLOTS)
+        self.digests[at], self.digests[SLOTS] = self.digests[SLOTS], self.digests[at]
+        self._moved.set()
+
+
+async def _obey(_: Order) -> AdapterInfo | None:
+    return None
+
+
+class Fleet:
+    def __init__(self, place: DirectoryPlace, num_replicas: int, num_adapters: int) -> None:
+        rng = random.Random(0)
+        self.ids = [f"replica-{i}" for i in range(num_replicas)]
+        names = [rng.sample(range(num_adapters), SLOTS + IN_CPU) for _ in self.ids]
+        self.engines = [SimulatedEngine(i, [f"{one:064x}" for one in held]) for i, held in enumerate(names)]
+        self.resident = [f"adapter-{held[0]}" for held in names]
+        self.members = [Membership(get_or_create(place), one, _obey) for one in self.ids]
+        self._reporting: list[asyncio.Task[None]] = []
+        self._swapping: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        for i in range(0, len(self.members), 50):
+            await asyncio.gather(*(one.start() for one in self.members[i : i + 50]))
+            await asyncio.gather(*(one.become_ready() for one in self.members[i : i + 50]))
+        for member, engine in zip(self.members, self.engines, strict=True):
+            work = keep_reporting(engine, member, SLOTS + IN_CPU)  # type: ignore[arg-type]  # what it uses is there
+            self._reporting.append(asyncio.create_task(work))
+        for i in range(len(self.ids)):
+            await self.lookup(i)
+
+    def set_busy(self, busy: bool, swaps_per_s: float) -> None:
+        """All report ten times a second; so many of them change what they hold, each second."""
+        for engine in self.engines:
+            engine.busy = busy
+        if self._swapping is not None:
+            self._swapping.cancel()
+        self._swapping = asyncio.create_task(self._swap(swaps_per_s)) if swaps_per_s else None
+
+    async def lookup(self, replica: int) -> float:
+        """How long a request there waits to learn what its adapter's name stands for."""
+        started = time.perf_counter()
+        assert await self.members[replica].lookup(self.resident[replica]) is not None
+        return time.perf_counter() - started
+
+    def swap_all(self) -> dict[str, dict[str, str]]:
+        """Returns what each replica holds then, by tier."""
+        for engine in self.engines:
+            engine.swap()
+        return {
+            one: dict.fromkeys(engine.digests[SLOTS:], "cpu") | dict.fromkeys(engine.digests[:SLOTS], "gpu")
+            for one, engine in zip(self.ids, self.engines, strict=True)
+        }
+
+    async def _swap(self, per_s: float) -> None:
+        while True:
+            random.choice(self.engines).swap()
+            await asyncio.sleep(1 / per_s)
+
+
+@ray.remote(num_cpus=0, max_concurrency=100)
+class FleetActor:
+    """Fleet in a process of its own."""
+
+    def __init__(self, place: DirectoryPlace, num_replicas: int, num_adapters: int) -> None:
+        logging.getLogger("lorafleet").setLevel(logging.ERROR)  # a line for each replica that has lost the directory
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._fleet = Fleet(place, num_replicas, num_adapters)
+
+    async def start(self) -> list[str]:
+        await self._fleet.start()
+        return self._fleet.ids
+
+    async def set_busy(self, busy: bool, swaps_per_s: float = 0.0) -> None:
+        self._fleet.set_busy(busy, swaps_per_s)
+
+    async def swap_all(self) -> dict[str, dict[str, str]]:
+        return self._fleet.swap_all()
+
+    async def lookups(self, seconds: float) -> list[float]:
+        """Requests for resident adapters, a hundred replicas' at a time, for so long."""
+        until, took = time.monotonic() + seconds, list[float]()
+        while time.monotonic() < until:
+            some = random.sample(range(len(self._fleet.ids)), min(100, len(self._fleet.ids)))
+            took += await asyncio.gather(*(self._fleet.lookup(i) for i in some))
+            await asyncio.sleep(0.02)
+        return took
