@@ -33,6 +33,7 @@ from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad
 NUM_CHANGES = 500
 LOAD_S = 15.0
 PROBE = "probe"
+RETRY_S = 0.1  # cluster/router.py
 
 
 def main() -> None:
@@ -167,16 +168,15 @@ class Run:
 
     async def _follow(self) -> None:
         """As cluster/router.py does."""
+        directory = get_or_create(self._place)
         while True:
             try:
-                directory = get_or_create(self._place)
-                while True:
-                    self._view.apply(await directory.routes(self._view.epoch, self._view.version))
-                    self._num_polls += 1
-                    self._applied.set()
-            except Exception as error:
-                print(f"  the router's poll failed: {error!r}")
-                await asyncio.sleep(0.2)
+                self._view.apply(await directory.routes(self._view.epoch, self._view.version))
+            except OSError:  # it was killed
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._num_polls += 1
+            self._applied.set()
 
     def _process(self) -> psutil.Process:
         """The directory's; workers are children of this process' raylet."""

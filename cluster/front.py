@@ -26,7 +26,8 @@ def make_front(
     store: AdapterStore,
     scrape: Callable[[], Awaitable[bytes]],
 ) -> Front:
-    front = Front(front_config(args, replica_id), tokenizer, engine, catalog, scrape)
+    config, fetched_since = front_config(args, replica_id), store.metrics.fetched_since
+    front = Front(config, tokenizer, engine, catalog, scrape, fetched_since)
     front.metrics.add(store.metrics)
     return front
 

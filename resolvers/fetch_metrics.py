@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -12,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from lorafleet.resolvers.cache import AdapterCache
 
+REMEMBERED = 1000  # adapters, by when they were fetched
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -28,6 +31,7 @@ class FetchMetrics(Collector):
 
     def __init__(self, cache: Callable[[], AdapterCache | None]) -> None:
         self.totals = FetchTotals()
+        self._fetched_s: dict[str, float] = {}  # by digest, the last one last
         self._cache = cache
         self._lock = threading.Lock()
         self._registry = CollectorRegistry()
@@ -54,9 +58,18 @@ class FetchMetrics(Collector):
     def told(self, source: str) -> ToldOfSource:
         return ToldOfSource(self._bytes.labels(source), self._retries.labels(source))
 
-    def ended(self, source: str, outcome: str, seconds: float, num_bytes: int) -> None:
-        """num_bytes: of the adapter, where it was fetched."""
+    def fetched_since(self, digest: str, since_s: float) -> bool:
+        """since_s: of time.monotonic. Not known of adapters that a thousand others came behind."""
+        return self._fetched_s.get(digest, -math.inf) >= since_s
+
+    def ended(self, source: str, outcome: str, seconds: float, digest: str, num_bytes: int) -> None:
+        """digest, num_bytes: of the adapter, where it was fetched."""
         with self._lock:
+            if outcome == "fetched":
+                self._fetched_s.pop(digest, None)
+                self._fetched_s[digest] = time.monotonic()
+                if len(self._fetched_s) > REMEMBERED:
+                    del self._fetched_s[next(iter(self._fetched_s))]
             fetched, failed, total = self.totals
             self.totals = FetchTotals(
                 fetched + (outcome == "fetched"), failed + (outcome == "failed"), total + num_bytes

@@ -163,6 +163,7 @@ class _Fetch:
         self._metrics = metrics
         self._scheme = scheme
         self._outcome = "failed"
+        self._digest = ""
         self._num_bytes = 0
 
     def run(self, accept: Accept) -> str | None:
@@ -174,7 +175,8 @@ class _Fetch:
                 f"{self._uri} cannot be written to the adapter cache: {error.strerror}."
             ) from error
         finally:
-            self._metrics.ended(self._scheme, self._outcome, time.monotonic() - started, self._num_bytes)
+            seconds = time.monotonic() - started
+            self._metrics.ended(self._scheme, self._outcome, seconds, self._digest, self._num_bytes)
 
     def _run(self, accept: Accept) -> str | None:
         for _ in range(CHANGES - 1):
@@ -221,7 +223,7 @@ class _Fetch:
                     return None
             digest = self._cache.publish(draft, key)
         seconds = time.monotonic() - started
-        self._outcome, self._num_bytes = "fetched", num_bytes
+        self._outcome, self._digest, self._num_bytes = "fetched", digest, num_bytes
         logger.info(
             "fetched %s: adapter %s, %.1f s, %.0f MB/s", self._uri, digest[:12], seconds, num_bytes / seconds / 1e6
         )

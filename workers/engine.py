@@ -83,7 +83,7 @@ class Engine:
             prompt_logprobs=[] if params.prompt_logprobs is not None else None,
             stop_ids=frozenset(eos) | frozenset(params.stop_token_ids or ()),
             group=self._admission.join(request),
-            tier=self.loras.count_request(request.lora.digest) if self.loras and request.lora else "",
+            tier=self.loras.count_request(request.lora) if self.loras and request.lora else "",
         )
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)

@@ -14,7 +14,8 @@ from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Tier = Literal["gpu", "cpu", "disk"]  # where an adapter is nearest: in a slot, in host memory, in files
+# Where an adapter is nearest: in a slot, in host memory, in files of this node, or elsewhere, to be fetched.
+Tier = Literal["gpu", "cpu", "disk", "remote"]
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
@@ -103,7 +104,8 @@ class AdapterReply(msgspec.Struct):
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True):
-    """An adapter came one tier nearer: from files into host memory ("disk"), or from there into a slot ("cpu")."""
+    """An adapter came one tier nearer: into host memory, from files of this node ("disk") or from elsewhere ("remote"),
+    or from there into a slot ("cpu")."""
 
     lora_name: str
     tier: Tier

@@ -11,6 +11,8 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorafleet.resolvers.cache import AdapterCache
+from lorafleet.workers.lora.files import folder_digest
 from s3_server import BUCKET, KEY, SECRET, RadosGateway
 from tests.cluster.harness import running_server
 
@@ -21,6 +23,13 @@ def metrics_of(url: str) -> dict[tuple[str, str], float]:
     """By name and outcome."""
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
     return {(one.name, one.labels.get("outcome", "")): one.value for family in families for one in family.samples}
+
+
+def hits_of(url: str, adapter: str) -> dict[str, float]:
+    """By tier."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    samples = [one for family in families for one in family.samples if one.name == "lorafleet_adapter_hits_total"]
+    return {one.labels["tier"]: one.value for one in samples if one.labels["model_name"] == adapter}
 
 
 def test_an_adapter_that_only_lies_in_s3_is_served(
@@ -51,6 +60,7 @@ def test_an_adapter_that_only_lies_in_s3_is_served(
         with pytest.raises(openai.NotFoundError):
             ask("absent")
         found = metrics_of(url)
+        assert hits_of(url, "deep") == {"remote": 1}
         assert found["lorafleet_adapter_fetches_total", "fetched"] == 1
         assert found["lorafleet_adapter_cache_adapters", ""] == 2
         assert found["lorafleet_engine_lora_fetches_total", ""] == 1
@@ -58,6 +68,7 @@ def test_an_adapter_that_only_lies_in_s3_is_served(
         try:
             assert ask("named") != expected  # takes the only slot and the only place in memory
             assert ask("deep") == expected  # from the disk of the node
+            assert hits_of(url, "deep") == {"remote": 1, "disk": 1}
             with pytest.raises(openai.InternalServerError, match="cannot be reached") as raised:
                 ask("another")
             assert raised.value.status_code == 503
@@ -65,3 +76,7 @@ def test_an_adapter_that_only_lies_in_s3_is_served(
             gateway.restart()
         gateway.put_folder(local / "a0", "fleet/tiny/another")
         assert ask("another") == expected
+        assert ask("named") != expected
+        AdapterCache(tmp_path / "cache", 1 << 30).remove(folder_digest(local / "a0"))
+        assert ask("deep") == expected  # fetched by the worker itself, as the name is known
+        assert hits_of(url, "deep") == {"remote": 2, "disk": 1}

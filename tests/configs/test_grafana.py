@@ -49,7 +49,7 @@ async def shown(cache_dir: Path) -> tuple[set[str], set[str]]:
     metrics.count_load(AdapterLoaded("sql", "disk", 1.0))
     cache = AdapterCache(cache_dir, 1 << 20)
     fetches = FetchMetrics(lambda: cache)
-    fetches.ended("s3", "fetched", 1.0, 1000)
+    fetches.ended("s3", "fetched", 1.0, "digest", 1000)
     metrics.add(fetches)
 
     async def none() -> bytes:

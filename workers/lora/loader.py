@@ -53,8 +53,11 @@ class AdapterLoader:
     def submit(self, lora: LoRARequest) -> Future[PackedAdapter]:
         """Its error is always a LorafleetError: of the adapter, or of a fault of our own, which is logged."""
         # What comes over a network waits elsewhere, so that local adapters need not wait for it.
-        is_here = self._store.is_here(lora.lora_path, lora.digest)
-        return (self._pool if is_here else self._store.pool).submit(self._load, lora)
+        return (self._pool if self.is_here(lora) else self._store.pool).submit(self._load, lora)
+
+    def is_here(self, lora: LoRARequest) -> bool:
+        """Whether reading it needs no network."""
+        return self._store.is_here(lora.lora_path, lora.digest)
 
     @property
     def fetched(self) -> FetchTotals:

@@ -54,6 +54,7 @@ class _Load:
     """Of one adapter on all ranks. awaited: the other ranks that have not answered. error: the first of theirs."""
 
     name: str
+    tier: Tier
     future: Future[PackedAdapter]
     started_s: float
     awaited: set[int] = field(default_factory=set)
@@ -161,7 +162,7 @@ class WorkerLoRAManager:
             self.counts.seconds += seconds
             outcome = load.outcome()
             if isinstance(outcome, PackedAdapter):
-                self._loaded.append(AdapterLoaded(load.name, "disk", seconds))
+                self._loaded.append(AdapterLoaded(load.name, load.tier, seconds))
                 self._admit(outcome)
                 for caller in load.callers:
                     caller.set_result(outcome.info)
@@ -235,12 +236,15 @@ class WorkerLoRAManager:
         self._loaded.clear()
         return taken
 
-    def count_request(self, digest: str) -> Tier:
+    def count_request(self, lora: LoRARequest) -> Tier:
         """Of a request that has come, the nearest tier that has its adapter, all of it or about to."""
-        self.slots.demand.count(digest)
-        if self.slots.find(digest) is not None:
+        self.slots.demand.count(lora.digest)
+        if self.slots.find(lora.digest) is not None:
             return "gpu"
-        return "cpu" if digest in self._cpu else "disk"
+        return "cpu" if lora.digest in self._cpu else self._tier_of_files(lora)
+
+    def _tier_of_files(self, lora: LoRARequest) -> Tier:
+        return "disk" if self._loader.is_here(lora) else "remote"
 
     def slot_for(self, lora: LoRARequest) -> Slot | None:
         """The adapter's slot, filled or being filled by prefetch(); None where it has none."""
@@ -282,7 +286,9 @@ class WorkerLoRAManager:
         key = (lora.digest, lora.lora_path)
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = _Load(lora.lora_name, self._loader.submit(lora), time.monotonic())
+            load = self._loads[key] = _Load(
+                lora.lora_name, self._tier_of_files(lora), self._loader.submit(lora), time.monotonic()
+            )
             load.future.add_done_callback(lambda _: self._wake())
             if self._others is not None:
                 self._num_loads += 1

@@ -42,14 +42,19 @@ class FrontConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One request's model. `name` is as the client wrote it, so that its answer carries the same name."""
+    """One request's model. `name` is as the client wrote it, so that its answer carries the same name.
+
+    fetched: its adapter was brought to this node while the request waited for it.
+    """
 
     name: str
     lora: LoRARequest | None
+    fetched: bool = False
 
 
 class Front:
-    """scrape: the metrics of all replicas; None where there is only this one."""
+    """scrape: the metrics of all replicas; None where there is only this one. fetched_since: whether an adapter, by its
+    digest, was brought to this node since then (time.monotonic)."""
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class Front:
         engine: EngineClient,
         catalog: AdapterCatalog,
         scrape: Callable[[], Awaitable[bytes]] | None = None,
+        fetched_since: Callable[[str, float], bool] = lambda _digest, _since_s: False,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -65,6 +71,7 @@ class Front:
         self.catalog = catalog
         self.metrics = Metrics(lambda: engine.stats, config.base_id, config.replica_id)
         self.scrape = scrape
+        self._fetched_since = fetched_since
         engine.listen_to_loads(self.metrics.count_load)
 
     @property
@@ -89,8 +96,10 @@ class Front:
         """
         if name is None or name in self.config.served_model_names:
             return ServedModel(name or self.config.base_id, None)
+        came_s = time.monotonic()
         try:
-            return ServedModel(name, await self._adapter(name, key))
+            lora = await self._adapter(name, key)
+            return ServedModel(name, lora, self._fetched_since(lora.digest, came_s))
         except ModelNotFound:
             raise ModelNotFound(f"The model `{name}` does not exist.", "model") from None
 

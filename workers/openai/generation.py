@@ -91,7 +91,8 @@ class Sample:
                 async for output in outputs:
                     if output.token_ids:
                         if watch.first is None:
-                            self._front.metrics.count_start(self._label, output.queue_s, output.tier)
+                            tier = "remote" if self.model.fetched and output.tier else output.tier
+                            self._front.metrics.count_start(self._label, output.queue_s, tier)
                         watch.tick()
                     delta = push(output)
                     if delta.num_cached_tokens or delta.fallback_reason:

@@ -278,7 +278,7 @@ class Metrics:
         )
         loads = SummaryMetricFamily(
             "lorafleet_adapter_load_seconds",
-            "To bring adapters nearer, from the tier: disk to CPU memory, cpu to a slot.",
+            "To bring adapters nearer, from the tier: disk or remote to CPU memory, cpu to a slot.",
             labels=[*labels, "tier"],
         )
         for model, one in self._series.items():
