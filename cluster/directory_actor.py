@@ -229,6 +229,10 @@ class RemoteDirectory:
         """note, from code that is not asyncio and does not care for the outcome."""
         self._actor.call.remote("note", progress)
 
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
     async def _ask(self, call: Callable[[DirectoryConnection], Awaitable[T]]) -> T:
         answer = await call(await self._connected())
         self._answered_s = time.monotonic()

@@ -204,4 +204,5 @@ class EngineReplica:
             await self._engine.close()
         with contextlib.suppress(Exception):  # the cluster is going down: nobody needs to know
             await self._membership.stop()
+        self._directory.close()
         shutil.rmtree(self._run_dir, ignore_errors=True)

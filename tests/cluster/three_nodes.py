@@ -61,7 +61,7 @@ def main(run_dir: str, port: int, arguments: str) -> None:
                 replicas = DeploymentID("EngineReplica", "lorafleet")
                 ray.get(controller.update_deployment_replicas.remote(replicas, int(count)))
             case ["residency"]:
-                answer = ray.get(get_directory()._actor.routes.remote("", -1)).tiers
+                answer = ray.get(get_directory()._actor.call.remote("routes", "", -1)).tiers
         print(json.dumps(answer), file=answers, flush=True)
     serve.shutdown()
     ray.shutdown()

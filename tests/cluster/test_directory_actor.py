@@ -1,0 +1,141 @@
+"""The directory's real actor, killed under the replicas and a router that use it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from lorafleet.cluster import membership as membership_module
+from lorafleet.cluster.directory import HOLD_S, Order
+from lorafleet.cluster.directory_actor import DirectoryPlace, RemoteDirectory, get_or_create
+from lorafleet.cluster.membership import Membership
+from lorafleet.cluster.reporting import keep_reporting
+from lorafleet.cluster.residency import RouteView
+from lorafleet.cluster.routing import ReplicaChooser, Tier
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.messages import EngineStats
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("_cluster")]
+NUM_REPLICAS = 8
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def _cluster() -> Iterator[None]:
+    ray.init(
+        "local",
+        num_cpus=1,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+class Engine:
+    """What a Reporter needs of one."""
+
+    def __init__(self, *in_slots: str) -> None:
+        self.in_slots = list(in_slots)
+        self.tokens_asked: dict[str, int] = {}
+
+    async def next_stats(self) -> EngineStats:
+        await asyncio.sleep(0.05)
+        return EngineStats(resident_slots=self.in_slots)
+
+
+async def obey(_: Order) -> AdapterInfo | None:
+    return None
+
+
+async def follow(view: RouteView, directory: RemoteDirectory) -> None:
+    """As cluster/router.py does."""
+    while True:
+        with contextlib.suppress(OSError, ray.exceptions.RayError):
+            view.apply(await directory.routes(view.epoch, view.version))
+            continue
+        await asyncio.sleep(0.05)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def kill_directory() -> None:
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any("DirectoryActor" in part for part in one.cmdline()):
+                one.kill()
+
+
+async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency_and_requests_never_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = DirectoryPlace("test", "/model", str(tmp_path), ("base",))
+    engines = [Engine(f"own{i}", "shared") for i in range(NUM_REPLICAS)]
+    members = [Membership(get_or_create(place), f"r{i}", obey) for i in range(NUM_REPLICAS)]
+    router, view = get_or_create(place), RouteView(ReplicaChooser())
+    view.chooser.set_replicas([one.replica_id for one in members])
+    tasks = [asyncio.create_task(follow(view, router))]
+    for member, engine in zip(members, engines, strict=True):
+        await member.start()
+        await member.become_ready()
+        tasks.append(asyncio.create_task(keep_reporting(engine, member, 8)))  # type: ignore[arg-type]  # as much as it uses
+    sql = LoRARequest("sql", 1, "/sql", "shared")
+    await members[0].found(sql)
+    for member in members:
+        assert await member.lookup("sql") is not None
+
+    def table() -> dict[str, dict[str, Tier]]:
+        return {adapter: dict(holders) for adapter, holders in view.chooser._tiers.items()}
+
+    def truth() -> dict[str, dict[str, Tier]]:
+        found: dict[str, dict[str, Tier]] = {}
+        for member, engine in zip(members, engines, strict=True):
+            for digest in engine.in_slots:
+                found.setdefault(digest, {})[member.replica_id] = "gpu"
+        return found
+
+    await until(lambda: table() == truth())
+    epoch = view.epoch
+    # However slow this machine is to start a process, copies are used.
+    monkeypatch.setattr(membership_module, "LEASE_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(RemoteDirectory, "lookup", None)
+    await asyncio.sleep(2 * HOLD_S)  # every replica has polled with it
+    kill_directory()
+    engines[0].in_slots.append("new")  # nobody hears of it
+    engines[1].in_slots.remove("own1")
+
+    async def ask() -> None:
+        for member in members:
+            served = await member.lookup("sql")
+            assert served is not None
+            assert (served.loras[0].digest, view.adapter("sql")) == ("shared", "shared")
+
+    deadline = time.monotonic() + PATIENCE_S
+    while view.epoch == epoch or table() != truth():
+        assert time.monotonic() < deadline
+        await ask()
+        await asyncio.sleep(0.02)
+    await ask()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for member in members:
+        await member.stop()
+        member.directory.close()  # type: ignore[attr-defined]  # a RemoteDirectory
+    router.close()
+    await asyncio.sleep(0.01)  # until the transports have noticed
