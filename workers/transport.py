@@ -1,4 +1,6 @@
-"""Carries messages between a replica and its GPUWorker: one zmq PAIR over ipc, msgpack, two processes, one machine.
+"""Carries messages between a replica and its GPUWorker: zmq over ipc, msgpack, two processes, one machine. The worker
+answers whom it heard last; a client says first that it is there. Not a PAIR: until that has noticed that one client has
+left, it turns the next one away and loses what it has sent.
 
 At most one message a step in each direction: the client sends its next batch when the worker has acknowledged the last
 one, and gathers what comes meanwhile; the worker acknowledges once a step. What both say is in workers/messages.py.
@@ -35,21 +37,24 @@ from lorafleet.workers.messages import (
     UnpinAdapter,
 )
 
+HELLO = b""
+
 
 class WorkerSocket:
     """The worker's end. wake() may be called from any thread, everything else from the engine loop's."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
-        self._pair = self._context.socket(zmq.PAIR)
-        self._pair.setsockopt(zmq.LINGER, 1000)  # ms: the message that says why the worker ends must arrive
-        self._pair.set_hwm(0)
-        self._pair.bind(address)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._client: bytes | None = None  # the one that was heard last
+        self._socket.setsockopt(zmq.LINGER, 1000)  # ms: the message that says why the worker ends must arrive
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
         self._poller = zmq.Poller()
-        self._poller.register(self._pair, zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_receiver, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ClientBatch)
         self._encoder = msgspec.msgpack.Encoder()
@@ -66,17 +71,19 @@ class WorkerSocket:
         batches: list[ClientBatch] = []
         while True:
             try:
-                batches.append(self._decoder.decode(self._pair.recv(zmq.NOBLOCK)))
+                self._client, message = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return batches
+            if message != HELLO:
+                batches.append(self._decoder.decode(message))
 
     def send(self, batch: StepBatch) -> None:
         """Dropped where nobody is connected: the replica has gone, and its requests with it."""
-        with contextlib.suppress(zmq.Again):
-            self._pair.send(self._encoder.encode(batch), zmq.NOBLOCK)
+        if self._client is not None:
+            self._socket.send_multipart((self._client, self._encoder.encode(batch)), zmq.NOBLOCK)
 
     def close(self) -> None:
-        self._pair.close()
+        self._socket.close()
         self._context.term()
         self._wake_sender.close()
         self._wake_receiver.close()
@@ -89,10 +96,11 @@ class EngineClient:
         self.hello = hello
         self.stats = EngineStats()
         self._context = zmq.asyncio.Context()
-        self._pair = self._context.socket(zmq.PAIR)
-        self._pair.setsockopt(zmq.LINGER, 0)
-        self._pair.set_hwm(0)
-        self._pair.connect(address)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+        self._socket.send(HELLO)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepBatch)
         self._streams: dict[str, asyncio.Queue[TokenOutput | EngineDead]] = {}
@@ -197,7 +205,7 @@ class EngineClient:
         with contextlib.suppress(asyncio.CancelledError):
             await self._receiver
         self.fail("the engine was closed")
-        self._pair.close()
+        self._socket.close()
         self._context.term()
 
     def _check_alive(self) -> None:
@@ -243,11 +251,11 @@ class EngineClient:
         self._gathering = ClientBatch(0)
         self._unacknowledged = True
         # No high-water mark: the send is queued at once, and its future is done.
-        self._pair.send(self._encoder.encode(batch))
+        self._socket.send(self._encoder.encode(batch))
 
     async def _receive(self) -> None:
         while self._dead is None:
-            batch = self._decoder.decode(await self._pair.recv())
+            batch = self._decoder.decode(await self._socket.recv())
             if batch.stats is not None:
                 self.stats = batch.stats
                 self._stats_came.set()

@@ -11,9 +11,9 @@ from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterMissing, ContextOverflow, EngineDead, QueueFull, QueueTimeout
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.messages import EngineRequest, TokenOutput
+from lorafleet.workers.messages import EngineHello, EngineRequest, TokenOutput
 from lorafleet.workers.sampling_params import SamplingParams
-from lorafleet.workers.transport import EngineClient, ipc_address
+from lorafleet.workers.transport import EngineClient, WorkerSocket, ipc_address
 from lorafleet.workers.worker import GPUWorker
 
 
@@ -80,8 +80,8 @@ async def test_refusals_come_back_as_the_errors_they_are(client, prompt, tmp_pat
 
 async def test_at_most_one_message_a_step_in_each_direction(client, worker, prompt, monkeypatch):
     sent: list[int] = []
-    real = client._pair.send
-    monkeypatch.setattr(client._pair, "send", lambda data: (sent.append(client._sequence), real(data))[1])
+    real = client._socket.send
+    monkeypatch.setattr(client._socket, "send", lambda data: (sent.append(client._sequence), real(data))[1])
     before = worker._engine.stats().steps_total
 
     async def late(i: int) -> list[int]:
@@ -90,6 +90,29 @@ async def test_at_most_one_message_a_step_in_each_direction(client, worker, prom
 
     await asyncio.gather(*(late(i) for i in range(30)))
     assert len(sent) <= worker._engine.stats().steps_total - before + 1
+
+
+async def test_a_client_that_connects_as_another_leaves_loses_nothing(tmp_path):
+    address = ipc_address(str(tmp_path))
+    socket = WorkerSocket(address)
+    for i in range(100):
+        client = await EngineClient.connect(address, EngineHello(1, 1, 1, []))
+        asking = asyncio.create_task(client.load_adapter(LoRARequest(f"a{i}", 1, "/a")))
+        heard: list[str] = []
+        for _ in range(50):
+            await asyncio.sleep(0)
+            heard += [call.lora.lora_name for batch in socket.receive(20) for call in batch.adapter_calls]
+            if heard:
+                break
+        assert heard == [f"a{i}"]
+        await client.close()
+        with pytest.raises(EngineDead):
+            await asking
+    socket.close()
+
+
+async def test_a_client_that_has_asked_nothing_hears_of_the_worker(client):
+    assert (await client.next_stats()).kv_blocks_total > 0
 
 
 async def test_a_dead_loop_ends_every_stream_and_fails_the_health_check(fleet, prompt, tmp_path, monkeypatch):
