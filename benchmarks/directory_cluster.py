@@ -62,7 +62,7 @@ def main() -> None:
 
 class Run:
     def __init__(self, num_replicas: int, num_adapters: int, swaps_per_s: float, log: Path) -> None:
-        self._place = DirectoryPlace("bench", "/model", str(log), ("base",))
+        self._place = DirectoryPlace("bench", "/model", str(log), ("base",), fill_cpu_loras=False)
         self._num = num_replicas
         self._num_adapters = num_adapters
         self._swaps_per_s = swaps_per_s

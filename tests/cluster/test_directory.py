@@ -498,7 +498,7 @@ async def test_the_last_replica_goes_at_once(catalogue: Catalogue, make: Make) -
 async def test_what_nobody_has_asked_for_is_read_ahead_where_that_is_switched_on(
     catalogue: Catalogue, make: Make, fill_cpu_loras: bool
 ) -> None:
-    directory, engine = AdapterDirectory(catalogue, fill_cpu_loras=fill_cpu_loras), Engine()
+    directory, engine = await loaded(AdapterDirectory(catalogue, fill_cpu_loras=fill_cpu_loras)), Engine()
     async with replica(directory, "r1", Engine()) as one:
         await one.add("sql", make("x"), load_inplace=False)
     async with replica(directory, "r2", engine):

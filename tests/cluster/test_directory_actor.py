@@ -84,7 +84,7 @@ def kill_directory() -> None:
 async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency_and_requests_never_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = DirectoryPlace("test", "/model", str(tmp_path), ("base",))
+    place = DirectoryPlace("test", "/model", str(tmp_path), ("base",), fill_cpu_loras=False)
     engines = [Engine(f"own{i}", "shared") for i in range(NUM_REPLICAS)]
     members = [Membership(get_or_create(place), f"r{i}", obey) for i in range(NUM_REPLICAS)]
     router, view = get_or_create(place), RouteView(ReplicaChooser())
