@@ -78,7 +78,7 @@ class Fleet:
             await asyncio.gather(*(one.start() for one in self.members[i : i + 50]))
             await asyncio.gather(*(one.become_ready() for one in self.members[i : i + 50]))
         for member, engine in zip(self.members, self.engines, strict=True):
-            work = keep_reporting(engine, member, SLOTS + IN_CPU)  # type: ignore[arg-type]  # what it uses is there
+            work = keep_reporting(engine, member, SLOTS + IN_CPU, 256)  # type: ignore[arg-type]  # what it uses is there
             self._reporting.append(asyncio.create_task(work))
         for i in range(len(self.ids)):
             await self.lookup(i)

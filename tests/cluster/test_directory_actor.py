@@ -93,7 +93,7 @@ async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency
     for member, engine in zip(members, engines, strict=True):
         await member.start()
         await member.become_ready()
-        tasks.append(asyncio.create_task(keep_reporting(engine, member, 8)))  # type: ignore[arg-type]  # as much as it uses
+        tasks.append(asyncio.create_task(keep_reporting(engine, member, 8, 8)))  # type: ignore[arg-type]  # as much as it uses
     sql = LoRARequest("sql", 1, "/sql", "shared")
     await members[0].found(sql)
     for member in members:
