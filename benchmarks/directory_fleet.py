@@ -29,6 +29,7 @@ class SimulatedEngine:
     """What cluster/reporting.py needs of workers.transport.EngineClient. Busy: every stats differ from the last."""
 
     def __init__(self, number: int, digests: list[str]) -> None:
+        self.stats = EngineStats()
         self.tokens_asked: Counter[str] = Counter()
         self.digests = digests
         self.busy = False
@@ -44,12 +45,13 @@ class SimulatedEngine:
         running = 1 + self._random.randrange(200) if self.busy else 0
         if self.busy:
             self.tokens_asked[self._random.choice(self.digests)] += 300
-        return EngineStats(
+        self.stats = EngineStats(
             num_running=running,
             resident_slots=self.digests[:SLOTS],
             resident_cpu=self.digests[SLOTS:],
             lora_slots_idle=1,
         )
+        return self.stats
 
     def swap(self) -> None:
         """The first adapter in host memory changes places with one in a slot."""

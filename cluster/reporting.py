@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from lorafleet.cluster.routing import ReplicaLoad, Tier
 from lorafleet.workers.messages import EngineStats
 from lorafleet.workers.transport import EngineClient
 
+AGAIN_S = 0.1
 FULL_S = 5.0  # between full reports
 
 logger = logging.getLogger("lorafleet.cluster")
@@ -80,10 +82,15 @@ def unread_of(stats: EngineStats) -> list[str]:
 
 
 async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras: int, max_num_seqs: int) -> None:
-    """A report whenever the engine's stats say something new."""
+    """A report whenever the engine's stats say something new, and again until one is accepted."""
     reporter, epoch = Reporter(membership.replica_id, cpu_loras), membership.epoch
+    accepted = True
     while True:
-        stats = await engine.next_stats()
+        if accepted:
+            await engine.next_stats()
+        else:
+            await asyncio.sleep(AGAIN_S)
+        stats = engine.stats
         if membership.epoch != epoch:
             epoch = membership.epoch
             reporter.want_full()

@@ -256,6 +256,7 @@ class RouteView:
         self.chooser = chooser
         self.epoch, self.version = "", -1
         self._names: dict[str, tuple[str, ...]] = {}
+        self._held: dict[str, set[str]] = {}  # by replica
         self._carried: set[str] = set()  # replicas of which an earlier epoch has told
 
     def apply(self, routes: Routes) -> None:
@@ -267,9 +268,15 @@ class RouteView:
                 self._names.clear()
         for replica_id in self._carried & routes.loads.keys():
             self._carried.discard(replica_id)
-            chooser.empty(replica_id)
+            for adapter in self._held.pop(replica_id, set()):
+                chooser.set_tier(replica_id, adapter, None)
         for replica_id, adapter, tier in routes.tiers:
             chooser.set_tier(replica_id, adapter, tier)
+            held = self._held.setdefault(replica_id, set())
+            if tier is None:
+                held.discard(adapter)
+            else:
+                held.add(adapter)
         for replica_id, load in routes.loads.items():
             if load is None:
                 chooser.forget(replica_id)

@@ -128,11 +128,6 @@ class ReplicaChooser:
             self._forget_sent(replica)
             del self._known[replica_id]
 
-    def empty(self, replica_id: str) -> None:
-        """Forgets what it holds."""
-        for adapter in [one for one, holders in self._tiers.items() if replica_id in holders]:
-            self.set_tier(replica_id, adapter, None)
-
     def clear_homes(self) -> None:
         self._homes.clear()
         self._num_bytes.clear()

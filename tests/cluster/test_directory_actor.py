@@ -48,10 +48,12 @@ class Engine:
     def __init__(self, *in_slots: str) -> None:
         self.in_slots = list(in_slots)
         self.tokens_asked: dict[str, int] = {}
+        self.stats = EngineStats()
 
     async def next_stats(self) -> EngineStats:
         await asyncio.sleep(0.05)
-        return EngineStats(resident_slots=self.in_slots)
+        self.stats = EngineStats(resident_slots=list(self.in_slots))
+        return self.stats
 
 
 async def obey(_: Order) -> AdapterInfo | None:

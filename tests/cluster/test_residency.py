@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from typing import ClassVar
 
 import msgspec
 import pytest
 
 from lorafleet.cluster import residency as residency_module
-from lorafleet.cluster.reporting import FULL_S, Reporter, load_of, tiers_of, unread_of
+from lorafleet.cluster.reporting import FULL_S, Reporter, keep_reporting, load_of, tiers_of, unread_of
 from lorafleet.cluster.residency import Placed, Report, Residency, RouteView
 from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad, Tier
 from lorafleet.workers.messages import EngineStats
@@ -257,3 +259,37 @@ def test_the_engines_stats_become_tiers_and_a_load() -> None:
     assert tiers_of(stats) == {"s": "gpu", "w": "coming", "cold": "coming", "c": "cpu"}
     assert load_of(stats, 16) == ReplicaLoad(3, 2, 70, free_slots=-1, free_places=11)
     assert unread_of(stats) == ["cold"]
+
+
+async def test_a_report_that_was_not_taken_is_repeated_in_full_though_the_engine_has_nothing_new() -> None:
+    class Engine:
+        stats = EngineStats(resident_slots=["x"])
+        tokens_asked: ClassVar[dict[str, int]] = {}
+        said = False
+
+        async def next_stats(self) -> EngineStats:
+            if self.said:
+                await asyncio.Event().wait()
+            self.said = True
+            return self.stats
+
+    class Restarting:
+        replica_id, epoch = "a", "e"
+
+        def __init__(self) -> None:
+            self.reports: list[Report] = []
+            self.accepted = asyncio.Event()
+
+        async def report(self, report: Report) -> bool:
+            self.reports.append(report)
+            if len(self.reports) == 1:
+                raise ConnectionResetError
+            if len(self.reports) == 3:
+                self.accepted.set()
+            return len(self.reports) == 3
+
+    directory = Restarting()
+    reporting = asyncio.create_task(keep_reporting(Engine(), directory, 8, 8))  # type: ignore[arg-type]  # as it uses them
+    await asyncio.wait_for(directory.accepted.wait(), 10)
+    reporting.cancel()
+    assert [(one.full, one.tiers) for one in directory.reports] == [(True, {"x": "gpu"})] * 3
