@@ -49,7 +49,6 @@ class Routes(msgspec.Struct, frozen=True):
     loads: dict[str, ReplicaLoad | None]  # None: the replica is gone, with all that it held
     names: dict[str, tuple[str, ...]]  # of adapters that are held or placed somewhere; nothing: route by the name
     placed: dict[str, Placed]
-    named: bool = True  # False while the directory does not know the names yet: those that the router has still hold
 
 
 class Names(Protocol):
@@ -71,7 +70,6 @@ class Residency:
 
     def __init__(self, epoch: str, names: Names | None = None, num_bytes: Callable[[str], int] = _typical) -> None:
         self.epoch = epoch
-        self.named = False
         self.num_reports = 0
         self.told = 0  # the version that routers are brought to; later changes wait for tell()
         self.loads: dict[str, ReplicaLoad] = {}
@@ -90,7 +88,7 @@ class Residency:
 
     def begin(self, epoch: str) -> None:
         """From now on all names are known: routers get everything anew."""
-        self.epoch, self.named = epoch, True
+        self.epoch = epoch
         self._note("name", "")
 
     # -- replicas -------------------------------------------------------------------------------------------------
@@ -232,7 +230,7 @@ class Residency:
         names: dict[str, tuple[str, ...]] = {}
         if self._names is not None:
             names = {name: self._told_of(name) for adapter in adapters for name in self._names.names(adapter)}
-        return Routes(self.epoch, self.told, True, tiers, dict(self.loads), names, dict(self._placed), self.named)
+        return Routes(self.epoch, self.told, True, tiers, dict(self.loads), names, dict(self._placed))
 
     def _told_of(self, name: str) -> tuple[str, ...]:
         adapters = self._names.adapters(name) if self._names is not None else ()
@@ -249,7 +247,7 @@ class RouteView:
     """A router's side: brings a ReplicaChooser up to date, and knows which adapters a name stands for.
 
     A restarted directory knows nothing at first. What a replica held before goes on counting until that directory has
-    heard of the replica.
+    heard of the replica, and so do the names of what is held, which replicas bring when they join.
     """
 
     def __init__(self, chooser: ReplicaChooser) -> None:
@@ -264,8 +262,6 @@ class RouteView:
         if routes.full:
             self._carried = chooser.holding
             chooser.clear_homes()
-            if routes.named and not self._carried - routes.loads.keys():
-                self._names.clear()
         for replica_id in self._carried & routes.loads.keys():
             self._carried.discard(replica_id)
             for adapter in self._held.pop(replica_id, set()):
@@ -285,11 +281,18 @@ class RouteView:
         for name, adapters in routes.names.items():
             if adapters:
                 self._names[name] = adapters
-            else:
+            elif not (self._carried and self._is_held(name)):  # else who holds it may not have said so yet
                 self._names.pop(name, None)
+        if routes.full:
+            self._names = {
+                name: adapters for name, adapters in self._names.items() if name in routes.names or self._is_held(name)
+            }
         for adapter, placed in routes.placed.items():
             chooser.set_homes(adapter, placed.homes, placed.num_bytes)
         self.epoch, self.version = routes.epoch, routes.version
+
+    def _is_held(self, name: str) -> bool:
+        return any(map(self.chooser.is_held, self._names.get(name, ())))
 
     def adapter(self, name: str) -> str:
         """The digest to route by. Of several versions behind one name the first: they share their homes' queue."""

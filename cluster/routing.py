@@ -132,6 +132,9 @@ class ReplicaChooser:
         self._homes.clear()
         self._num_bytes.clear()
 
+    def is_held(self, adapter: str) -> bool:
+        return adapter in self._tiers
+
     @property
     def holding(self) -> set[str]:
         """Replicas that hold something and may be chosen."""

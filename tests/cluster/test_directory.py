@@ -285,7 +285,7 @@ async def test_requests_do_not_wait_while_a_restarted_directory_reads_a_large_ca
         with pytest.raises(ModelNotFound):
             await unknown
         routes = await directory.routes(table.epoch, table.version)
-        assert (routes.full, routes.named, routes.names) == (True, True, {"sql": (sql.digest,)})
+        assert (routes.full, routes.names) == (True, {"sql": (sql.digest,)})
 
 
 async def test_copies_of_before_a_restart_are_compared_with_the_catalogue_once_it_is_read(

@@ -209,6 +209,29 @@ def test_names_are_told_of_what_is_held_or_placed_and_of_nothing_else() -> None:
     assert router.poll().view.adapter("n1") == "n1"
 
 
+@pytest.mark.parametrize("joins_first", [False, True])
+def test_a_name_that_a_restarted_directory_has_not_heard_stays_while_its_adapter_is_held(joins_first: bool) -> None:
+    names = NameTable(kept=("x",), gone=("y",))
+    residency = Residency("e", names)
+    router = Router(residency, "a")
+    residency.accept(full("a", 1, {"x": "gpu", "y": "cpu"}))
+    assert (router.poll().view.adapter("kept"), router.view.adapter("gone")) == ("x", "y")
+    names = NameTable()  # replicas may report before they join and bring names, and the other way round
+    router.residency = restarted = Residency("f", names)
+    assert router.poll().view.adapter("kept") == "x", "nobody has reported yet"
+    if joins_first:
+        names.stands_for = {"kept": ("x",)}
+        restarted.name_changed("kept")
+        assert router.poll().view.adapter("kept") == "x", "who holds it may not have said so yet"
+    restarted.accept(full("a", 1, {"x": "gpu"}))
+    restarted.begin("g")
+    assert router.poll().view.adapter("kept") == "x"
+    assert router.view.adapter("gone") == "gone", "nobody holds it any more"
+    restarted.accept(change("a", 2, x=None))
+    restarted.name_changed("kept")
+    assert router.poll().view.adapter("kept") == "kept"
+
+
 def test_homes_come_and_go() -> None:
     residency = Residency("e")
     router = Router(residency, "a", "b")
