@@ -1,9 +1,9 @@
 """Hands out KV blocks and remembers which hold a known prefix. Knows tokens and block numbers, not tensors.
 
-A full block is known by (the node before it, its tokens): comparing these exactly, not by a hash, so that no two
-prefixes can be confused. A chain starts at a root that belongs to one adapter digest, so that a reload of the same
-bytes keeps its prefixes and other weights never see them. Blocks that nobody uses stay known until they are needed;
-the least recently used go first.
+A full block is known by (the node before it, whose it is, its tokens): comparing these exactly, not by a hash, so that
+no two prefixes can be confused. Whose: a root belongs to one adapter digest, so that a reload of the same bytes keeps
+its prefixes and other weights never see them. The blocks before an activated LoRA begins to work are the base's.
+Blocks that nobody uses stay known until they are needed; the least recently used go first.
 """
 
 from __future__ import annotations
@@ -14,21 +14,30 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+_Key = tuple[int, int, tuple[int, ...]]  # node before, owner's root, tokens
+
 
 @dataclass(slots=True)
 class SequenceBlocks:
     """One sequence's blocks. table: int32, since every step's attention plan copies it. nodes: the chain of known full
-    blocks, as far as it has been committed."""
+    blocks, as far as it has been committed. The first num_shared blocks belong to shared_root, the others to root."""
 
     root: int
+    shared_root: int = -1
+    num_shared: int = 0
     table: array[int] = field(default_factory=lambda: array("i"))
     nodes: list[int] = field(default_factory=list)
+
+    def key(self, block: int, tokens: Sequence[int]) -> _Key:
+        """Of the block of that number, once those before it are in nodes."""
+        owner = self.shared_root if block < self.num_shared else self.root
+        return self.nodes[-1] if self.nodes else owner, owner, tuple(tokens)
 
 
 @dataclass(slots=True)
 class _Block:
     users: int = 0
-    key: tuple[int, tuple[int, ...]] | None = None
+    key: _Key | None = None
 
 
 class KVCacheManager:
@@ -41,7 +50,7 @@ class KVCacheManager:
         self.hit_tokens = 0
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> (node, block)
+        self._known: dict[_Key, tuple[int, int]] = {}  # -> (node, block)
         self._roots: dict[Hashable, int] = {}
         self._next_node = count()
 
@@ -52,11 +61,17 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def open(self, salt: Hashable) -> SequenceBlocks:
-        """salt: what besides the tokens determines the keys and values: the adapter's digest."""
+    def open(self, salt: Hashable, shared_salt: Hashable = None, num_shared_tokens: int = 0) -> SequenceBlocks:
+        """salt: what besides the tokens determines the keys and values: the adapter's digest. shared_salt: the same of
+        the first num_shared_tokens."""
+        root = self._root(salt)
+        num_shared = num_shared_tokens // self.block_size
+        return SequenceBlocks(root, self._root(shared_salt) if num_shared else root, num_shared)
+
+    def _root(self, salt: Hashable) -> int:
         if salt not in self._roots:
             self._roots[salt] = next(self._next_node)
-        return SequenceBlocks(self._roots[salt])
+        return self._roots[salt]
 
     def reuse_prefix(self, blocks: SequenceBlocks, tokens: Sequence[int]) -> int:
         """Takes over the known blocks at the start of `tokens`; returns how many tokens they hold.
@@ -66,9 +81,9 @@ class KVCacheManager:
         assert not blocks.table
         if not self.enable_prefix_caching:
             return 0
-        node, size = blocks.root, self.block_size
+        size = self.block_size
         for start in range(0, len(tokens) - size, size):
-            found = self._known.get((node, tuple(tokens[start : start + size])))
+            found = self._known.get(blocks.key(start // size, tokens[start : start + size]))
             if found is None:
                 break
             node, block = found
@@ -98,8 +113,7 @@ class KVCacheManager:
             return
         size = self.block_size
         for i in range(len(blocks.nodes), num_computed // size):
-            parent = blocks.nodes[-1] if blocks.nodes else blocks.root
-            key = (parent, tuple(tokens[i * size : (i + 1) * size]))
+            key = blocks.key(i, tokens[i * size : (i + 1) * size])
             found = self._known.get(key)
             if found is None:
                 # A block that another sequence computed at the same time stays the known one; ours stays private.

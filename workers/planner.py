@@ -35,7 +35,8 @@ def plan_step(
             context_lens=[chunk.sequence.num_computed + chunk.num_tokens for chunk in chunks],
             block_tables=[chunk.sequence.blocks.table for chunk in chunks if chunk.sequence.blocks is not None],
         ),
-        slots=[BASE_SLOT if chunk.sequence.slot is None else chunk.sequence.slot for chunk in chunks],
+        slots=[_slot(chunk) for chunk in chunks],
+        base_lens=[_num_base(chunk) for chunk in chunks],
         sampling=[end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples],
         is_greedy=all(
             seq.params.greedy and not seq.params.edits_logits and seq.params.logprobs is None for seq in sampling
@@ -48,6 +49,17 @@ def plan_step(
         rope_lengths=_rope_lengths(chunks) if needs_rope_lengths else None,
         slot_ranks=slot_ranks,
     )
+
+
+def _slot(chunk: Chunk) -> int:
+    slot = chunk.sequence.slot
+    return BASE_SLOT if slot is None or _num_base(chunk) == chunk.num_tokens else slot
+
+
+def _num_base(chunk: Chunk) -> int:
+    """Of its tokens, those before the sequence's adapter begins to work."""
+    sequence = chunk.sequence
+    return min(max(sequence.first_adapted - sequence.num_computed, 0), chunk.num_tokens)
 
 
 def predicted_tokens(chunk: Chunk) -> list[int]:

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 
 from lorafleet.workers.fair_queue import FairQueue
 from lorafleet.workers.kv_cache import KVCacheManager
+from lorafleet.workers.lora.activation import first_adapted
 from lorafleet.workers.lora.model_manager import Slot
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.models.rope import RopeConfig
 from lorafleet.workers.sequence import UNKNOWN, Sequence
 
+BASE_SALT = ""  # of keys and values without an adapter
 PREFETCH_SCAN = 1024  # adapters looked at that may be loaded ahead
 
 
@@ -203,7 +205,13 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, slot: Slot | None) -> bool:
         """Room for all of its tokens is asked for, so that a prompt does not start only to be preempted."""
-        blocks = self.kv.open(self._cache_salt(sequence))
+        if slot is not None and slot.adapter is not None and slot.adapter.info.invocation_tokens:
+            prompt = sequence.tokens[: sequence.num_prompt]
+            sequence.first_adapted = first_adapted(prompt, slot.adapter.info.invocation_tokens)
+        digest = sequence.lora.digest if sequence.lora is not None else BASE_SALT
+        blocks = self.kv.open(
+            self._cache_salt(sequence, digest), self._cache_salt(sequence, BASE_SALT), sequence.first_adapted
+        )
         cached = 0 if sequence.wants_prompt_logprobs else self.kv.reuse_prefix(blocks, sequence.tokens)
         if not self.kv.grow(blocks, len(sequence.tokens)):
             self.kv.release(blocks)
@@ -222,9 +230,8 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _cache_salt(self, sequence: Sequence) -> Hashable:
+    def _cache_salt(self, sequence: Sequence, digest: str) -> Hashable:
         """Keys and values depend on the adapter, and under dynamic rope scaling on the prompt's length too."""
-        digest = sequence.lora.digest if sequence.lora is not None else ""
         if self._rope.depends_on_length and len(sequence.tokens) > self._rope.max_position_embeddings:
             return digest, sequence.num_prompt
         return digest

@@ -40,9 +40,10 @@ class Sequence:
     """tokens: prompt, then answer; the last is UNKNOWN while the step that samples it is under way. num_computed: how
     many of them have their keys and values in the cache, or will after that step.
 
-    seed is always set: the request's own, or one drawn for it. slot: the adapter's, while it is held. blocks: None
-    while waiting. lane: its adapter's, from add() on. queued_s, started_s: monotonic; 0 before. prompt_logprobs fill up
-    chunk by chunk and go out with the first token.
+    seed is always set: the request's own, or one drawn for it. slot: the adapter's, while it is held. first_adapted:
+    the first token that it works on (workers/lora/activation.py), known from when the slot is. blocks: None while
+    waiting. lane: its adapter's, from add() on. queued_s, started_s: monotonic; 0 before. prompt_logprobs fill up chunk
+    by chunk and go out with the first token.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Sequence:
     max_tokens: int
     lora: LoRARequest | None = None
     slot: int | None = None
+    first_adapted: int = 0
     blocks: SequenceBlocks | None = None
     num_computed: int = 0
     num_cached: int = 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lorafleet.kernels.lora_batch import BASE_SLOT
 from lorafleet.workers.attention.base import AttentionBatch
 
 FIELDS = 4  # token, source, position, KV slot
@@ -19,15 +20,17 @@ Rows = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """fields_FT: as StepInputs has them. slots: of each sequence, or BASE_SLOT. sampling: the rows of the step whose
-    next token is chosen. is_greedy: all of these tokens are the largest logits' and nobody wants to see logits.
-    prompts: (first row, count) of those that predict prompt tokens, where asked for. rope_lengths: of each token, where
-    the model's rotation depends on them. slot_ranks: LoRAModelManager.ranks, of every slot.
+    """fields_FT: as StepInputs has them. slots: of each sequence, or BASE_SLOT where the step's tokens of it use no
+    adapter. base_lens: how many of its tokens in the step come before its adapter begins to work. sampling: the rows of
+    the step whose next token is chosen. is_greedy: all of these tokens are the largest logits' and nobody wants to see
+    logits. prompts: (first row, count) of those that predict prompt tokens, where asked for. rope_lengths: of each
+    token, where the model's rotation depends on them. slot_ranks: LoRAModelManager.ranks, of every slot.
     """
 
     fields_FT: Rows
     attention: AttentionBatch
     slots: list[int]
+    base_lens: list[int]
     sampling: list[int]
     is_greedy: bool
     prompts: list[tuple[int, int]]
@@ -47,6 +50,6 @@ class StepPlan:
     def lora_slots(self) -> list[int]:
         """Of each token, or BASE_SLOT."""
         slots: list[int] = []
-        for slot, count in zip(self.slots, self.attention.query_lens, strict=True):
-            slots += [slot] * count
+        for slot, num_base, count in zip(self.slots, self.base_lens, self.attention.query_lens, strict=True):
+            slots += [BASE_SLOT] * num_base + [slot] * (count - num_base)
         return slots

@@ -83,3 +83,25 @@ def test_random_use_never_leaks_or_mixes_blocks():
     for blocks, _ in live:
         kv.release(blocks)
     assert kv.num_free == 24
+
+
+def test_blocks_before_an_activated_adapter_begins_are_the_base_s_and_those_behind_are_its_own():
+    kv = KVCacheManager(num_blocks=32, block_size=4, enable_prefix_caching=True)
+    kv.release(filled(kv, "", TOKENS))
+    activated = kv.open("a", "", 14)  # in the fourth block
+    assert kv.reuse_prefix(activated, TOKENS) == 12
+    assert kv.grow(activated, len(TOKENS))
+    kv.commit(activated, TOKENS, len(TOKENS))
+    kv.release(activated)
+    assert kv.reuse_prefix(kv.open("a", "", 14), TOKENS) == 36
+    assert kv.reuse_prefix(kv.open("b", "", 14), TOKENS) == 12
+    assert kv.reuse_prefix(kv.open("a"), TOKENS) == 0
+    assert kv.reuse_prefix(kv.open("a", "", 19), TOKENS) == 16, "the same adapter, invoked later"
+
+
+def test_the_base_finds_what_an_activated_adapter_computed_before_it_began():
+    kv = KVCacheManager(num_blocks=32, block_size=4, enable_prefix_caching=True)
+    activated = kv.open("a", "", 14)
+    assert kv.grow(activated, len(TOKENS))
+    kv.commit(activated, TOKENS, len(TOKENS))
+    assert kv.reuse_prefix(kv.open(""), TOKENS) == 12

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from lorafleet.kernels.lora_batch import BASE_SLOT
 from lorafleet.workers.kv_cache import SequenceBlocks
+from lorafleet.workers.lora.activation import NEVER
 from lorafleet.workers.planner import plan_step
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.scheduler import Chunk
@@ -50,3 +52,18 @@ def test_a_smaller_step_leaves_nothing_of_the_one_before():
     inputs.upload(fields(inputs, [chunk("short", [3, 4], 0, [6], 2)], {}), 4)
     assert inputs.tensors(4).tokens().tolist() == [3, 4, 0, 0]
     assert inputs.tensors(4).kv_slot_T.tolist() == [24, 25, TRASH, TRASH]
+
+
+def test_tokens_before_an_activated_adapter_begins_use_the_base():
+    def slots(num_computed: int, num_tokens: int, first_adapted: int) -> tuple[list[int], list[int]]:
+        one = chunk("one", list(range(20)), num_computed, [0, 1, 2, 3, 4], num_tokens)
+        one.sequence.slot, one.sequence.first_adapted = 3, first_adapted
+        plan = plan_step([one], {}, 8, BLOCK, False, [])
+        return plan.slots, plan.lora_slots
+
+    assert slots(0, 6, 0) == ([3], [3] * 6)
+    assert slots(0, 6, 4) == ([3], [BASE_SLOT] * 4 + [3] * 2)
+    assert slots(4, 6, 6) == ([3], [BASE_SLOT] * 2 + [3] * 4)
+    assert slots(4, 2, 6) == ([BASE_SLOT], [BASE_SLOT] * 2)
+    assert slots(19, 1, 6) == ([3], [3])
+    assert slots(19, 1, NEVER) == ([BASE_SLOT], [BASE_SLOT])

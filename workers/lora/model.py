@@ -36,6 +36,7 @@ class LoRAModel:
     num_bytes: int
     read_s: float = 0.0  # what reading the values took, with the digest
     check_s: float = 0.0  # the rest
+    invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA
 
     @property
     def rank(self) -> int:
@@ -83,7 +84,7 @@ class LoRAModel:
             modules[module] = _layer(module, form, dtype, sharding)
         num_bytes = sum(_num_bytes(form, dtype) for form in read.forms.linears.values())
         check_s = time.perf_counter() - started - read.read_s
-        return cls(name, read.digest, modules, num_bytes, read.read_s, check_s)
+        return cls(name, read.digest, modules, num_bytes, read.read_s, check_s, read.forms.invocation_tokens)
 
 
 def _layer(module: str, form: LinearForm, dtype: torch.dtype, sharding: AdapterSharding | None) -> LoRALayerWeights:

@@ -90,7 +90,7 @@ def pack(
     table, size = _lay_out(linears, dtype)
     block = allocate(size)
     _fill(block, table, linears)
-    info = AdapterInfo(model.digest, model.rank, model.num_bytes, model.target_modules)
+    info = AdapterInfo(model.digest, model.rank, model.num_bytes, model.target_modules, model.invocation_tokens)
     times = LoadTimes(model.read_s, model.check_s, time.perf_counter() - started)
     return PackedAdapter(info, block, dtype, table, times)
 

@@ -27,6 +27,7 @@ class RunStep(msgspec.Struct, tag=True):
     context_lens: list[int]
     blocks: bytes
     slots: list[int]
+    base_lens: list[int]
     sampling: list[int]
     is_greedy: bool
     prompts: list[tuple[int, int]]
@@ -46,6 +47,7 @@ class RunStep(msgspec.Struct, tag=True):
             batch.context_lens,
             blocks.tobytes(),
             plan.slots,
+            plan.base_lens,
             plan.sampling,
             plan.is_greedy,
             plan.prompts,
@@ -65,6 +67,7 @@ class RunStep(msgspec.Struct, tag=True):
             fields_FT=np.frombuffer(self.fields, np.int64).reshape(FIELDS, -1),
             attention=AttentionBatch(self.query_lens, self.context_lens, tables),
             slots=self.slots,
+            base_lens=self.base_lens,
             sampling=self.sampling,
             is_greedy=self.is_greedy,
             prompts=self.prompts,
