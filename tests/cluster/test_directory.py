@@ -257,6 +257,13 @@ class SlowStore(FolderStore):
         return super().keys(prefix)
 
 
+async def restarted_before_its_log_can_be_read(directory: Restartable, store: SlowStore) -> asyncio.Task[None]:
+    """Its load, which ends once store.ready is set."""
+    store.ready.clear()
+    await directory.restart(load=False)
+    return asyncio.create_task(directory.load())
+
+
 async def test_requests_do_not_wait_while_a_restarted_directory_reads_a_large_catalogue(
     tmp_path: Path, make: Make
 ) -> None:
@@ -268,9 +275,7 @@ async def test_requests_do_not_wait_while_a_restarted_directory_reads_a_large_ca
         table.chooser.set_replicas(["r1"])
         assert await directory.report(full_report("r1", {sql.digest: "gpu"}))
         table.apply(await directory.routes("", -1))
-        store.ready.clear()
-        await directory.restart(load=False)
-        loading = asyncio.create_task(directory.load())
+        loading = await restarted_before_its_log_can_be_read(directory, store)
         await asyncio.sleep(0.5)  # more than a lease
         assert await asyncio.wait_for(one.resolve("sql"), 0.01) == sql
         assert await directory.report(full_report("r1", {sql.digest: "cpu"}))
@@ -295,9 +300,7 @@ async def test_copies_of_before_a_restart_are_compared_with_the_catalogue_once_i
     directory = await loaded(Restartable(Catalogue(store)))
     async with replica(directory, "r1", Engine()) as one:
         await one.add("sql", make("x"), load_inplace=False)
-        store.ready.clear()
-        await directory.restart(load=False)
-        loading = asyncio.create_task(directory.load())
+        loading = await restarted_before_its_log_can_be_read(directory, store)
         await asyncio.sleep(0.1)
         # Written just before the process died, and acknowledged to nobody.
         log = CatalogueLog(FolderStore(tmp_path / "catalogue"))
