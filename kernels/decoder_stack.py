@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.fp8 import FP8
+from lorafleet.kernels.gated_mul import gated_mul
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import TILE_TOKENS, LoRABatch, count_tiles, static_tile_counts
 from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
 from lorafleet.kernels.rms_norm import add_rms_norm
 from lorafleet.kernels.rope_store import rotate_and_store
-from lorafleet.kernels.silu_mul import silu_mul
 
 LINEARS = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -92,7 +92,7 @@ class _Readers:
 
     def in_order(self) -> list[Callable[[Tensor, Tensor | None], Tensor]]:
         """Of LINEARS."""
-        return [self._rotate, self._norm, silu_mul, self._norm]
+        return [self._rotate, self._norm, gated_mul, self._norm]
 
     def _rotate(self, y: Tensor, delta: Tensor | None) -> Tensor:
         return rotate_and_store(y, delta, self.cos, self.sin, None, None, self.k, self.v, self.slots, 1e-5)

@@ -17,9 +17,18 @@ from lorafleet.kernels.peer_areas import PeerAreas
 
 
 def rank_sum_add_rms_norm(
-    x_TD: Tensor, delta_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float, peers: PeerAreas
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    peers: PeerAreas,
+    branch_weight_D: Tensor | None = None,
 ) -> Tensor:
-    """residual += the sum over the ranks of x + delta, in place; returns the norm of that sum. All ranks must call."""
+    """residual += the sum over the ranks of x + delta, in place; returns the norm of that sum. All ranks must call.
+
+    branch_weight: as in kernels/rms_norm.py, of the ranks' sum.
+    """
     from lorafleet.kernels.rank_sum_triton import rank_sum_triton  # triton is optional on a CPU
 
     assert peers.holds(x_TD.nbytes)
@@ -27,5 +36,5 @@ def rank_sum_add_rms_norm(
         assert one_TD.shape == x_TD.shape and one_TD.dtype == x_TD.dtype
         assert one_TD.is_contiguous()
     out_TD = torch.empty_like(x_TD)
-    rank_sum_triton(x_TD, delta_TD, residual_TD, weight_D, out_TD, eps, peers)
+    rank_sum_triton(x_TD, delta_TD, residual_TD, weight_D, out_TD, eps, peers, branch_weight_D)
     return out_TD

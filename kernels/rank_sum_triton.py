@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lorafleet.kernels.peer_areas import EMPTY, PROGRAMS, PeerAreas
 from lorafleet.kernels.peer_areas_triton import begin_call, receive, send
-from lorafleet.kernels.rms_norm_triton import ELEMENTS_A_THREAD, MOST_WARPS
+from lorafleet.kernels.rms_norm_triton import ELEMENTS_A_THREAD, MOST_WARPS, normed
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -35,6 +35,7 @@ def _rank_sum_kernel(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     residual_ptr: tl.tensor,
+    branch_weight_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     address_ptr: tl.tensor,
@@ -48,6 +49,7 @@ def _rank_sum_kernel(
     most_programs: tl.constexpr,
     empty: tl.constexpr,
     has_delta: tl.constexpr,
+    has_branch_norm: tl.constexpr,
     block_d: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -68,12 +70,13 @@ def _rank_sum_kernel(
             if other != rank:
                 part = receive(other, address_ptr, half, at, inside, area, rank, num_ranks, empty, dtype)
             summed += part.to(tl.float32)
+        if has_branch_norm:
+            branch_weight = tl.load(branch_weight_ptr + d, mask=inside, other=0.0)
+            summed = normed(summed.to(dtype), branch_weight, eps, size).to(dtype).to(tl.float32)
         rounded = (summed + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
         tl.store(residual_ptr + at, rounded, mask=inside)
-        total = rounded.to(tl.float32)
-        weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(total * total, 0) / size + eps)
-        tl.store(out_ptr + at, (total * inverse * weight).to(dtype), mask=inside)
+        weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
+        tl.store(out_ptr + at, normed(rounded, weight, eps, size).to(dtype), mask=inside)
 
 
 def rank_sum_triton(
@@ -84,6 +87,7 @@ def rank_sum_triton(
     out_TD: Tensor,
     eps: float,
     peers: PeerAreas,
+    branch_weight_D: Tensor | None,
 ) -> None:
     num_rows, size = x_TD.shape
     block_d = triton.next_power_of_2(size)
@@ -91,6 +95,7 @@ def rank_sum_triton(
         x_TD,
         delta_TD,
         residual_TD,
+        branch_weight_D,
         weight_D,
         out_TD,
         peers.address_N,
@@ -104,6 +109,7 @@ def rank_sum_triton(
         most_programs=PROGRAMS,
         empty=EMPTY[x_TD.dtype.itemsize],
         has_delta=delta_TD is not None,
+        has_branch_norm=branch_weight_D is not None,
         block_d=block_d,
         num_warps=min(MOST_WARPS, max(1, block_d // (32 * ELEMENTS_A_THREAD))),
     )

@@ -1,7 +1,8 @@
 """RMS norm and add + RMS norm in one pass over memory. kernels/rms_norm.py has its twin.
 
 Idea: one program holds one token's whole row in registers: reads it once, adds the adapters' delta and the residual,
-sums the squares in fp32, scales, stores. A row's bits do not depend on the batch.
+sums the squares in fp32, scales, stores. Where the branch has a norm of its own before the residual is added, that is
+done in the same pass. A row's bits do not depend on the batch.
 
 Memory: x, delta, residual and out [T, D], row-major; the residual is overwritten by the sum. D need be no power of
 two: the row is padded in registers.
@@ -25,11 +26,13 @@ def _rms_norm_kernel(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     residual_ptr: tl.tensor,
+    branch_weight_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     eps: tl.tensor,
     size: tl.constexpr,
     has_delta: tl.constexpr,
+    has_branch_norm: tl.constexpr,
     has_residual: tl.constexpr,
     block_d: tl.constexpr,
 ) -> None:
@@ -37,23 +40,42 @@ def _rms_norm_kernel(
     inside = d < size
     at = tl.program_id(0).to(tl.int64) * size + d
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
     if has_delta:
         x += tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if has_branch_norm:
+        branch_weight = tl.load(branch_weight_ptr + d, mask=inside, other=0.0)
+        x = normed(x.to(out_ptr.dtype.element_ty), branch_weight, eps, size)
+        x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
     if has_residual:
         rounded = (x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(out_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    tl.store(out_ptr + at, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + at, normed(x, weight, eps, size).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def normed(x: tl.tensor, weight: tl.tensor, eps: tl.tensor, size: tl.constexpr) -> tl.tensor:
+    """Of a row with zeros behind its end; in fp32."""
+    x = x.to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight.to(tl.float32)
 
 
 def rms_norm_triton(
-    x_TD: Tensor, delta_TD: Tensor | None, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    residual_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    branch_weight_D: Tensor | None = None,
 ) -> Tensor:
-    """The norm of x + delta, or with a residual of x + delta + residual, which then replaces the residual."""
+    """The norm of x + delta, or with a residual of x + delta + residual, which then replaces the residual.
+
+    branch_weight: as in add_rms_norm.
+    """
     size = x_TD.shape[-1]
     assert weight_D.shape == (size,)
+    assert branch_weight_D is None or (branch_weight_D.shape == (size,) and residual_TD is not None)
     assert x_TD.is_contiguous()
     for other_TD in (delta_TD, residual_TD):
         if other_TD is not None:
@@ -65,11 +87,13 @@ def rms_norm_triton(
         x_TD,
         delta_TD,
         residual_TD,
+        branch_weight_D,
         weight_D,
         out_TD,
         eps,
         size=size,
         has_delta=delta_TD is not None,
+        has_branch_norm=branch_weight_D is not None,
         has_residual=residual_TD is not None,
         block_d=block_d,
         num_warps=min(MOST_WARPS, max(1, block_d // (32 * ELEMENTS_A_THREAD))),

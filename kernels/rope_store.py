@@ -3,16 +3,16 @@
 On CUDA all of it is one launch of kernels/rope_store_triton.py.
 """
 
-# T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F = D / 2
+# T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F rotated pairs
 # N KV blocks · P block size
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.fp8 import FP8, FP8_MAX
+from lorafleet.kernels.rms_norm import rms_norm
 
 
 def rotate_and_store(
@@ -33,7 +33,8 @@ def rotate_and_store(
 
     delta: what adapters add to qkv (kernels/lora.py), or None. A cache of float8_e4m3fn holds keys and values divided
     by k_scale and v_scale, and +-448 for what is out of its range; other caches have qkv's dtype and no scales. q_norm
-    and k_norm are both weights of RMS norms over D, or both None. slot_mapping_T is int64, block * P + offset; on CUDA
+    and k_norm are both weights of RMS norms over D, of qkv's dtype or float32, or both None. The first 2 F numbers of
+    each head are rotated, all as a rule. slot_mapping_T is int64, block * P + offset; on CUDA
     a negative one (the padding of a CUDA graph) stores nothing.
     """
     num_tokens, width = qkv_TE.shape
@@ -66,8 +67,7 @@ def rotate_and_store(
     qk, v = qkv_TE.view(num_tokens, -1, head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if q_norm_D is not None and k_norm_D is not None:
         q, k = qk.split((num_heads, num_kv_heads), dim=1)
-        size = q_norm_D.shape
-        qk = torch.cat((F.rms_norm(q, size, q_norm_D, eps), F.rms_norm(k, size, k_norm_D, eps)), dim=1)
+        qk = torch.cat((rms_norm(q, q_norm_D, eps), rms_norm(k, k_norm_D, eps)), dim=1)
     rotated = rotate(qk, cos_T1F, sin_T1F)
     q, k = rotated[:, :num_heads], rotated[:, num_heads:]
     _store(k, k_NPGD, slot_mapping_T, k_scale)
@@ -85,6 +85,8 @@ def _store(x_TGD: Tensor, cache_NPGD: Tensor, slot_mapping_T: Tensor, scale: flo
 
 
 def rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    """Rotates each pair (x[i], x[i + D/2]), the layout of Hugging Face checkpoints."""
-    first, second = x_THD.chunk(2, dim=-1)
-    return torch.cat((first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F), dim=-1)
+    """Rotates each pair (x[i], x[i + F]), the layout of Hugging Face checkpoints; what is behind them stays."""
+    pairs = cos_T1F.shape[-1]
+    first, second, rest = x_THD.split((pairs, pairs, x_THD.shape[-1] - 2 * pairs), dim=-1)
+    turned = first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F
+    return torch.cat(turned if rest.shape[-1] == 0 else (*turned, rest), dim=-1)

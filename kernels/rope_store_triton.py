@@ -5,12 +5,15 @@ the output, keys the same but to the cache, values go to the cache as they are. 
 whose elements pair up, so nothing is exchanged but the norm's sum. All arithmetic is fp32 and rounds once, when stored;
 a cache of e4m3 takes what another cache would, divided by a scale, in a second rounding that saturates.
 
+Where only the head's first numbers are rotated, the rest are held as pairs too, behind the others, and turned by no
+angle.
+
 Memory: qkv and the adapters' delta [T, E], rows are H query heads, G keys, G values; cos and sin [T, F]; out
 [T, H, D]; caches [N, P, G, D], where a token's row is its slot_mapping. A head size that is no power of two (80, 96)
 is padded in registers.
 """
 
-# T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F = D / 2
+# T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F rotated pairs
 # N KV blocks · P block size
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ def _rotate_and_store_kernel(
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    pairs: tl.constexpr,
     has_delta: tl.constexpr,
     has_norm: tl.constexpr,
     block_heads: tl.constexpr,
@@ -51,30 +55,35 @@ def _rotate_and_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
     f = tl.arange(0, block_f)[None, :]
+    low = f
+    high = f + half
+    if pairs < half:  # only then, since the compiler could not see that f is contiguous
+        low = tl.where(f < pairs, f, f + pairs)
+        high = tl.where(f < pairs, f + pairs, f + half)
     inside = (head < heads + 2 * kv_heads) & (f < half)
     is_q = head < heads
     is_k = (head >= heads) & (head < heads + kv_heads)
     is_v = head >= heads + kv_heads
-    at = (token * (heads + 2 * kv_heads) + head) * head_dim + f
-    first = tl.load(qkv_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptr + at + half, mask=inside, other=0.0).to(tl.float32)
+    at = (token * (heads + 2 * kv_heads) + head) * head_dim
+    first = tl.load(qkv_ptr + at + low, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv_ptr + at + high, mask=inside, other=0.0).to(tl.float32)
     if has_delta:
-        first += tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        second += tl.load(delta_ptr + at + half, mask=inside, other=0.0).to(tl.float32)
+        first += tl.load(delta_ptr + at + low, mask=inside, other=0.0).to(tl.float32)
+        second += tl.load(delta_ptr + at + high, mask=inside, other=0.0).to(tl.float32)
     x, y = first, second
     if has_norm:
         mean = tl.sum(x * x + y * y, 1, keep_dims=True) / head_dim
         inverse = tl.rsqrt(mean + eps)
-        x *= inverse * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, f, f < half)
-        y *= inverse * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, f + half, f < half)
-    cos = tl.load(cos_ptr + token * half + f, mask=f < half, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * half + f, mask=f < half, other=0.0).to(tl.float32)
+        x *= inverse * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, low, f < half)
+        y *= inverse * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, high, f < half)
+    cos = tl.load(cos_ptr + token * pairs + f, mask=f < pairs, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * pairs + f, mask=f < pairs, other=0.0).to(tl.float32)
     first = tl.where(is_v, first, x * cos - y * sin).to(out_ptr.dtype.element_ty)
     second = tl.where(is_v, second, y * cos + x * sin).to(out_ptr.dtype.element_ty)
 
-    out_at = (token * heads + head) * head_dim + f
-    tl.store(out_ptr + out_at, first, mask=inside & is_q)
-    tl.store(out_ptr + out_at + half, second, mask=inside & is_q)
+    out_at = (token * heads + head) * head_dim
+    tl.store(out_ptr + out_at + low, first, mask=inside & is_q)
+    tl.store(out_ptr + out_at + high, second, mask=inside & is_q)
     slot = tl.load(slot_ptr + token)
     if slot < 0:
         return
@@ -82,12 +91,12 @@ def _rotate_and_store_kernel(
         scale = tl.where(is_k, k_scale, v_scale)
         first = _to_e4m3(first, scale)
         second = _to_e4m3(second, scale)
-    k_at = (slot * kv_heads + head - heads) * head_dim + f
-    tl.store(k_ptr + k_at, first, mask=inside & is_k)
-    tl.store(k_ptr + k_at + half, second, mask=inside & is_k)
+    k_at = (slot * kv_heads + head - heads) * head_dim
+    tl.store(k_ptr + k_at + low, first, mask=inside & is_k)
+    tl.store(k_ptr + k_at + high, second, mask=inside & is_k)
     v_at = k_at - kv_heads * head_dim
-    tl.store(v_ptr + v_at, first, mask=inside & is_v)
-    tl.store(v_ptr + v_at + half, second, mask=inside & is_v)
+    tl.store(v_ptr + v_at + low, first, mask=inside & is_v)
+    tl.store(v_ptr + v_at + high, second, mask=inside & is_v)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -126,7 +135,9 @@ def rotate_and_store_triton(
         assert tensor.is_contiguous()
     assert delta_TE is None or (delta_TE.shape == qkv_TE.shape and delta_TE.is_contiguous())
     assert (q_norm_D is None) == (k_norm_D is None)
-    assert cos_T1F.shape == sin_T1F.shape == (qkv_TE.shape[0], 1, head_dim // 2)
+    pairs = cos_T1F.shape[-1]
+    assert cos_T1F.shape == sin_T1F.shape == (qkv_TE.shape[0], 1, pairs)
+    assert 2 * pairs <= head_dim and head_dim % 2 == 0
     out_THD = torch.empty(qkv_TE.shape[0], heads, head_dim, dtype=qkv_TE.dtype, device=qkv_TE.device)
     _rotate_and_store_kernel[(qkv_TE.shape[0], triton.cdiv(all_heads, BLOCK_HEADS))](
         qkv_TE,
@@ -145,6 +156,7 @@ def rotate_and_store_triton(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        pairs=pairs,
         has_delta=delta_TE is not None,
         has_norm=q_norm_D is not None,
         block_heads=BLOCK_HEADS,

@@ -54,3 +54,32 @@ def test_equals_the_sum_of_all_ranks_rows(num_ranks: int, size: int, dtype: torc
         torch.testing.assert_close(residuals[0].double(), total, atol=bound, rtol=bound)
         torch.testing.assert_close(outs[0].double(), norm, atol=2 * bound, rtol=2 * bound)
     assert ranks.is_empty
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("size", "dtype", "bound"), [(2304, torch.bfloat16, 0.02), (96, torch.float32, 1e-5)])
+def test_a_branch_may_have_a_norm_of_its_own(size: int, dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(2)
+    ranks = Ranks(2, 300 * size * dtype.itemsize)
+    branch, weight = (1 + torch.randn(size, device="cuda") / 10 for _ in range(2))
+    x = random(1, size, dtype)
+    ranks.warm_up(lambda areas: rank_sum_add_rms_norm(x, x, x.clone(), weight, EPS, areas, branch))
+    for rows in (1, 300, 64):
+        xs, deltas = ([random(rows, size, dtype) for _ in range(2)] for _ in range(2))
+        before = random(rows, size, dtype)
+        residuals = [before.clone() for _ in range(2)]
+
+        def add(areas: PeerAreas, of=(xs, deltas, residuals)) -> Tensor:
+            return rank_sum_add_rms_norm(*(of_rank[areas.rank] for of_rank in of), weight, EPS, areas, branch)
+
+        outs = ranks.run(add)
+        staged = [(x.float() + d.float()).to(dtype) for x, d in zip(xs, deltas, strict=True)]
+        total = before.double() + normed(staged[0].double() + staged[1].double(), branch)
+        for residual, out in zip(residuals, outs, strict=True):
+            torch.testing.assert_close(residual.double(), total, atol=bound, rtol=bound)
+            torch.testing.assert_close(out.double(), normed(total, weight), atol=2 * bound, rtol=2 * bound)
+    assert ranks.is_empty
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()

@@ -39,6 +39,20 @@ def check_add(x: Tensor, delta: Tensor | None, before: Tensor, residual: Tensor,
     check_norm(residual, weight, out)
 
 
+def check_branch(
+    x: Tensor, delta: Tensor | None, before: Tensor, residual: Tensor, weights: tuple[Tensor, Tensor], out: Tensor
+) -> None:
+    """Both weights in float32, of which the first is the branch's."""
+    added = (x.float() if delta is None else x.float() + delta.float()).to(x.dtype)
+    assert_near(residual, reference(added, weights[0]).to(x.dtype).double() + before.double())
+    check_norm(residual, weights[1], out)
+
+
+def branch_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Which no half precision holds."""
+    return 1 + weight.float() / 1000, 1.25 + weight.flip(0).float() / 1000
+
+
 def deltas(x: Tensor) -> tuple[Tensor | None, ...]:
     """What adapters add: nothing, or another tensor."""
     return None, x.flip(0).flip(1).contiguous()
@@ -54,11 +68,23 @@ def test_on_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         check_add(x, delta, before, residual, weight, add_rms_norm(x, delta, residual, weight, EPS))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_branch_may_have_a_norm_of_its_own(dtype: torch.dtype) -> None:
+    x, residual, weight = make_inputs((5, 100), dtype)
+    branch, after = branch_weights(weight)
+    for delta in deltas(x):
+        before = residual.clone()
+        out = add_rms_norm(x, delta, residual, after, EPS, branch)
+        check_branch(x, delta, before, residual, (branch, after), out)
+
+
 def test_interpreted_kernel() -> None:
     run_interpreted("""
         import torch
         from lorafleet.kernels.rms_norm_triton import rms_norm_triton
-        from tests.kernels.test_rms_norm import EPS, check_add, check_norm, deltas, make_inputs
+        from tests.kernels.test_rms_norm import (
+            EPS, branch_weights, check_add, check_branch, check_norm, deltas, make_inputs
+        )
 
         for shape in ((3, 64), (2, 77), (1, 1)):
             x, residual, weight = make_inputs(shape, torch.float32)
@@ -66,6 +92,9 @@ def test_interpreted_kernel() -> None:
             for delta in deltas(x):
                 before = residual.clone()
                 check_add(x, delta, before, residual, weight, rms_norm_triton(x, delta, residual, weight, EPS))
+                before, (branch, after) = residual.clone(), branch_weights(weight)
+                out = rms_norm_triton(x, delta, residual, after, EPS, branch)
+                check_branch(x, delta, before, residual, (branch, after), out)
     """)
 
 
@@ -86,6 +115,15 @@ class TestOnGPU:
             before = residual.clone()
             poison_free_memory()
             check_add(x, delta, before, residual, weight, add_rms_norm(x, delta, residual, weight, EPS))
+
+    def test_a_branch_with_a_norm_of_its_own(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
+        x, residual, weight = make_inputs((num_tokens, size), dtype, "cuda")
+        branch, after = branch_weights(weight)
+        for delta in deltas(x):
+            before = residual.clone()
+            poison_free_memory()
+            out = add_rms_norm(x, delta, residual, after, EPS, branch)
+            check_branch(x, delta, before, residual, (branch, after), out)
 
     def test_a_row_gets_the_same_bits_alone(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
         x, residual, weight = make_inputs((num_tokens, size), dtype, "cuda")

@@ -46,14 +46,16 @@ def make_case(
     dtype: torch.dtype,
     device: str = "cpu",
     delta: bool = False,
+    pairs: int | None = None,
 ) -> Case:
+    """pairs: that are rotated; None for all of a head's."""
     generator = torch.Generator().manual_seed(num_tokens)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype).to(device)
 
     blocks = -(-2 * num_tokens // PAGE)
-    angle = 100 * torch.rand(num_tokens, 1, head_dim // 2, generator=generator)
+    angle = 100 * torch.rand(num_tokens, 1, head_dim // 2 if pairs is None else pairs, generator=generator)
     cache = torch.full((2, blocks, PAGE, heads[1], head_dim), torch.nan, dtype=dtype, device=device)
     return Case(
         qkv=normal(num_tokens, (heads[0] + 2 * heads[1]) * head_dim),
@@ -97,9 +99,10 @@ def check(case: Case, q: Tensor) -> None:
 def rotated(case: Case, x: Tensor, norm: Tensor | None) -> Tensor:
     if norm is not None:
         x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
-    first, second = x.chunk(2, dim=-1)
+    pairs = case.cos.shape[-1]
+    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
     turned = torch.complex(first, second) * torch.complex(case.cos.double(), case.sin.double())
-    return torch.cat((turned.real, turned.imag), dim=-1)
+    return torch.cat((turned.real, turned.imag, x[..., 2 * pairs :]), dim=-1)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -108,6 +111,18 @@ def rotated(case: Case, x: Tensor, norm: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("heads", HEADS)
 def test_on_a_cpu(heads: str, delta: bool, norm: bool, dtype: torch.dtype) -> None:
     case = make_case(9, HEADS[heads], 24, norm, dtype, delta=delta)
+    check(case, rotate_and_store(*case.arguments()))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_end_of_a_head_may_stay_as_it_is(dtype: torch.dtype) -> None:
+    case = make_case(9, HEADS["gqa"], 24, True, dtype, pairs=9)
+    check(case, rotate_and_store(*case.arguments()))
+
+
+def test_a_norms_weight_may_be_float32() -> None:
+    case = make_case(9, HEADS["gqa"], 24, True, torch.bfloat16)
+    case = replace(case, norms=(1 + torch.randn(24) / 1000, 1 + torch.randn(24) / 1000))
     check(case, rotate_and_store(*case.arguments()))
 
 
@@ -155,6 +170,9 @@ def test_interpreted_kernel() -> None:
                 case = make_case(3, heads, head_dim, norm, torch.float32, delta=delta)
                 case.slots[1] = -1
                 check(case, rotate_and_store_triton(*case.arguments()))
+        for head_dim, pairs in ((16, 6), (24, 1), (10, 4)):
+            case = make_case(3, (4, 2), head_dim, True, torch.float32, delta=True, pairs=pairs)
+            check(case, rotate_and_store_triton(*case.arguments()))
         # The interpreter's rounding to float8 forgets the carry into the exponent: only numbers that need none.
         case = make_case(3, (4, 2), 24, False, torch.float32).in_fp8(0.5, 2.0)
         case.qkv.round_()
@@ -178,6 +196,14 @@ class TestOnGPU:
     ) -> None:
         for delta in (False, True):
             case = make_case(num_tokens, HEADS[heads], head_dim, norm, dtype, "cuda", delta)
+            poison_free_memory()
+            check(case, rotate_and_store(*case.arguments()))
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize(("head_dim", "pairs"), [(128, 48), (96, 32), (80, 5)])
+    def test_the_end_of_a_head_may_stay_as_it_is(self, head_dim: int, pairs: int, dtype: torch.dtype) -> None:
+        for norm in (False, True):
+            case = make_case(19, HEADS["gqa"], head_dim, norm, dtype, "cuda", True, pairs)
             poison_free_memory()
             check(case, rotate_and_store(*case.arguments()))
 

@@ -17,9 +17,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from lorafleet.kernels.gated_mul import gated_mul
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.rope_store import rotate_and_store
-from lorafleet.kernels.silu_mul import silu_mul
 from lorafleet.workers.attention.base import AttentionBackend, KVCache
 from lorafleet.workers.checkpoint import ModelConfig
 from lorafleet.workers.models.layers import LinearOutput, PackedLinear, ResidualNorm, RMSNorm
@@ -93,7 +93,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, step: StepContext) -> LinearOutput:
-        out: LinearOutput = self.down_proj(silu_mul(*self.gate_up_proj(x_TD, step.lora)), step.lora)
+        out: LinearOutput = self.down_proj(gated_mul(*self.gate_up_proj(x_TD, step.lora)), step.lora)
         return out
 
 

@@ -37,16 +37,23 @@ class RankSum:
         return total_TD, self.add_rms_norm(x_TD, None, total_TD, weight_D, eps)
 
     def add_rms_norm(
-        self, x_TD: Tensor, delta_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
+        self,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        residual_TD: Tensor,
+        weight_D: Tensor,
+        eps: float,
+        branch_weight_D: Tensor | None = None,
     ) -> Tensor:
         """As kernels/rms_norm.py's, of every rank's x + delta. May overwrite x."""
         if self._group.size == 1:
-            return add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps)
+            return add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps, branch_weight_D)
         if self._peers is not None and self._peers.areas.holds(x_TD.nbytes):
-            return rank_sum_add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps, self._peers.areas)
+            areas = self._peers.areas
+            return rank_sum_add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps, areas, branch_weight_D)
         # Before the sum, so that one collective carries both.
         total_TD = self._group.all_reduce(x_TD if delta_TD is None else x_TD.add_(delta_TD))
-        return add_rms_norm(total_TD, None, residual_TD, weight_D, eps)
+        return add_rms_norm(total_TD, None, residual_TD, weight_D, eps, branch_weight_D)
 
 
 def _area_bytes(size: int) -> int:

@@ -1,4 +1,4 @@
-"""silu(gate) * up in one launch. kernels/silu_mul.py has its twin.
+"""activation(gate) * up in one launch. kernels/gated_mul.py has its twin.
 
 Idea: elementwise; one program takes BLOCK_I columns of one token, reads them from both halves and rounds once.
 
@@ -14,16 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.gated_mul import Activation
+
 BLOCK_I = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _silu_mul_kernel(
+def _gated_mul_kernel(
     gate_up_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     out_ptr: tl.tensor,
     size: tl.constexpr,
     has_delta: tl.constexpr,
+    is_gelu: tl.constexpr,
     block_i: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -34,23 +37,27 @@ def _silu_mul_kernel(
     if has_delta:
         gate += tl.load(delta_ptr + token * (2 * size) + i, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(delta_ptr + token * (2 * size) + size + i, mask=inside, other=0.0).to(tl.float32)
-    out = gate * tl.sigmoid(gate) * up
+    if is_gelu:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        out = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    else:
+        out = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + token * size + i, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_mul_triton(gate_up_T2I: Tensor, delta_T2I: Tensor | None) -> Tensor:
+def gated_mul_triton(gate_up_T2I: Tensor, delta_T2I: Tensor | None, activation: Activation = "silu") -> Tensor:
     num_tokens, width = gate_up_T2I.shape
     assert width % 2 == 0
     assert gate_up_T2I.is_contiguous()
     assert delta_T2I is None or (delta_T2I.shape == gate_up_T2I.shape and delta_T2I.is_contiguous())
     out_TI = torch.empty(num_tokens, width // 2, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     grid = (num_tokens, triton.cdiv(width // 2, BLOCK_I))
-    _silu_mul_kernel[grid](
+    _gated_mul_kernel[grid](
         gate_up_T2I,
         delta_T2I,
         out_TI,
         size=width // 2,
         has_delta=delta_T2I is not None,
+        is_gelu=activation == "gelu_tanh",
         block_i=BLOCK_I,
         num_warps=4,
     )

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.silu_mul import silu_mul
+from lorafleet.kernels.gated_mul import Activation, gated_mul
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -22,32 +23,38 @@ def deltas(gate_up: Tensor) -> tuple[Tensor | None, ...]:
     return None, gate_up.flip(1).div(8)
 
 
-def check(gate_up: Tensor, delta: Tensor | None, out: Tensor) -> None:
+def check(gate_up: Tensor, delta: Tensor | None, out: Tensor, activation: str = "silu") -> None:
     summed = gate_up.double() if delta is None else gate_up.double() + delta.double()
     gate, up = summed.chunk(2, dim=1)
     assert out.dtype == gate_up.dtype
     tolerance = TOLERANCE[out.dtype]
-    torch.testing.assert_close(out.double(), gate / (1 + (-gate).exp()) * up, atol=tolerance, rtol=tolerance)
+    active = gate / (1 + (-gate).exp())
+    if activation == "gelu_tanh":
+        active = gate / 2 * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
+    torch.testing.assert_close(out.double(), active * up, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_on_a_cpu(dtype: torch.dtype) -> None:
+def test_on_a_cpu(dtype: torch.dtype, activation: Activation) -> None:
     gate_up = make_input(3, 50, dtype)
     for delta in deltas(gate_up):
-        check(gate_up, delta, silu_mul(gate_up.clone(), delta))
+        check(gate_up, delta, gated_mul(gate_up.clone(), delta, activation), activation)
 
 
 def test_interpreted_kernel() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels import silu_mul_triton
-        from tests.kernels.test_silu_mul import check, deltas, make_input
+        from lorafleet.kernels import gated_mul_triton
+        from tests.kernels.test_gated_mul import ACTIVATIONS, check, deltas, make_input
 
-        silu_mul_triton.BLOCK_I = 32
+        gated_mul_triton.BLOCK_I = 32
         for num_tokens, size in ((3, 64), (2, 77), (1, 1)):
             gate_up = make_input(num_tokens, size, torch.float32)
             for delta in deltas(gate_up):
-                check(gate_up, delta, silu_mul_triton.silu_mul_triton(gate_up, delta))
+                for activation in ACTIVATIONS:
+                    out = gated_mul_triton.gated_mul_triton(gate_up, delta, activation)
+                    check(gate_up, delta, out, activation)
     """)
 
 
@@ -57,8 +64,9 @@ class TestOnGPU:
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("num_tokens", [1, 7, 256, 2049])
     @pytest.mark.parametrize("size", [1, 77, 1024, 4864, 14336])
-    def test_equals_the_formula(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_equals_the_formula(self, activation: Activation, size: int, num_tokens: int, dtype: torch.dtype) -> None:
         gate_up = make_input(num_tokens, size, dtype, "cuda")
         for delta in deltas(gate_up):
             poison_free_memory()
-            check(gate_up, delta, silu_mul(gate_up, delta))
+            check(gate_up, delta, gated_mul(gate_up, delta, activation), activation)
