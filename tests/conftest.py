@@ -17,7 +17,7 @@ os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-") 
 
 import s3_server
 from s3_server import RadosGateway
-from tiny_models import Reference, make_adapter, make_model
+from tiny_models import Reference, has_experts, make_adapter, make_model
 
 # Every kind of plain LoRA that PEFT can save, by name.
 ADAPTER_KINDS: dict[str, dict[str, object]] = {
@@ -33,6 +33,11 @@ ADAPTER_KINDS: dict[str, dict[str, object]] = {
     "linear": {"target_modules": "all-linear", "exclude_modules": ["q_proj"], "dtype": "bfloat16"},
     "large": {"r": 64, "lora_alpha": 8, "dtype": "float16"},
 }
+# Over a mixture of experts.
+EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
+    "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    "linear": {"target_modules": "all-linear", "r": 5},
+}
 
 
 class Fleet:
@@ -41,9 +46,10 @@ class Fleet:
     def __init__(self, root: Path, family: str) -> None:
         self.family = family
         self.base = make_model(root / family, family)
+        kinds = EXPERT_ADAPTER_KINDS if has_experts(family) else ADAPTER_KINDS
         self.adapters = {
             kind: make_adapter(root / f"{family}-{kind}", self.base, seed=10 + i, **options)
-            for i, (kind, options) in enumerate(ADAPTER_KINDS.items())
+            for i, (kind, options) in enumerate(kinds.items())
         }
         self.reference = Reference(self.base)
 

@@ -23,11 +23,23 @@ ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "y
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in the place of a layer's MLP. layers: that have it. per_token: experts chosen for a token.
+    sums_to_one: their weights are made to; else they are the probabilities among all experts."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    sums_to_one: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder of the Llama kind. sliding_windows: tokens a query of that layer sees, its own included; None is all.
 
     dtype: the checkpoint's own, None where config.json does not say. eos_token_ids: of generation_config.json where
-    there is one, else of config.json.
+    there is one, else of config.json. experts: None where every layer's MLP is dense.
     """
 
     architecture: str
@@ -49,6 +61,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     dtype: torch.dtype | None
     eos_token_ids: tuple[int, ...]
+    experts: ExpertsConfig | None = None
 
     @property
     def q_size(self) -> int:
@@ -67,19 +80,38 @@ class ModelConfig:
             return int(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
 
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """None where the layer's MLP is dense."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of every projection that plain LoRA may target, by module path below the model."""
+        """(in, out) of every projection that plain LoRA may target, by module path below the model; the experts' are
+        not among them, see expert_shapes()."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        layer = {
+        attention = {
             "self_attn.q_proj": (hidden, self.q_size),
             "self_attn.k_proj": (hidden, self.kv_size),
             "self_attn.v_proj": (hidden, self.kv_size),
             "self_attn.o_proj": (self.q_size, hidden),
+        }
+        dense = {
             "mlp.gate_proj": (hidden, inner),
             "mlp.up_proj": (hidden, inner),
             "mlp.down_proj": (inner, hidden),
         }
-        return {f"layers.{i}.{name}": shape for i in range(self.num_layers) for name, shape in layer.items()}
+        shapes: dict[str, tuple[int, int]] = {}
+        for i in range(self.num_layers):
+            experts = self.experts_of(i)
+            mlp = dense if experts is None else {"mlp.gate": (hidden, experts.count)}
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in (attention | mlp).items()}
+        return shapes
+
+    def expert_shapes(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of each expert's projections; empty without experts."""
+        if self.experts is None:
+            return {}
+        hidden, inner = self.hidden_size, self.experts.intermediate_size
+        return {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -114,9 +146,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(raw.get("rms_norm_eps", family.default_eps)),
         max_position_embeddings=limit,
-        rope=_rope(raw, head_dim, limit),
+        rope=_rope(raw, head_dim, limit, family.default_theta),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,
         o_bias=family.o_bias,
@@ -125,6 +157,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         sliding_windows=family.sliding_windows,
         dtype=_dtype(raw),
         eos_token_ids=tuple(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+        experts=family.experts,
     )
 
 
@@ -180,7 +213,7 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def _rope(raw: dict[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
+def _rope(raw: dict[str, Any], head_dim: int, max_positions: int, default_theta: float) -> RopeConfig:
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
@@ -204,7 +237,7 @@ def _rope(raw: dict[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
     }
     return RopeConfig(
         head_dim=head_dim,
-        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or default_theta),
         max_position_embeddings=max_positions,
         rope_type=kind,
         factor=float(factor or 1.0),
@@ -233,6 +266,9 @@ class Family:
     qk_norm: bool = False
     default_kv_heads: int | None = None  # None: as many as query heads
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    default_eps: float = 1e-6
+    default_theta: float = 10000.0
+    experts: ExpertsConfig | None = None
 
 
 def _llama(raw: dict[str, Any]) -> Family:
@@ -265,6 +301,57 @@ def _qwen3(raw: dict[str, Any]) -> Family:
     )
 
 
+def _mixtral(raw: dict[str, Any]) -> Family:
+    experts = ExpertsConfig(
+        count=_integer(raw, "num_local_experts", 8),
+        per_token=_integer(raw, "num_experts_per_tok", 2),
+        intermediate_size=_integer(raw, "intermediate_size", 14336),
+        sums_to_one=True,
+        layers=frozenset(range(_layers(raw))),
+    )
+    windows = (raw.get("sliding_window"),) * _layers(raw)
+    return Family(
+        windows,
+        4096 * 32,
+        default_kv_heads=8,
+        default_eps=1e-5,
+        default_theta=1e6,
+        experts=_checked(experts),
+    )
+
+
+def _qwen3_moe(raw: dict[str, Any]) -> Family:
+    bias = bool(raw.get("attention_bias", False))
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    every, dense = _integer(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    layers = frozenset(i for i in range(_layers(raw)) if i not in dense and (i + 1) % every == 0)
+    count = "num_experts" if "num_experts" in raw else "num_local_experts"  # transformers 4, and 5
+    experts = ExpertsConfig(
+        count=_integer(raw, count, 128),
+        per_token=_integer(raw, "num_experts_per_tok", 8),
+        intermediate_size=_integer(raw, "moe_intermediate_size", 768),
+        sums_to_one=bool(raw.get("norm_topk_prob", False)),
+        layers=layers,
+    )
+    return Family(
+        (window,) * _layers(raw),
+        32768,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        default_kv_heads=4,
+        experts=_checked(experts) if layers else None,
+    )
+
+
+def _checked(experts: ExpertsConfig) -> ExpertsConfig:
+    if experts.per_token > experts.count:
+        raise ConfigError(
+            f"config.json has num_experts_per_tok={experts.per_token}, more than its {experts.count} experts.", "model"
+        )
+    return experts
+
+
 def _qwen_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
     kinds = raw.get("layer_types")
@@ -280,6 +367,8 @@ def _qwen_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
 _FAMILIES: dict[str, Callable[[dict[str, Any]], Family]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }

@@ -21,8 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.expert_names import engine_name
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.layers import RMSNorm
+from lorafleet.workers.models.moe import SparseMLP
 from lorafleet.workers.models.vocabulary import VocabTable
 
 # Where checkpoints keep what an fp8 KV cache's numbers are multiplied by. kv_scale is both; output_scale its old name.
@@ -74,19 +76,21 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = None) -> None:
     """Raises ConfigError naming the tensor for a missing, unknown or misshapen one."""
     parts = _parts(model)
+    sources = {name: _Source((part,), (name,)) for name, part in parts.items()} | _stacked_experts(model)
     seen: set[str] = set()
     for path in checkpoint_files(folder):
         for name, stored in _tensors(path):
-            part = parts.get(name)
-            if part is None:
+            source = sources.get(engine_name(name))
+            if source is None:
                 if not _ignorable(name, model.config.tie_word_embeddings) and not KV_SCALE.fullmatch(name):
                     raise ConfigError(f"{path} has tensor {name!r}, which {model.config.architecture} does not.")
                 continue
             shape = stored.get_shape()
-            if shape != part.whole_shape:
-                raise ConfigError(f"{path}: {name} has shape {shape}; config.json asks for {part.whole_shape}.")
-            part.held.copy_(stored[part.place])
-            seen.add(name)
+            for part in source.parts:
+                if shape != part.whole_shape:
+                    raise ConfigError(f"{path}: {name} has shape {shape}; config.json asks for {part.whole_shape}.")
+                part.held.copy_(stored[part.place])
+            seen.update(source.fills)
             if progress is not None:
                 progress(len(seen), len(parts))
     missing = sorted(set(parts) - seen)
@@ -157,8 +161,16 @@ class _Part:
     whole_shape: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What one tensor of a file fills: its parts, and which of _parts() are filled by them."""
+
+    parts: tuple[_Part, ...]
+    fills: tuple[str, ...]
+
+
 def _parts(model: DecoderModel) -> dict[str, _Part]:
-    """By the checkpoint tensors' names."""
+    """By the checkpoint tensors' names, those of experts one by one."""
     config, shard = model.config, model.shard
 
     def vocabulary(table: VocabTable) -> _Part:
@@ -190,4 +202,48 @@ def _parts(model: DecoderModel) -> dict[str, _Part]:
             parts[f"model.{name}.weight"] = _Part(weight, place, [outputs, inputs])
         for name, bias in zip(names, biases, strict=linear.bias is not None):
             parts[f"model.{name}.bias"] = _Part(bias, (shard.output(name),), [shapes[name][1]])
+    return parts if config.experts is None else parts | _experts(model)
+
+
+def _experts(model: DecoderModel) -> dict[str, _Part]:
+    """Of every expert its own tensors, as checkpoints on the hub have them."""
+    rows, hidden = model.shard.of_expert, slice(0, model.config.hidden_size)
+    parts: dict[str, _Part] = {}
+    for prefix, held in _held_experts(model):
+        for leaf, (inputs, outputs) in model.config.expert_shapes().items():
+            place = (hidden, rows) if leaf == "down_proj" else (rows, hidden)
+            for expert, weight in enumerate(held[leaf]):
+                parts[f"{prefix}.{expert}.{leaf}.weight"] = _Part(weight, place, [outputs, inputs])
     return parts
+
+
+def _stacked_experts(model: DecoderModel) -> dict[str, _Source]:
+    """All experts' tensors in one, as transformers 5 saves them: gate_up_proj [E, 2I, D], down_proj [E, D, I]."""
+    experts = model.config.experts
+    if experts is None:
+        return {}
+    all_experts, rows, hidden = slice(0, experts.count), model.shard.of_expert, slice(0, model.config.hidden_size)
+    size = experts.intermediate_size
+    up_rows = slice(size + rows.start, size + rows.stop)
+    gate_up_shape = [experts.count, 2 * size, hidden.stop]
+    sources: dict[str, _Source] = {}
+    for prefix, held in _held_experts(model):
+        gate_up = (
+            _Part(held["gate_proj"], (all_experts, rows, hidden), gate_up_shape),
+            _Part(held["up_proj"], (all_experts, up_rows, hidden), gate_up_shape),
+        )
+        down = _Part(held["down_proj"], (all_experts, hidden, rows), [experts.count, hidden.stop, size])
+        for stacked, parts in {"gate_up_proj": gate_up, "down_proj": (down,)}.items():
+            leaves = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
+            fills = tuple(f"{prefix}.{e}.{leaf}.weight" for e in range(experts.count) for leaf in leaves)
+            sources[f"{prefix}.{stacked}"] = _Source(parts, fills)
+    return sources
+
+
+def _held_experts(model: DecoderModel) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The name in the checkpoint, and what this rank holds of all experts' projections, [E, out, in]."""
+    for i, layer in enumerate(model.decoder_layers()):
+        if isinstance(layer.mlp, SparseMLP):
+            gate, up = layer.mlp.gate_up_E2ID.data.chunk(2, dim=1)
+            held = {"gate_proj": gate, "up_proj": up, "down_proj": layer.mlp.down_EDI.data}
+            yield f"model.layers.{i}.mlp.experts", held

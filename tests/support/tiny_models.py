@@ -70,8 +70,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "qwen2_yarn": ("Qwen2", {"rope_parameters": ROPE_YARN, "max_position_embeddings": 256}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 48}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3_moe_step": (
+        "Qwen3Moe",
+        {"head_dim": 32, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"decoder_sparse_step": 2, "norm_topk_prob": False},
+    ),
 }
 ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def has_experts(family: str) -> bool:
+    return FAMILIES[family][0] in ("Mixtral", "Qwen3Moe")
 
 
 @functools.cache
@@ -186,3 +201,10 @@ class Reference:
         ids = torch.tensor([tokens], device=self._device)
         logits = self._model(adapter)(input_ids=ids, past_key_values=cache).logits[0].float().log_softmax(-1).cpu()
         return [logits[i, token].item() for i, token in enumerate(tokens[1:])]
+
+
+def stack_experts(folder: Path) -> Path:
+    """The checkpoint in transformers 5's own layout of experts, in the place of the hub's."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.save_pretrained(folder, save_original_format=False)
+    return folder

@@ -1,4 +1,5 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share; ModelConfig says where they differ.
+"""The decoder that Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE share; ModelConfig says where they differ, and
+which layers have a mixture of experts in the place of an MLP.
 
 One forward pass takes a step's tokens of all sequences in one row [T, D]; which belong together is the attention
 backend's affair, which adapter each uses is LoRABatch's. Under tensor parallelism each rank has its heads, its part of
@@ -23,6 +24,7 @@ from lorafleet.kernels.rope_store import rotate_and_store
 from lorafleet.workers.attention.base import AttentionBackend, KVCache
 from lorafleet.workers.checkpoint import ModelConfig
 from lorafleet.workers.models.layers import LinearOutput, PackedLinear, ResidualNorm, RMSNorm
+from lorafleet.workers.models.moe import SparseMLP
 from lorafleet.workers.models.rope import RotaryEmbedding
 from lorafleet.workers.models.vocabulary import VocabTable
 from lorafleet.workers.tp.group import TPGroup
@@ -92,8 +94,8 @@ class MLP(nn.Module):
             inner, (config.hidden_size,), config.mlp_bias, dtype, device, adds_bias=group.rank == 0
         )
 
-    def forward(self, x_TD: Tensor, step: StepContext) -> LinearOutput:
-        out: LinearOutput = self.down_proj(gated_mul(*self.gate_up_proj(x_TD, step.lora)), step.lora)
+    def forward(self, x_TD: Tensor, lora: LoRABatch | None) -> LinearOutput:
+        out: LinearOutput = self.down_proj(gated_mul(*self.gate_up_proj(x_TD, lora)), lora)
         return out
 
 
@@ -111,14 +113,19 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = ResidualNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ranks)
         self.self_attn = Attention(config, layer, group, dtype, device)
         self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ranks)
-        self.mlp = MLP(config, group, dtype, device)
+        experts = config.experts_of(layer)
+        self.mlp: MLP | SparseMLP = (
+            MLP(config, group, dtype, device)
+            if experts is None
+            else SparseMLP(config.hidden_size, experts, dtype, device)
+        )
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor, step: StepContext) -> LinearOutput:
         """x is the input norm's output. Returns the MLP's, not yet added to the residual: the next layer's norm does
         that, as here the second norm adds what attention gives, in place and in one launch.
         """
         attended = self.self_attn(x_TD, step)
-        out: LinearOutput = self.mlp(self.post_attention_layernorm.add(attended, residual_TD), step)
+        out: LinearOutput = self.mlp(self.post_attention_layernorm.add(attended, residual_TD), step.lora)
         return out
 
 
@@ -181,13 +188,19 @@ class DecoderModel(nn.Module):
         return (cast(DecoderLayer, layer) for layer in self.layers)
 
     def packed_linears(self) -> list[tuple[tuple[str, ...], PackedLinear]]:
-        """Every packed linear, this rank's part, with its projections' module paths, in layer order."""
+        """Every packed linear, this rank's part, with its projections' module paths, in layer order. Of a mixture of
+        experts the router."""
         found: list[tuple[tuple[str, ...], PackedLinear]] = []
         for i, layer in enumerate(self.decoder_layers()):
             attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
             found += [
                 (tuple(f"{attn}.{p}_proj" for p in "qkv"), layer.self_attn.qkv_proj),
                 ((f"{attn}.o_proj",), layer.self_attn.o_proj),
+            ]
+            if isinstance(layer.mlp, SparseMLP):
+                found.append(((f"{mlp}.gate",), layer.mlp.gate))
+                continue
+            found += [
                 ((f"{mlp}.gate_proj", f"{mlp}.up_proj"), layer.mlp.gate_up_proj),
                 ((f"{mlp}.down_proj",), layer.mlp.down_proj),
             ]

@@ -2,7 +2,7 @@
 
 q, k, v, gate and up are divided by output, o and down by input, so that a layer needs two sums over the ranks, one
 after o and one after down. Embedding and head are divided by vocabulary. Where there are fewer KV heads than ranks,
-several ranks hold the same one.
+several ranks hold the same one. Each expert of a mixture is divided as an MLP is, and routers are whole on every rank.
 Source: Megatron-LM, arXiv 1909.08053.
 """
 
@@ -30,11 +30,15 @@ class Shard:
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> Shard:
         """Raises ConfigError where the model cannot be divided so."""
-        for name, total in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+        divided = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+        if config.experts is not None:
+            divided["moe_intermediate_size"] = config.experts.intermediate_size
+        for name, total in divided.items():
             if total % size:
+                sizes = [f"{name}={total}" for name, total in divided.items()]
                 raise ConfigError(
-                    f"tensor_parallel_size={size} does not divide the model's {name}={total}. Use a divisor of both "
-                    f"num_attention_heads={config.num_heads} and intermediate_size={config.intermediate_size}.",
+                    f"tensor_parallel_size={size} does not divide the model's {name}={total}. Use a divisor of "
+                    f"{' and '.join(sizes)}.",
                     "tensor_parallel_size",
                 )
         heads = config.num_kv_heads
@@ -49,6 +53,9 @@ class Shard:
             num_heads=config.num_heads // size,
             num_kv_heads=max(1, heads // size),
             intermediate_size=config.intermediate_size // size,
+            experts=None
+            if config.experts is None
+            else replace(config.experts, intermediate_size=config.experts.intermediate_size // size),
         )
         return cls(rank, size, config, local)
 
@@ -72,7 +79,15 @@ class Shard:
             first = self.rank * self.whole.num_kv_heads // self.size
             start = first * self.whole.head_dim
             return slice(start, start + self.local.kv_size)
+        if name == "gate" and self.whole.experts is not None:  # the router, which every rank has whole
+            return slice(0, self.whole.experts.count)
         return self._equal_part(self.local.q_size if name == "q_proj" else self.local.intermediate_size)
+
+    @property
+    def of_expert(self) -> slice:
+        """Of each expert's intermediate size: rows of its gate and up, columns of its down."""
+        assert self.local.experts is not None
+        return self._equal_part(self.local.experts.intermediate_size)
 
     def input(self, projection: str) -> slice:
         """Columns of the projection's weight and of a LoRA A."""

@@ -1,0 +1,62 @@
+"""The entries to a mixture of experts: the router's choice, and the chosen experts' MLPs with their weighted sum.
+
+A pair is a token with one of its experts: pair p is token p // K with its expert p % K. On CUDA the launches depend on
+the number of tokens alone, not on the choice, so that a captured graph serves any (kernels/moe_triton.py).
+"""
+
+# T tokens · E experts · K experts a token · N = T * K pairs · D hidden size · I intermediate size · O out
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lorafleet.kernels.gated_mul import gated_mul
+from lorafleet.kernels.moe_torch import PairsByExpert, combine_torch, route_torch
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """expert_TK: int32, each token's own, all different. weight_TK: float32."""
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+
+
+def route(logits_TE: Tensor, per_token: int, sums_to_one: bool) -> Routing:
+    """The per_token experts with the largest logits. Their weights are their probabilities among all experts, divided
+    by their sum if sums_to_one."""
+    if logits_TE.is_cuda:
+        from lorafleet.kernels.moe_route_triton import route_triton  # triton is optional on a CPU
+
+        return Routing(*route_triton(logits_TE, per_token, sums_to_one))
+    return Routing(*route_torch(logits_TE, per_token, sums_to_one))
+
+
+def experts_mlp(x_TD: Tensor, routing: Routing, gate_up_E2ID: Tensor, down_EDI: Tensor) -> Tensor:
+    """[T, D]: of each token the weighted sum of its experts' down(silu(gate x) * up x)."""
+    pairs = _grouped(routing.expert_TK, len(down_EDI))
+    gate_up_N2I = pairs.linear(x_TD, gate_up_E2ID)
+    down_ND = pairs.linear(gated_mul(gate_up_N2I, None), down_EDI)
+    if x_TD.is_cuda:
+        from lorafleet.kernels.moe_route_triton import combine_triton
+
+        return combine_triton(down_ND, routing.weight_TK)
+    return combine_torch(down_ND, routing.weight_TK)
+
+
+class _Pairs(Protocol):
+    """All pairs of a step, grouped by expert."""
+
+    def linear(self, x: Tensor, w_EOD: Tensor) -> Tensor:
+        """[N, O]: x times its expert's w, of each pair. x is [T, D], or [N, D]."""
+
+
+def _grouped(expert_TK: Tensor, num_experts: int) -> _Pairs:
+    if expert_TK.is_cuda:
+        from lorafleet.kernels.moe_triton import ExpertTiles
+
+        return ExpertTiles.of(expert_TK, num_experts)
+    return PairsByExpert.of(expert_TK)

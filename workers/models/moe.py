@@ -1,0 +1,35 @@
+"""A mixture of experts in the place of a layer's MLP: a router chooses some experts for each token.
+
+Under tensor parallelism each rank has a part of every expert, and the whole router, whose choice is the same on all.
+"""
+
+# T tokens · D hidden size · I this rank's intermediate size of an expert · E experts
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lorafleet.kernels.lora_batch import LoRABatch
+from lorafleet.kernels.moe import experts_mlp, route
+from lorafleet.workers.checkpoint import ExpertsConfig
+from lorafleet.workers.models.layers import LinearOutput, PackedLinear, parameter
+
+
+class SparseMLP(nn.Module):
+    """gate_up_E2ID: of each expert the rows of its gate_proj, then of its up_proj."""
+
+    def __init__(self, hidden_size: int, experts: ExpertsConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        inner = experts.intermediate_size
+        self.experts = experts
+        self.gate = PackedLinear(hidden_size, (experts.count,), False, dtype, device)
+        self.gate_up_E2ID = parameter(experts.count, 2 * inner, hidden_size, dtype=dtype, device=device)
+        self.down_EDI = parameter(experts.count, hidden_size, inner, dtype=dtype, device=device)
+
+    def forward(self, x_TD: Tensor, lora: LoRABatch | None) -> LinearOutput:
+        logits_TE, delta_TE = self.gate(x_TD, lora)
+        if delta_TE is not None:
+            logits_TE = logits_TE.add_(delta_TE)
+        routing = route(logits_TE, self.experts.per_token, self.experts.sums_to_one)
+        return experts_mlp(x_TD, routing, self.gate_up_E2ID, self.down_EDI), None
