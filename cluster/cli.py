@@ -12,12 +12,17 @@ import typer
 from pydantic.fields import FieldInfo
 
 from lorafleet.cluster.cli_adapters import adapters
+from lorafleet.cluster.cli_compare import compare
+from lorafleet.cluster.cli_convert import convert
 from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
 from lorafleet.resolvers.config import HTTPConfig, HubConfig, S3Config
 from lorafleet.workers.errors import LorafleetError
 
-# vLLM takes several values after one of these flags
-SEVERAL_VALUES = ("--lora-modules", "--lora-paths", "--served-model-name", "--lora-resolvers")
+# Several values may follow one of these flags, as with vLLM
+SEVERAL_VALUES = (
+    *("--lora-modules", "--lora-paths", "--served-model-name", "--lora-resolvers"),
+    *("--merge", "--weights", "--adapters"),
+)
 PANELS = {"model": "Model", "device": "Engine", "enable_lora": "Adapters", "num_replicas": "Cluster"}  # first fields
 
 app = typer.Typer(help="Serve one base model and many LoRA adapters.", no_args_is_help=True, add_completion=False)
@@ -91,6 +96,8 @@ def _with_options(function: Any) -> Any:
 
 app.add_typer(adapters, name="adapters")
 app.command("serve")(_with_options(_serve))
+app.command("convert")(convert)
+app.command("compare")(compare)
 
 
 def spread_values(arguments: list[str]) -> list[str]:
@@ -98,7 +105,7 @@ def spread_values(arguments: list[str]) -> list[str]:
     spread: list[str] = []
     flag, values = "", 0
     for argument in arguments:
-        if argument.startswith("-"):
+        if argument.startswith("-") and not _is_number(argument):
             flag, values = (argument if argument in SEVERAL_VALUES else ""), 0
         elif flag:
             values += 1
@@ -106,6 +113,15 @@ def spread_values(arguments: list[str]) -> list[str]:
                 spread.append(flag)
         spread.append(argument)
     return spread
+
+
+def _is_number(text: str) -> bool:
+    """A negative weight is no flag."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def main() -> None:

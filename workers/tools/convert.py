@@ -1,0 +1,108 @@
+"""`lorafleet convert`: one adapter, or several mixed, as a PEFT adapter of today.
+
+Layouts and old fields are always put right; a kind that has an exact plain LoRA becomes one, another stays what it is.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from lorafleet.workers.errors import AdapterUnsupported
+from lorafleet.workers.tools.base_model import BaseModel
+from lorafleet.workers.tools.kind import is_plain, kind_of
+from lorafleet.workers.tools.layouts import read_layout
+from lorafleet.workers.tools.low_rank import Reduced, reduce_rank
+from lorafleet.workers.tools.mixing import Mixing, mix
+from lorafleet.workers.tools.new_folder import new_folder
+from lorafleet.workers.tools.peft_files import PEFTFiles
+from lorafleet.workers.tools.plain_lora import PlainLoRA, cast_all
+from lorafleet.workers.tools.reading import read_forms
+from lorafleet.workers.tools.tokenizer_files import copy_file, tokenizer_files
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What was done. reduced: what each module lost where a rank was asked for, or a mixture has one."""
+
+    kind: str
+    changes: list[str]
+    num_modules: int
+    max_rank: int | None
+    reduced: dict[str, Reduced] = field(default_factory=dict)
+
+
+def convert(
+    source: Path, target: Path, base: BaseModel | None, *, dtype: torch.dtype | None = None, rank: int | None = None
+) -> Conversion:
+    """dtype: None leaves what is stored, and float32 where values were computed. rank: the largest that may stay.
+
+    base: needed by kinds whose adapter means something only with the base's weights. Raises AdapterError, ConfigError.
+    """
+    files = read_layout(source)
+    if rank is None and is_plain(files.config, files.tensors):
+        _check(files, base)
+        return _write(files, target, dtype, kind_of(files.config), source)
+    try:
+        plain = _plain(files, base)
+    except AdapterUnsupported as error:
+        if rank is not None:
+            raise
+        kind = kind_of(files.config)
+        kept = replace(files, changes=[*files.changes, f"kept as {kind}, which no plain LoRA equals: {error.message}"])
+        return _write(kept, target, dtype, kind, source)
+    changes = [*files.changes]
+    if not is_plain(files.config, files.tensors):
+        changes.append(f"{kind_of(files.config)} -> plain LoRA")
+    reduced = {}
+    if rank is not None:
+        reduced = {name: reduce_rank(pair, rank) for name, pair in plain.modules.items()}
+        plain = replace(plain, modules={name: one.pair for name, one in reduced.items()})
+    written = _write(plain.to_files(changes), target, dtype, "LoRA", source)
+    return replace(written, max_rank=plain.max_rank, reduced=reduced)
+
+
+def convert_several(
+    sources: Sequence[Path],
+    weights: Sequence[float],
+    target: Path,
+    base: BaseModel | None,
+    how: Mixing,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Conversion:
+    """One adapter that is the weighted mixture of several (mixing.py)."""
+    adapters = [_plain(read_layout(source), base) for source in sources]
+    mixture, reduced = mix(adapters, weights, how)
+    changes = [f"{how.method} of {len(adapters)} adapters"]
+    written = _write(mixture.to_files(changes), target, dtype, "LoRA", sources[0])
+    return replace(written, max_rank=mixture.max_rank, reduced=reduced)
+
+
+def _plain(files: PEFTFiles, base: BaseModel | None) -> PlainLoRA:
+    """Through the reader of the server, so that it means here what it means there."""
+    with tempfile.TemporaryDirectory(prefix="lorafleet-convert-") as draft:
+        files.write(Path(draft))
+        forms = read_forms(Path(draft), base, "source").forms
+    base_name = files.config.get("base_model_name_or_path")
+    return PlainLoRA.from_forms(forms, base_name if isinstance(base_name, str) else None)
+
+
+def _check(files: PEFTFiles, base: BaseModel | None) -> None:
+    """A damaged adapter is no better for being written anew."""
+    _plain(files, base)
+
+
+def _write(files: PEFTFiles, target: Path, dtype: torch.dtype | None, kind: str, tokenizer_of: Path) -> Conversion:
+    if dtype is not None:
+        files = replace(files, tensors=cast_all(files.tensors, dtype))
+    with new_folder(target) as folder:
+        files.write(folder)
+        for name in tokenizer_files(tokenizer_of):
+            copy_file(tokenizer_of, folder, name)
+    modules = {name.rsplit(".lora_", 1)[0] for name in files.tensors if ".lora_" in name}
+    return Conversion(kind, files.changes, len(modules), None)
