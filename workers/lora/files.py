@@ -145,8 +145,7 @@ def open_weights(folder: AdapterFolder) -> OpenFile:
             return folder.open(name, max_bytes)
     if folder.has("adapters.safetensors"):
         raise AdapterUnsupported(
-            "adapters.safetensors is mlx-lm's layout, which is not served yet. Convert it to PEFT's "
-            f"{SAFETENSORS_NAME}."
+            "adapters.safetensors is mlx-lm's layout, which is not served; `lorafleet convert` makes PEFT's of it."
         )
     raise AdapterMissing(f"{shown(str(folder.path))} has neither {SAFETENSORS_NAME} nor {BIN_NAME}.")
 

@@ -1,0 +1,180 @@
+"""`lorafleet inspect`: what an adapter's folder holds, what it would cost, and whether a base would take it.
+
+Every verdict is the server's own reader's. Nothing is repaired and nothing is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lorafleet.workers.errors import LorafleetError
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.files import CONFIG_NAME, AdapterFolder, folder_digest, read_config
+from lorafleet.workers.lora.forms import AdapterForms
+from lorafleet.workers.lora.model import LoRAModel
+from lorafleet.workers.lora.strict_json import read_json_object
+from lorafleet.workers.tools.base_model import BaseModel
+from lorafleet.workers.tools.kind import kind_of
+from lorafleet.workers.tools.layouts import peft_name
+from lorafleet.workers.tools.mlx import is_mlx
+from lorafleet.workers.tools.reading import read_forms, tensor_infos
+from lorafleet.workers.tools.tokenizer_files import tokenizer_files
+from lorafleet.workers.tp.adapter_sharding import AdapterSharding
+from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.shard import Shard
+from lorafleet.workers.weights import stored_dtype
+
+MAX_FILES_LISTED = 100
+_TABLES = ("base_model.model.model.embed_tokens.", "base_model.model.lm_head.")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """On one base. refusal: what the server would answer, and its class; None where it would load.
+
+    bytes_per_gpu: of each tensor-parallel rank, in the serving dtype.
+    """
+
+    base: str
+    refusal: str | None = None
+    error: str | None = None
+    bytes_per_gpu: list[int] = field(default_factory=list)
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What could be found out; None where the files are too damaged to tell.
+
+    shapes: (inputs, outputs) that a base must have, by a module's last name. vocabulary: rows of embedding and head in
+    the files. refusal: by the reader alone, without a base.
+    """
+
+    path: str
+    kind: str | None
+    files: dict[str, int]
+    digest: str | None = None
+    base_name: str | None = None
+    ranks: dict[int, int] = field(default_factory=dict)
+    targets: dict[str, int] = field(default_factory=dict)
+    num_layers: int = 0
+    shapes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    dtypes: dict[str, int] = field(default_factory=dict)
+    num_values: int = 0
+    vocabulary: dict[str, int] = field(default_factory=dict)
+    tokenizer: list[str] = field(default_factory=list)
+    refusal: str | None = None
+    error: str | None = None
+    fits: list[Fit] = field(default_factory=list)
+
+
+def inspect_folder(path: Path, name: str) -> Inspection:
+    """name: of the adapter, in messages. Raises AdapterMissing where there is no folder; all else is in the result."""
+    folder = AdapterFolder.at(path)
+    found = Inspection(name, None, _files(folder.path), tokenizer=tokenizer_files(folder.path))
+    try:
+        config = read_json_object(read_config(folder), CONFIG_NAME)
+    except LorafleetError as error:
+        return _refused(found, error)
+    base_name = config.get("base_model_name_or_path")
+    kind = "mlx-lm's layout" if is_mlx(folder, config) else kind_of(config)
+    found = dataclasses.replace(found, kind=kind, base_name=base_name if isinstance(base_name, str) else None)
+    try:
+        found = dataclasses.replace(_with_tensors(found, path), digest=folder_digest(path))
+        return _with_forms(found, read_forms(path, None, name).forms)
+    except LorafleetError as error:
+        return _refused(found, error)
+
+
+def fit(path: Path, name: str, base: BaseModel, config: LoRAConfig, tp: int, *, fully_sharded: bool) -> Fit:
+    """Loads it as each of `tp` ranks would."""
+    dtype = config.serving_dtype(base.config.dtype or stored_dtype(base.folder))
+    sizes = []
+    try:
+        for rank in range(tp):
+            sharding = AdapterSharding(Shard.of(base.config, rank, tp), TPGroup(rank, tp), fully_sharded)
+            model = LoRAModel.from_local_checkpoint(
+                path,
+                shapes=base.config.linear_shapes(),
+                config=config,
+                dtype=dtype,
+                name=name,
+                sharding=sharding,
+            )
+            sizes.append(_tensor_bytes(model))
+    except LorafleetError as error:
+        return Fit(base.folder.name, error.message, type(error).__name__)
+    return Fit(base.folder.name, bytes_per_gpu=sizes, dtype=str(dtype).removeprefix("torch."))
+
+
+def _files(folder: Path) -> dict[str, int]:
+    with os.scandir(folder) as entries:
+        found = {entry.name: entry.stat(follow_symlinks=True).st_size for entry in entries if entry.is_file()}
+    return dict(sorted(found.items())[:MAX_FILES_LISTED])
+
+
+def _refused(found: Inspection, error: LorafleetError) -> Inspection:
+    return dataclasses.replace(found, refusal=error.message, error=type(error).__name__)
+
+
+def _with_tensors(found: Inspection, path: Path) -> Inspection:
+    infos = tensor_infos(path)
+    values = {name: torch.Size(info.shape).numel() for name, info in infos.items()}
+    rows = {
+        table.split(".")[-2]: info.shape[0]
+        for name, info in infos.items()
+        for table in _TABLES
+        if peft_name(name).startswith(table) and name.endswith(("embed_tokens.weight", "lm_head.weight")) and info.shape
+    }
+    return dataclasses.replace(
+        found,
+        dtypes=dict(Counter(info.dtype for info in infos.values())),
+        num_values=sum(values.values()),
+        vocabulary=rows,
+    )
+
+
+def _with_forms(found: Inspection, forms: AdapterForms) -> Inspection:
+    pairs = {name: form.low_rank for name, form in forms.linears.items() if form.low_rank is not None}
+    shapes: dict[str, set[tuple[int, int]]] = {}
+    for name, pair in pairs.items():
+        shapes.setdefault(name.rpartition(".")[2], set()).add((pair.a_RD.shape[1], pair.b_OR.shape[0]))
+    targets = Counter(name.rpartition(".")[2] for name in (*forms.linears, *forms.norms))
+    targets.update(
+        name for name, form in (("embed_tokens", forms.embedding), ("lm_head", forms.head)) if form is not None
+    )
+    layers = {name.split(".")[1] for name in forms.linears if name.startswith("layers.")}
+    return dataclasses.replace(
+        found,
+        ranks=dict(sorted(Counter(pair.rank for pair in pairs.values()).items())),
+        targets=dict(targets),
+        num_layers=1 + max((int(layer) for layer in layers), default=-1),
+        shapes={leaf: sorted(found) for leaf, found in shapes.items()},
+    )
+
+
+def _tensor_bytes(held: object) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in _tensors(held))
+
+
+def _tensors(held: object) -> list[Tensor]:
+    """All that a dataclass of tensors holds."""
+    if isinstance(held, Tensor):
+        return [held]
+    if isinstance(held, Mapping):
+        parts = [*held.values()]
+    elif isinstance(held, list | tuple):
+        parts = [*held]
+    elif dataclasses.is_dataclass(held) and not isinstance(held, type):
+        parts = [getattr(held, one.name) for one in dataclasses.fields(held)]
+    else:
+        return []
+    return [tensor for part in parts for tensor in _tensors(part)]
