@@ -32,6 +32,8 @@ PREFILL_ROWS = 64  # rows of a tile in steps that have a prefill; half precision
 LEAST_ROWS = 16  # tl.dot's least M
 KEY_BYTES = 16384  # of one step's keys: 64 keys of 128 bf16 numbers
 SPLIT_KEYS = 512  # keys a program of a decode step takes
+LOG2_E = math.log2(math.e)
+TWO_LOG2_E = tl.constexpr(2 * LOG2_E)
 NO_WINDOW = 1 << 30  # as a window: every key is inside
 
 
@@ -52,6 +54,7 @@ def _attention_kernel(
     num_seqs: tl.tensor,
     window: tl.tensor,
     scale_log2: tl.tensor,
+    softcap_log2: tl.tensor,
     v_scale: tl.tensor,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -61,6 +64,7 @@ def _attention_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     split_keys: tl.constexpr,
+    has_softcap: tl.constexpr,
 ) -> None:
     group: tl.constexpr = heads // kv_heads
     tokens_of_tile: tl.constexpr = block_m // group
@@ -106,6 +110,8 @@ def _attention_kernel(
         kv_row = (block.to(tl.int64) * page + n % page) * (kv_heads * head_dim) + kv_head * head_dim
         k = tl.load(k_ptr + kv_row[None, :] + d[:, None], mask=inside_head[:, None] & (n < high)[None, :], other=0.0)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
+        if has_softcap:
+            scores = softcap_log2 * (1.0 - 2.0 / (tl.exp2(scores * (TWO_LOG2_E / softcap_log2)) + 1.0))  # tanh
         visible = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
         scores = tl.where(visible & ((n >= low) & (n < high))[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -225,11 +231,12 @@ def paged_attention(
     window: int | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of the step's tokens over their sequences' cached keys, theirs included; [T, H, D] in q's dtype.
 
     window: how many tokens a query sees, counting its own. k_scale and v_scale multiply what the caches hold. The
-    cache's blocks past a sequence's context are never read.
+    cache's blocks past a sequence's context are never read. softcap: bounds the scores, as AttentionSpec says.
     """
     tokens, heads, head_dim = q_THD.shape
     page, kv_heads = k_NPGD.shape[1:3]
@@ -262,7 +269,8 @@ def paged_attention(
         q_THD.stride(0),
         tokens,
         window,
-        scale * k_scale * math.log2(math.e),
+        scale * k_scale * LOG2_E,
+        1.0 if softcap is None else softcap * LOG2_E,
         v_scale,
         heads=heads,
         kv_heads=kv_heads,
@@ -272,6 +280,7 @@ def paged_attention(
         block_n=block_n,
         block_d=block_d,
         split_keys=SPLIT_KEYS if merged else 0,
+        has_softcap=softcap is not None,
         num_stages=2,
     )
     if merged:

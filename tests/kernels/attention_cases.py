@@ -102,7 +102,7 @@ def in_fp8(case: PagedCase, k_scale: float, v_scale: float) -> PagedCase:
     return replace(case, k_NPGD=rounded(case.k_NPGD, k_scale), v_NPGD=rounded(case.v_NPGD, v_scale), past=past)
 
 
-def naive_attention(case: PagedCase, scale: float, window: int | None) -> Tensor:
+def naive_attention(case: PagedCase, scale: float, window: int | None, softcap: float | None = None) -> Tensor:
     """All scores in float64 from the sequences' own keys: knows nothing of blocks."""
     outs = []
     for (k, v), q, context in zip(case.past, case.q_THD.split(case.query_lens), case.context_lens, strict=True):
@@ -112,6 +112,8 @@ def naive_attention(case: PagedCase, scale: float, window: int | None) -> Tensor
         key_L = torch.arange(context, device=q.device)
         seen_QL = (key_L <= position_Q1) & (key_L > position_Q1 - (window or context))
         scores_HQL = torch.einsum("qhd,lhd->hql", q.double(), k_LHD) * scale
+        if softcap is not None:
+            scores_HQL = softcap * (scores_HQL / softcap).tanh()
         weights_HQL = scores_HQL.masked_fill(~seen_QL, -torch.inf).softmax(-1)
         outs.append(torch.einsum("hql,lhd->qhd", weights_HQL, v_LHD))
     return torch.cat(outs)

@@ -10,7 +10,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 def attend(
-    case: PagedCase, scale: float, window: int | None, kv_scales: tuple[float, float] = (1.0, 1.0)
+    case: PagedCase,
+    scale: float,
+    window: int | None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+    softcap: float | None = None,
 ) -> torch.Tensor:
     from lorafleet.kernels.paged_attention import PagedBatch, paged_attention
 
@@ -18,7 +22,7 @@ def attend(
     batch = PagedBatch.build(
         case.query_lens, case.context_lens, case.block_tables, PAGE, group, case.q_THD.dtype, case.q_THD.device
     )
-    return paged_attention(case.q_THD, case.k_NPGD, case.v_NPGD, batch, scale, window, *kv_scales)
+    return paged_attention(case.q_THD, case.k_NPGD, case.v_NPGD, batch, scale, window, *kv_scales, softcap)
 
 
 def test_interpreted_kernel_equals_naive_attention() -> None:
@@ -39,6 +43,8 @@ def test_interpreted_kernel_equals_naive_attention() -> None:
             case.write_new_tokens()
             for window in (None, 7):
                 out, want = attend(case, 0.2, window), naive_attention(case, 0.2, window)
+                torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+                out, want = attend(case, 2.0, window, softcap=3.0), naive_attention(case, 2.0, window, 3.0)
                 torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
         case = in_fp8(case, 0.03, 0.01)
         out, want = attend(case, 0.2, 7, (0.03, 0.01)), naive_attention(case, 0.2, 7)
@@ -61,6 +67,15 @@ class TestOnGPU:
     @pytest.mark.parametrize("name", ["long_decodes", "mixed"])
     def test_any_head_dim(self, name: str, head_dim: int, dtype: torch.dtype) -> None:
         check(make_case(BATCHES[name], (8, 2), head_dim, dtype, "cuda"), None)
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize(("head_dim", "softcap", "fp8"), [(64, 3.0, False), (256, 50.0, False), (256, 3.0, True)])
+    @pytest.mark.parametrize("window", [None, WINDOW])
+    @pytest.mark.parametrize("name", BATCHES)
+    def test_capped_scores(
+        self, name: str, window: int | None, head_dim: int, softcap: float, fp8: bool, dtype: torch.dtype
+    ) -> None:
+        check(make_case(BATCHES[name], (8, 4), head_dim, dtype, "cuda"), window, fp8, softcap)
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("window", [None, WINDOW])
@@ -96,13 +111,14 @@ class TestOnGPU:
         assert torch.equal(attend(case, 0.1, None), want)
 
 
-def check(case: PagedCase, window: int | None, fp8: bool = False) -> None:
-    scale = case.q_THD.shape[2] ** -0.5
+def check(case: PagedCase, window: int | None, fp8: bool = False, softcap: float | None = None) -> None:
+    """A cap is made to count by larger scores."""
+    scale = case.q_THD.shape[2] ** -0.5 * (1.0 if softcap is None else softcap)
     case.write_new_tokens()
     kv_scales = (0.03, 0.01) if fp8 else (1.0, 1.0)
     if fp8:
         case = in_fp8(case, *kv_scales)
     poison_free_memory()
-    out = attend(case, scale, window, kv_scales)
+    out, want = attend(case, scale, window, kv_scales, softcap), naive_attention(case, scale, window, softcap)
     tolerance = TOLERANCE[case.q_THD.dtype]
-    torch.testing.assert_close(out.double(), naive_attention(case, scale, window), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)

@@ -20,7 +20,8 @@ class AttentionSpec:
     """What stays the same for the life of the engine.
 
     sliding_windows: for each layer, how many tokens a query sees counting its own; None is all of them.
-    scale: multiplies q.k before the softmax. kv_dtype: what the caches hold: dtype, or float8_e4m3fn.
+    scale: multiplies q.k before the softmax. kv_dtype: what the caches hold: dtype, or float8_e4m3fn. softcap: bounds
+    the scaled scores s by softcap * tanh(s / softcap), as Gemma 2 does; None does not.
     """
 
     num_heads: int
@@ -32,6 +33,7 @@ class AttentionSpec:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     device: torch.device
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

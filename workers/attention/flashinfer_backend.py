@@ -241,6 +241,7 @@ def _options(spec: AttentionSpec, window: int | None) -> dict[str, Any]:
     return {
         "window_left": -1 if window is None else window - 1,  # theirs does not count the token itself
         "sm_scale": spec.scale,
+        "logits_soft_cap": spec.softcap,
         "q_data_type": spec.dtype,
         "kv_data_type": spec.kv_dtype,
     }

@@ -85,12 +85,25 @@ class TorchAttention:
             heads = group.num_seqs * num_kv_heads
             q_XRD = q_THD.reshape(heads, -1, head_dim)
             k_XDL = k.view(heads, -1, head_dim).transpose(1, 2)
-            weights_XRL = torch.baddbmm(bias, q_XRD, k_XDL, alpha=scale).softmax(-1)
-            return torch.bmm(weights_XRL, v.view(heads, -1, head_dim)).view(q_THD.shape)
+            if spec.softcap is None:
+                scores_XRL = torch.baddbmm(bias, q_XRD, k_XDL, alpha=scale)
+            else:
+                scores_XRL = _capped(torch.bmm(q_XRD, k_XDL), scale, spec.softcap).add_(bias)
+            return torch.bmm(scores_XRL.softmax(-1), v.view(heads, -1, head_dim)).view(q_THD.shape)
         # In half precision the scores must stay fp32: the fused operator does that.
         shape = (group.num_seqs, num_kv_heads, -1, head_dim)
+        q_BHQD = q_THD.reshape(group.num_seqs, group.query_len, spec.num_heads, head_dim).transpose(1, 2)
+        if spec.softcap is not None:
+            assert bias is not None
+            # The fused operator has no cap.
+            q_BGXD = q_BHQD.reshape(shape).float()
+            scores_BGXL = _capped(q_BGXD @ k.view(shape).float().transpose(2, 3), scale, spec.softcap)
+            scores_BHQL = scores_BGXL.view(*q_BHQD.shape[:3], -1).add_(bias)
+            weights_BGXL = scores_BHQL.softmax(-1).view(scores_BGXL.shape)
+            out_BHQD = (weights_BGXL @ v.view(shape).float()).view(q_BHQD.shape).to(q_THD.dtype)
+            return out_BHQD.transpose(1, 2).reshape(q_THD.shape)
         out_BHQD = F.scaled_dot_product_attention(
-            q_THD.reshape(group.num_seqs, group.query_len, spec.num_heads, head_dim).transpose(1, 2),
+            q_BHQD,
             k.view(shape),
             v.view(shape),
             attn_mask=bias,
@@ -99,6 +112,11 @@ class TorchAttention:
             enable_gqa=spec.num_heads != num_kv_heads,
         )
         return out_BHQD.transpose(1, 2).reshape(q_THD.shape)
+
+
+def _capped(products: Tensor, scale: float, softcap: float) -> Tensor:
+    """In place, of float32."""
+    return products.mul_(scale / softcap).tanh_().mul_(softcap)
 
 
 def _rows(cache_NPGD: Tensor) -> Tensor:
@@ -114,7 +132,7 @@ class _Group:
     padded_tokens: int64 [B * Q], which of the step's tokens each padded query is. tokens: the same without padding, and
     valid their places in padded_tokens (None: no padding). kv_rows: int64 [B * G * L], rows of a cache seen as
     [N * P * G, D]. biases: for each distinct window, what is added to the scores: [B * G, 1, L] where the float32
-    decode form takes it, else [B, 1, Q, L]; None stands for plain causal attention of one whole prompt.
+    decode form takes it, else [B, 1, Q, L]; None stands for plain causal attention of one whole prompt, uncapped.
     """
 
     num_seqs: int
@@ -158,7 +176,8 @@ class _Group:
         biases: dict[int | None, Tensor | None] = {}
         for window in set(spec.sliding_windows):
             reach = longest_context if window is None else window
-            if len(members) == 1 and longest_context == longest_query <= reach and longest_query > 1:
+            is_whole_prompt = len(members) == 1 and longest_context == longest_query <= reach and longest_query > 1
+            if is_whole_prompt and spec.softcap is None:
                 biases[window] = None
                 continue
             hidden_BQL = key_L > position_BQ1

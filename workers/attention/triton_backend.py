@@ -38,6 +38,6 @@ class TritonAttention:
         window = self._spec.sliding_windows[layer]
         scales = cache.k_scale, cache.v_scale
         attended_THD = paged_attention(
-            q_THD, cache.k_NPGD, cache.v_NPGD, self._paged, self._spec.scale, window, *scales
+            q_THD, cache.k_NPGD, cache.v_NPGD, self._paged, self._spec.scale, window, *scales, self._spec.softcap
         )
         return attended_THD if out_THD is None else out_THD.copy_(attended_THD)

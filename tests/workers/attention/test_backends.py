@@ -27,17 +27,20 @@ def make_spec(
     dtype: torch.dtype,
     device: str,
     kv_dtype: torch.dtype | None = None,
+    softcap: float | None = None,
 ) -> AttentionSpec:
+    """Scores are made so large that a cap counts."""
     return AttentionSpec(
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=head_dim,
-        scale=1.3 * head_dim**-0.5,
+        scale=(1.3 if softcap is None else softcap) * head_dim**-0.5,
         sliding_windows=windows,
         block_size=PAGE,
         dtype=dtype,
         kv_dtype=kv_dtype or dtype,
         device=torch.device(device),
+        softcap=softcap,
     )
 
 
@@ -57,7 +60,7 @@ def check_batch(make: type[AttentionBackend], spec: AttentionSpec, lens: list[tu
         out = backend.attend(layer, case.q_THD)
         assert out.dtype == spec.dtype
         assert out.shape == case.q_THD.shape
-        want = naive_attention(case, spec.scale, window)
+        want = naive_attention(case, spec.scale, window, spec.softcap)
         torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
 
 
@@ -79,6 +82,13 @@ def test_torch_in_half_precision(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", BATCHES)
 def test_torch_over_an_fp8_cache(name: str, dtype: torch.dtype) -> None:
     check_batch(TorchAttention, make_spec((4, 2), (None, WINDOW), 32, dtype, "cpu", FP8), BATCHES[name])
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", BATCHES)
+def test_torch_caps_scores(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    check_batch(TorchAttention, make_spec((4, 2), (None, WINDOW), 24, dtype, "cpu", kv_dtype, 3.0), BATCHES[name])
 
 
 def test_torch_takes_one_backend_through_many_steps() -> None:
@@ -148,14 +158,32 @@ class TestFP8OnGPU:
         check_batch(TorchAttention, make_spec((4, 2), (None, WINDOW), 64, torch.bfloat16, "cuda", FP8), BATCHES[name])
 
 
+@pytest.mark.parametrize("name", BATCHES)
+class TestCappedScoresOnGPU:
+    pytestmark = needs_gpu
+
+    def test_triton(self, name: str) -> None:
+        from lorafleet.workers.attention.triton_backend import TritonAttention
+
+        spec = make_spec((8, 4), (None, WINDOW), 256, torch.bfloat16, "cuda", softcap=50.0)
+        check_batch(TritonAttention, spec, BATCHES[name])
+
+    @needs_flashinfer
+    @pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
+    def test_flashinfer(self, name: str) -> None:
+        spec = make_spec((8, 4), (None, None), 128, torch.bfloat16, "cuda", softcap=50.0)
+        check_batch(FlashInferAttention, spec, BATCHES[name])
+
+
 @needs_flashinfer
 @pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
 class TestFlashInferPlans:
     pytestmark = needs_gpu
 
+    @pytest.mark.parametrize("softcap", [None, 50.0])
     @pytest.mark.parametrize("windows", LAYER_WINDOWS)
-    def test_graph_answers_for_each_new_batch(self, windows: str) -> None:
-        spec = make_spec(HEADS["gqa"], LAYER_WINDOWS[windows], 128, torch.bfloat16, "cuda")
+    def test_graph_answers_for_each_new_batch(self, windows: str, softcap: float | None) -> None:
+        spec = make_spec(HEADS["gqa"], LAYER_WINDOWS[windows], 128, torch.bfloat16, "cuda", softcap=softcap)
         cases = [make_case([(1, c) for c in lens], HEADS["gqa"], 128, torch.bfloat16, "cuda") for lens in CONTEXTS]
         for case in cases:
             case.write_new_tokens()
@@ -176,7 +204,7 @@ class TestFlashInferPlans:
             backend.plan(AttentionBatch(case.query_lens, case.context_lens, spare))
             graph.replay()
             for out, window in zip(outs, spec.sliding_windows, strict=True):
-                want = naive_attention(case, spec.scale, window)
+                want = naive_attention(case, spec.scale, window, softcap)
                 torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
 
 
