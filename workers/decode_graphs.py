@@ -127,7 +127,13 @@ class DecodeGraphs:
 
         def forward() -> Tensor:
             hidden_BD = self._model(
-                inputs.tokens(), inputs.position_T, None, inputs.kv_slot_T, self._caches, attention, lora
+                inputs.tokens(),
+                inputs.position_T,
+                inputs.rope_length_T,
+                inputs.kv_slot_T,
+                self._caches,
+                attention,
+                lora,
             )
             # In the model's dtype: a copy to float32, which the largest one does not need, takes 100 us at 256 rows.
             logits_BW = self._model.logits(hidden_BD)

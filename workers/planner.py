@@ -21,7 +21,6 @@ def plan_step(
     row_of: Mapping[str, int],
     first_known: int,
     block_size: int,
-    needs_rope_lengths: bool,
     slot_ranks: list[int],
 ) -> StepPlan:
     """row_of: of each request that the last step sampled for, where the host has not read its token yet.
@@ -46,7 +45,6 @@ def plan_step(
             for end, chunk in zip(ends, chunks, strict=True)
             if (predicted := predicted_tokens(chunk))
         ],
-        rope_lengths=_rope_lengths(chunks) if needs_rope_lengths else None,
         slot_ranks=slot_ranks,
     )
 
@@ -74,18 +72,12 @@ def predicted_tokens(chunk: Chunk) -> list[int]:
     return after[: seq.num_prompt - seq.num_computed - 1]
 
 
-def _rope_lengths(chunks: Sequence[Chunk]) -> list[int]:
-    """Of each token, see RotaryEmbedding.cos_sin."""
-    starts = [(chunk.sequence, chunk.sequence.num_computed, chunk.num_tokens) for chunk in chunks]
-    return [max(seq.num_prompt, at + 1) for seq, start, count in starts for at in range(start, start + count)]
-
-
 def _fields(chunks: Sequence[Chunk], row_of: Mapping[str, int], first_known: int, size: int) -> Rows:
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     rows_FT: Rows = np.empty((FIELDS, num_tokens), np.int64)
-    token_T, source_T, position_T, kv_slot_T = rows_FT
+    token_T, source_T, position_T, rope_length_T, kv_slot_T = rows_FT
     source_T[:] = np.arange(first_known, first_known + num_tokens)
-    singles: list[tuple[int, int, int, int, int]] = []
+    singles: list[tuple[int, ...]] = []
     at = 0
     for chunk in chunks:
         seq = chunk.sequence
@@ -94,13 +86,15 @@ def _fields(chunks: Sequence[Chunk], row_of: Mapping[str, int], first_known: int
         last = seq.tokens[end - 1]
         source = row_of[seq.request_id] if last == UNKNOWN else first_known + at + chunk.num_tokens - 1
         if chunk.num_tokens == 1:  # nearly all chunks; numpy would take several times as long for each
-            singles.append((at, last, source, start, table[start // size] * size + start % size))
+            length = max(seq.num_rotated, end)
+            singles.append((at, last, source, start, length, table[start // size] * size + start % size))
         else:
             span = slice(at, at + chunk.num_tokens)
             positions = np.arange(start, end)
             token_T[span] = seq.tokens[start:end]
             source_T[at + chunk.num_tokens - 1] = source
             position_T[span] = positions
+            rope_length_T[span] = np.maximum(positions + 1, seq.num_rotated)
             kv_slot_T[span] = np.asarray(table)[positions // size] * size + positions % size
         at += chunk.num_tokens
     if singles:

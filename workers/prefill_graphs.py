@@ -121,7 +121,13 @@ class PrefillGraphs:
 
         def forward(cuts: _Cuts) -> Tensor:
             out_TD: Tensor = self._model(
-                inputs.tokens(), inputs.position_T, None, inputs.kv_slot_T, self._caches, cuts, lora
+                inputs.tokens(),
+                inputs.position_T,
+                inputs.rope_length_T,
+                inputs.kv_slot_T,
+                self._caches,
+                cuts,
+                lora,
             )
             return out_TD
 

@@ -86,7 +86,6 @@ class ModelRunner:
             row_of={} if last is None else last.row_of,
             first_known=self._inputs.first_known,
             block_size=self._block_size,
-            needs_rope_lengths=self.steps.model.config.rope.depends_on_length,
             slot_ranks=[] if self.loras is None else self.loras.slots.ranks,
         )
         if self._others is not None:

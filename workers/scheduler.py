@@ -87,8 +87,11 @@ class Scheduler:
 
     @property
     def may_preempt(self) -> bool:
-        """Whether the next step might run out of blocks: then it must know every token of the last."""
-        return self.kv.num_free < len(self.running)
+        """Whether the next step might run out of blocks, or begin a sequence anew: then it must know every token of
+        the last."""
+        if self.kv.num_free < len(self.running):
+            return True
+        return self._rope.depends_on_length and any(self._turns_anew(sequence) for sequence in self.running)
 
     def launched(self, chunk: Chunk) -> None:
         """The chunk's step is under way: the next one goes on behind it."""
@@ -121,6 +124,10 @@ class Scheduler:
             num_tokens = 1 if is_decode else min(sequence.num_uncomputed, budget)
             if num_tokens == 0 or sequence.blocks is None:
                 continue  # no room, or preempted for one before it
+            if self._turns_anew(sequence):
+                sequence.num_rotated = len(sequence.tokens)
+                self._preempt(sequence)
+                continue
             if not self._grow_or_preempt(sequence, num_tokens):
                 break  # the sequence itself was the youngest, and with it the last
             (decodes if is_decode else prompts).append(self._chunk(sequence, num_tokens))
@@ -231,10 +238,13 @@ class Scheduler:
         return True
 
     def _cache_salt(self, sequence: Sequence, digest: str) -> Hashable:
-        """Keys and values depend on the adapter, and under dynamic rope scaling on the prompt's length too."""
-        if self._rope.depends_on_length and len(sequence.tokens) > self._rope.max_position_embeddings:
-            return digest, sequence.num_prompt
-        return digest
+        """Keys and values depend on the adapter, and under some rope scalings on the sequence's length too."""
+        if not self._rope.depends_on_length:
+            return digest
+        return digest, self._rope.key_variant(sequence.num_rotated, len(sequence.tokens))
+
+    def _turns_anew(self, sequence: Sequence) -> bool:
+        return self._rope.turns_anew(sequence.num_rotated, len(sequence.tokens))
 
     def waiting_adapters(self) -> list[LoRARequest]:
         found: dict[str, LoRARequest] = {}

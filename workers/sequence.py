@@ -62,10 +62,14 @@ class Sequence:
     fallback_reason: str | None = None
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     group: Group = field(default_factory=lambda: Group(""))
+    num_rotated: int = field(init=False)
     lane: Lane = field(init=False)
     tier: Tier | Literal[""] = ""  # where its adapter was when it was queued
     queued_s: float = 0.0
     started_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.num_rotated = self.num_prompt
 
     @property
     def num_uncomputed(self) -> int:

@@ -95,12 +95,13 @@ def build_rank(
         num_heads=model.shard.local.num_heads,
         num_kv_heads=model.shard.local.num_kv_heads,
         head_dim=model_config.head_dim,
-        scale=model_config.head_dim**-0.5,
+        scale=model_config.attention_scale,
         sliding_windows=model_config.sliding_windows,
         block_size=config.block_size,
         dtype=dtype,
         kv_dtype=_kv_dtype(config, dtype, device),
         device=device,
+        softcap=model_config.attention_softcap,
     )
     num_blocks, max_model_len = _size_cache(config, model, spec)
     scales = _kv_scales(config, model_config, spec)
@@ -108,7 +109,7 @@ def build_rank(
     attention = make_attention(spec, caches, config.attention_backend)
     inputs = StepInputs(config.max_num_seqs, config.max_num_batched_tokens, num_blocks * config.block_size, device)
     decode_graphs = prefill_graphs = None
-    if device.type == "cuda" and not config.enforce_eager and not model_config.rope.depends_on_length:
+    if device.type == "cuda" and not config.enforce_eager:
         sizes = graph_sizes(config.max_num_seqs)
         decode_graphs = DecodeGraphs(model, caches, attention, inputs, sizes, num_blocks, slots, max_model_len, device)
         counts = graph_token_counts(config.max_num_batched_tokens)

@@ -23,12 +23,14 @@ from lorafleet.workers.step_plan import FIELDS, Rows
 class InputTensors:
     """Views for a step of T tokens, all int64. pool: the last step's samples, then the tokens that the host knows.
 
-    source_T: each token's place in the pool. kv_slot_T: block * block size + offset, where its key and value go.
+    source_T: each token's place in the pool. rope_length_T: as RotaryEmbedding.cos_sin takes it. kv_slot_T: block *
+    block size + offset, where its key and value go.
     """
 
     pool: Tensor
     source_T: Tensor
     position_T: Tensor
+    rope_length_T: Tensor
     kv_slot_T: Tensor
 
     def tokens(self) -> Tensor:
@@ -50,8 +52,8 @@ class StepInputs:
     def tensors(self, num_tokens: int) -> InputTensors:
         start = self.first_known
         ends = [start + num_tokens * field for field in range(FIELDS + 1)]
-        source_T, position_T, kv_slot_T = (self._device_block[begin:end] for begin, end in pairwise(ends[1:]))
-        return InputTensors(self._device_block[: ends[1]], source_T, position_T, kv_slot_T)
+        behind = [self._device_block[begin:end] for begin, end in pairwise(ends[1:])]
+        return InputTensors(self._device_block[: ends[1]], *behind)
 
     def upload(self, fields_FT: Rows, num_tokens: int) -> None:
         """num_tokens: with the padding."""
@@ -60,10 +62,11 @@ class StepInputs:
         host = self._host[: FIELDS * num_tokens]
         rows_FT, used = host.view(FIELDS, num_tokens).numpy(), fields_FT.shape[1]
         rows_FT[:, :used] = fields_FT
-        token_T, source_T, position_T, kv_slot_T = rows_FT[:, used:]
+        token_T, source_T, position_T, rope_length_T, kv_slot_T = rows_FT[:, used:]
         token_T[:] = 0
         source_T[:] = np.arange(self.first_known + used, self.first_known + num_tokens)
         position_T[:] = 0
+        rope_length_T[:] = 1
         kv_slot_T[:] = self._trash_slot
         start = self.first_known
         self._device_block[start : start + len(host)].copy_(host, non_blocking=True)

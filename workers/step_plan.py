@@ -14,7 +14,7 @@ import numpy as np
 from lorafleet.kernels.lora_batch import BASE_SLOT
 from lorafleet.workers.attention.base import AttentionBatch
 
-FIELDS = 4  # token, source, position, KV slot
+FIELDS = 5  # token, source, position, rope length, KV slot
 Rows = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
@@ -23,8 +23,8 @@ class StepPlan:
     """fields_FT: as StepInputs has them. slots: of each sequence, or BASE_SLOT where the step's tokens of it use no
     adapter. base_lens: how many of its tokens in the step come before its adapter begins to work. sampling: the rows of
     the step whose next token is chosen. is_greedy: all of these tokens are the largest logits' and nobody wants to see
-    logits. prompts: (first row, count) of those that predict prompt tokens, where asked for. rope_lengths: of each
-    token, where the model's rotation depends on them. slot_ranks: LoRAModelManager.ranks, of every slot.
+    logits. prompts: (first row, count) of those that predict prompt tokens, where asked for. slot_ranks:
+    LoRAModelManager.ranks, of every slot.
     """
 
     fields_FT: Rows
@@ -34,7 +34,6 @@ class StepPlan:
     sampling: list[int]
     is_greedy: bool
     prompts: list[tuple[int, int]]
-    rope_lengths: list[int] | None
     slot_ranks: list[int]
 
     @property

@@ -128,17 +128,22 @@ class StepRunner:
         self._attention.plan(plan.attention)
         self.inputs.mark_copied()
         inputs = self.inputs.tensors(plan.num_tokens)
-        lengths_T = None if plan.rope_lengths is None else to_device(plan.rope_lengths, torch.int64, self.device)
         lora = None
         if self._slots is not None:
             max_rank = _rank_class(max((plan.slot_ranks[slot] for slot in plan.slots if slot != BASE_SLOT), default=0))
             tile_tokens = TILE_TOKENS if plan.is_decode else prompt_tile_tokens(plan.num_tokens)
             lora = LoRABatch.build(plan.lora_slots, self._slots.tables, max_rank, tile_tokens)
-        return self._run_model(inputs, lengths_T, lora)
+        return self._run_model(inputs, lora)
 
-    def _run_model(self, inputs: InputTensors, lengths_T: Tensor | None, lora: LoRABatch | None) -> Tensor:
+    def _run_model(self, inputs: InputTensors, lora: LoRABatch | None) -> Tensor:
         hidden_TD: Tensor = self.model(
-            inputs.tokens(), inputs.position_T, lengths_T, inputs.kv_slot_T, self.caches, self._attention, lora
+            inputs.tokens(),
+            inputs.position_T,
+            inputs.rope_length_T,
+            inputs.kv_slot_T,
+            self.caches,
+            self._attention,
+            lora,
         )
         return hidden_TD
 
@@ -158,7 +163,7 @@ class StepRunner:
             inputs = self.inputs.tensors(count)
             for max_rank in sorted({_rank_class(rank) for rank in range(1, max_lora_rank + 1)}):
                 lora = LoRABatch.build([0] * count, self._slots.tables, max_rank, tile_tokens)
-                self._run_model(inputs, inputs.position_T, lora)
+                self._run_model(inputs, lora)
         torch.cuda.synchronize(self.device)
 
 

@@ -89,7 +89,7 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
             for part in source.parts:
                 if shape != part.whole_shape:
                     raise ConfigError(f"{path}: {name} has shape {shape}; config.json asks for {part.whole_shape}.")
-                part.held.copy_(stored[part.place])
+                part.fill(stored)
             seen.update(source.fills)
             if progress is not None:
                 progress(len(seen), len(parts))
@@ -134,7 +134,7 @@ def fill_randomly(model: DecoderModel) -> None:
         if "norm" in name:
             part.held.fill_(1.0)
         else:
-            generator.manual_seed(zlib.crc32(f"{name} {part.place}".encode()))
+            generator.manual_seed(zlib.crc32(f"{name} {part.places}".encode()))
             part.held.normal_(std=0.02, generator=generator)
 
 
@@ -154,11 +154,23 @@ def _ignorable(name: str, tied: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What this rank holds of a checkpoint's tensor. held: a parameter, or rows of one; place: where in the whole."""
+    """What this rank holds of a checkpoint's tensor. held: a parameter, or rows of one; places: where in the whole its
+    rows are, in order. added: to the checkpoint's values, in held's dtype."""
 
     held: Tensor
-    place: tuple[slice, ...]
+    places: list[tuple[slice, ...]]
     whole_shape: list[int]
+    added: float = 0.0
+
+    def fill(self, stored: _Stored) -> None:
+        at = 0
+        for place in self.places:
+            values = stored[place]
+            self.held[at : at + len(values)].copy_(values)
+            at += len(values)
+        assert at == len(self.held)
+        if self.added:
+            self.held.add_(self.added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,33 +187,26 @@ def _parts(model: DecoderModel) -> dict[str, _Part]:
 
     def vocabulary(table: VocabTable) -> _Part:
         place = (shard.vocabulary, slice(0, config.hidden_size))
-        return _Part(table.weight.data[: table.num_tokens], place, [config.vocab_size, config.hidden_size])
+        return _Part(table.weight.data[: table.num_tokens], [place], [config.vocab_size, config.hidden_size])
 
     def norm(norm: RMSNorm) -> _Part:
         size = norm.weight.shape[0]
-        return _Part(norm.weight.data, (slice(0, size),), [size])
+        return _Part(norm.weight.data, [(slice(0, size),)], [size], added=1.0 if config.norm_adds_one else 0.0)
 
-    parts = {"model.embed_tokens.weight": vocabulary(model.embed_tokens), "model.norm.weight": norm(model.norm)}
+    parts = {"model.embed_tokens.weight": vocabulary(model.embed_tokens)}
     if not config.tie_word_embeddings:
         parts["lm_head.weight"] = vocabulary(model.lm_head)
-    for i, layer in enumerate(model.decoder_layers()):
-        norms = {
-            "input_layernorm": layer.input_layernorm,
-            "post_attention_layernorm": layer.post_attention_layernorm,
-            "self_attn.q_norm": layer.self_attn.q_norm,
-            "self_attn.k_norm": layer.self_attn.k_norm,
-        }
-        parts |= {f"model.layers.{i}.{name}.weight": norm(n) for name, n in norms.items() if n is not None}
+    parts |= {f"model.{name}.weight": norm(n) for name, n in model.norms()}
     shapes = config.linear_shapes()
     for names, linear in model.packed_linears():
         weights = linear.weight.data.split(linear.out_features)
         biases = () if linear.bias is None else linear.bias.data.split(linear.out_features)
         for name, weight in zip(names, weights, strict=True):
             inputs, outputs = shapes[name]
-            place = (shard.output(name), shard.input(name))
-            parts[f"model.{name}.weight"] = _Part(weight, place, [outputs, inputs])
+            places: list[tuple[slice, ...]] = [(rows, shard.input(name)) for rows in shard.outputs(name)]
+            parts[f"model.{name}.weight"] = _Part(weight, places, [outputs, inputs])
         for name, bias in zip(names, biases, strict=linear.bias is not None):
-            parts[f"model.{name}.bias"] = _Part(bias, (shard.output(name),), [shapes[name][1]])
+            parts[f"model.{name}.bias"] = _Part(bias, [(rows,) for rows in shard.outputs(name)], [shapes[name][1]])
     return parts if config.experts is None else parts | _experts(model)
 
 
@@ -213,7 +218,7 @@ def _experts(model: DecoderModel) -> dict[str, _Part]:
         for leaf, (inputs, outputs) in model.config.expert_shapes().items():
             place = (hidden, rows) if leaf == "down_proj" else (rows, hidden)
             for expert, weight in enumerate(held[leaf]):
-                parts[f"{prefix}.{expert}.{leaf}.weight"] = _Part(weight, place, [outputs, inputs])
+                parts[f"{prefix}.{expert}.{leaf}.weight"] = _Part(weight, [place], [outputs, inputs])
     return parts
 
 
@@ -229,10 +234,10 @@ def _stacked_experts(model: DecoderModel) -> dict[str, _Source]:
     sources: dict[str, _Source] = {}
     for prefix, held in _held_experts(model):
         gate_up = (
-            _Part(held["gate_proj"], (all_experts, rows, hidden), gate_up_shape),
-            _Part(held["up_proj"], (all_experts, up_rows, hidden), gate_up_shape),
+            _Part(held["gate_proj"], [(all_experts, rows, hidden)], gate_up_shape),
+            _Part(held["up_proj"], [(all_experts, up_rows, hidden)], gate_up_shape),
         )
-        down = _Part(held["down_proj"], (all_experts, hidden, rows), [experts.count, hidden.stop, size])
+        down = _Part(held["down_proj"], [(all_experts, hidden, rows)], [experts.count, hidden.stop, size])
         for stacked, parts in {"gate_up_proj": gate_up, "down_proj": (down,)}.items():
             leaves = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
             fills = tuple(f"{prefix}.{e}.{leaf}.weight" for e in range(experts.count) for leaf in leaves)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,22 @@ ROPE_YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+ROPE_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 1.0, 1.3, 3.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 5.0, 7.0, 9.0],
+}
+ROPE_LONG_PARTIAL = ROPE_LONG | {
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.2, 1.5, 2.0, 1.1, 3.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 5.0, 9.0],
+}
+ROPE_BY_LAYER_TYPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
     "llama3": ("Llama", {"rope_parameters": ROPE_LLAMA3, "tie_word_embeddings": True}),
@@ -80,6 +97,50 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"head_dim": 32, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         | {"decoder_sparse_step": 2, "norm_topk_prob": False},
+    ),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2_untied": (
+        "Gemma2",
+        GEMMA
+        | {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": ("Gemma3", GEMMA | {"rope_parameters": ROPE_BY_LAYER_TYPE, "sliding_window_pattern": 2}),
+    "gemma3_untied": (
+        "Gemma3",
+        GEMMA
+        | {
+            "sliding_window_pattern": 3,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 8}),
+    "phi3_long": (
+        "Phi3",
+        {
+            "rope_parameters": ROPE_LONG,
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "phi3_partial": (
+        "Phi3",
+        {
+            "rope_parameters": ROPE_LONG
+            | {
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.2, 1.5, 2.0, 1.1, 3.0],
+                "long_factor": [1.0, 2.0, 4.0, 8.0, 5.0, 9.0],
+            },
+            "original_max_position_embeddings": 32,
+        },
     ),
 }
 ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -110,9 +171,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
     name, options = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**(COMMON | options | overrides))
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    config = model_class.config_class(**(COMMON | options | overrides))
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = model_class(config)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias") or "norm" in parameter_name:
             torch.nn.init.normal_(parameter, mean=0.0 if parameter_name.endswith("bias") else 1.0, std=0.1)
@@ -127,6 +189,8 @@ def make_adapter(
     """A PEFT adapter with random B, saved by PEFT itself."""
     settings = {"r": 8, "lora_alpha": 16, "target_modules": ALL_TARGETS, "lora_dropout": 0.0} | options
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if base.config.model_type == "phi3":
+        settings = fused_names(settings)
     torch.manual_seed(seed)
     wrapped = peft.get_peft_model(base, peft.LoraConfig(**settings))
     for name, parameter in wrapped.named_parameters():
@@ -139,6 +203,18 @@ def make_adapter(
     path.write_text(json.dumps(config))
     (folder / "README.md").unlink(missing_ok=True)
     return folder
+
+
+def fused_names(value: Any) -> Any:
+    """The same options for a model whose q, k and v are one linear, and gate and up."""
+    if isinstance(value, dict):
+        return {fused_names(key): fused_names(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return list(dict.fromkeys(map(fused_names, value)))
+    if not isinstance(value, str):
+        return value
+    value = re.sub(r"\b[qkv]_proj", "qkv_proj", value.replace("(k|", "(qkv|"))
+    return re.sub(r"\b(gate|up)_proj", "gate_up_proj", value)
 
 
 @dataclass(frozen=True, slots=True)

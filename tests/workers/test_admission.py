@@ -19,7 +19,7 @@ class Queue:
 
     def __init__(self, max_queued: int | None, max_tokens: int | None = None) -> None:
         self.now = 1000.0
-        rope = RopeConfig(head_dim=8, theta=10000.0, max_position_embeddings=16384)
+        rope = RopeConfig(rotary_dim=8, theta=10000.0, max_position_embeddings=16384)
         self.scheduler = Scheduler(KVCacheManager(4096, 16, False), None, rope, 2, 8192, 512)
         self.admission = Admission(self.scheduler, max_queued, max_tokens, lambda: self.now)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from lorafleet.workers.checkpoint import read_model_config
@@ -37,6 +38,8 @@ def edit(model: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ],
@@ -77,6 +80,68 @@ def test_the_spelling_of_transformers_4_means_the_same(model):
     theta = rope.pop("rope_theta")
     old = edit(model, rope_parameters=..., dtype=..., rope_theta=theta, rope_scaling=rope, torch_dtype="float32")
     assert read_model_config(old) == new
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
+        ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "dynamic"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        ("phi3", {"partial_rotary_factor": 0.7, "rope_parameters": {}}, "partial_rotary_factor=0.7"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_name(tmp_path, family, changes, named):
+    with pytest.raises(UnsupportedModel, match=named):
+        read_model_config(edit(make_model(tmp_path / "model", family), **changes))
+
+
+def test_longrope_without_a_factor_for_each_frequency_is_refused(tmp_path):
+    model = make_model(tmp_path / "model", "phi3_long")
+    rope = json.loads((model / "config.json").read_text())["rope_parameters"]
+    with pytest.raises(ConfigError, match="no long_factor with 8 numbers"):
+        read_model_config(edit(model, rope_parameters=rope | {"long_factor": [1.0]}))
+
+
+def test_phi_3_as_transformers_4_wrote_it_means_the_same(tmp_path):
+    model = make_model(tmp_path / "model", "phi3_partial")
+    new = read_model_config(model)
+    rope = json.loads((model / "config.json").read_text())["rope_parameters"]
+    scaling = {"type": "su", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    old = {"rope_theta": 10000.0, "partial_rotary_factor": 0.75, "rope_scaling": scaling}
+    assert read_model_config(edit(model, rope_parameters=..., **old)) == new
+
+
+def test_gemma_3_as_transformers_4_wrote_it_means_the_same(tmp_path):
+    model = make_model(tmp_path / "model", "gemma3")
+    new = read_model_config(model)
+    old = {"rope_theta": 100000.0, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 2}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    assert read_model_config(edit(model, rope_parameters=..., layer_types=..., rope_scaling=scaling, **old)) == new
+
+
+def test_what_a_config_leaves_out_is_the_familys_default(tmp_path):
+    for family in ("Gemma2", "Gemma3", "Phi3"):
+        name = f"{family}ForCausalLM"
+        default = getattr(transformers, name).config_class()
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+        found = read_model_config(tmp_path)
+        assert found.vocab_size == default.vocab_size
+        assert found.hidden_size == default.hidden_size
+        assert found.intermediate_size == default.intermediate_size
+        assert found.num_layers == default.num_hidden_layers
+        assert (found.num_heads, found.num_kv_heads) == (default.num_attention_heads, default.num_key_value_heads)
+        assert found.rms_norm_eps == default.rms_norm_eps
+        assert found.max_position_embeddings == default.max_position_embeddings
+        assert found.tie_word_embeddings == default.tie_word_embeddings
+        assert found.final_softcap == getattr(default, "final_logit_softcapping", None)
+        assert found.attention_softcap == getattr(default, "attn_logit_softcapping", None)
+        kinds = getattr(default, "layer_types", ["sliding_attention"] * default.num_hidden_layers)
+        windows = [default.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        assert list(found.sliding_windows) == windows
+        assert found.eos_token_ids == (default.eos_token_id,)
 
 
 def test_a_sharded_checkpoint_is_the_same_model(model, prompt):

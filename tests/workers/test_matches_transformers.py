@@ -30,7 +30,7 @@ def test_base_model_answers_as_transformers_does(fleet, prompt, family):
         assert_same(output, made.reference.greedy(p, 12))
 
 
-@pytest.mark.parametrize("family", ["llama3", "llama_bias", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3", "llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
 def test_mixed_adapters_answer_as_peft_does(fleet, prompt, family):
     made = fleet(family)
     llm = LLM(
@@ -117,3 +117,24 @@ def test_lora_dtype_may_differ_from_the_base(fleet, prompt):
     [output] = llm.generate({"prompt_token_ids": ids}, params, LoRARequest("linear", 1, str(adapter)))
     found = [p.logprob for p in output.prompt_logprobs[1:]]
     assert found == pytest.approx(made.reference.logprobs(ids, adapter), abs=0.2)
+
+
+@pytest.mark.parametrize("family", ["phi3_long", "phi3_partial"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_past_the_trained_length_longrope_turns_all_keys_anew(fleet, prompt, family, overlap):
+    made = fleet(family)
+    llm = LLM(str(made.base), kv_cache_tokens=2048, max_num_seqs=8, async_scheduling=overlap)
+    prompts = [prompt(n) for n in (24, 31, 32, 33)]  # trained with 32
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)
+    for p, output in zip(prompts, outputs, strict=True):
+        assert_same(output, made.reference.greedy(p, 12))
+
+
+def test_keys_of_short_sequences_are_not_taken_for_those_of_long_ones(fleet, prompt):
+    made = fleet("phi3_long")
+    llm = LLM(str(made.base), kv_cache_tokens=2048)
+    whole = prompt(64)
+    for length, cached in ((20, 0), (64, 0), (20, 16), (64, 48)):
+        [output] = llm.generate({"prompt_token_ids": whole[:length]}, GREEDY)
+        assert output.num_cached_tokens == cached
+        assert_same(output, made.reference.greedy(whole[:length], 12))

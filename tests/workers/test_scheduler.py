@@ -18,7 +18,7 @@ def sequence(name: str, num_prompt: int, max_tokens: int = 1000, lora: LoRAReque
 
 
 def scheduler(*, max_num_seqs=256, most=8192, mixed=512, caching=False, loras=None, num_blocks=4096) -> Scheduler:
-    rope = RopeConfig(head_dim=8, theta=10000.0, max_position_embeddings=16384)
+    rope = RopeConfig(rotary_dim=8, theta=10000.0, max_position_embeddings=16384)
     return Scheduler(KVCacheManager(num_blocks, 16, caching), loras, rope, max_num_seqs, most, mixed)
 
 

@@ -26,7 +26,7 @@ def chunk(name: str, tokens: list[int], num_computed: int, table: list[int], num
 
 
 def fields(inputs: StepInputs, chunks: list[Chunk], row_of: dict[str, int]) -> Rows:
-    return plan_step(chunks, row_of, inputs.first_known, BLOCK, False, []).fields_FT
+    return plan_step(chunks, row_of, inputs.first_known, BLOCK, []).fields_FT
 
 
 def test_tokens_come_from_the_host_or_from_the_last_step_and_padding_goes_to_the_trash():
@@ -42,6 +42,7 @@ def test_tokens_come_from_the_host_or_from_the_last_step_and_padding_goes_to_the
     found = inputs.tensors(14)
     assert found.tokens().tolist() == [73, *range(103, 110), 6, 51, 52, 71, 0, 0]
     assert found.position_T.tolist() == [5, *range(3, 10), 1, 1, 2, 3, 0, 0]
+    assert found.rope_length_T.tolist() == [6, *range(4, 11), 2, 2, 3, 4, 1, 1]
     prompt = [1 * 4 + 3, *(9 * 4 + i for i in range(4)), 5 * 4, 5 * 4 + 1]
     assert found.kv_slot_T.tolist() == [30 * 4 + 1, *prompt, 9, 33, 34, 35, TRASH, TRASH]
 
@@ -58,7 +59,7 @@ def test_tokens_before_an_activated_adapter_begins_use_the_base():
     def slots(num_computed: int, num_tokens: int, first_adapted: int) -> tuple[list[int], list[int]]:
         one = chunk("one", list(range(20)), num_computed, [0, 1, 2, 3, 4], num_tokens)
         one.sequence.slot, one.sequence.first_adapted = 3, first_adapted
-        plan = plan_step([one], {}, 8, BLOCK, False, [])
+        plan = plan_step([one], {}, 8, BLOCK, [])
         return plan.slots, plan.lora_slots
 
     assert slots(0, 6, 0) == ([3], [3] * 6)

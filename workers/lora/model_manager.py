@@ -196,6 +196,5 @@ class LoRAModelManager:
 def _packed_lora(index: int, names: tuple[str, ...], sharding: AdapterSharding, tables: LoRATables) -> PackedLoRA:
     """names: the module paths of its projections, which share an input and so a layout."""
     inputs = sharding.input(names[0])
-    outputs = [sharding.output(name) for name in names]
-    out_features = tuple(part.stop - part.start for part in outputs)
+    out_features = tuple(sum(part.stop - part.start for part in sharding.outputs(name)) for name in names)
     return PackedLoRA(index, inputs.stop - inputs.start, out_features, tables, sharding.layout(names[0]))

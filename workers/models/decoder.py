@@ -1,5 +1,5 @@
-"""The decoder that Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE share; ModelConfig says where they differ, and
-which layers have a mixture of experts in the place of an MLP.
+"""The decoder that Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, Mixtral and Qwen3-MoE share; ModelConfig says
+where they differ, and which layers have a mixture of experts in the place of an MLP.
 
 One forward pass takes a step's tokens of all sequences in one row [T, D]; which belong together is the attention
 backend's affair, which adapter each uses is LoRABatch's. Under tensor parallelism each rank has its heads, its part of
@@ -36,12 +36,11 @@ from lorafleet.workers.tp.shard import Shard
 class StepContext:
     """What every layer needs of a step.
 
-    cos and sin are [T, 1, head size / 2]. caches: one a layer. slot_mapping_T: int64, block * block size + offset,
-    where each token's key and value are written.
+    rotations, caches: one a layer; a rotation is cos and sin, both [T, 1, F], F pairs of a head's numbers.
+    slot_mapping_T: int64, block * block size + offset, where each token's key and value are written.
     """
 
-    cos: Tensor
-    sin: Tensor
+    rotations: list[tuple[Tensor, Tensor]]
     slot_mapping_T: Tensor
     caches: list[KVCache]
     attention: AttentionBackend
@@ -56,12 +55,13 @@ class Attention(nn.Module):
         self.layer = layer
         self.eps = config.rms_norm_eps
         qkv = (config.q_size, config.kv_size, config.kv_size)
-        self.qkv_proj = PackedLinear(config.hidden_size, qkv, config.qkv_bias, dtype, device)
+        self.qkv_proj = PackedLinear(config.hidden_size, _slices(config, qkv), config.qkv_bias, dtype, device)
         self.o_proj = PackedLinear(
             config.q_size, (config.hidden_size,), config.o_bias, dtype, device, adds_bias=group.rank == 0
         )
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
+        norm_dtype = config.norm_dtype(dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, norm_dtype, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, norm_dtype, device) if config.qk_norm else None
 
     def forward(self, x_TD: Tensor, step: StepContext) -> LinearOutput:
         cache = step.caches[self.layer]
@@ -69,8 +69,7 @@ class Attention(nn.Module):
         q_THD = rotate_and_store(
             qkv_TE,
             delta_TE,
-            step.cos,
-            step.sin,
+            *step.rotations[self.layer],
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             cache.k_NPGD,
@@ -89,17 +88,28 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         inner = config.intermediate_size
-        self.gate_up_proj = PackedLinear(config.hidden_size, (inner, inner), config.mlp_bias, dtype, device)
+        self.activation = config.activation
+        self.gate_up_proj = PackedLinear(
+            config.hidden_size, _slices(config, (inner, inner)), config.mlp_bias, dtype, device
+        )
         self.down_proj = PackedLinear(
             inner, (config.hidden_size,), config.mlp_bias, dtype, device, adds_bias=group.rank == 0
         )
 
     def forward(self, x_TD: Tensor, lora: LoRABatch | None) -> LinearOutput:
-        out: LinearOutput = self.down_proj(gated_mul(*self.gate_up_proj(x_TD, lora)), lora)
+        gate_up_T2I, delta_T2I = self.gate_up_proj(x_TD, lora)
+        out: LinearOutput = self.down_proj(gated_mul(gate_up_T2I, delta_T2I, self.activation), lora)
         return out
 
 
+def _slices(config: ModelConfig, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a packed linear, as adapters see it: fused ones share one A."""
+    return (sum(sizes),) if config.fused_linears else sizes
+
+
 class DecoderLayer(nn.Module):
+    """attention_out_norm, mlp_out_norm: of the branches, before the residual is added; None where there is none."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -110,23 +120,42 @@ class DecoderLayer(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.input_layernorm = ResidualNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ranks)
+        norm = config.hidden_size, config.rms_norm_eps, config.norm_dtype(dtype), device
+        self.input_layernorm = ResidualNorm(*norm, ranks)
         self.self_attn = Attention(config, layer, group, dtype, device)
-        self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ranks)
+        self.attention_out_norm = RMSNorm(*norm) if config.branch_norms else None
+        self.mlp_norm = ResidualNorm(*norm, ranks)
         experts = config.experts_of(layer)
         self.mlp: MLP | SparseMLP = (
             MLP(config, group, dtype, device)
             if experts is None
             else SparseMLP(config.hidden_size, experts, dtype, device)
         )
+        self.mlp_out_norm = RMSNorm(*norm) if config.branch_norms else None
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor, step: StepContext) -> LinearOutput:
         """x is the input norm's output. Returns the MLP's, not yet added to the residual: the next layer's norm does
         that, as here the second norm adds what attention gives, in place and in one launch.
         """
         attended = self.self_attn(x_TD, step)
-        out: LinearOutput = self.mlp(self.post_attention_layernorm.add(attended, residual_TD), step.lora)
+        normed_TD = self.mlp_norm.add(attended, residual_TD, self.attention_out_norm)
+        out: LinearOutput = self.mlp(normed_TD, step.lora)
         return out
+
+    def norms(self) -> dict[str, RMSNorm]:
+        """By the names that checkpoints and adapters give them, which mean other norms in Gemma."""
+        found: dict[str, RMSNorm | None] = {
+            "input_layernorm": self.input_layernorm,
+            "self_attn.q_norm": self.self_attn.q_norm,
+            "self_attn.k_norm": self.self_attn.k_norm,
+        }
+        if self.attention_out_norm is None:
+            found["post_attention_layernorm"] = self.mlp_norm
+        else:
+            found["post_attention_layernorm"] = self.attention_out_norm
+            found["pre_feedforward_layernorm"] = self.mlp_norm
+            found["post_feedforward_layernorm"] = self.mlp_out_norm
+        return {name: norm for name, norm in found.items() if norm is not None}
 
 
 class DecoderModel(nn.Module):
@@ -147,34 +176,47 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(local, i, group, ranks, dtype, device) for i in range(config.num_layers)
         )
-        self.norm = ResidualNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ranks)
+        norm_dtype = config.norm_dtype(dtype)
+        self.norm = ResidualNorm(config.hidden_size, config.rms_norm_eps, norm_dtype, device, ranks)
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabTable(self.shard, group, dtype, device)
         self.rope = RotaryEmbedding(config.rope, device)
+        self.sliding_rope = None if config.sliding_rope is None else RotaryEmbedding(config.sliding_rope, device)
+        # As the model's dtype has it.
+        self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
     def forward(
         self,
         token_T: Tensor,
         position_T: Tensor,
-        rope_length_T: Tensor | None,
+        rope_length_T: Tensor,
         slot_mapping_T: Tensor,
         caches: list[KVCache],
         attention: AttentionBackend,
         lora: LoRABatch | None,
     ) -> Tensor:
-        """token_T, position_T: int64 [T]; rope_length_T as in RotaryEmbedding.cos_sin. Returns [T, D].
+        """token_T, position_T, rope_length_T: int64 [T], the last as in RotaryEmbedding.cos_sin. Returns [T, D].
 
         slot_mapping_T and caches as in StepContext; attention has planned this step.
         """
         if lora is not None:
             lora.begin()
         embedded_TD = self.embed_tokens.embed(token_T)
-        cos, sin = self.rope.cos_sin(position_T, rope_length_T, embedded_TD.dtype)
-        step = StepContext(cos, sin, slot_mapping_T, caches, attention, lora)
+        if self._embed_scale != 1.0:
+            embedded_TD *= self._embed_scale
+        rotations = self._rotations(position_T, rope_length_T, embedded_TD.dtype)
+        step = StepContext(rotations, slot_mapping_T, caches, attention, lora)
         first, *later = [*(layer.input_layernorm for layer in self.decoder_layers()), self.norm]
         residual_TD, x_TD = first.start(embedded_TD)
         for layer, next_norm in zip(self.decoder_layers(), later, strict=True):
-            x_TD = next_norm.add(layer(x_TD, residual_TD, step), residual_TD)
+            x_TD = next_norm.add(layer(x_TD, residual_TD, step), residual_TD, layer.mlp_out_norm)
         return x_TD
+
+    def _rotations(self, position_T: Tensor, rope_length_T: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        full = self.rope.cos_sin(position_T, rope_length_T, dtype)
+        if self.sliding_rope is None:
+            return [full] * self.config.num_layers
+        sliding = self.sliding_rope.cos_sin(position_T, rope_length_T, dtype)
+        return [full if window is None else sliding for window in self.config.sliding_windows]
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """[T, W] in the model's dtype: this rank's columns, -inf past the vocabulary's end."""
@@ -191,17 +233,27 @@ class DecoderModel(nn.Module):
         """Every packed linear, this rank's part, with its projections' module paths, in layer order. Of a mixture of
         experts the router."""
         found: list[tuple[tuple[str, ...], PackedLinear]] = []
+        qkv, gate_up = (("qkv",), ("gate_up",)) if self.config.fused_linears else (("q", "k", "v"), ("gate", "up"))
         for i, layer in enumerate(self.decoder_layers()):
             attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
             found += [
-                (tuple(f"{attn}.{p}_proj" for p in "qkv"), layer.self_attn.qkv_proj),
+                (tuple(f"{attn}.{p}_proj" for p in qkv), layer.self_attn.qkv_proj),
                 ((f"{attn}.o_proj",), layer.self_attn.o_proj),
             ]
             if isinstance(layer.mlp, SparseMLP):
                 found.append(((f"{mlp}.gate",), layer.mlp.gate))
                 continue
             found += [
-                ((f"{mlp}.gate_proj", f"{mlp}.up_proj"), layer.mlp.gate_up_proj),
+                (tuple(f"{mlp}.{p}_proj" for p in gate_up), layer.mlp.gate_up_proj),
                 ((f"{mlp}.down_proj",), layer.mlp.down_proj),
             ]
         return found
+
+    def norms(self) -> list[tuple[str, RMSNorm]]:
+        """Every norm with its module path."""
+        found = [
+            (f"layers.{i}.{name}", norm)
+            for i, layer in enumerate(self.decoder_layers())
+            for name, norm in layer.norms().items()
+        ]
+        return [*found, ("norm", self.norm)]

@@ -26,6 +26,8 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Param
 
 
 class RMSNorm(nn.Module):
+    """dtype: of the weight, ModelConfig.norm_dtype."""
+
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = parameter(size, dtype=dtype, device=device)
@@ -46,9 +48,9 @@ class ResidualNorm(RMSNorm):
         """The residual, which is the ranks' sum of x, and its norm."""
         return self._ranks.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: LinearOutput, residual: Tensor) -> Tensor:
-        """residual += the ranks' sum of x, in place; returns its norm."""
-        return self._ranks.add_rms_norm(*x, residual, self.weight, self.eps)
+    def add(self, x: LinearOutput, residual: Tensor, branch: RMSNorm | None = None) -> Tensor:
+        """residual += the ranks' sum of x, in place; returns its norm. branch: norms the sum before it is added."""
+        return self._ranks.add_rms_norm(*x, residual, self.weight, self.eps, None if branch is None else branch.weight)
 
 
 class PackedLinear(nn.Module):

@@ -1,28 +1,33 @@
-"""Rotary position embedding with the scalings in use: none, linear, dynamic NTK, llama3, yarn.
+"""Rotary position embedding with the scalings in use: none, linear, dynamic NTK, llama3, yarn, longrope.
 
 Formulas as in transformers' rope utilities, which the checkpoints were trained with. Sources: RoFormer, arXiv
-2104.09864; YaRN, arXiv 2309.00071; dynamic NTK scaling and linear interpolation as published by their authors.
+2104.09864; YaRN, arXiv 2309.00071; LongRoPE, arXiv 2402.13753; dynamic NTK scaling and linear interpolation as
+published by their authors.
 """
 
-# T tokens · F = head size / 2 frequencies
+# T tokens · F frequencies, half of the numbers of a head that are rotated
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """rope_type "default" uses theta and head_dim alone; the other fields are each scaling's own."""
+    """rope_type "default" uses theta and rotary_dim alone; the other fields are each scaling's own.
 
-    head_dim: int
+    rotary_dim: how many of a head's numbers are rotated, the first ones.
+    """
+
+    rotary_dim: int
     theta: float
     max_position_embeddings: int
     rope_type: RopeType = "default"
@@ -36,11 +41,24 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     @property
     def depends_on_length(self) -> bool:
-        """Dynamic NTK past the trained length: a token's angles depend on how long its sequence is."""
-        return self.rope_type == "dynamic"
+        """Past the trained length a token's angles depend on how long its sequence is."""
+        return self.rope_type in ("dynamic", "longrope")
+
+    def turns_anew(self, num_rotated: int, num_tokens: int) -> bool:
+        """Whether a sequence of num_tokens, of which the first num_rotated were a prompt, must be computed from its
+        beginning again: longrope turns all keys otherwise past the trained length."""
+        return self.rope_type == "longrope" and num_rotated <= self.original_max_position_embeddings < num_tokens
+
+    def key_variant(self, num_rotated: int, num_tokens: int) -> Hashable:
+        """Keys of the same tokens at the same places are the same if this is: of a sequence as in turns_anew."""
+        if self.rope_type == "dynamic" and num_tokens > self.max_position_embeddings:
+            return num_rotated
+        return self.rope_type == "longrope" and num_tokens > self.original_max_position_embeddings
 
 
 class RotaryEmbedding:
@@ -49,26 +67,42 @@ class RotaryEmbedding:
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self.config = config
         self.inv_freq_F = _inverse_frequencies(config).to(device)
+        self.long_inv_freq_F = _long(config, config.long_factor).to(device) if config.long_factor else None
         self.attention_scaling = _attention_scaling(config)
+        self._powers_F = _powers(config).to(device)
 
-    def cos_sin(self, position_T: Tensor, length_T: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Both [T, 1, F], to be applied to the two halves of each head.
+    def cos_sin(self, position_T: Tensor, length_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Both [T, 1, F], to be applied to the first 2 F numbers of each head.
 
-        length_T (int64) is needed by dynamic scaling only: the length of the sequence at the time transformers would
+        length_T (int64) counts in scalings that depend on it: the length of the sequence at the time transformers would
         have computed the token, the prompt's for prompt tokens and its own position + 1 for generated ones.
         """
-        inv_freq = self.inv_freq_F
-        if self.config.depends_on_length and length_T is not None:
-            inv_freq = _dynamic_frequencies(self.config, length_T)
-        angle_TF = position_T.to(torch.float32).unsqueeze(1) * inv_freq
+        angle_TF = position_T.to(torch.float32).unsqueeze(1) * self._frequencies(length_T)
         cos, sin = angle_TF.cos(), angle_TF.sin()
         if self.attention_scaling != 1.0:
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
 
+    def _frequencies(self, length_T: Tensor) -> Tensor:
+        """[F], or [T, F] where they depend on the length."""
+        if self.config.rope_type == "dynamic":
+            return self._dynamic_frequencies(length_T)
+        if self.long_inv_freq_F is not None:
+            is_long_T1 = (length_T > self.config.original_max_position_embeddings).unsqueeze(1)
+            return torch.where(is_long_T1, self.long_inv_freq_F, self.inv_freq_F)
+        return self.inv_freq_F
+
+    def _dynamic_frequencies(self, length_T: Tensor) -> Tensor:
+        """[T, F]: theta grows with the length once that passes the trained maximum."""
+        config, trained = self.config, self.config.max_position_embeddings
+        length_T1 = length_T.clamp(min=trained).to(torch.float32).unsqueeze(1)
+        growth = config.factor * length_T1 / trained - (config.factor - 1)
+        theta = config.theta * growth ** (config.rotary_dim / (config.rotary_dim - 2))
+        return 1.0 / theta**self._powers_F
+
 
 def _powers(config: RopeConfig) -> Tensor:
-    return torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    return torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
 
 
 def _inverse_frequencies(config: RopeConfig) -> Tensor:
@@ -79,16 +113,13 @@ def _inverse_frequencies(config: RopeConfig) -> Tensor:
         return _llama3(config, plain)
     if config.rope_type == "yarn":
         return _yarn(config, plain)
+    if config.rope_type == "longrope":
+        return _long(config, config.short_factor)
     return plain
 
 
-def _dynamic_frequencies(config: RopeConfig, length_T: Tensor) -> Tensor:
-    """[T, F]: theta grows with the length once that passes the trained maximum."""
-    trained = config.max_position_embeddings
-    length_T1 = length_T.clamp(min=trained).to(torch.float32).unsqueeze(1)
-    growth = config.factor * length_T1 / trained - (config.factor - 1)
-    theta = config.theta * growth ** (config.head_dim / (config.head_dim - 2))
-    return 1.0 / theta ** _powers(config).to(length_T.device)
+def _long(config: RopeConfig, factor: tuple[float, ...]) -> Tensor:
+    return 1.0 / (torch.tensor(factor, dtype=torch.float32) * config.theta ** _powers(config))
 
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
@@ -101,7 +132,7 @@ def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, plain: Tensor) -> Tensor:
-    trained, dim = config.original_max_position_embeddings, config.head_dim
+    trained, dim = config.original_max_position_embeddings, config.rotary_dim
 
     def dimension_of(rotations: float) -> float:
         return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
@@ -116,10 +147,13 @@ def _yarn(config: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _attention_scaling(config: RopeConfig) -> float:
-    if config.rope_type != "yarn":
+    if config.rope_type not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.rope_type == "longrope":
+        grown = math.log(config.factor) / math.log(config.original_max_position_embeddings)
+        return math.sqrt(1 + grown) if config.factor > 1 else 1.0
 
     def mscale(weight: float) -> float:
         return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0

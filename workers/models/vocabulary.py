@@ -22,6 +22,7 @@ class VocabTable(nn.Module):
         super().__init__()
         self.group = group
         self.vocab_size = shard.whole.vocab_size
+        self.softcap = shard.whole.final_softcap
         self.first_token = shard.vocabulary.start
         self.num_tokens = shard.vocabulary.stop - shard.vocabulary.start
         self.weight = parameter(shard.vocab_per_rank, shard.whole.hidden_size, dtype=dtype, device=device)
@@ -39,6 +40,8 @@ class VocabTable(nn.Module):
     def logits(self, x_TD: Tensor) -> Tensor:
         """[T, W] in x's dtype: this rank's columns, those of the padding -inf."""
         logits_TW = F.linear(x_TD, self.weight)
+        if self.softcap is not None:
+            logits_TW.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.num_tokens < logits_TW.shape[1]:
             logits_TW[:, self.num_tokens :] = NEVER
         return logits_TW

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora_layout import UNDIVIDED, LoRALayout
@@ -37,26 +38,27 @@ class AdapterSharding:
         if not self._divides_both:
             return UNDIVIDED
         if _is_row_parallel(projection):
-            return LoRALayout("reduce", self.group, self.output(projection).start, self.peers)
+            return LoRALayout("reduce", self.group, self.outputs(projection)[0].start, self.peers)
         return LoRALayout("gather", self.group, peers=self.peers)
 
     def input(self, projection: str) -> slice:
         """Columns of A."""
         return self.shard.input(projection)
 
-    def output(self, projection: str) -> slice:
-        """Rows of B. Of an output that the group does not divide, the last ranks have less, or nothing."""
-        whole = self.shard.output(projection)
+    def outputs(self, projection: str) -> tuple[slice, ...]:
+        """Rows of B, in order. Of an output that the group does not divide, the last ranks have less, or nothing."""
         if not (self._divides_both and _is_row_parallel(projection)):
-            return whole
-        each = -(-whole.stop // self.group.size)
-        start = min(self.group.rank * each, whole.stop)
-        return slice(start, min(start + each, whole.stop))
+            return self.shard.outputs(projection)
+        size = self.shard.output(projection).stop
+        each = -(-size // self.group.size)
+        start = min(self.group.rank * each, size)
+        return (slice(start, min(start + each, size)),)
 
     def part_of(self, projection: str, a_RD: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's A and B, as views."""
+        """This rank's A and B, as views; B of a fused projection as a copy."""
         rows = self.layout(projection).rows(a_RD.shape[0])
-        return a_RD[rows, self.input(projection)], b_OR[self.output(projection)]
+        own_b = [b_OR[own] for own in self.outputs(projection)]
+        return a_RD[rows, self.input(projection)], own_b[0] if len(own_b) == 1 else torch.cat(own_b)
 
     @property
     def _divides_both(self) -> bool:

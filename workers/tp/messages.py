@@ -31,7 +31,6 @@ class RunStep(msgspec.Struct, tag=True):
     sampling: list[int]
     is_greedy: bool
     prompts: list[tuple[int, int]]
-    rope_lengths: list[int] | None
     slot_ranks: list[int]
     generations: list[tuple[int, int]]
 
@@ -51,7 +50,6 @@ class RunStep(msgspec.Struct, tag=True):
             plan.sampling,
             plan.is_greedy,
             plan.prompts,
-            plan.rope_lengths,
             plan.slot_ranks,
             generations,
         )
@@ -71,7 +69,6 @@ class RunStep(msgspec.Struct, tag=True):
             sampling=self.sampling,
             is_greedy=self.is_greedy,
             prompts=self.prompts,
-            rope_lengths=self.rope_lengths,
             slot_ranks=self.slot_ranks,
         )
 

@@ -15,6 +15,7 @@ from lorafleet.workers.errors import ConfigError
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,18 @@ class Shard:
     def vocab_per_rank(self) -> int:
         return -(-self.whole.vocab_size // self.size)
 
+    def outputs(self, projection: str) -> tuple[slice, ...]:
+        """As output(), of each projection that is fused in this one."""
+        fused = FUSED.get(projection.rpartition(".")[2])
+        if fused is None:
+            return (self.output(projection),)
+        found, start = [], 0
+        for name in fused:
+            own = self.output(name)
+            found.append(slice(start + own.start, start + own.stop))
+            start += self._whole_output(name)
+        return tuple(found)
+
     def output(self, projection: str) -> slice:
         """Rows of the projection's weight and of a LoRA B. projection: a module path, or its last name."""
         name = projection.rpartition(".")[2]
@@ -95,6 +108,10 @@ class Shard:
         if name not in ROW_PARALLEL:
             return slice(0, self.whole.hidden_size)
         return self._equal_part(self.local.q_size if name == "o_proj" else self.local.intermediate_size)
+
+    def _whole_output(self, projection: str) -> int:
+        sizes = {"q_proj": self.whole.q_size, "k_proj": self.whole.kv_size, "v_proj": self.whole.kv_size}
+        return sizes.get(projection, self.whole.intermediate_size)
 
     def _equal_part(self, size: int) -> slice:
         return slice(self.rank * size, (self.rank + 1) * size)

@@ -30,10 +30,12 @@ from ranks import on_ranks
 from tiny_models import ALL_TARGETS, make_adapter, make_model
 
 CPU = torch.device("cpu")
-# A hidden size that four ranks do not divide, with KV heads that they share; and one where all is divided evenly.
-MODELS: dict[str, dict[str, Any]] = {
-    "odd": {"hidden_size": 66, "head_dim": 16, "num_key_value_heads": 2},
-    "even": {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": 4},
+# A hidden size that four ranks do not divide, with KV heads that they share; one where all is divided evenly; and one
+# whose q, k and v are one linear, and gate and up.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "odd": ("qwen3", {"hidden_size": 66, "head_dim": 16, "num_key_value_heads": 2}),
+    "even": ("qwen3", {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": 4}),
+    "fused": ("phi3", {"hidden_size": 64, "num_key_value_heads": 2}),
 }
 # Ranks that no number of ranks divides, and slices that an adapter leaves alone.
 ADAPTERS: list[dict[str, Any]] = [
@@ -116,8 +118,8 @@ def run_all(group: TPGroup, folders: Folders) -> list[Any]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     root = tmp_path_factory.mktemp("tp_lora")
     made: Folders = {}
-    for name, options in MODELS.items():
-        model = make_model(root / name, "qwen3", num_hidden_layers=1, **options)
+    for name, (family, options) in MODELS.items():
+        model = make_model(root / name, family, num_hidden_layers=1, **options)
         made[name] = (
             model,
             [make_adapter(root / f"{name}-{i}", model, seed=i, **kw) for i, kw in enumerate(ADAPTERS)],
@@ -147,7 +149,7 @@ def test_every_linear_gives_what_it_gives_on_one_rank(
             for y_TO, whole_TO in zip(ys, whole_ys, strict=True):
                 whole_sizes = [config.linear_shapes()[name][1] for name in names]
                 slices = zip(names, whole_TO.split(whole_sizes, dim=1), strict=True)
-                want_TO = torch.cat([columns[:, shard.output(name)] for name, columns in slices], dim=1)
+                want_TO = torch.cat([columns[:, rows] for n, columns in slices for rows in shard.outputs(n)], dim=1)
                 torch.testing.assert_close(y_TO, want_TO, atol=tolerance, rtol=tolerance)
 
 
@@ -199,6 +201,14 @@ def test_a_part_is_cut_out_of_the_file_s_tensors_without_a_copy(folders: Folders
     assert own_a.untyped_storage().data_ptr() == a_RD.untyped_storage().data_ptr()
     assert own_b.untyped_storage().data_ptr() == b_OR.untyped_storage().data_ptr()
     assert own_a.shape == (0, 66) and torch.equal(own_b, b_OR[72:])
+
+
+def test_of_a_fused_projection_a_rank_has_its_rows_of_each_part(folders: Folders) -> None:
+    shard = Shard.of(read_model_config(folders["fused"][0]), 1, 2)
+    sizes = (64, 32, 32)  # q, k and v
+    b_OR = torch.arange(sum(sizes)).unsqueeze(1)
+    _, own_b = AdapterSharding(shard, TPGroup(1, 2)).part_of("layers.0.self_attn.qkv_proj", torch.randn(1, 64), b_OR)
+    assert own_b.flatten().tolist() == [*range(32, 64), *range(80, 96), *range(112, 128)]
 
 
 def test_fully_sharded_changes_nothing_on_one_rank(alone: list[Result]) -> None:

@@ -25,7 +25,13 @@ PROMPTS = 19, 11  # tokens; longer than the windows of 8
 DECODES = 4
 BLOCK, BLOCKS_A_SEQUENCE = 4, 6
 # A vocabulary that no number of ranks divides, and one that leaves the last of four ranks nothing.
-ODD = {"odd tied": ("llama3", 321), "odd": ("qwen3", 323), "tiny": ("qwen2_window", 5), "tiny tied": ("qwen2", 5)}
+ODD = {
+    "odd tied": ("llama3", 321),
+    "odd gemma2": ("gemma2", 321),
+    "odd": ("qwen3", 323),
+    "tiny": ("qwen2_window", 5),
+    "tiny tied": ("qwen2", 5),
+}
 NAMES = [*FAMILIES, *ODD]
 
 
@@ -44,12 +50,13 @@ def run(model: DecoderModel) -> tuple[list[Tensor], list[list[int]]]:
         local.num_heads,
         local.num_kv_heads,
         local.head_dim,
-        local.head_dim**-0.5,
+        local.attention_scale,
         local.sliding_windows,
         BLOCK,
         torch.float32,
         torch.float32,
         CPU,
+        local.attention_softcap,
     )
     shape = (2 * BLOCKS_A_SEQUENCE, BLOCK, local.num_kv_heads, local.head_dim)
     caches = [KVCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
