@@ -23,7 +23,10 @@ from lorafleet.workers.decode_graphs import DecodeGraphs, graph_sizes
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.kv_cache import KVCacheManager
+from lorafleet.workers.lora.base_layout import BaseLayout
+from lorafleet.workers.lora.base_weights import BaseWeights, FileWeights, ModelWeights
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.loader import AdapterLoader
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
@@ -90,7 +93,8 @@ def build_rank(
         lora_dtype = _lora_dtype(config.lora, dtype, device)
         slots = LoRAModelManager(model, config.lora, lora_dtype, device)
         store = AdapterStore(config.sources)
-        loader = AdapterLoader(model_config.linear_shapes(), config.lora, slots, lora_dtype, device, store)
+        base = Base(BaseLayout.of(model_config), _base_weights(config, model, dtype))
+        loader = AdapterLoader(base, config.lora, slots, lora_dtype, device, store)
     spec = AttentionSpec(
         num_heads=model.shard.local.num_heads,
         num_kv_heads=model.shard.local.num_kv_heads,
@@ -229,6 +233,15 @@ def _load_model(
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     log.info("weights: %.2f GiB in %.1f s", size / 2**30, time.monotonic() - started)
     return model
+
+
+def _base_weights(config: EngineConfig, model: DecoderModel, dtype: torch.dtype) -> BaseWeights | None:
+    """None where no rank has it whole, and no file either."""
+    if model.group.size == 1:
+        return ModelWeights(model)
+    if config.load_format == "dummy":
+        return None
+    return FileWeights(Path(config.model), dtype, model.config.tie_word_embeddings)
 
 
 def _size_cache(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) -> tuple[int, int]:

@@ -98,6 +98,11 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
         raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}.", "model")
 
 
+def held_tensors(model: DecoderModel) -> dict[str, Tensor]:
+    """What this rank holds of every tensor of the checkpoint, by its name there."""
+    return {name: part.held for name, part in _parts(model).items()}
+
+
 def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] | None:
     """(k_scale, v_scale) of each layer, None where the checkpoint has none. Raises ConfigError for half of them."""
     scales: dict[tuple[int, str], float] = {}

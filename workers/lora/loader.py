@@ -18,6 +18,7 @@ from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.errors import LorafleetError
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack
@@ -30,11 +31,11 @@ LOAD_THREADS = 4
 
 
 class AdapterLoader:
-    """shapes: of the model's projections, ModelConfig.linear_shapes. store: fetches what lies elsewhere."""
+    """base: what the adapters are served on. store: fetches what lies elsewhere."""
 
     def __init__(
         self,
-        shapes: dict[str, tuple[int, int]],
+        base: Base,
         config: LoRAConfig,
         slots: LoRAModelManager,
         dtype: torch.dtype,
@@ -42,7 +43,7 @@ class AdapterLoader:
         store: AdapterStore,
     ) -> None:
         self._store = store
-        self._shapes = shapes
+        self._base = base
         self._config = config
         self._packed_names = slots.packed_names
         self._sharding = slots.sharding
@@ -87,7 +88,7 @@ class AdapterLoader:
     def _read(self, lora: LoRARequest, folder: Path) -> PackedAdapter:
         model = LoRAModel.from_local_checkpoint(
             folder,
-            shapes=self._shapes,
+            base=self._base,
             config=self._config,
             dtype=self._dtype,
             name=lora.lora_name,

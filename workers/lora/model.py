@@ -15,13 +15,15 @@ from dataclasses import dataclass
 import torch
 
 from lorafleet.kernels.fp8 import FP8
+from lorafleet.workers.errors import AdapterUnsupported
 from lorafleet.workers.lora.casting import cast
 from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.forms import LinearForm, LowRank
+from lorafleet.workers.lora.forms import AdapterForms, LinearForm, LowRank
 from lorafleet.workers.lora.giving_way import giving_way
+from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.quantising import fp8_scales, to_fp8
-from lorafleet.workers.lora.reader import Shapes, read_adapter
+from lorafleet.workers.lora.reader import read_adapter
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 
 
@@ -53,38 +55,49 @@ class LoRAModel:
         cls,
         path: str | os.PathLike[str],
         *,
-        shapes: Shapes,
+        base: Base,
         config: LoRAConfig,
         dtype: torch.dtype,
         name: str,
-        base_name: str = "",
         expected_digest: str = "",
         sharding: AdapterSharding | None = None,
     ) -> LoRAModel:
         """Reads and checks the adapter in the folder `path`, and casts it to `dtype`, the serving dtype.
 
-        shapes: every linear of the base that LoRA can be served on, whole. name, base_name: for messages.
-        expected_digest: where it is given, other bytes than those are AdapterChanged. sharding: None for the whole
-        adapter. What is checked is the whole adapter in any case, so that all ranks come to the same end.
+        base: what the adapter is served on, whole. name: for messages. expected_digest: where it is given, other bytes
+        than those are AdapterChanged. sharding: None for the whole adapter. What is checked is the whole adapter in any
+        case, so that all ranks come to the same end.
         Raises an AdapterError, never half an adapter.
         Blocks on the disk, so call it in a thread; most of its time is spent without the GIL.
         """
         started = time.perf_counter()
         read = read_adapter(
             path,
-            shapes=shapes,
+            base=base,
             max_rank=config.max_lora_rank,
             dtype=dtype,
             name=name,
-            base_name=base_name,
             expected_digest=expected_digest,
         )
+        _refuse_unserved(read.forms, name)
         modules = {}
         for module, form in giving_way(read.forms.linears.items()):
             modules[module] = _layer(module, form, dtype, sharding)
         num_bytes = sum(_num_bytes(form, dtype) for form in read.forms.linears.values())
         check_s = time.perf_counter() - started - read.read_s
         return cls(name, read.digest, modules, num_bytes, read.read_s, check_s, read.forms.invocation_tokens)
+
+
+def _refuse_unserved(forms: AdapterForms, name: str) -> None:
+    """The engine has only low ranks yet."""
+    plain = all(
+        form.low_rank is not None and form.kronecker is None and form.out_scale_O is None and form.bias_O is None
+        for form in forms.linears.values()
+    )
+    if not plain or forms.embedding is not None or forms.head is not None or forms.norms:
+        raise AdapterUnsupported(
+            f"adapter {name!r}: DoRA, biases, norms, embeddings and heads of adapters are not served yet."
+        )
 
 
 def _layer(module: str, form: LinearForm, dtype: torch.dtype, sharding: AdapterSharding | None) -> LoRALayerWeights:

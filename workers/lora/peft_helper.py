@@ -1,26 +1,29 @@
-"""What adapter_config.json says: which modules an adapter targets, and each one's rank and scaling.
+"""What adapter_config.json says that all PEFT methods share: which modules an adapter targets, which it brings whole,
+and each one's rank and alpha.
 
-Owns the checks of the values used; peft_fields.py decides which keys are served at all. Knows nothing of tensors:
-model.py compares both. Module names here are PEFT's: "model.layers.0.self_attn.q_proj".
+Owns the checks of the values used; peft_fields.py decides which keys are served at all, kinds/ reads a method's own.
+Knows nothing of tensors. Module names here are PEFT's: "model.layers.0.self_attn.q_proj".
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lorafleet.workers.errors import AdapterMalformed
 from lorafleet.workers.lora.files import CONFIG_NAME, AdapterFolder, read_config
 from lorafleet.workers.lora.patterns import Budget, NameList, Pattern
-from lorafleet.workers.lora.peft_fields import check_fields
+from lorafleet.workers.lora.peft_fields import FIELDS, check_fields, is_unset
 from lorafleet.workers.lora.strict_json import read_json_object, shown
 
 DEFAULT_TARGETS = ("q_proj", "v_proj")  # PEFT's for every family served here, where target_modules is null
-DEFAULT_RANK = 8
-DEFAULT_ALPHA = 8.0
 MAX_ENTRIES = 16_384  # of a list or a pattern table; a 126-layer model has 882 linears
+
+_LORA_TARGETS = frozenset({"LORA", "ADALORA", "LOHA", "LOKR", "VERA", "VBLORA", "HRA", "MISS", "DELORA", "GRALORA"})
+_MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 # PEFT's layer number where layers_pattern is not given. Linear in the name, and ours, so it costs next to nothing.
 _ANY_LAYERS = Pattern("[^.]*", "layers_pattern")
@@ -28,10 +31,12 @@ _ANY_LAYERS = Pattern("[^.]*", "layers_pattern")
 
 @dataclass(frozen=True, slots=True)
 class PEFTHelper:
-    """The checked config of a plain LoRA. Build it by from_file, from_bytes or from_dict."""
+    """The checked config. Build it by from_file, from_bytes or from_dict. fields: its keys as written, for kinds/."""
 
+    method: str  # PEFT's peft_type
+    fields: Mapping[str, object]
     r: int
-    lora_alpha: float
+    alpha: float
     use_rslora: bool
     rank_pattern: tuple[tuple[Pattern, int], ...]  # in file order: the first match wins
     alpha_pattern: tuple[tuple[Pattern, float], ...]
@@ -40,6 +45,8 @@ class PEFTHelper:
     exclude_modules: NameList | Pattern
     layers_to_transform: frozenset[int] | None
     layers_pattern: tuple[Pattern, ...]
+    modules_to_save: tuple[str, ...]
+    bias: str
     base_model_name_or_path: str | None
     budget: Budget = field(default_factory=Budget, compare=False, repr=False)
 
@@ -54,23 +61,53 @@ class PEFTHelper:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, object]) -> PEFTHelper:
-        check_fields(config)
+        method = check_fields(config)
+        known = FIELDS[method]
         targets = config.get("target_modules")
+        ranks = _table(config, "rank_pattern") if {"r", "rank_pattern"} <= known.used else []
         helper = cls(
-            r=_rank(config.get("r", DEFAULT_RANK), "r"),
-            lora_alpha=_alpha(config.get("lora_alpha", DEFAULT_ALPHA), "lora_alpha"),
+            method=method,
+            fields=config,
+            r=_rank(config.get("r", known.default_rank), "r") if "r" in known.used else known.default_rank,
+            alpha=_alpha(config.get(known.alpha, known.default_alpha), known.alpha) if known.alpha else 1.0,
             use_rslora=_flag(config.get("use_rslora"), "use_rslora"),
-            rank_pattern=tuple((p, _rank(v, p.field)) for p, v in _table(config, "rank_pattern")),
+            rank_pattern=tuple((p, _rank(v, p.field)) for p, v in ranks),
             alpha_pattern=tuple((p, _alpha(v, p.field)) for p, v in _table(config, "alpha_pattern")),
             target_modules=_names_or_pattern(DEFAULT_TARGETS if targets is None else targets, "target_modules"),
             all_linear=isinstance(targets, str) and targets.lower() == "all-linear",
             exclude_modules=_names_or_pattern(config.get("exclude_modules") or (), "exclude_modules"),
             layers_to_transform=_layers(config.get("layers_to_transform")),
             layers_pattern=_layers_pattern(config.get("layers_pattern")),
+            modules_to_save=_saved(config.get("modules_to_save")),
+            bias=_bias(config.get("bias")),
             base_model_name_or_path=_base_name(config.get("base_model_name_or_path")),
         )
         helper._check_layer_choice()
+        if targets is None and method not in _LORA_TARGETS:
+            raise AdapterMalformed(
+                f"target_modules is null, and what {method} means by that depends on the family. Name the modules."
+            )
         return helper
+
+    def flag(self, name: str) -> bool:
+        return _flag(self.fields.get(name), name)
+
+    def integer(self, name: str, default: int) -> int:
+        value = self.fields.get(name, default)
+        if type(value) is not int or value < 0:
+            raise AdapterMalformed(f"{name} is {shown(value)}; it must be an integer of at least 0.")
+        return value
+
+    def is_set(self, name: str) -> bool:
+        return not is_unset(self.fields.get(name))
+
+    def pattern(self, name: str) -> Pattern:
+        """Of a key that holds one string."""
+        return Pattern(str(self.fields[name]), name)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        value = self.fields.get(name)
+        return () if value is None else _names(value, name)
 
     def rank_of(self, module: str) -> int:
         found = (rank for pattern, rank in self.rank_pattern if pattern.matches_ending(module, self.budget))
@@ -78,11 +115,15 @@ class PEFTHelper:
 
     def alpha_of(self, module: str) -> float:
         found = (alpha for pattern, alpha in self.alpha_pattern if pattern.matches_ending(module, self.budget))
-        return next(found, self.lora_alpha)
+        return next(found, self.alpha)
 
     def scaling_of(self, module: str, rank: int) -> float:
         """rank: rank_of(module), which the caller has."""
         return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def saves(self, module: str) -> bool:
+        """Whether the adapter brings this module whole: PEFT's rule is the end of the name, wherever it begins."""
+        return module.endswith(self.modules_to_save) if self.modules_to_save else False
 
     def targets(self, module: str, *, is_linear: bool = True) -> bool:
         """Whether PEFT would put LoRA on this module. is_linear: one that "all-linear" means, so not the head."""
@@ -97,6 +138,8 @@ class PEFTHelper:
         return self.target_modules.has_ending(module) and self._is_chosen_layer(module)
 
     def _excludes(self, module: str) -> bool:
+        if any(saved and saved in _segment_runs(module) for saved in self.modules_to_save):
+            return True
         if isinstance(self.exclude_modules, Pattern):
             return self.exclude_modules.fullmatch(module, self.budget)
         return self.exclude_modules.has_ending(module)
@@ -180,6 +223,31 @@ def _layers_pattern(value: object) -> tuple[Pattern, ...]:
         return ()
     names = (value,) if isinstance(value, str) else _names(value, "layers_pattern")
     return tuple(Pattern(name, "layers_pattern") for name in names)
+
+
+def _saved(value: object) -> tuple[str, ...]:
+    """PEFT reads these as endings of names and, for targets, as regular expressions, so only plain names are clear."""
+    if value is None:
+        return ()
+    names = _names(value, "modules_to_save")
+    odd = next((name for name in names if not _MODULE_NAME.fullmatch(name)), None)
+    if odd is not None:
+        raise AdapterMalformed(f"modules_to_save has {shown(odd)}, which is no name of a module.")
+    return names
+
+
+def _bias(value: object) -> str:
+    if value is None:
+        return "none"
+    if not isinstance(value, str) or not (value in ("none", "all") or value.endswith("_only")):
+        raise AdapterMalformed(f"bias is {shown(value)}; it must be 'none', 'all' or 'lora_only'.")
+    return value
+
+
+def _segment_runs(module: str) -> frozenset[str]:
+    """ "a.b.c": a, b, c, a.b, b.c, a.b.c."""
+    parts = module.split(".")
+    return frozenset(".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
 
 
 def _base_name(value: object) -> str | None:

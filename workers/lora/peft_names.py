@@ -1,110 +1,127 @@
-"""Maps PEFT's tensor names to (module, "A" or "B"), and names the feature behind every other tensor.
+"""Maps PEFT's tensor names to (module, leaf), and names the feature behind a tensor that has no place.
 
-A module is called as the base calls it without "model.": "layers.0.self_attn.q_proj". Prefixes that tools are known to
-drop, double or insert are understood; two names for one tensor, and any name that is not understood, are errors.
+A module is called as in BaseLayout: "layers.0.self_attn.q_proj"; a leaf is the rest as PEFT 0.21 writes it:
+"lora_A.weight". Prefixes that tools are known to drop, double or insert are understood; two names for one tensor, and
+any name that is not understood, are errors.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
+from lorafleet.workers.lora.base_layout import BaseLayout
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.strict_json import shown
 
-_LORA = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+# What an adapter of any kind may have beside its kind's own tensors.
+SAVED = "weight"  # of modules_to_save, or of a base whose embeddings were saved with it
+SAVED_BIAS = "bias"
+BASE_COPY = "base_layer.weight"
+BASE_BIAS = "base_layer.bias"
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
+TOKEN_BASE = "token_adapter.base_layer.weight"
+_OF_ANY_KIND = (TOKEN_BASE, TOKEN_ROWS, BASE_COPY, BASE_BIAS, SAVED, SAVED_BIAS)
+
 # "base_model.model." once is normal; "language_model." is a multimodal checkpoint's name for the same decoder.
 _PREFIX = re.compile(r"(?:base_model\.model\.|model\.|language_model\.)*+")
 
-# What a tensor that is not lora_A or lora_B of a linear gives away, tried in this order.
+# What a tensor of no known leaf gives away, tried in this order.
 _FEATURES = (
     (re.compile(r"lora_magnitude_vector"), "DoRA"),
     (re.compile(r"lora_embedding_[AB]"), "LoRA on the embedding"),
-    (re.compile(r"lora_B(\.default)?\.bias"), "a bias on lora_B (lora_bias)"),
     (re.compile(r"lora_E|ranknum"), "AdaLoRA"),
     (re.compile(r"lora_diag"), "KaSA"),
-    (re.compile(r"hada_w"), "LoHa"),
-    (re.compile(r"lokr_w"), "LoKr"),
+    (re.compile(r"hada_"), "LoHa"),
+    (re.compile(r"lokr_"), "LoKr"),
     (re.compile(r"ia3_l"), "IA3"),
+    (re.compile(r"vblora_"), "VB-LoRA"),
     (re.compile(r"vera_"), "VeRA"),
     (re.compile(r"oft_|boft_"), "OFT"),
     (re.compile(r"prompt_(embeddings|encoder)"), "prompt tuning"),
     (re.compile(r"trainable_tokens_(delta|indices)"), "trained token embeddings (trainable_token_indices)"),
     (re.compile(r"\.lora_[ab](\.weight)?$"), "mlx-lm's layout (lora_a, lora_b)"),
-    (re.compile(r"\.base_layer\.weight"), "a copy of a base layer (an embedding or head that LoRA targets)"),
-    (re.compile(r"\.bias$"), "a trained bias (bias='all' or 'lora_only')"),
-    (re.compile(r"\.experts\.|block_sparse_moe"), "LoRA on a mixture of experts"),
-    (re.compile(r"modules_to_save|\.weight$"), "a replaced module (modules_to_save)"),
+    (re.compile(r"\.lora_[AB]\."), "an adapter with a name in its tensors, or a part of LoRA unknown here"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """The names, in the file, of one module's two matrices."""
+class NamedTensors:
+    """The file's names, by module and leaf; shared: of tensors that belong to no module, by leaf."""
 
-    a: str
-    b: str
+    by_module: dict[str, dict[str, str]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
 
 
-def pair_names(names: Iterable[str], base_modules: Mapping[str, object], base_name: str) -> dict[str, Pair]:
-    """Every tensor of the file, as pairs by module. Raises for the first that cannot be served."""
-    sides: dict[str, dict[str, str]] = {}
+def name_tensors(
+    names: Iterable[str], leaves: tuple[str, ...], shared: tuple[str, ...], label: str, layout: BaseLayout, base: str
+) -> NamedTensors:
+    """Every tensor of the file. leaves, shared, label: the kind's. base: what messages call the base. Raises for the
+    first that cannot be served."""
+    pattern = _leaf_pattern((*leaves, *_OF_ANY_KIND))
+    named = NamedTensors()
     for name in giving_way(names):
-        module, side = _split(name)
-        _check_module(module, name, base_modules, base_name)
-        other = sides.setdefault(module, {}).setdefault(side, name)
-        if other != name:
-            raise AdapterMalformed(f"{shown(other)} and {shown(name)} are both lora_{side} of {module}.")
-    if not sides:
+        common = name.removeprefix("base_model.")
+        if common in shared:
+            _put(named.shared, common, name, "the adapter")
+            continue
+        match = pattern.fullmatch(name)
+        if match is None:
+            raise _refusal(name, label)
+        module = engine_name(match["module"])
+        if not layout.targetable(module):
+            raise _unknown_module(name, module, layout, base)
+        leaf = match["leaf"].replace(".default", "")
+        _put(named.by_module.setdefault(module, {}), leaf, name, module)
+    if not named.by_module:
         raise AdapterMalformed("the weights file has no tensors, so the adapter would do nothing.")
-    return {module: _pair(module, found) for module, found in sides.items()}
+    return named
 
 
-def _pair(module: str, found: Mapping[str, str]) -> Pair:
-    if len(found) == 2:
-        return Pair(found["A"], found["B"])
-    (side,) = found
-    missing = "B" if side == "A" else "A"
-    raise AdapterMalformed(f"{module} has lora_{side} ({shown(found[side])}) without lora_{missing}.")
+def engine_name(module: str) -> str:
+    """A module as the file's names begin with it -> as BaseLayout calls it."""
+    match = _PREFIX.match(module)
+    return module if match is None else module[match.end() :]
 
 
-def _split(name: str) -> tuple[str, str]:
-    match = _LORA.fullmatch(name)
-    if match is not None:
-        module = match["module"]
-        return module[_prefix_end(module) :], match["side"]
+def _leaf_pattern(leaves: Iterable[str]) -> re.Pattern[str]:
+    """PEFT leaves out its adapter's name; tools that save a state dict themselves leave "default" in."""
+    parts = []
+    for leaf in leaves:
+        head, dot, rest = leaf.partition(".")
+        parts.append(rf"{re.escape(head)}(?:\.default)?{re.escape(dot + rest)}")
+    return re.compile(rf"(?P<module>.+?)\.(?P<leaf>{'|'.join(parts)})")
+
+
+def _put(found: dict[str, str], leaf: str, name: str, owner: str) -> None:
+    other = found.setdefault(leaf, name)
+    if other != name:
+        raise AdapterMalformed(f"{shown(other)} and {shown(name)} are both {leaf.removesuffix('.weight')} of {owner}.")
+
+
+def _refusal(name: str, label: str) -> AdapterMalformed | AdapterUnsupported:
+    return _feature(name) or AdapterMalformed(f"the tensor {shown(name)} is not one that PEFT writes for {label}.")
+
+
+def _feature(name: str) -> AdapterUnsupported | None:
     for pattern, feature in _FEATURES:
         if pattern.search(name):
-            raise AdapterUnsupported(f"{feature} is not served yet; the tensor {shown(name)} asks for it.")
-    raise AdapterMalformed(f"the tensor {shown(name)} is not one that PEFT writes for LoRA.")
+            return AdapterUnsupported(
+                f"the tensor {shown(name)} is of {feature}, which adapter_config.json does not ask for or which is not "
+                "served there."
+            )
+    return None
 
 
-def _prefix_end(module: str) -> int:
-    match = _PREFIX.match(module)
-    return 0 if match is None else match.end()
-
-
-def _check_module(module: str, name: str, base_modules: Mapping[str, object], base_name: str) -> None:
-    if module in base_modules:
-        return
-    leaf = module.rsplit(".", 1)[-1]
-    if leaf in ("lm_head", "embed_tokens"):
-        raise AdapterUnsupported(f"LoRA on {leaf} is not served yet; the tensor {shown(name)} asks for it.")
+def _unknown_module(name: str, module: str, layout: BaseLayout, base: str) -> AdapterMismatch | AdapterUnsupported:
+    inside = _feature(f"{module}.")
+    if inside is not None:
+        return inside
     if ".experts." in module or "block_sparse_moe" in module:
-        raise AdapterUnsupported(f"LoRA on a mixture of experts is not served yet; the tensor is {shown(name)}.")
-    raise AdapterMismatch(
-        f"the tensor {shown(name)} is for the module {shown(module)}, which the base model{_named(base_name)} does not "
-        f"have; it has {_described(base_modules)}. The adapter was made for another model."
+        return AdapterUnsupported(f"LoRA on a mixture of experts is not served yet; the tensor is {shown(name)}.")
+    return AdapterMismatch(
+        f"the tensor {shown(name)} is for the module {shown(module)}, which {base} does not have; it has "
+        f"{layout.describe()}. The adapter was made for another model."
     )
-
-
-def _named(base_name: str) -> str:
-    return f" {base_name!r}" if base_name else ""
-
-
-def _described(base_modules: Mapping[str, object]) -> str:
-    layers = {m.split(".")[1] for m in base_modules if m.startswith("layers.")}
-    leaves = sorted({m.rsplit(".", 1)[-1] for m in base_modules})
-    return f"{len(layers)} layers of {', '.join(leaves)}"

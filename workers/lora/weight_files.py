@@ -31,6 +31,8 @@ MAX_TENSORS = 20_000  # plain LoRA on a 126-layer model has 1764
 MAX_HEADER_BYTES = 8 << 20
 MAX_PICKLE_BYTES = 16 << 20  # data.pkl of a .bin: names and shapes, no values
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INDEX_DTYPES = {"U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
+_DTYPES = FLOAT_DTYPES | INDEX_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +92,14 @@ class SafetensorsFile:
         self._file.read_into(memory.data, self._digest)
         self._file.check_unchanged()
         data = torch.from_numpy(memory)
-        by_name = {
-            name: _view(data, info) for name, info in giving_way(self.infos.items()) if info.dtype in FLOAT_DTYPES
-        }
+        by_name = {name: _view(data, info) for name, info in giving_way(self.infos.items()) if info.dtype in _DTYPES}
         dtypes = {FLOAT_DTYPES.get(info.dtype) for info in self.infos.values()}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         return LoadedTensors(by_name, None if dtype is None else data.view(dtype))
 
 
 def _view(data: Tensor, info: TensorInfo) -> Tensor:
-    dtype = FLOAT_DTYPES[info.dtype]
+    dtype = _DTYPES[info.dtype]
     raw = data[info.start : info.end]
     if info.start % dtype.itemsize:
         raw = raw.clone()  # torch reads aligned values only
@@ -133,7 +133,7 @@ def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -
         if info.start != position:
             fault = "overlaps another" if info.start < position else "leaves a hole before it"
             raise AdapterMalformed(f"{name}: the tensor {shown(key)} {fault} (data_offsets {info.start}, {info.end}).")
-        dtype = FLOAT_DTYPES.get(info.dtype)
+        dtype = _DTYPES.get(info.dtype)
         if dtype is not None and math.prod(info.shape) * dtype.itemsize != info.end - info.start:
             raise AdapterMalformed(
                 f"{name}: the tensor {shown(key)} has {info.end - info.start} bytes, which do not hold a {info.dtype} "
@@ -155,7 +155,7 @@ class TorchFile:
         file.check_unchanged()
         _check_archive(data, file.name)
         self._tensors = _load_tensors(data, file.name)
-        names = {dtype: short for short, dtype in FLOAT_DTYPES.items()}
+        names = {dtype: short for short, dtype in _DTYPES.items()}
         self.infos: Mapping[str, TensorInfo] = {
             key: TensorInfo(tuple(t.shape), names.get(t.dtype, str(t.dtype))) for key, t in self._tensors.items()
         }
@@ -202,4 +202,6 @@ def _checked_key(key: object, value: object, name: str) -> str:
         raise AdapterMalformed(f"{name} has the key {shown(key)}; tensor names must be strings.")
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         raise AdapterMalformed(f"{name}: {shown(key)} is not a dense tensor.")
+    if value.numel() * value.itemsize > value.untyped_storage().nbytes():
+        raise AdapterMalformed(f"{name}: {shown(key)} has more values than bytes: it repeats what it has.")
     return key

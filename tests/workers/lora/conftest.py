@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from lorafleet.workers.lora.base_layout import BaseLayout, peft_name
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.model import LoRAModel
 
 NUM_LAYERS = 3
@@ -37,9 +39,34 @@ def make_base(family: str) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**SIZES)) if family == "llama" else Qwen2ForCausalLM(Qwen2Config(**SIZES))
 
 
-def shapes_of(base: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    linears = {n.removeprefix("model."): m for n, m in base.named_modules() if isinstance(m, torch.nn.Linear)}
-    return {n: (m.in_features, m.out_features) for n, m in linears.items() if n != "lm_head"}
+class TransformersWeights:
+    """A transformers model's, as they are."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        self._tensors = base.state_dict()
+
+    def weight(self, module: str) -> Tensor:
+        return self._tensors[f"{peft_name(module)}.weight"]
+
+    def bias(self, module: str) -> Tensor:
+        return self._tensors[f"{peft_name(module)}.bias"]
+
+
+def base_of(base: PreTrainedModel) -> Base:
+    modules = {n.removeprefix("model."): m for n, m in base.named_modules()}
+    linears = {n: m for n, m in modules.items() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    layout = BaseLayout(
+        linears={n: (m.in_features, m.out_features) for n, m in linears.items()},
+        vocab_size=base.config.vocab_size,
+        hidden_size=base.config.hidden_size,
+        attention_heads=(base.config.num_attention_heads, base.config.num_key_value_heads),
+        tied=base.config.tie_word_embeddings,
+        biased=frozenset(n for n, m in linears.items() if m.bias is not None),
+        norms={n: m.weight.shape[0] for n, m in modules.items() if n.endswith("norm")},
+    )
+    return Base(layout, TransformersWeights(base), "tiny")
 
 
 @contextmanager
@@ -79,11 +106,10 @@ class AdapterDir:
     def load(self, dtype: torch.dtype = torch.float32, expected_digest: str = "", **config: Any) -> LoRAModel:
         return LoRAModel.from_local_checkpoint(
             self.path,
-            shapes=shapes_of(make_base(self.family)),
+            base=base_of(make_base(self.family)),
             config=LoRAConfig(**config),
             dtype=dtype,
             name="sql",
-            base_name="tiny",
             expected_digest=expected_digest,
         )
 

@@ -17,7 +17,9 @@ from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
 from lorafleet.resolvers.config import SourcesConfig
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.checkpoint import read_model_config
+from lorafleet.workers.lora.base_layout import BaseLayout
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.loader import AdapterLoader
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
@@ -84,7 +86,9 @@ def run(group: TPGroup, model_folder: Path, adapters: list[Path], fully_sharded:
     load_weights(model, model_folder)
     lora_config = LoRAConfig(max_loras=len(adapters), max_lora_rank=16, fully_sharded_loras=fully_sharded)
     manager = LoRAModelManager(model, lora_config, lora_dtype, CPU)
-    loader = AdapterLoader(config.linear_shapes(), lora_config, manager, lora_dtype, CPU, AdapterStore(SourcesConfig()))
+    loader = AdapterLoader(
+        Base(BaseLayout.of(config)), lora_config, manager, lora_dtype, CPU, AdapterStore(SourcesConfig())
+    )
     packed = [loader.submit(LoRARequest(f"a{i}", i + 1, str(path))).result() for i, path in enumerate(adapters)]
     loader.stop()
     for adapter, slot in zip(packed, manager.slots, strict=True):

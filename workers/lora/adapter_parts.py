@@ -1,0 +1,199 @@
+"""Everything an adapter's files hold, sorted by what it is for and checked by shape, before any value is read; and the
+forms that it becomes once the values are there.
+
+What a kind's own tensors mean is kinds/'s; this knows that an adapter of any kind may also have biases, norms,
+embeddings and a head of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lorafleet.workers.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
+from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, peft_name
+from lorafleet.workers.lora.forms import AdapterForms, LinearForm
+from lorafleet.workers.lora.giving_way import giving_way
+from lorafleet.workers.lora.kinds.kind import Base, Kind, Target, tensor_shape
+from lorafleet.workers.lora.kinds.lora import invocation_tokens
+from lorafleet.workers.lora.kinds.table import KINDS
+from lorafleet.workers.lora.kinds.vocabulary import (
+    Vocabulary,
+    check_embedding,
+    embedding_form,
+    head_form,
+    take_vocabulary,
+)
+from lorafleet.workers.lora.peft_helper import PEFTHelper
+from lorafleet.workers.lora.peft_names import BASE_BIAS, SAVED, SAVED_BIAS, NamedTensors, name_tensors
+from lorafleet.workers.lora.strict_json import shown
+from lorafleet.workers.lora.weight_files import TensorInfo
+
+Infos = Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterParts:
+    """targets: linears. biases, norms: the file's tensors by module. ranks: as served, 0 for what has no rank."""
+
+    helper: PEFTHelper
+    kind: Kind
+    base: Base
+    targets: list[Target]
+    biases: dict[str, str]
+    norms: dict[str, str]
+    vocabulary: Vocabulary
+    ranks: dict[str, int]
+
+    @classmethod
+    def of(cls, helper: PEFTHelper, infos: Infos, base: Base, max_rank: int) -> AdapterParts:
+        """Raises an AdapterError for what is missing, stray, of the wrong shape or not served."""
+        kind = KINDS[helper.method]
+        kind.check_config(helper)
+        named = name_tensors(infos, kind.leaves, kind.shared, kind.label, base.layout, base.named)
+        _check_saved_modules(helper, base)
+        targeted = [module for module in giving_way(base.layout.linears) if helper.targets(peft_name(module))]
+        vocabulary = take_vocabulary(helper, named, infos, base, max_rank)
+        norms = _take_norms(helper, named, infos, base)
+        biases = _take_biases(helper, named, infos, base, targeted)
+        targets = []
+        for module in targeted:
+            tensors = named.by_module.get(module)
+            if tensors:
+                shape = base.layout.linears[module]
+                targets.append(Target(module, shape, tensors, named.shared, infos, helper, base, max_rank))
+                targets[-1].saved_bias = biases.get(module)
+        ranks = {target.module: kind.check(target) for target in giving_way(targets)}
+        _check_targets(targeted, named)
+        parts = cls(helper, kind, base, targets, biases, norms, vocabulary, ranks)
+        parts._check_tables()
+        return parts
+
+    def forms(self, values: Mapping[str, Tensor]) -> AdapterForms:
+        """values: of every tensor, by the file's name."""
+        tables = self.vocabulary.tables
+        embedding, head = tables[EMBEDDING], tables[HEAD]
+        self.vocabulary.check_same(values)
+        targets = [*self.targets, *([head.target] if head.target is not None else [])]
+        for target in (*targets, *([embedding.target] if embedding.target is not None else [])):
+            target.values = values
+        made = self.kind.forms(targets) if targets else AdapterForms()
+        linears = dict(made.linears)
+        head_linear = linears.pop(HEAD, None)
+        for module, name in self.biases.items():
+            form = linears.get(module, LinearForm())
+            if form.bias_O is None:
+                linears[module] = LinearForm(form.low_rank, form.kronecker, form.out_scale_O, values[name].float())
+        both = sorted(made.norms.keys() & self.norms.keys())
+        if both:
+            raise AdapterUnsupported(f"{both[0]} is saved whole (modules_to_save), and its readers' inputs are scaled.")
+        return AdapterForms(
+            linears={module: form for module, form in linears.items() if _does_something(form)},
+            embedding=embedding_form(embedding, values, self.base),
+            head=head_form(head, head_linear, values, self.base),
+            norms={**made.norms, **{module: values[name] for module, name in self.norms.items()}},
+            invocation_tokens=invocation_tokens(self.helper) if self.helper.method == "LORA" else (),
+        )
+
+    def _check_tables(self) -> None:
+        tables = self.vocabulary.tables
+        embedding, head = tables[EMBEDDING].target, tables[HEAD].target
+        if embedding is not None:
+            if self.helper.method != "LORA":
+                raise AdapterUnsupported(f"{self.kind.label} on {EMBEDDING} is not served: PEFT 0.21 refuses it too.")
+            self.ranks[EMBEDDING] = check_embedding(embedding)
+        if head is not None:
+            self.ranks[HEAD] = self.kind.check(head)
+
+
+def _does_something(form: LinearForm) -> bool:
+    """A module that AdaLoRA has pruned to rank 0 does not."""
+    return any(part is not None for part in (form.low_rank, form.kronecker, form.out_scale_O, form.bias_O))
+
+
+def _check_saved_modules(helper: PEFTHelper, base: Base) -> None:
+    """PEFT would replace a linear, or all that a larger module holds."""
+    if not helper.modules_to_save:
+        return
+    whole = [peft_name(module) for module in base.layout.linears]
+    for module in (*whole, *_containers((*whole, *map(peft_name, base.layout.norms)))):
+        if helper.saves(module):
+            raise AdapterUnsupported(
+                f"modules_to_save replaces {module} whole, which is not served; norms, {EMBEDDING} and {HEAD} are. "
+                "Train LoRA on it."
+            )
+
+
+def _containers(modules: Iterable[str]) -> list[str]:
+    found: dict[str, None] = {}
+    for module in modules:
+        while "." in module:
+            module = module.rpartition(".")[0]
+            found[module] = None
+    return list(found)
+
+
+def _take_norms(helper: PEFTHelper, named: NamedTensors, infos: Infos, base: Base) -> dict[str, str]:
+    norms = {}
+    for module, size in base.layout.norms.items():
+        if not helper.saves(peft_name(module)):
+            continue
+        leaves = named.by_module.get(module, {})
+        if SAVED not in leaves:
+            raise AdapterMalformed(
+                f"adapter_config.json says that {module} is saved (modules_to_save matches the ends of names), and the "
+                "weights file has no tensor for it."
+            )
+        norms[module] = leaves.pop(SAVED)
+        _check_vector(norms[module], infos, size, base)
+    return norms
+
+
+def _take_biases(
+    helper: PEFTHelper, named: NamedTensors, infos: Infos, base: Base, targeted: list[str]
+) -> dict[str, str]:
+    if helper.bias == "none":
+        return {}
+    biases = {}
+    wanted = set(targeted)
+    for module in base.layout.linears:
+        if module not in base.layout.biased or (helper.bias != "all" and module not in wanted):
+            continue
+        leaf = BASE_BIAS if module in wanted else SAVED_BIAS
+        leaves = named.by_module.get(module, {})
+        if leaf not in leaves:
+            raise AdapterMalformed(
+                f"adapter_config.json has bias={helper.bias!r}, and the weights file has no {leaf} of {module}."
+            )
+        biases[module] = leaves.pop(leaf)
+        _check_vector(biases[module], infos, base.layout.linears[module][1], base)
+    return biases
+
+
+def _check_vector(name: str, infos: Infos, size: int, base: Base) -> None:
+    if tensor_shape(name, infos) != (size,):
+        raise AdapterMismatch(
+            f"the tensor {shown(name)} has shape {shown(list(infos[name].shape))}; {base.named} has {[size]} there. "
+            "The adapter was made for another model."
+        )
+
+
+def _check_targets(targeted: list[str], named: NamedTensors) -> None:
+    """PEFT only warns about these two, and then serves the base's weights there."""
+    missing = [module for module in targeted if not named.by_module.get(module)]
+    if missing:
+        raise AdapterMalformed(
+            f"adapter_config.json targets {missing[0]} ({len(missing)} modules in all) for which the weights file has "
+            f"no tensors."
+        )
+    wanted = set(targeted)
+    stray = sorted(module for module, leaves in named.by_module.items() if leaves and module not in wanted)
+    if stray:
+        first = next(iter(named.by_module[stray[0]].values()))
+        raise AdapterMalformed(
+            f"the weights file has tensors for {stray[0]} ({len(stray)} modules in all; {shown(first)}), which "
+            f"adapter_config.json does not target (target_modules, exclude_modules, layers_to_transform) and does not "
+            f"save (modules_to_save, bias)."
+        )

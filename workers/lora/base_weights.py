@@ -1,0 +1,106 @@
+"""The base's weights for those kinds of adapters that are computed from them, as DoRA's row norms are.
+
+From the model in memory where one rank holds it whole, on its GPU and beside the running steps; else from the
+checkpoint's files.
+"""
+
+# D in features or hidden size · O out features · V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lorafleet.workers.errors import AdapterUnsupported, ConfigError
+from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, peft_name
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.weights import checkpoint_files, held_tensors
+
+
+class BaseWeights(Protocol):
+    """Whole tensors with the values that are served, in the base's dtype, on `device`; never to be changed.
+
+    Modules are called as in BaseLayout. Any thread may ask.
+    """
+
+    device: torch.device
+
+    def weight(self, module: str) -> Tensor:
+        """[O, D] of a linear, [V, D] of embedding or head, [D] of a norm as stored."""
+
+    def bias(self, module: str) -> Tensor:
+        """[O], of a linear that has one."""
+
+
+class ModelWeights:
+    """Of a model that one rank holds whole: no copy, no read."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        assert model.group.size == 1
+        self.device = model.norm.weight.device
+        self._held = held_tensors(model)
+        self._tied = model.config.tie_word_embeddings
+
+    def weight(self, module: str) -> Tensor:
+        return self._held[_tensor_name(module, "weight", self._tied)]
+
+    def bias(self, module: str) -> Tensor:
+        return self._held[_tensor_name(module, "bias", self._tied)]
+
+
+class FileWeights:
+    """Of a checkpoint's files, for ranks that hold a part each. tied: the head is the embedding."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, tied: bool) -> None:
+        self.device = torch.device("cpu")
+        self._folder = folder
+        self._dtype = dtype
+        self._tied = tied
+        self._files: dict[str, Path] = {}
+
+    def weight(self, module: str) -> Tensor:
+        return self._read(_tensor_name(module, "weight", self._tied))
+
+    def bias(self, module: str) -> Tensor:
+        return self._read(_tensor_name(module, "bias", self._tied))
+
+    def _read(self, name: str) -> Tensor:
+        try:
+            if not self._files:
+                self._files = {key: path for path in checkpoint_files(self._folder) for key in _keys(path)}
+            with safe_open(self._files[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError, KeyError, ConfigError) as error:
+            raise AdapterUnsupported(
+                f"this adapter is computed from the base's weights, and {name} cannot be read from {self._folder}: "
+                f"{error}. Put the checkpoint where it was when the server started."
+            ) from None
+        return tensor.to(self._dtype)
+
+
+def _tensor_name(module: str, leaf: str, tied: bool) -> str:
+    """In the checkpoint."""
+    return f"{peft_name(EMBEDDING if tied and module == HEAD else module)}.{leaf}"
+
+
+def _keys(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+@contextmanager
+def beside_the_steps(device: torch.device) -> Iterator[None]:
+    """What this thread computes meanwhile runs on a stream of its own, and is done when this returns."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
