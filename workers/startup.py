@@ -93,7 +93,7 @@ def build_rank(
         lora_dtype = _lora_dtype(config.lora, dtype, device)
         slots = LoRAModelManager(model, config.lora, lora_dtype, device)
         store = AdapterStore(config.sources)
-        base = Base(BaseLayout.of(model_config), _base_weights(config, model, dtype))
+        base = Base(BaseLayout.of(model_config), _base_weights(config, model, dtype), folder.name)
         loader = AdapterLoader(base, config.lora, slots, lora_dtype, device, store)
     spec = AttentionSpec(
         num_heads=model.shard.local.num_heads,

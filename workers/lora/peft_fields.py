@@ -189,6 +189,12 @@ def check_fields(config: Mapping[str, object]) -> str:
     return method
 
 
+def is_known(method: object, key: str) -> bool:
+    """Whether PEFT 0.21's config of the method has such a field, or an older one had."""
+    fields = FIELDS.get(method) if isinstance(method, str) else None
+    return fields is not None and (key in fields.used or key in fields.harmless or key in fields.features)
+
+
 def is_unset(value: object) -> bool:
     return value is None or value is False or value in ([], {}, "") or (type(value) in (int, float) and value == 0)
 

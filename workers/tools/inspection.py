@@ -25,7 +25,7 @@ from lorafleet.workers.tools.base_model import BaseModel
 from lorafleet.workers.tools.kind import kind_of
 from lorafleet.workers.tools.layouts import peft_name
 from lorafleet.workers.tools.mlx import is_mlx
-from lorafleet.workers.tools.reading import read_forms, tensor_infos
+from lorafleet.workers.tools.reading import read_forms, served_base, tensor_infos
 from lorafleet.workers.tools.tokenizer_files import tokenizer_files
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.group import TPGroup
@@ -103,7 +103,7 @@ def fit(path: Path, name: str, base: BaseModel, config: LoRAConfig, tp: int, *, 
             sharding = AdapterSharding(Shard.of(base.config, rank, tp), TPGroup(rank, tp), fully_sharded)
             model = LoRAModel.from_local_checkpoint(
                 path,
-                shapes=base.config.linear_shapes(),
+                base=served_base(base),
                 config=config,
                 dtype=dtype,
                 name=name,

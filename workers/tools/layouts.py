@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lorafleet.workers.errors import AdapterMalformed
 from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, AdapterFolder, open_weights, read_config
-from lorafleet.workers.lora.peft_fields import FEATURES, HARMLESS, USED
+from lorafleet.workers.lora.peft_fields import is_known
 from lorafleet.workers.lora.strict_json import read_json_object, shown
 from lorafleet.workers.lora.weight_files import read_weights
 from lorafleet.workers.tools.mlx import is_mlx, read_mlx
@@ -41,7 +41,7 @@ def read_layout(path: Path) -> PEFTFiles:
     if renamed:
         old, new = next((old, new) for old, new in names.items() if old != new)
         changes.append(f"{renamed} tensors renamed, such as {shown(old)} -> {shown(new)}")
-    dropped = [name for name in config if _is_outdated(name, config[name])]
+    dropped = [name for name in config if _is_outdated(config.get("peft_type"), name, config[name])]
     if dropped:
         changes.append(f"adapter_config.json: dropped {', '.join(map(shown, dropped))}")
     today = {name: value for name, value in config.items() if name not in dropped}
@@ -66,7 +66,6 @@ def _check_distinct(names: Mapping[str, str]) -> None:
             raise AdapterMalformed(f"{shown(other)} and {shown(old)} are both {shown(new)}.")
 
 
-def _is_outdated(name: str, value: object) -> bool:
+def _is_outdated(method: object, name: str, value: object) -> bool:
     """A field that PEFT no longer knows and that asks for nothing; one that does is left for the reader to refuse."""
-    known = name in USED or name in HARMLESS or name in FEATURES
-    return value in (None, False, [], {}, "") and (name in REMOVED_FIELDS or not known)
+    return value in (None, False, [], {}, "") and (name in REMOVED_FIELDS or not is_known(method, name))

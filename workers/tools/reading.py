@@ -16,13 +16,17 @@ import torch
 from lorafleet.resolvers.config import HTTPConfig, HubConfig, SourcesConfig
 from lorafleet.resolvers.source import is_uri
 from lorafleet.resolvers.store import AdapterStore
+from lorafleet.workers.lora.base_layout import BaseLayout
+from lorafleet.workers.lora.base_weights import FileWeights
 from lorafleet.workers.lora.config import MAX_RANK_BOUND
 from lorafleet.workers.lora.files import AdapterFolder, open_weights
 from lorafleet.workers.lora.forms import AdapterForms
-from lorafleet.workers.lora.reader import ReadAdapter, Shapes, read_adapter
+from lorafleet.workers.lora.kinds.kind import Base
+from lorafleet.workers.lora.reader import ReadAdapter, read_adapter
 from lorafleet.workers.lora.weight_files import TensorInfo, read_weights
 from lorafleet.workers.tools.base_model import BaseModel
 from lorafleet.workers.tools.layouts import peft_name
+from lorafleet.workers.weights import stored_dtype
 
 _LINEAR = re.compile(r"base_model\.model\.model\.(?P<module>layers\.\d+\.[\w.]+?)\.(?P<leaf>[\w]+?)(?:\.weight)?")
 
@@ -48,12 +52,18 @@ def read_forms(folder: Path, base: BaseModel | None, name: str) -> ReadAdapter:
     """Raises an AdapterError: what serving would say. Any rank is taken."""
     return read_adapter(
         folder,
-        shapes=inferred_shapes(folder) if base is None else base.config.linear_shapes(),
+        base=Base(inferred_layout(folder)) if base is None else served_base(base),
         max_rank=MAX_RANK_BOUND,
         dtype=torch.float32,
         name=name,
-        base_name="" if base is None else base.folder.name,
     )
+
+
+def served_base(base: BaseModel) -> Base:
+    """As a server has it, in the checkpoint's dtype."""
+    dtype = base.config.dtype or stored_dtype(base.folder)
+    weights = FileWeights(base.folder, dtype, base.config.tie_word_embeddings)
+    return Base(BaseLayout.of(base.config), weights, base.folder.name)
 
 
 def largest_rank(forms: AdapterForms) -> int:
@@ -69,15 +79,29 @@ def tensor_infos(folder: Path) -> Mapping[str, TensorInfo]:
         return read_weights(file, hashlib.sha256()).infos
 
 
-def inferred_shapes(folder: Path) -> Shapes:
-    """(inputs, outputs) of each linear that the adapter's own matrices fit."""
+def inferred_layout(folder: Path) -> BaseLayout:
+    """The modules that the adapter's own tensors fit."""
     leaves: dict[str, dict[str, tuple[int, ...]]] = {}
+    tables = [(0, 0)]
+    norms = {}
     for name, info in tensor_infos(folder).items():
-        match = _LINEAR.fullmatch(peft_name(name))
-        if match is not None:
-            leaves.setdefault(match["module"], {})[match["leaf"]] = info.shape
+        own = peft_name(name)
+        match = _LINEAR.fullmatch(own)
+        if own.endswith(("embed_tokens.weight", "lm_head.weight", ".base_layer.weight")) and len(info.shape) == 2:
+            tables.append((info.shape[0], info.shape[1]))
+        elif own.endswith("norm.weight") and len(info.shape) == 1:
+            norms[own.removeprefix("base_model.model.model.").removesuffix(".weight")] = info.shape[0]
+        elif match is not None:
+            leaves.setdefault(match["module"].removesuffix(".base_layer"), {})[match["leaf"]] = info.shape
     shapes = {module: _shape_of(found) for module, found in leaves.items()}
-    return {module: shape for module, shape in shapes.items() if shape is not None}
+    return BaseLayout(
+        linears={module: shape for module, shape in shapes.items() if shape is not None},
+        vocab_size=tables[-1][0],
+        hidden_size=tables[-1][1],
+        attention_heads=(1, 1),
+        biased=frozenset(module for module, found in leaves.items() if "bias" in found),
+        norms=norms,
+    )
 
 
 def _shape_of(leaves: Mapping[str, tuple[int, ...]]) -> tuple[int, int] | None:
