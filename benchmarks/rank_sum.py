@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.rms_norm import add_rms_norm
+from lorafleet.kernels.linear_output import LinearOutput
+from lorafleet.kernels.rms_norm import NormWeight, add_rms_norm
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.rank_sum import RankSum
 
@@ -52,7 +53,7 @@ def measure(rank: int, size: int, meeting: str, args: argparse.Namespace) -> Non
     device = torch.device("cuda", 0)
     group = TPGroup.join(rank, size, meeting, device)
     ranks = RankSum(group, device)
-    weight = torch.ones(args.size, dtype=torch.bfloat16, device=device)
+    norm = NormWeight(torch.ones(args.size, dtype=torch.bfloat16, device=device))
     rows = []
     if rank == 0:
         print(f"{torch.cuda.get_device_name()} x {size}, rows of {args.size} in bf16")
@@ -61,8 +62,8 @@ def measure(rank: int, size: int, meeting: str, args: argparse.Namespace) -> Non
         x = torch.zeros(count, args.size, dtype=torch.bfloat16, device=device)
         residual = torch.zeros_like(x)
         floor = (size - 1) * x.numel() * 2 / LINK_BYTES_PER_S * 1e6
-        nccl = in_graph_us(lambda x=x, r=residual: add_rms_norm(group.all_reduce(x), None, r, weight, 1e-5))
-        ours = in_graph_us(lambda x=x, r=residual: ranks.add_rms_norm(x, None, r, weight, 1e-5))
+        nccl = in_graph_us(lambda x=x, r=residual: add_rms_norm(LinearOutput(group.all_reduce(x)), r, norm, 1e-5))
+        ours = in_graph_us(lambda x=x, r=residual: ranks.add_rms_norm(LinearOutput(x), r, norm, 1e-5))
         rows.append({"ranks": size, "rows": count, "floor_us": floor, "nccl_us": nccl, "one_kernel_us": ours})
         if rank == 0:
             print(f"{count:4} {floor:10.1f} {nccl:13.1f} {ours:12.1f}", flush=True)

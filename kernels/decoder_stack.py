@@ -16,10 +16,11 @@ from torch import Tensor
 
 from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.gated_mul import gated_mul
+from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import TILE_TOKENS, LoRABatch, count_tiles, static_tile_counts
 from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
-from lorafleet.kernels.rms_norm import add_rms_norm
+from lorafleet.kernels.rms_norm import NormWeight, add_rms_norm
 from lorafleet.kernels.rope_store import rotate_and_store
 
 LINEARS = {
@@ -32,7 +33,7 @@ MAX_SLOTS = 64
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 FP8_STD = 100.0  # of random e4m3 numbers; the largest is 448
-Linear = Callable[[Tensor, Tensor, PackedLoRA], tuple[Tensor, Tensor | None]]
+Linear = Callable[[Tensor, Tensor, PackedLoRA], LinearOutput]
 
 
 class Stack:
@@ -68,7 +69,7 @@ class Stack:
         return {size: _random(num_tokens, size, std=1.0) for size, _ in LINEARS.values()}
 
     def base(self, x_of_size: dict[int, Tensor]) -> None:
-        self._run(x_of_size, lambda x, w, _: (F.linear(x, w), None))
+        self._run(x_of_size, lambda x, w, _: LinearOutput(F.linear(x, w)))
 
     def with_lora(self, x_of_size: dict[int, Tensor], batch: LoRABatch) -> None:
         batch.begin()
@@ -77,7 +78,7 @@ class Stack:
     def _run(self, x_of_size: dict[int, Tensor], linear: Linear) -> None:
         readers = itertools.cycle(_Readers(x_of_size[4096].shape[0]).in_order())
         for weight, packed, reader in zip(self.weights, self.packed, readers, strict=False):
-            reader(*linear(x_of_size[packed.in_features], weight, packed))
+            reader(linear(x_of_size[packed.in_features], weight, packed))
 
 
 class _Readers:
@@ -90,15 +91,15 @@ class _Readers:
         self.residual = _random(num_tokens, 4096, std=1.0)
         self.weight = _random(4096, std=0.01)
 
-    def in_order(self) -> list[Callable[[Tensor, Tensor | None], Tensor]]:
+    def in_order(self) -> list[Callable[[LinearOutput], Tensor]]:
         """Of LINEARS."""
         return [self._rotate, self._norm, gated_mul, self._norm]
 
-    def _rotate(self, y: Tensor, delta: Tensor | None) -> Tensor:
-        return rotate_and_store(y, delta, self.cos, self.sin, None, None, self.k, self.v, self.slots, 1e-5)
+    def _rotate(self, out: LinearOutput) -> Tensor:
+        return rotate_and_store(out, self.cos, self.sin, None, None, self.k, self.v, self.slots, 1e-5)
 
-    def _norm(self, y: Tensor, delta: Tensor | None) -> Tensor:
-        return add_rms_norm(y, delta, self.residual, self.weight, 1e-5)
+    def _norm(self, out: LinearOutput) -> Tensor:
+        return add_rms_norm(out, self.residual, NormWeight(self.weight), 1e-5)
 
 
 def _random_slot(packed: PackedLoRA, rank: int, dtype: torch.dtype) -> SlotWeights:

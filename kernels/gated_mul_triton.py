@@ -14,18 +14,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.affine_triton import scaled_and_shifted
 from lorafleet.kernels.gated_mul import Activation
+from lorafleet.kernels.linear_output import LinearOutput
 
 BLOCK_I = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+# Rows of the table of addresses begin anywhere: their alignment must not ask for another kernel.
+@triton.jit(do_not_specialize=["affine_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
 def _gated_mul_kernel(
     gate_up_ptr: tl.tensor,
     delta_ptr: tl.tensor,
+    affine_ptr: tl.tensor,
     out_ptr: tl.tensor,
     size: tl.constexpr,
     has_delta: tl.constexpr,
+    has_affine: tl.constexpr,
     is_gelu: tl.constexpr,
     block_i: tl.constexpr,
 ) -> None:
@@ -37,6 +42,9 @@ def _gated_mul_kernel(
     if has_delta:
         gate += tl.load(delta_ptr + token * (2 * size) + i, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(delta_ptr + token * (2 * size) + size + i, mask=inside, other=0.0).to(tl.float32)
+    if has_affine:
+        gate = scaled_and_shifted(gate, affine_ptr, token, tl.num_programs(0), i, inside)
+        up = scaled_and_shifted(up, affine_ptr, token, tl.num_programs(0), size + i, inside)
     if is_gelu:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
         out = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     else:
@@ -44,19 +52,21 @@ def _gated_mul_kernel(
     tl.store(out_ptr + token * size + i, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gated_mul_triton(gate_up_T2I: Tensor, delta_T2I: Tensor | None, activation: Activation = "silu") -> Tensor:
+def gated_mul_triton(gate_up: LinearOutput, activation: Activation = "silu") -> Tensor:
+    gate_up_T2I, delta_T2I, affine_2T = gate_up
+    gate_up.check()
     num_tokens, width = gate_up_T2I.shape
     assert width % 2 == 0
-    assert gate_up_T2I.is_contiguous()
-    assert delta_T2I is None or (delta_T2I.shape == gate_up_T2I.shape and delta_T2I.is_contiguous())
     out_TI = torch.empty(num_tokens, width // 2, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     grid = (num_tokens, triton.cdiv(width // 2, BLOCK_I))
     _gated_mul_kernel[grid](
         gate_up_T2I,
         delta_T2I,
+        affine_2T,
         out_TI,
         size=width // 2,
         has_delta=delta_T2I is not None,
+        has_affine=affine_2T is not None,
         is_gelu=activation == "gelu_tanh",
         block_i=BLOCK_I,
         num_warps=4,

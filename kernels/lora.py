@@ -1,4 +1,4 @@
-"""The entries to batched LoRA: a base linear with every token's own adapter, and the adapters' part alone."""
+"""The entries to batched adapters: a base linear with every token's own adapter, and the part of A and B alone."""
 
 # T tokens · D in · O out
 
@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorafleet.kernels.affine import apply_affine_torch
 from lorafleet.kernels.fp8 import FP8
+from lorafleet.kernels.kronecker import apply_kronecker
+from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.lora_torch import apply_lora_torch
 from lorafleet.kernels.packed_lora import PackedLoRA
@@ -16,20 +19,29 @@ from lorafleet.kernels.packed_lora import PackedLoRA
 
 def linear_with_lora(
     x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, packed: PackedLoRA, batch: LoRABatch
-) -> tuple[Tensor, Tensor | None]:
-    """(y, delta): y + delta = x @ W.T + bias + scale * B[slot[t]] @ (A[slot[t]] @ x[t]); all contiguous.
+) -> LinearOutput:
+    """x @ W.T + bias + scale * B[slot[t]] @ (A[slot[t]] @ x[t]), with the slot's Kronecker products, and its own scale
+    and bias of it all (kernels/affine.py).
 
-    Where delta is not None, who reads y adds it in the same pass; on a CPU it is in y already. On a rank of a
-    tensor-parallel group, W, A and B are its parts: see kernels/lora_layout.py. Its partial sums want the base's own
-    all-reduce, of y + delta.
+    On a rank of a tensor-parallel group, W, A and B are its parts: see kernels/lora_layout.py. Its partial sums want
+    the base's own all-reduce, of what the LinearOutput stands for.
     """
-    if x_TD.is_cuda and packed.dtype in (None, x_TD.dtype, FP8):
+    if not x_TD.is_cuda:
+        y_TO = F.linear(x_TD, weight_OD, bias_O)
+        apply_lora(x_TD, y_TO, packed, batch)
+        apply_kronecker(x_TD, y_TO, packed, batch)
+        apply_affine_torch(y_TO, packed, batch)
+        return LinearOutput(y_TO)
+    delta_TO = None
+    if packed.dtype in (None, x_TD.dtype, FP8):
         from lorafleet.kernels.lora_triton import linear_triton  # triton is optional on a CPU
 
-        return linear_triton(x_TD, weight_OD, bias_O, packed, batch)
-    y_TO = F.linear(x_TD, weight_OD, bias_O)
-    apply_lora(x_TD, y_TO, packed, batch)
-    return y_TO, None
+        y_TO, delta_TO = linear_triton(x_TD, weight_OD, bias_O, packed, batch)
+    else:
+        y_TO = F.linear(x_TD, weight_OD, bias_O)
+        apply_lora(x_TD, y_TO, packed, batch)
+    apply_kronecker(x_TD, y_TO, packed, batch)
+    return LinearOutput(y_TO, delta_TO, batch.affine_addresses(packed.index))
 
 
 def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:

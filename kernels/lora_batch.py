@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.extra_tables import ExtraTables
 from lorafleet.kernels.lora_tuning import FEW_TILES, SOME_TILES, tuning_for
 from lorafleet.kernels.packed_lora import LoRATables
 from lorafleet.kernels.tile_tables import TileTables
@@ -56,17 +57,20 @@ def count_tiles(slot_of_token: Sequence[int], num_tokens: int, tile_tokens: int 
 class DevicePlan:
     """What the Triton kernels read, views of one int32 buffer, so that a step costs one copy.
 
-    slot_K: each tile's slot, BASE_SLOT for base tokens' and for empty tiles. tokens_KM: its tokens, then -1.
+    slot_K: each tile's slot, BASE_SLOT for base tokens' and for empty tiles. tokens_KM: its tokens, then -1. slot_T:
+    each token's slot, or BASE_SLOT.
     """
 
     def __init__(self, buffer: Tensor, num_tiles: int, tile_tokens: int) -> None:
         self.buffer = buffer
+        end = num_tiles * (1 + tile_tokens)
         self.slot_K = buffer[:num_tiles]
-        self.tokens_KM = buffer[num_tiles:].view(num_tiles, tile_tokens)
+        self.tokens_KM = buffer[num_tiles:end].view(num_tiles, tile_tokens)
+        self.slot_T = buffer[end:]
 
     @staticmethod
-    def size(num_tiles: int, tile_tokens: int) -> int:
-        return num_tiles * (1 + tile_tokens)
+    def size(num_tokens: int, num_tiles: int, tile_tokens: int) -> int:
+        return num_tiles * (1 + tile_tokens) + num_tokens
 
 
 class LoRABatch:
@@ -102,6 +106,7 @@ class LoRABatch:
         self.active_T = torch.empty(0, dtype=torch.int64)
         self._slot_tables = tables
         self._tables: TileTables | None = None
+        self._address_VT: Tensor | None = None
         self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
 
     @property
@@ -112,6 +117,26 @@ class LoRABatch:
     def tables(self) -> TileTables:
         assert self._tables is not None, "begin() comes before the first linear"
         return self._tables
+
+    @property
+    def has_kronecker(self) -> bool:
+        """Whether some slot adds a Kronecker product. Such a step takes no static batch, whose launches are those of
+        any content."""
+        return not self.extras.kronecker_slots.isdisjoint(self.slots)
+
+    @property
+    def extras(self) -> ExtraTables:
+        return self._slot_tables.extras
+
+    def affine_addresses(self, linear: int) -> Tensor:
+        """int64 [2, T], on the device: kernels/affine.py."""
+        assert self._address_VT is not None, "begin() comes before the first linear"
+        return self._address_VT.narrow(0, self.extras.affine_row(linear), 2)
+
+    def norm_addresses(self, norm: int) -> Tensor:
+        """int64 [T], on the device: kernels/norm_slots.py."""
+        assert self._address_VT is not None, "begin() comes before the first norm"
+        return self._address_VT[self.extras.norm_row(norm)]
 
     @classmethod
     def build(
@@ -127,7 +152,7 @@ class LoRABatch:
             return None
         device = tables.rank_LSP.device
         num_tiles = len(step.slot_K)
-        size = DevicePlan.size(num_tiles, tile_tokens)
+        size = DevicePlan.size(len(slot_of_token), num_tiles, tile_tokens)
         host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         step.write(DevicePlan(host, num_tiles, tile_tokens))
         buffer = host.to(device, non_blocking=True)
@@ -143,7 +168,7 @@ class LoRABatch:
 
         num_tiles: one of static_tile_counts.
         """
-        size = DevicePlan.size(num_tiles, tile_tokens)
+        size = DevicePlan.size(num_tokens, num_tiles, tile_tokens)
         buffer = torch.zeros(size, dtype=torch.int32, device=tables.rank_LSP.device)
         batch = cls(num_tokens, num_tiles, tile_tokens, buffer, tables, max_rank)
         if buffer.is_cuda:
@@ -160,6 +185,7 @@ class LoRABatch:
         """
         assert self.max_rank is not None, "only a static batch is filled"
         assert max(rank_of_slot, default=0) <= self.max_rank, "P has no room for such a rank"
+        assert self.extras.kronecker_slots.isdisjoint(slot_of_token), "they are launched in no static batch"
         assert len(slot_of_token) <= self.num_tokens
         step = _Step.of([*slot_of_token, *[BASE_SLOT] * (self.num_tokens - len(slot_of_token))], self.tile_tokens)
         if not self._pinned:
@@ -186,6 +212,7 @@ class LoRABatch:
         if self._tables is None:
             self._tables = TileTables(self._slot_tables, self.num_tiles)
         self._tables.gather(self.plan.slot_K)
+        self._address_VT = self.extras.by_token(self.plan.slot_T)
 
     def _take(self, step: _Step) -> None:
         self.slots, self.spans = step.slots, step.spans
@@ -205,6 +232,7 @@ class _Step:
     active_T: Ints
     slot_K: Ints
     tokens_KM: Ints
+    slot_T: Ints
 
     @classmethod
     def of(cls, slot_of_token: Sequence[int], tile_tokens: int) -> _Step:
@@ -229,6 +257,7 @@ class _Step:
             active_T=active_T,
             slot_K=slot_S.repeat(tiles_S),
             tokens_KM=np.where(inside_KM, order_T[np.minimum(at_KM, len(order_T) - 1)], -1),
+            slot_T=slot_T,
         )
 
     def write(self, plan: DevicePlan) -> None:
@@ -237,6 +266,7 @@ class _Step:
         assert used <= len(plan.slot_K), "the batch has no room for this mix"
         plan.slot_K.numpy()[:used] = self.slot_K
         plan.tokens_KM.numpy()[:used] = self.tokens_KM
+        plan.slot_T.numpy()[:] = self.slot_T
         plan.slot_K.numpy()[used:] = BASE_SLOT
         plan.tokens_KM.numpy()[used:] = -1
 

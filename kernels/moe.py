@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lorafleet.kernels.gated_mul import gated_mul
+from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.moe_torch import PairsByExpert, combine_torch, route_torch
 
 
@@ -39,7 +40,7 @@ def experts_mlp(x_TD: Tensor, routing: Routing, gate_up_E2ID: Tensor, down_EDI: 
     """[T, D]: of each token the weighted sum of its experts' down(silu(gate x) * up x)."""
     pairs = _grouped(routing.expert_TK, len(down_EDI))
     gate_up_N2I = pairs.linear(x_TD, gate_up_E2ID)
-    down_ND = pairs.linear(gated_mul(gate_up_N2I, None), down_EDI)
+    down_ND = pairs.linear(gated_mul(LinearOutput(gate_up_N2I)), down_EDI)
     if x_TD.is_cuda:
         from lorafleet.kernels.moe_route_triton import combine_triton
 

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.extra_tables import ExtraTables
 from lorafleet.kernels.fp8 import FP8
+from lorafleet.kernels.linear_extras import LinearExtras
 from lorafleet.kernels.lora_layout import UNDIVIDED, LoRALayout
 
 MAX_SLICES = 3
@@ -114,9 +116,11 @@ class AdapterTable:
 
 class LoRATables:
     """Device tables of all packed linears. address_LSA int64: pointers to A, then to each slice's B (0: absent);
-    rank_LSP int32; scale_LSP float32. A slot that was never written has rank 0 everywhere."""
+    rank_LSP int32; scale_LSP float32. A slot that was never written has rank 0 everywhere. extras: what adapters have
+    besides."""
 
-    def __init__(self, num_linears: int, max_loras: int, device: torch.device) -> None:
+    def __init__(self, num_linears: int, max_loras: int, device: torch.device, num_norms: int = 0) -> None:
+        self.extras = ExtraTables(num_linears, num_norms, max_loras, device)
         shape = (num_linears, max_loras)
         self.address_LSA = torch.zeros(*shape, 1 + MAX_SLICES, dtype=torch.int64, device=device)
         self.rank_LSP = torch.zeros(*shape, MAX_SLICES, dtype=torch.int32, device=device)
@@ -142,10 +146,24 @@ class LoRATables:
         self.num_writes += 1
 
 
+@dataclass(frozen=True, slots=True)
+class LinearPlace:
+    """Where a rank's part of a packed linear lies in the whole: its inputs begin at first_input; outputs: of each slice
+    the ranges that it has, one behind the other. A projection that is fused of several has more than one."""
+
+    first_input: int
+    outputs: tuple[tuple[slice, ...], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Outputs of each slice."""
+        return [sum(own.stop - own.start for own in ranges) for ranges in self.outputs]
+
+
 class PackedLoRA:
     """The slots of one packed linear: a row of the tables for the Triton kernels, tensors for the torch twin.
 
-    in_features, out_features: of A and B as this rank holds them.
+    in_features, out_features: of A and B as this rank holds them. place: None where the linear is whole here.
     """
 
     def __init__(
@@ -155,6 +173,7 @@ class PackedLoRA:
         out_features: tuple[int, ...],
         tables: LoRATables,
         layout: LoRALayout = UNDIVIDED,
+        place: LinearPlace | None = None,
     ) -> None:
         assert 1 <= len(out_features) <= MAX_SLICES
         self.layout = layout
@@ -163,7 +182,9 @@ class PackedLoRA:
         self.in_features = in_features
         self.out_features = out_features
         self.dtype: torch.dtype | None = None  # of A and B; one for all slots, None before the first
+        self.place = place or LinearPlace(0, tuple((slice(0, out),) for out in out_features))
         self.slots: list[SlotWeights | None] = [None] * tables.rank_LSP.shape[1]
+        self.extras: list[LinearExtras | None] = [None] * tables.rank_LSP.shape[1]  # for the torch twin
         self._stacked: tuple[tuple[int, ...], StackedSlots | None] = ((), None)
         self._max_total_rank: tuple[tuple[int, ...], int, int] = ((), 0, 0)
 

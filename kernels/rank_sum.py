@@ -13,28 +13,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.peer_areas import PeerAreas
+from lorafleet.kernels.rms_norm import NormWeight
 
 
 def rank_sum_add_rms_norm(
-    x_TD: Tensor,
-    delta_TD: Tensor | None,
+    x: LinearOutput,
     residual_TD: Tensor,
-    weight_D: Tensor,
+    norm: NormWeight,
     eps: float,
     peers: PeerAreas,
-    branch_weight_D: Tensor | None = None,
+    branch: NormWeight | None = None,
 ) -> Tensor:
-    """residual += the sum over the ranks of x + delta, in place; returns the norm of that sum. All ranks must call.
+    """residual += the sum over the ranks of x, in place; returns the norm of that sum. All ranks must call.
 
-    branch_weight: as in kernels/rms_norm.py, of the ranks' sum.
+    branch: as in kernels/rms_norm.py, of the ranks' sum.
     """
     from lorafleet.kernels.rank_sum_triton import rank_sum_triton  # triton is optional on a CPU
 
-    assert peers.holds(x_TD.nbytes)
-    for one_TD in (x_TD, residual_TD) if delta_TD is None else (x_TD, residual_TD, delta_TD):
-        assert one_TD.shape == x_TD.shape and one_TD.dtype == x_TD.dtype
-        assert one_TD.is_contiguous()
-    out_TD = torch.empty_like(x_TD)
-    rank_sum_triton(x_TD, delta_TD, residual_TD, weight_D, out_TD, eps, peers, branch_weight_D)
+    x.check()
+    assert peers.holds(x.y_TO.nbytes)
+    assert residual_TD.shape == x.y_TO.shape and residual_TD.dtype == x.y_TO.dtype
+    assert residual_TD.is_contiguous()
+    out_TD = torch.empty_like(x.y_TO)
+    rank_sum_triton(x, residual_TD, norm, out_TD, eps, peers, branch)
     return out_TD

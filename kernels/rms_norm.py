@@ -3,43 +3,54 @@
 Source: arXiv 1910.07467.
 """
 
-# T tokens · D hidden size
+# T tokens · H heads · D size of the norm
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorafleet.kernels.linear_output import LinearOutput
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """weight may be float32 where x is not: then nothing is rounded before it is multiplied."""
-    if x_TD.is_cuda:
+
+class NormWeight(NamedTuple):
+    """weight: [D]; float32 where x is not: then nothing is rounded before it is multiplied. A token's adapter may have
+    its own (kernels/norm_slots.py): on CUDA own_T says where it lies, on a CPU weight has a row a token, [T, D].
+    """
+
+    weight: Tensor
+    own_T: Tensor | None = None
+
+
+def rms_norm(x: Tensor, norm: NormWeight, eps: float) -> Tensor:
+    """x: [T, D], or on a CPU [T, H, D] too."""
+    if x.is_cuda:
         from lorafleet.kernels.rms_norm_triton import rms_norm_triton  # triton is optional on a CPU
 
-        return rms_norm_triton(x_TD, None, None, weight_D, eps)
-    if weight_D.dtype != x_TD.dtype:
-        return F.rms_norm(x_TD.float(), weight_D.shape, weight_D, eps).to(x_TD.dtype)
-    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+        return rms_norm_triton(LinearOutput(x), None, norm, eps)
+    weight = norm.weight
+    if weight.dim() > 1:
+        by_token = weight if x.dim() == 2 else weight.unsqueeze(1)
+        return (F.rms_norm(x.float(), weight.shape[1:], None, eps) * by_token).to(x.dtype)
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(
-    x_TD: Tensor,
-    delta_TD: Tensor | None,
-    residual_TD: Tensor,
-    weight_D: Tensor,
-    eps: float,
-    branch_weight_D: Tensor | None = None,
+    x: LinearOutput, residual_TD: Tensor, norm: NormWeight, eps: float, branch: NormWeight | None = None
 ) -> Tensor:
-    """residual += x + delta, in place; returns the norm of that sum, as rounded to the residual's dtype.
+    """residual += x, in place; returns the norm of that sum, as rounded to the residual's dtype.
 
-    delta: what adapters add to x (kernels/lora.py), or None. branch_weight: x + delta is normed by it before it is
-    added, as Gemma does.
+    branch: x is normed by it before it is added, as Gemma does.
     """
-    if x_TD.is_cuda:
+    if x.y_TO.is_cuda:
         from lorafleet.kernels.rms_norm_triton import rms_norm_triton
 
-        return rms_norm_triton(x_TD, delta_TD, residual_TD, weight_D, eps, branch_weight_D)
-    added_TD = x_TD if delta_TD is None else x_TD.float() + delta_TD.float()  # rounded once, with the residual
-    if branch_weight_D is not None:
-        added_TD = rms_norm(added_TD.to(x_TD.dtype), branch_weight_D, eps)
-    return rms_norm(residual_TD.add_(added_TD), weight_D, eps)
+        return rms_norm_triton(x, residual_TD, norm, eps, branch)
+    added_TD = x.added()  # rounded once, with the residual
+    if branch is not None:
+        added_TD = rms_norm(added_TD.to(x.y_TO.dtype), branch, eps)
+    return rms_norm(residual_TD.add_(added_TD), norm, eps)

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.fp8 import FP8, FP8_MAX
-from lorafleet.kernels.rms_norm import rms_norm
+from lorafleet.kernels.linear_output import LinearOutput
+from lorafleet.kernels.rms_norm import NormWeight, rms_norm
 
 
 def rotate_and_store(
-    qkv_TE: Tensor,
-    delta_TE: Tensor | None,
+    qkv: LinearOutput,
     cos_T1F: Tensor,
     sin_T1F: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
+    q_norm: NormWeight | None,
+    k_norm: NormWeight | None,
     k_NPGD: Tensor,
     v_NPGD: Tensor,
     slot_mapping_T: Tensor,
@@ -29,14 +29,14 @@ def rotate_and_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """Returns the rotated queries [T, H, D] of qkv + delta; writes each token's key and value to the cache.
+    """Returns the rotated queries [T, H, D] of qkv; writes each token's key and value to the cache.
 
-    delta: what adapters add to qkv (kernels/lora.py), or None. A cache of float8_e4m3fn holds keys and values divided
-    by k_scale and v_scale, and +-448 for what is out of its range; other caches have qkv's dtype and no scales. q_norm
-    and k_norm are both weights of RMS norms over D, of qkv's dtype or float32, or both None. The first 2 F numbers of
-    each head are rotated, all as a rule. slot_mapping_T is int64, block * P + offset; on CUDA
+    A cache of float8_e4m3fn holds keys and values divided by k_scale and v_scale, and +-448 for what is out of its
+    range; other caches have qkv's dtype and no scales. q_norm and k_norm are both of RMS norms over D, or both None.
+    The first 2 F numbers of each head are rotated, all as a rule. slot_mapping_T is int64, block * P + offset; on CUDA
     a negative one (the padding of a CUDA graph) stores nothing.
     """
+    qkv_TE = qkv.y_TO
     num_tokens, width = qkv_TE.shape
     num_kv_heads, head_dim = k_NPGD.shape[2:]
     num_heads = width // head_dim - 2 * num_kv_heads
@@ -49,12 +49,11 @@ def rotate_and_store(
         from lorafleet.kernels.rope_store_triton import rotate_and_store_triton  # triton is optional on a CPU
 
         return rotate_and_store_triton(
-            qkv_TE,
-            delta_TE,
+            qkv,
             cos_T1F,
             sin_T1F,
-            q_norm_D,
-            k_norm_D,
+            q_norm,
+            k_norm,
             k_NPGD,
             v_NPGD,
             slot_mapping_T,
@@ -62,12 +61,11 @@ def rotate_and_store(
             k_scale,
             v_scale,
         )
-    if delta_TE is not None:
-        qkv_TE = qkv_TE + delta_TE
+    qkv_TE = qkv.added().to(qkv_TE.dtype)
     qk, v = qkv_TE.view(num_tokens, -1, head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-    if q_norm_D is not None and k_norm_D is not None:
+    if q_norm is not None and k_norm is not None:
         q, k = qk.split((num_heads, num_kv_heads), dim=1)
-        qk = torch.cat((rms_norm(q, q_norm_D, eps), rms_norm(k, k_norm_D, eps)), dim=1)
+        qk = torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)), dim=1)
     rotated = rotate(qk, cos_T1F, sin_T1F)
     q, k = rotated[:, :num_heads], rotated[:, num_heads:]
     _store(k, k_NPGD, slot_mapping_T, k_scale)

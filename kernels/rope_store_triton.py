@@ -23,18 +23,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.affine_triton import scaled_and_shifted
+from lorafleet.kernels.linear_output import LinearOutput
+from lorafleet.kernels.rms_norm import NormWeight
+from lorafleet.kernels.rms_norm_triton import norm_weight
+
 BLOCK_HEADS = 8
 
 
-# slot_mapping may start anywhere in a larger buffer: its alignment must not ask for another kernel.
-@triton.jit(do_not_specialize=["slot_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
+# slot_mapping and rows of addresses may start anywhere in a larger buffer: alignment must not ask for another kernel.
+@triton.jit(do_not_specialize=["affine_ptr", "own_q_ptr", "own_k_ptr", "slot_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
 def _rotate_and_store_kernel(
     qkv_ptr: tl.tensor,
     delta_ptr: tl.tensor,
+    affine_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     q_norm_ptr: tl.tensor,
     k_norm_ptr: tl.tensor,
+    own_q_ptr: tl.tensor,
+    own_k_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     slot_ptr: tl.tensor,
@@ -47,7 +55,9 @@ def _rotate_and_store_kernel(
     head_dim: tl.constexpr,
     pairs: tl.constexpr,
     has_delta: tl.constexpr,
+    has_affine: tl.constexpr,
     has_norm: tl.constexpr,
+    has_own: tl.constexpr,
     block_heads: tl.constexpr,
     block_f: tl.constexpr,
 ) -> None:
@@ -70,12 +80,20 @@ def _rotate_and_store_kernel(
     if has_delta:
         first += tl.load(delta_ptr + at + low, mask=inside, other=0.0).to(tl.float32)
         second += tl.load(delta_ptr + at + high, mask=inside, other=0.0).to(tl.float32)
+    if has_affine:
+        e = head * head_dim
+        first = scaled_and_shifted(first, affine_ptr, token, tl.num_programs(0), e + low, inside)
+        second = scaled_and_shifted(second, affine_ptr, token, tl.num_programs(0), e + high, inside)
     x, y = first, second
     if has_norm:
         mean = tl.sum(x * x + y * y, 1, keep_dims=True) / head_dim
         inverse = tl.rsqrt(mean + eps)
-        x *= inverse * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, low, f < half)
-        y *= inverse * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, high, f < half)
+        q_low = norm_weight(q_norm_ptr, own_q_ptr, token, low, f < half, has_own)
+        q_high = norm_weight(q_norm_ptr, own_q_ptr, token, high, f < half, has_own)
+        k_low = norm_weight(k_norm_ptr, own_k_ptr, token, low, f < half, has_own)
+        k_high = norm_weight(k_norm_ptr, own_k_ptr, token, high, f < half, has_own)
+        x *= inverse * tl.where(is_q, q_low, k_low)
+        y *= inverse * tl.where(is_q, q_high, k_high)
     cos = tl.load(cos_ptr + token * pairs + f, mask=f < pairs, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * pairs + f, mask=f < pairs, other=0.0).to(tl.float32)
     first = tl.where(is_v, first, x * cos - y * sin).to(out_ptr.dtype.element_ty)
@@ -104,22 +122,12 @@ def _to_e4m3(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     return tl.clamp(x.to(tl.float32) / scale, -448.0, 448.0, tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _norm_weight(
-    q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, is_q: tl.tensor, at: tl.tensor, mask: tl.tensor
-) -> tl.tensor:
-    q = tl.load(q_norm_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    k = tl.load(k_norm_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(is_q, q, k)
-
-
 def rotate_and_store_triton(
-    qkv_TE: Tensor,
-    delta_TE: Tensor | None,
+    qkv: LinearOutput,
     cos_T1F: Tensor,
     sin_T1F: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
+    q_norm: NormWeight | None,
+    k_norm: NormWeight | None,
     k_NPGD: Tensor,
     v_NPGD: Tensor,
     slot_mapping_T: Tensor,
@@ -128,13 +136,17 @@ def rotate_and_store_triton(
     v_scale: float = 1.0,
 ) -> Tensor:
     """As rotate_and_store, which has checked the shapes; a token with a negative slot_mapping is not stored."""
+    qkv_TE, delta_TE, affine_2T = qkv
+    qkv.check()
     kv_heads, head_dim = k_NPGD.shape[2:]
     all_heads = qkv_TE.shape[1] // head_dim
     heads = all_heads - 2 * kv_heads
-    for tensor in (qkv_TE, cos_T1F, sin_T1F, k_NPGD, v_NPGD, slot_mapping_T):
+    for tensor in (cos_T1F, sin_T1F, k_NPGD, v_NPGD, slot_mapping_T):
         assert tensor.is_contiguous()
-    assert delta_TE is None or (delta_TE.shape == qkv_TE.shape and delta_TE.is_contiguous())
-    assert (q_norm_D is None) == (k_norm_D is None)
+    assert (q_norm is None) == (k_norm is None)
+    q_norm_D, own_q_T = q_norm or (None, None)
+    k_norm_D, own_k_T = k_norm or (None, None)
+    assert (own_q_T is None) == (own_k_T is None)
     pairs = cos_T1F.shape[-1]
     assert cos_T1F.shape == sin_T1F.shape == (qkv_TE.shape[0], 1, pairs)
     assert 2 * pairs <= head_dim and head_dim % 2 == 0
@@ -142,10 +154,13 @@ def rotate_and_store_triton(
     _rotate_and_store_kernel[(qkv_TE.shape[0], triton.cdiv(all_heads, BLOCK_HEADS))](
         qkv_TE,
         delta_TE,
+        affine_2T,
         cos_T1F,
         sin_T1F,
         q_norm_D,
         k_norm_D,
+        own_q_T,
+        own_k_T,
         k_NPGD,
         v_NPGD,
         slot_mapping_T,
@@ -158,7 +173,9 @@ def rotate_and_store_triton(
         head_dim=head_dim,
         pairs=pairs,
         has_delta=delta_TE is not None,
-        has_norm=q_norm_D is not None,
+        has_affine=affine_2T is not None,
+        has_norm=q_norm is not None,
+        has_own=own_q_T is not None,
         block_heads=BLOCK_HEADS,
         block_f=triton.next_power_of_2(head_dim // 2),
         num_warps=2,

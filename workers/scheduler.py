@@ -196,19 +196,12 @@ class Scheduler:
             return None
         assert self.loras is not None, "requests with adapters are refused where LoRA is off"
         slot = self.loras.slot_for(lora)
-        if slot is None and self.loras.in_cpu(lora.digest):
-            self._claim_slot(claimed)
+        if slot is None:
+            claimed |= self.loras.claims(lora.digest, claimed)
         if slot is None or slot.index in claimed or not self.loras.slots.is_ready(slot):
             blocked.add(lora.digest)
             return None
         return slot
-
-    def _claim_slot(self, claimed: set[int]) -> None:
-        """The slot that fewest sequences hold will be free soonest."""
-        assert self.loras is not None
-        open_slots = [s for s in self.loras.slots.slots if s.index not in claimed and not s.pinned]
-        if open_slots:
-            claimed.add(min(open_slots, key=lambda s: s.holders).index)
 
     def _admit(self, sequence: Sequence, slot: Slot | None) -> bool:
         """Room for all of its tokens is asked for, so that a prompt does not start only to be preempted."""

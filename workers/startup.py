@@ -26,6 +26,7 @@ from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.base_layout import BaseLayout
 from lorafleet.workers.lora.base_weights import BaseWeights, FileWeights, ModelWeights
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.extra_memory import ExtraMemory
 from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.loader import AdapterLoader
 from lorafleet.workers.lora.model_manager import LoRAModelManager
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 
 CPU_CACHE_TOKENS = 65536
 CPU_CACHE_BYTES = 1 << 30
+EXTRA_MARGIN_BYTES = 512 << 20  # of free GPU memory that adapters' extras leave to the libraries
 FP8_CAPABILITY = (8, 9)  # the first whose Triton kernels convert to and from e4m3
 
 
@@ -123,6 +125,8 @@ def build_rank(
         started = time.monotonic()
         steps.warm_up(config.max_num_batched_tokens, config.lora.max_lora_rank)
         log.info("adapters in steps without graphs: warmed up in %.1f s", time.monotonic() - started)
+    if slots is not None:
+        _bound_extra_memory(slots.extra_memory, group, device)
     log.info("rank %d ready: %s on %s in %s, context %d", rank, folder.name, device, dtype, max_model_len)
     return Rank(group, steps, model_config, device, slots, loader, num_blocks, max_model_len)
 
@@ -173,6 +177,22 @@ def build_engine(
         config.max_queued_requests,
         config.max_queued_tokens,
     )
+
+
+def _bound_extra_memory(extra: ExtraMemory, group: TPGroup, device: torch.device) -> None:
+    """What adapters may take beside the KV cache must be there when they come; the same on all ranks."""
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    limit = group.least(max(0, min(extra.limit, free - EXTRA_MARGIN_BYTES)), device)
+    if limit < extra.limit:
+        log.warning(
+            "%.2f GiB are left for adapters' vectors and tables, less than lora.extra_memory_gib=%.2f: a lower "
+            "gpu_memory_utilization leaves more",
+            limit / 2**30,
+            extra.limit / 2**30,
+        )
+    extra.limit = limit
 
 
 def _device(config: EngineConfig) -> torch.device:

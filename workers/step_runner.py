@@ -108,7 +108,7 @@ class StepRunner:
 
     def _decode(self, plan: StepPlan) -> Tensor | None:
         """Logits of a step of decodes alone, by a captured graph; None where none serves it."""
-        if self.decode_graphs is None or not plan.is_decode:
+        if self.decode_graphs is None or not plan.is_decode or self._needs_kronecker(plan):
             return None
         graph = self.decode_graphs.find(plan.slots)
         if graph is None:
@@ -118,7 +118,7 @@ class StepRunner:
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Hidden states [T, D] of all tokens."""
-        if self._prefill_graphs is not None:
+        if self._prefill_graphs is not None and not self._needs_kronecker(plan):
             uses_lora = any(slot != BASE_SLOT for slot in plan.slots)
             graph = self._prefill_graphs.find(plan.num_tokens, uses_lora)
             if graph is not None:
@@ -134,6 +134,12 @@ class StepRunner:
             tile_tokens = TILE_TOKENS if plan.is_decode else prompt_tile_tokens(plan.num_tokens)
             lora = LoRABatch.build(plan.lora_slots, self._slots.tables, max_rank, tile_tokens)
         return self._run_model(inputs, lora)
+
+    def _needs_kronecker(self, plan: StepPlan) -> bool:
+        """No graph has the launches of Kronecker products, which most steps do not need."""
+        if self._slots is None:
+            return False
+        return not self._slots.tables.extras.kronecker_slots.isdisjoint(plan.slots)
 
     def _run_model(self, inputs: InputTensors, lora: LoRABatch | None) -> Tensor:
         hidden_TD: Tensor = self.model(

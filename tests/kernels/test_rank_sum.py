@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.peer_areas import PROGRAMS, PeerAreas
 from lorafleet.kernels.rank_sum import rank_sum_add_rms_norm
+from lorafleet.kernels.rms_norm import NormWeight
 from tests.kernels.harness import needs_gpu
 from tests.kernels.one_gpu_ranks import Ranks
 
@@ -19,6 +21,17 @@ ROWS = (1, 300, 2, 64, 65, PROGRAMS + 488, 7, PROGRAMS, 1)  # other programs and
 def random(rows: int, size: int, dtype: torch.dtype, zeros: float = 0.0) -> Tensor:
     x = torch.randn(rows, size, device="cuda")
     return torch.where(torch.rand_like(x) < zeros, -0.0, x).to(dtype)
+
+
+def sums(
+    x: Tensor,
+    delta: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    areas: PeerAreas,
+    branch: NormWeight | None = None,
+) -> Tensor:
+    return rank_sum_add_rms_norm(LinearOutput(x, delta), residual, NormWeight(weight), EPS, areas, branch)
 
 
 @pytest.mark.timeout(300)
@@ -33,7 +46,7 @@ def test_equals_the_sum_of_all_ranks_rows(num_ranks: int, size: int, dtype: torc
     ranks = Ranks(num_ranks, max(all_rows) * size * dtype.itemsize)
     x = random(1, size, dtype)
     for delta in (None, x):
-        ranks.warm_up(lambda areas, x=x, delta=delta: rank_sum_add_rms_norm(x, delta, x.clone(), x[0], EPS, areas))
+        ranks.warm_up(lambda areas, x=x, delta=delta: sums(x, delta, x.clone(), x[0], areas))
     weight = random(1, size, dtype)[0]
     for call, rows in enumerate(all_rows):
         # -0.0 is what the kernel never sends, so it must stand for 0.0.
@@ -43,7 +56,7 @@ def test_equals_the_sum_of_all_ranks_rows(num_ranks: int, size: int, dtype: torc
         residuals = [before.clone() for _ in range(num_ranks)]
 
         def add(areas: PeerAreas, rows=(xs, deltas, residuals)) -> Tensor:
-            return rank_sum_add_rms_norm(*(of_rank[areas.rank] for of_rank in rows), weight, EPS, areas)
+            return sums(*(of_rank[areas.rank] for of_rank in rows), weight, areas)
 
         outs = ranks.run(add)
         staged = [x if d is None else (x.float() + d.float()).to(dtype) for x, d in zip(xs, deltas, strict=True)]
@@ -63,14 +76,14 @@ def test_a_branch_may_have_a_norm_of_its_own(size: int, dtype: torch.dtype, boun
     ranks = Ranks(2, 300 * size * dtype.itemsize)
     branch, weight = (1 + torch.randn(size, device="cuda") / 10 for _ in range(2))
     x = random(1, size, dtype)
-    ranks.warm_up(lambda areas: rank_sum_add_rms_norm(x, x, x.clone(), weight, EPS, areas, branch))
+    ranks.warm_up(lambda areas: sums(x, x, x.clone(), weight, areas, NormWeight(branch)))
     for rows in (1, 300, 64):
         xs, deltas = ([random(rows, size, dtype) for _ in range(2)] for _ in range(2))
         before = random(rows, size, dtype)
         residuals = [before.clone() for _ in range(2)]
 
         def add(areas: PeerAreas, of=(xs, deltas, residuals)) -> Tensor:
-            return rank_sum_add_rms_norm(*(of_rank[areas.rank] for of_rank in of), weight, EPS, areas, branch)
+            return sums(*(of_rank[areas.rank] for of_rank in of), weight, areas, NormWeight(branch))
 
         outs = ranks.run(add)
         staged = [(x.float() + d.float()).to(dtype) for x, d in zip(xs, deltas, strict=True)]

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.rms_norm import add_rms_norm, rms_norm
+from lorafleet.kernels.linear_output import LinearOutput
+from lorafleet.kernels.rms_norm import NormWeight, add_rms_norm, rms_norm
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.vector_cases import own_affine, own_vectors
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 EPS = 1e-5
+AddRMSNorm = Callable[[LinearOutput, Tensor, NormWeight, float, NormWeight | None], Tensor]
 
 
 def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -58,14 +63,38 @@ def deltas(x: Tensor) -> tuple[Tensor | None, ...]:
     return None, x.flip(0).flip(1).contiguous()
 
 
+def check_tokens_own(shape: tuple[int, int], dtype: torch.dtype, device: str, norms: AddRMSNorm) -> None:
+    """Tokens with their own scale and bias of x, and their own weights of both norms."""
+    x, residual, weight = make_inputs(shape, dtype, device)
+    affine = own_affine(*shape, device)
+    own, own_branch = (own_vectors(*shape, 0.0, device, seed) for seed in (5, 6))
+    weights = branch_weights(weight)
+    chosen = [
+        torch.where(own.address_T[:, None] == 0, weight, own.value_TO)
+        for weight, own in zip(weights, (own_branch, own), strict=True)
+    ]
+    branch, norm = NormWeight(weights[0], own_branch.address_T), NormWeight(weights[1], own.address_T)
+    for delta in deltas(x):
+        for has_branch in (False, True):
+            before = residual.clone()
+            out = norms(LinearOutput(x, delta, affine.affine_2T), residual, norm, EPS, branch if has_branch else None)
+            added = affine.of(x, delta)
+            if has_branch:
+                added = reference(added.to(dtype), chosen[0]).to(dtype)
+            assert_near(residual, added + before.double())
+            assert_near(out, reference(residual, chosen[1]))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 100)], ids=str)
 def test_on_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = make_inputs(shape, dtype)
-    check_norm(x, weight, rms_norm(x, weight, EPS))
+    check_norm(x, weight, rms_norm(x, NormWeight(weight), EPS))
     for delta in deltas(x):
         before = residual.clone()
-        check_add(x, delta, before, residual, weight, add_rms_norm(x, delta, residual, weight, EPS))
+        check_add(
+            x, delta, before, residual, weight, add_rms_norm(LinearOutput(x, delta), residual, NormWeight(weight), EPS)
+        )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -74,27 +103,31 @@ def test_a_branch_may_have_a_norm_of_its_own(dtype: torch.dtype) -> None:
     branch, after = branch_weights(weight)
     for delta in deltas(x):
         before = residual.clone()
-        out = add_rms_norm(x, delta, residual, after, EPS, branch)
+        out = add_rms_norm(LinearOutput(x, delta), residual, NormWeight(after), EPS, NormWeight(branch))
         check_branch(x, delta, before, residual, (branch, after), out)
 
 
 def test_interpreted_kernel() -> None:
     run_interpreted("""
         import torch
+        from lorafleet.kernels.linear_output import LinearOutput
+        from lorafleet.kernels.rms_norm import NormWeight
         from lorafleet.kernels.rms_norm_triton import rms_norm_triton
         from tests.kernels.test_rms_norm import (
-            EPS, branch_weights, check_add, check_branch, check_norm, deltas, make_inputs
+            EPS, branch_weights, check_add, check_branch, check_norm, check_tokens_own, deltas, make_inputs
         )
 
         for shape in ((3, 64), (2, 77), (1, 1)):
             x, residual, weight = make_inputs(shape, torch.float32)
-            check_norm(x, weight, rms_norm_triton(x, None, None, weight, EPS))
+            check_norm(x, weight, rms_norm_triton(LinearOutput(x), None, NormWeight(weight), EPS))
             for delta in deltas(x):
                 before = residual.clone()
-                check_add(x, delta, before, residual, weight, rms_norm_triton(x, delta, residual, weight, EPS))
+                out = rms_norm_triton(LinearOutput(x, delta), residual, NormWeight(weight), EPS)
+                check_add(x, delta, before, residual, weight, out)
                 before, (branch, after) = residual.clone(), branch_weights(weight)
-                out = rms_norm_triton(x, delta, residual, after, EPS, branch)
+                out = rms_norm_triton(LinearOutput(x, delta), residual, NormWeight(after), EPS, NormWeight(branch))
                 check_branch(x, delta, before, residual, (branch, after), out)
+            check_tokens_own((9, shape[1]), torch.float32, "cpu", rms_norm_triton)
     """)
 
 
@@ -107,14 +140,21 @@ class TestOnGPU:
     def test_norm(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
         x, _, weight = make_inputs((num_tokens, size), dtype, "cuda")
         poison_free_memory()
-        check_norm(x, weight, rms_norm(x, weight, EPS))
+        check_norm(x, weight, rms_norm(x, NormWeight(weight), EPS))
 
     def test_add(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
         x, residual, weight = make_inputs((num_tokens, size), dtype, "cuda")
         for delta in deltas(x):
             before = residual.clone()
             poison_free_memory()
-            check_add(x, delta, before, residual, weight, add_rms_norm(x, delta, residual, weight, EPS))
+            check_add(
+                x,
+                delta,
+                before,
+                residual,
+                weight,
+                add_rms_norm(LinearOutput(x, delta), residual, NormWeight(weight), EPS),
+            )
 
     def test_a_branch_with_a_norm_of_its_own(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
         x, residual, weight = make_inputs((num_tokens, size), dtype, "cuda")
@@ -122,10 +162,14 @@ class TestOnGPU:
         for delta in deltas(x):
             before = residual.clone()
             poison_free_memory()
-            out = add_rms_norm(x, delta, residual, after, EPS, branch)
+            out = add_rms_norm(LinearOutput(x, delta), residual, NormWeight(after), EPS, NormWeight(branch))
             check_branch(x, delta, before, residual, (branch, after), out)
+
+    def test_tokens_with_vectors_of_their_own(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
+        poison_free_memory()
+        check_tokens_own((num_tokens, size), dtype, "cuda", add_rms_norm)
 
     def test_a_row_gets_the_same_bits_alone(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
         x, residual, weight = make_inputs((num_tokens, size), dtype, "cuda")
-        last = add_rms_norm(x[-1:], None, residual[-1:].clone(), weight, EPS)
-        assert torch.equal(add_rms_norm(x, None, residual, weight, EPS)[-1:], last)
+        last = add_rms_norm(LinearOutput(x[-1:]), residual[-1:].clone(), NormWeight(weight), EPS)
+        assert torch.equal(add_rms_norm(LinearOutput(x), residual, NormWeight(weight), EPS)[-1:], last)

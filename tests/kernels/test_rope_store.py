@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lorafleet.kernels.fp8 import FP8
+from lorafleet.kernels.linear_output import LinearOutput
+from lorafleet.kernels.rms_norm import NormWeight
 from lorafleet.kernels.rope_store import rotate_and_store
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.vector_cases import OwnAffine, OwnVectors, own_affine, own_vectors
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 HEADS = {"gqa": (4, 2), "mha": (3, 3), "mqa": (5, 1), "llama_8b": (32, 8)}
@@ -29,10 +33,31 @@ class Case:
     v: Tensor
     slots: Tensor
     scales: tuple[float, float] = (1.0, 1.0)
+    affine: OwnAffine | None = None
+    own_norms: tuple[OwnVectors, OwnVectors] | None = None
 
-    def arguments(self) -> tuple[Tensor | float | None, ...]:
+    def with_own_vectors(self) -> Case:
+        """Tokens have their own scale and bias of qkv, and of the norms' weights where there are norms."""
+        num_tokens, width = self.qkv.shape
+        head_dim, device = self.k.shape[3], self.qkv.device.type
+        norms = [own_vectors(num_tokens, head_dim, 0.0, device, seed) for seed in (5, 6)]
+        own_norms = None if self.norms[0] is None else (norms[0], norms[1])
+        return replace(self, affine=own_affine(num_tokens, width, device), own_norms=own_norms)
+
+    def norm_of_tokens(self, index: int) -> Tensor | None:
+        """[T, 1, D], or [D] where all tokens have the same."""
+        weight = self.norms[index]
+        if weight is None or self.own_norms is None:
+            return weight
+        own = self.own_norms[index]
+        return torch.where(own.address_T[:, None] == 0, weight.float(), own.value_TO).unsqueeze(1)
+
+    def arguments(self) -> tuple[Any, ...]:
         """Of rotate_and_store, and of the kernel behind it."""
-        return (self.qkv, self.delta, self.cos, self.sin, *self.norms, self.k, self.v, self.slots, EPS, *self.scales)
+        owns = (None, None) if self.own_norms is None else [own.address_T for own in self.own_norms]
+        norms = [None if w is None else NormWeight(w, own_T) for w, own_T in zip(self.norms, owns, strict=True)]
+        out = LinearOutput(self.qkv, self.delta, None if self.affine is None else self.affine.affine_2T)
+        return (out, self.cos, self.sin, *norms, self.k, self.v, self.slots, EPS, *self.scales)
 
     def in_fp8(self, k_scale: float, v_scale: float) -> Case:
         return replace(self, k=self.k.to(FP8), v=self.v.to(FP8), scales=(k_scale, v_scale))
@@ -74,16 +99,20 @@ def check(case: Case, q: Tensor) -> None:
     num_kv_heads, head_dim = case.k.shape[2:]
     num_heads = case.qkv.shape[1] // head_dim - 2 * num_kv_heads
     qkv = case.qkv.double() if case.delta is None else case.qkv.double() + case.delta.double()
+    if case.affine is not None:
+        qkv = case.affine.of(case.qkv, case.delta)
     heads = qkv.view(len(case.qkv), -1, head_dim)
     want_q, want_k, want_v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     assert q.dtype == case.qkv.dtype
     tolerance = TOLERANCE[q.dtype]
     stored = case.slots >= 0
-    torch.testing.assert_close(q.double(), rotated(case, want_q, case.norms[0]), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        q.double(), rotated(case, want_q, case.norm_of_tokens(0)), atol=tolerance, rtol=tolerance
+    )
     places = case.slots[stored]
     # In double, since torch indexes no float8 on a CPU.
     rows = [cache.double().view(-1, num_kv_heads, head_dim) for cache in (case.k, case.v)]
-    wants = rotated(case, want_k, case.norms[1])[stored], want_v[stored]
+    wants = rotated(case, want_k, case.norm_of_tokens(1))[stored], want_v[stored]
     for row, want, scale in zip(rows, wants, case.scales, strict=True):
         if case.k.dtype == FP8:  # three bits behind the leading one, of normal numbers
             want = want.clamp(-448 * scale, 448 * scale)
@@ -170,6 +199,8 @@ def test_interpreted_kernel() -> None:
                 case = make_case(3, heads, head_dim, norm, torch.float32, delta=delta)
                 case.slots[1] = -1
                 check(case, rotate_and_store_triton(*case.arguments()))
+            case = make_case(7, heads, head_dim, norm, torch.float32, delta=True).with_own_vectors()
+            check(case, rotate_and_store_triton(*case.arguments()))
         for head_dim, pairs in ((16, 6), (24, 1), (10, 4)):
             case = make_case(3, (4, 2), head_dim, True, torch.float32, delta=True, pairs=pairs)
             check(case, rotate_and_store_triton(*case.arguments()))
@@ -196,6 +227,17 @@ class TestOnGPU:
     ) -> None:
         for delta in (False, True):
             case = make_case(num_tokens, HEADS[heads], head_dim, norm, dtype, "cuda", delta)
+            poison_free_memory()
+            check(case, rotate_and_store(*case.arguments()))
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("norm", [False, True])
+    @pytest.mark.parametrize(("num_tokens", "head_dim"), [(1, 128), (19, 80), (1000, 128)])
+    def test_tokens_with_vectors_of_their_own(
+        self, num_tokens: int, head_dim: int, norm: bool, dtype: torch.dtype
+    ) -> None:
+        for delta in (False, True):
+            case = make_case(num_tokens, HEADS["gqa"], head_dim, norm, dtype, "cuda", delta).with_own_vectors()
             poison_free_memory()
             check(case, rotate_and_store(*case.arguments()))
 
@@ -243,4 +285,4 @@ class TestOnGPU:
         case = make_case(5, (32, 8), 128, False, torch.bfloat16, "cuda")
         buffer = torch.zeros(6, dtype=torch.int64, device="cuda")
         buffer[1:] = case.slots
-        check(case, rotate_and_store(*case.arguments()[:8], buffer[1:], EPS))
+        check(case, rotate_and_store(*case.arguments()[:7], buffer[1:], EPS))

@@ -5,6 +5,7 @@ Passed explicitly; never read from a global.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -41,6 +42,9 @@ class LoRAConfig:
     # A device then holds 1/N of an adapter, for one small exchange more a linear. On one device it changes nothing.
     # None: on GPUs, where it is as fast (benchmarks/tensor_parallel.py), and not on CPUs, whose collectives are slow.
     fully_sharded_loras: bool | None = None
+    # On each GPU, for what the adapters in slots have besides A and B: vectors, replaced norms, vocabulary tables.
+    # Taken as they need it, from what gpu_memory_utilization leaves. Raise it if such an adapter is refused or waits.
+    extra_memory_gib: float = 4.0
     bias_enabled: bool = False
     lora_extra_vocab_size: int = 0
     long_lora_scaling_factors: tuple[float, ...] | None = None
@@ -59,6 +63,16 @@ class LoRAConfig:
             value = getattr(self, field)
             if value not in (None, False, 0):
                 raise ConfigError(f"lora.{field}={value!r} has no effect in this version: {remedy}", field)
+
+        if type(self.extra_memory_gib) not in (int, float) or not 0 <= self.extra_memory_gib < math.inf:
+            raise ConfigError(
+                f"lora.extra_memory_gib is {self.extra_memory_gib!r}; it must be a number of GiB >= 0. Set one.",
+                "extra_memory_gib",
+            )
+
+    @property
+    def extra_memory_bytes(self) -> int:
+        return int(self.extra_memory_gib * 2**30)
 
     @property
     def cpu_loras(self) -> int:

@@ -1,4 +1,5 @@
-"""One base linear's share of an adapter. Owns nothing but the shapes; model.py reads and checks the values."""
+"""One base linear's share of an adapter, as one rank has it. Owns nothing but the shapes; reader.py reads and checks
+the values, model.py takes a rank's part."""
 
 # R rank · D in features · O out features
 
@@ -38,3 +39,12 @@ class LoRALayerWeights:
     @property
     def out_features(self) -> int:
         return self.b_OR.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AffineWeights:
+    """y = scale_O * y + bias_O, where y is without the base's bias: forms.py's LinearForm. float32, this rank's
+    outputs. scale_O None: 1. bias_O None: the base's own, or another rank adds it."""
+
+    scale_O: Tensor | None
+    bias_O: Tensor | None

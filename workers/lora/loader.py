@@ -45,7 +45,8 @@ class AdapterLoader:
         self._store = store
         self._base = base
         self._config = config
-        self._packed_names = slots.packed_names
+        self._parts = slots.base_parts
+        self._extra_memory = slots.extra_memory
         self._sharding = slots.sharding
         self._dtype = dtype
         self._pinned = PinnedMemory() if device.type == "cuda" else None
@@ -95,12 +96,19 @@ class AdapterLoader:
             expected_digest=lora.digest,
             sharding=self._sharding,
         )
-        if self._pinned is None:
-            return pack(model, self._packed_names, self._dtype, _pageable)
-        adapter = pack(model, self._packed_names, self._dtype, self._pinned.take)
-        self._pinned.pin(adapter.block)
+        adapter = pack(
+            model,
+            self._parts,
+            self._dtype,
+            self._allocate,
+            lambda num_bytes: self._extra_memory.check(num_bytes, lora.lora_name),
+        )
+        if self._pinned is not None:
+            for block in adapter.blocks:
+                self._pinned.pin(block)
         return adapter
 
-
-def _pageable(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+    def _allocate(self, size: int) -> torch.Tensor:
+        if self._pinned is None or size == 0:  # an adapter may have nothing but extras
+            return torch.empty(size, dtype=torch.uint8)
+        return self._pinned.take(size)

@@ -1,4 +1,5 @@
-"""One adapter's weights in host memory, as one rank serves them: its part of each matrix, in the serving dtype.
+"""One adapter's weights in host memory, as one rank serves them: its part of each, matrices in the serving dtype and
+vectors in float32.
 
 reader.py brings the whole adapter. Knows nothing of slots or tiers: packed_adapter.py and the managers take it from
 here.
@@ -10,18 +11,21 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from lorafleet.kernels.fp8 import FP8
+from lorafleet.kernels.kronecker import KroneckerPart
 from lorafleet.workers.errors import AdapterUnsupported
 from lorafleet.workers.lora.casting import cast
 from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.forms import AdapterForms, LinearForm, LowRank
+from lorafleet.workers.lora.forms import AdapterForms, Kronecker, LinearForm, LowRank
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.kinds.kind import Base
-from lorafleet.workers.lora.layer_weights import LoRALayerWeights
+from lorafleet.workers.lora.layer_weights import AffineWeights, LoRALayerWeights
 from lorafleet.workers.lora.quantising import fp8_scales, to_fp8
 from lorafleet.workers.lora.reader import read_adapter
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
@@ -29,8 +33,9 @@ from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 
 @dataclass(frozen=True, slots=True)
 class LoRAModel:
-    """modules: "layers.0.self_attn.q_proj" -> its A, B and scaling; only those that the adapter has. On a rank of a
-    tensor-parallel group they are its part, and num_bytes still the whole adapter's, in the serving dtype."""
+    """modules: "layers.0.self_attn.q_proj" -> its A, B and scaling; affines, kroneckers, norms: likewise; only those
+    that the adapter has. On a rank of a tensor-parallel group they are its part (Kronecker factors and norms are whole
+    on all), and num_bytes still the whole adapter's, as served."""
 
     name: str
     digest: str  # sha256 (hex) of config and weights
@@ -39,16 +44,20 @@ class LoRAModel:
     read_s: float = 0.0  # what reading the values took, with the digest
     check_s: float = 0.0  # the rest
     invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA
+    affines: Mapping[str, AffineWeights] = field(default_factory=dict)
+    kroneckers: Mapping[str, KroneckerPart] = field(default_factory=dict)
+    norms: Mapping[str, Tensor] = field(default_factory=dict)  # float32
 
     @property
     def rank(self) -> int:
-        """The largest of the modules' ranks."""
-        return max(layer.rank for layer in self.modules.values())
+        """The largest of the modules' ranks; 0 where the adapter has no A and B."""
+        return max((layer.rank for layer in self.modules.values()), default=0)
 
     @property
     def target_modules(self) -> list[str]:
         """Leaf names, sorted."""
-        return sorted({module.rsplit(".", 1)[-1] for module in self.modules})
+        names = (*self.modules, *self.affines, *self.kroneckers, *self.norms)
+        return sorted({module.rsplit(".", 1)[-1] for module in names})
 
     @classmethod
     def from_local_checkpoint(
@@ -80,29 +89,51 @@ class LoRAModel:
             expected_digest=expected_digest,
         )
         _refuse_unserved(read.forms, name)
-        modules = {}
-        for module, form in giving_way(read.forms.linears.items()):
-            modules[module] = _layer(module, form, dtype, sharding)
-        num_bytes = sum(_num_bytes(form, dtype) for form in read.forms.linears.values())
-        check_s = time.perf_counter() - started - read.read_s
-        return cls(name, read.digest, modules, num_bytes, read.read_s, check_s, read.forms.invocation_tokens)
+        return cls.of(read.forms, read.digest, dtype, name, sharding, started, read.read_s)
 
-
-def _refuse_unserved(forms: AdapterForms, name: str) -> None:
-    """The engine has only low ranks yet."""
-    plain = all(
-        form.low_rank is not None and form.kronecker is None and form.out_scale_O is None and form.bias_O is None
-        for form in forms.linears.values()
-    )
-    if not plain or forms.embedding is not None or forms.head is not None or forms.norms:
-        raise AdapterUnsupported(
-            f"adapter {name!r}: DoRA, biases, norms, embeddings and heads of adapters are not served yet."
+    @classmethod
+    def of(
+        cls,
+        forms: AdapterForms,
+        digest: str,
+        dtype: torch.dtype,
+        name: str,
+        sharding: AdapterSharding | None = None,
+        started: float | None = None,
+        read_s: float = 0.0,
+    ) -> LoRAModel:
+        """This rank's part of the forms. started: perf_counter when reading began."""
+        started = time.perf_counter() if started is None else started
+        modules, affines, kroneckers = {}, {}, {}
+        for module, form in giving_way(forms.linears.items()):
+            if form.low_rank is not None:
+                modules[module] = _layer(module, form.low_rank, dtype, sharding)
+            if form.out_scale_O is not None or form.bias_O is not None:
+                affines[module] = _affine(module, form, sharding)
+            if form.kronecker is not None:
+                kroneckers[module] = _kronecker(form.kronecker, dtype)
+        return cls(
+            name,
+            digest,
+            modules,
+            sum(_num_bytes(form, dtype) for form in forms.linears.values()) + _norm_bytes(forms),
+            read_s,
+            time.perf_counter() - started - read_s,
+            forms.invocation_tokens,
+            affines,
+            kroneckers,
+            {norm: _vector(weight_D) for norm, weight_D in forms.norms.items()},
         )
 
 
-def _layer(module: str, form: LinearForm, dtype: torch.dtype, sharding: AdapterSharding | None) -> LoRALayerWeights:
+def _refuse_unserved(forms: AdapterForms, name: str) -> None:
+    """The engine has only linears and norms yet."""
+    if forms.embedding is not None or forms.head is not None:
+        raise AdapterUnsupported(f"adapter {name!r}: embeddings and heads of adapters are not served yet.")
+
+
+def _layer(module: str, low_rank: LowRank, dtype: torch.dtype, sharding: AdapterSharding | None) -> LoRALayerWeights:
     """This rank's part of a module, in the serving dtype."""
-    low_rank = _low_rank(form)
     a_RD, b_OR, scaling = low_rank.a_RD, low_rank.b_OR, low_rank.scaling
     own_a, own_b = (a_RD, b_OR) if sharding is None else sharding.part_of(module, a_RD, b_OR)
     if dtype != FP8:
@@ -117,13 +148,41 @@ def _layer(module: str, form: LinearForm, dtype: torch.dtype, sharding: AdapterS
     )
 
 
-def _low_rank(form: LinearForm) -> LowRank:
-    assert form.low_rank is not None, "reader.py gives no other form yet"
-    return form.low_rank
+def _affine(module: str, form: LinearForm, sharding: AdapterSharding | None) -> AffineWeights:
+    scale_O, bias_O = form.out_scale_O, form.bias_O
+    if sharding is not None:
+        ranges = sharding.shard.outputs(module)
+        scale_O = None if scale_O is None else torch.cat([scale_O[own] for own in ranges])
+        if bias_O is not None:
+            bias_O = torch.cat([bias_O[own] for own in ranges]) if sharding.adds_bias(module) else None
+    return AffineWeights(
+        None if scale_O is None else _vector(scale_O),
+        None if bias_O is None else _vector(bias_O),
+    )
+
+
+def _vector(values: Tensor) -> Tensor:
+    return cast(values.unsqueeze(0), torch.float32)[0].contiguous()
+
+
+def _kronecker(form: Kronecker, dtype: torch.dtype) -> KroneckerPart:
+    """Of FP8 adapters in bfloat16: their bytes are few."""
+    dtype = torch.bfloat16 if dtype == FP8 else dtype
+    return KroneckerPart(cast(form.w1, dtype), cast(form.w2, dtype), form.scaling)
 
 
 def _num_bytes(form: LinearForm, dtype: torch.dtype) -> int:
-    low_rank = _low_rank(form)
-    scale_bytes = torch.float32.itemsize if dtype == FP8 else 0
-    inputs, outputs = low_rank.a_RD.shape[1], low_rank.b_OR.shape[0]
-    return low_rank.rank * ((inputs + outputs) * dtype.itemsize + scale_bytes)
+    """Of a whole module, as served."""
+    total = sum(v.numel() * torch.float32.itemsize for v in (form.out_scale_O, form.bias_O) if v is not None)
+    if form.low_rank is not None:
+        scale_bytes = torch.float32.itemsize if dtype == FP8 else 0
+        inputs, outputs = form.low_rank.a_RD.shape[1], form.low_rank.b_OR.shape[0]
+        total += form.low_rank.rank * ((inputs + outputs) * dtype.itemsize + scale_bytes)
+    if form.kronecker is not None:
+        itemsize = torch.bfloat16.itemsize if dtype == FP8 else dtype.itemsize
+        total += (form.kronecker.w1.numel() + form.kronecker.w2.numel()) * itemsize
+    return total
+
+
+def _norm_bytes(forms: AdapterForms) -> int:
+    return sum(weight_D.numel() * torch.float32.itemsize for weight_D in forms.norms.values())

@@ -7,16 +7,21 @@ generation up.
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora_batch import TILE_TOKENS, LoRABatch, static_tile_counts
+from lorafleet.kernels.norm_slots import NormSlots
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
+from lorafleet.workers.lora.base_parts import BasePart, BaseParts
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.eviction import Credits, Demand
+from lorafleet.workers.lora.extra_block import ExtraBlock
+from lorafleet.workers.lora.extra_memory import ExtraMemory
+from lorafleet.workers.lora.linear_extras import address_rows, linear_extras, norm_weight
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
 from lorafleet.workers.lora.pinned_memory import PIECE_BYTES
 from lorafleet.workers.models.decoder import DecoderModel
@@ -30,7 +35,8 @@ EXCHANGE_BYTES = 2 << 20
 @dataclass(slots=True)
 class Slot:
     """holders: sequences in flight. ready: None once the copy to the GPU is known to be done. quiet: the steps that may
-    read the slot's present content, set when nobody holds it any more; they may still be queued."""
+    read the slot's present content, set when nobody holds it any more; they may still be queued. extra: the adapter's
+    extras on the serving device, None where it has none."""
 
     index: int
     generation: int = 0
@@ -40,6 +46,7 @@ class Slot:
     pinned: bool = False
     ready: torch.cuda.Event | None = None
     quiet: torch.cuda.Event | None = None
+    extra: ExtraBlock | None = None
 
 
 class LoRAModelManager:
@@ -54,20 +61,30 @@ class LoRAModelManager:
         self._max_rank = config.max_lora_rank
         self.device = device
         linears = model.packed_linears()
-        self.packed_names = [names for names, _ in linears]
+        norms = model.norms()
+        self.base_parts = BaseParts(
+            [BasePart(names, self.sharding.place(names), _on_cpu(linear.added_bias)) for names, linear in linears],
+            [name for name, _ in norms],
+            1.0 if model.config.norm_adds_one else 0.0,
+        )
+        self.extra_memory = ExtraMemory(config.extra_memory_bytes, device)
         self.slots = [Slot(i) for i in range(config.max_loras)]
         self.num_activations = 0
         self.num_evictions = 0
         self._of_digest: dict[str, Slot] = {}
         self.demand = Demand(config.cpu_loras)
         self._credits = Credits(self.demand)
-        self.tables = LoRATables(len(linears), config.max_loras, device)
+        self.tables = LoRATables(len(linears), config.max_loras, device, len(norms))
         self._linears: list[PackedLoRA] = []
         for i, (names, linear) in enumerate(linears):
             linear.lora = _packed_lora(i, names, self.sharding, self.tables)
             linear.lora.dtype = dtype
             assert linear.lora.in_features == linear.in_features, "the base and its adapters are divided alike"
             self._linears.append(linear.lora)
+        self._norms: list[NormSlots] = []
+        for i, (_, norm) in enumerate(norms):
+            norm.slots = NormSlots(i, self.tables)
+            self._norms.append(norm.slots)
         self._stride = slot_bytes(self._linears, config.max_lora_rank, dtype)
         # One region a slot, so that any max_loras adapters fit without fragmentation and addresses never change.
         self._arena: torch.Tensor | None = None
@@ -127,39 +144,73 @@ class LoRAModelManager:
     def mark_quiet(self, slot: Slot) -> None:
         """No step that is queued from now on reads the slot's present content."""
         if self._arena is not None:
-            slot.quiet = slot.quiet or torch.cuda.Event()
+            slot.quiet = torch.cuda.Event()  # a new one: extras that are leaving have the one before
             slot.quiet.record(torch.cuda.current_stream(self.device))
 
     def free_slot(self, wanted: Sequence[str] = (), keep: Sequence[str] = ()) -> Slot | None:
         """An empty slot, or one that nobody holds and that is not pinned: the one with the least credit of those nobody
         waits for, else the one that is wanted last. Never one that has an adapter of `keep`, or is being filled."""
-        usable = [
-            s for s in self.slots if s.holders == 0 and not s.pinned and s.digest not in keep and self.is_ready(s)
-        ]
-        turn = {digest: len(wanted) - i for i, digest in enumerate(wanted)}  # the larger, the sooner
+        turn = _turns(wanted)
+        return min(self._usable(keep), key=lambda slot: self._reluctance(slot, turn), default=None)
 
-        def reluctance(slot: Slot) -> tuple[int, tuple[float, int]]:
-            return (-1, (0.0, 0)) if slot.digest is None else (turn.get(slot.digest, 0), self._credits.of(slot.digest))
+    def _usable(self, keep: Sequence[str]) -> list[Slot]:
+        return [s for s in self.slots if s.holders == 0 and not s.pinned and s.digest not in keep and self.is_ready(s)]
 
-        return min(usable, key=reluctance, default=None)
+    def _reluctance(self, slot: Slot, turn: Mapping[str, int]) -> tuple[int, tuple[float, int]]:
+        return (-1, (0.0, 0)) if slot.digest is None else (turn.get(slot.digest, 0), self._credits.of(slot.digest))
+
+    def has_room(self, adapter: PackedAdapter, slot: Slot) -> bool:
+        """Whether the slot can be filled now: what is leaving has left. A plain adapter needs none."""
+        return adapter.extra is None or (slot.extra is None and self.extra_memory.is_free(adapter.extra_bytes))
+
+    def to_empty(
+        self, adapter: PackedAdapter, slot: Slot, wanted: Sequence[str] = (), keep: Sequence[str] = ()
+    ) -> list[Slot] | None:
+        """The idle slots, `slot` first, that must be emptied so that the adapter's extras have room; None where the
+        others, which are in use, take too much. wanted, keep: as free_slot has them."""
+        if adapter.extra is None:
+            return []
+        given: list[Slot] = [slot] if slot.extra is not None else []
+        turn = _turns(wanted)
+        idle = [s for s in self._usable(keep) if s is not slot and s.extra is not None]
+        idle.sort(key=lambda s: self._reluctance(s, turn), reverse=True)
+        while self.extra_memory.missing(adapter.extra_bytes) > sum(s.adapter.extra_bytes for s in given if s.adapter):
+            if not idle:
+                return None
+            given.append(idle.pop())
+        return given
+
+    def to_drain(self, adapter: PackedAdapter, closed: set[int]) -> list[Slot]:
+        """The slots, not of `closed` or pinned, that no new sequence should take, so that the adapter gets one soon and
+        room for its extras: those that fewest sequences hold."""
+        usable = sorted((s for s in self.slots if s.index not in closed and not s.pinned), key=lambda s: s.holders)
+        missing = self.extra_memory.missing(adapter.extra_bytes) if adapter.extra is not None else 0
+        drained: list[Slot] = []
+        for slot in usable:
+            if missing > 0 and slot.extra is not None:
+                drained.append(slot)
+                missing -= slot.extra.num_bytes
+        return drained or usable[:1]
 
     def activate(self, adapter: PackedAdapter, slot: Slot) -> None:
-        """Starts to fill the slot; it may be used once is_ready(slot)."""
+        """Starts to fill the slot; it may be used once is_ready(slot). There is room for its extras: has_room()."""
         assert slot.holders == 0 and not slot.pinned
         assert adapter.block.numel() <= self._stride
-        if slot.digest is not None:
-            self._credits.evict(slot.digest)
-        self.deactivate(slot)
+        self.evict(slot)
         if self._arena is not None and self._copy_stream is not None:
             self._upload(adapter, slot, self._arena[slot.index], self._copy_stream)
         else:
-            for i, linear in enumerate(self._linears):
-                weights = adapter.weights(i, linear.in_features, linear.out_features, linear.layout)
-                linear.set_slot(slot.index, weights)
+            self._use_in_place(adapter, slot)
         slot.digest, slot.adapter = adapter.info.digest, adapter
         self._credits.use(adapter.info.digest, adapter.info.num_bytes)
         self._of_digest[adapter.info.digest] = slot
         self.num_activations += 1
+
+    def evict(self, slot: Slot) -> None:
+        """For want of room."""
+        if slot.digest is not None:
+            self._credits.evict(slot.digest)
+        self.deactivate(slot)
 
     def deactivate(self, slot: Slot) -> None:
         assert slot.holders == 0
@@ -169,16 +220,39 @@ class LoRAModelManager:
             slot.ready.synchronize()
         del self._of_digest[slot.digest]
         self._credits.forget(slot.digest)
-        slot.digest, slot.adapter, slot.ready, slot.pinned = None, None, None, False
+        if slot.extra is not None:
+            self.extra_memory.give_back(slot.extra, slot.quiet)
+        slot.digest, slot.adapter, slot.extra, slot.ready, slot.pinned = None, None, None, None, False
         slot.generation += 1
         self.num_evictions += 1
         if self._arena is None:
-            for linear in self._linears:
-                linear.set_slot(slot.index, None)
+            self._set_slot(slot.index, None, None)
 
     def wait_for_copies(self) -> None:
         if self._copy_stream is not None:
             self._copy_stream.synchronize()
+
+    def _use_in_place(self, adapter: PackedAdapter, slot: Slot) -> None:
+        """On a CPU."""
+        slot.extra = None if adapter.extra is None else self.extra_memory.place(adapter.extra)
+        self._set_slot(slot.index, adapter, slot.extra)
+        self._write_extras(slot)
+
+    def _set_slot(self, index: int, adapter: PackedAdapter | None, extra: ExtraBlock | None) -> None:
+        """The torch twin's tensors."""
+        for i, linear in enumerate(self._linears):
+            weights = None
+            if adapter is not None:
+                weights = adapter.weights(i, linear.in_features, linear.out_features, linear.layout)
+            linear.set_slot(index, weights)
+            linear.extras[index] = None if extra is None else linear_extras(extra, i)
+        for i, norm in enumerate(self._norms):
+            norm.set_slot(index, None if extra is None else norm_weight(extra, i))
+
+    def _write_extras(self, slot: Slot) -> None:
+        """The device tables' column, on the current stream."""
+        extras = self.tables.extras
+        extras.write_slot(slot.index, None if slot.extra is None else address_rows(slot.extra, self.base_parts, extras))
 
     def _upload(self, adapter: PackedAdapter, slot: Slot, target: Tensor, stream: torch.cuda.Stream) -> None:
         """Costs the host a launch for each piece; the host waits for nothing."""
@@ -189,12 +263,24 @@ class LoRAModelManager:
             for to, piece in zip(target[: block.numel()].split(PIECE_BYTES), block.split(PIECE_BYTES), strict=True):
                 to.copy_(piece, non_blocking=True)
             self.tables.write_slot(slot.index, adapter.table, target.data_ptr())
+            slot.extra = None if adapter.extra is None else self.extra_memory.place(adapter.extra)
+            self._write_extras(slot)
             slot.ready = torch.cuda.Event()
             slot.ready.record(stream)
+
+
+def _turns(wanted: Sequence[str]) -> dict[str, int]:
+    """The larger, the sooner."""
+    return {digest: len(wanted) - i for i, digest in enumerate(wanted)}
+
+
+def _on_cpu(bias_O: Tensor | None) -> Tensor | None:
+    return None if bias_O is None else bias_O.float().cpu()
 
 
 def _packed_lora(index: int, names: tuple[str, ...], sharding: AdapterSharding, tables: LoRATables) -> PackedLoRA:
     """names: the module paths of its projections, which share an input and so a layout."""
     inputs = sharding.input(names[0])
     out_features = tuple(sum(part.stop - part.start for part in sharding.outputs(name)) for name in names)
-    return PackedLoRA(index, inputs.stop - inputs.start, out_features, tables, sharding.layout(names[0]))
+    layout, place = sharding.layout(names[0]), sharding.place(names)
+    return PackedLoRA(index, inputs.stop - inputs.start, out_features, tables, layout, place)

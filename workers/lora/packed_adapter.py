@@ -1,4 +1,5 @@
-"""One adapter in the serving layout: a single block of bytes for all its matrices, so that a slot is one copy.
+"""One adapter in the serving layout: a single block of bytes for all its A and B, so that a slot is one copy, and
+another for all else that it has (extra_block.py).
 
 Lives in host memory (pinned where there is a GPU) as the CPU tier's entry. On a CPU the slots use it in place.
 """
@@ -24,8 +25,11 @@ from lorafleet.kernels.packed_lora import (
     bytes_of_a,
     scales_offset,
 )
+from lorafleet.workers.lora.base_parts import BaseParts
+from lorafleet.workers.lora.extra_block import ExtraBlock
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
+from lorafleet.workers.lora.linear_extras import extra_tensors
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.request import AdapterInfo
 
@@ -43,13 +47,25 @@ class LoadTimes:
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """block: uint8, this rank's part. table: where each packed linear's matrices begin in it."""
+    """block: uint8, this rank's part. table: where each packed linear's matrices begin in it. extra: None where the
+    adapter has nothing but A and B."""
 
     info: AdapterInfo
     block: Tensor
     dtype: torch.dtype
     table: AdapterTable
     times: LoadTimes
+    extra: ExtraBlock | None = None
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """All host memory."""
+        blocks = [self.block] if self.extra is None else [self.block, self.extra.block]
+        return [block for block in blocks if block.numel()]
+
+    @property
+    def extra_bytes(self) -> int:
+        return 0 if self.extra is None else self.extra.num_bytes
 
     def weights(
         self, linear: int, in_features: int, out_features: Sequence[int], layout: LoRALayout = UNDIVIDED
@@ -80,19 +96,24 @@ class PackedAdapter:
 
 def pack(
     model: LoRAModel,
-    packed_names: Sequence[tuple[str, ...]],
+    base: BaseParts,
     dtype: torch.dtype,
     allocate: Callable[[int], Tensor],
+    check_extra: Callable[[int], None] | None = None,
 ) -> PackedAdapter:
-    """packed_names: the module paths of each packed linear's projections. allocate: uint8 of so many bytes."""
+    """allocate: uint8 of so many bytes. check_extra: raises where the extras need more bytes than there may be."""
     started = time.perf_counter()
-    linears = [[model.modules.get(name) for name in names] for names in packed_names]
+    linears = [[model.modules.get(name) for name in part.names] for part in base.linears]
+    tensors = extra_tensors(model, base)
+    if check_extra is not None:
+        check_extra(ExtraBlock.size_of(tensors))
     table, size = _lay_out(linears, dtype)
     block = allocate(size)
     _fill(block, table, linears)
+    extra = ExtraBlock.of(tensors, allocate) if tensors else None
     info = AdapterInfo(model.digest, model.rank, model.num_bytes, model.target_modules, model.invocation_tokens)
     times = LoadTimes(model.read_s, model.check_s, time.perf_counter() - started)
-    return PackedAdapter(info, block, dtype, table, times)
+    return PackedAdapter(info, block, dtype, table, times, extra)
 
 
 def slot_bytes(linears: Sequence[PackedLoRA], rank: int, dtype: torch.dtype) -> int:

@@ -196,24 +196,40 @@ class WorkerLoRAManager:
         for digest, lora in self._pins.items():
             slot = self.slots.find(digest)
             adapter = self._cpu.get(digest)
-            if slot is None and adapter is not None and (slot := self.slots.free_slot(keep=list(self._pins))):
-                self._fill(slot, lora, adapter)
+            if slot is None and adapter is not None:
+                free = self.slots.free_slot(keep=list(self._pins))
+                if free is not None and self._make_room(adapter, free, keep=list(self._pins)):
+                    self._fill(free, lora, adapter)
+                    slot = free
             if slot is not None:
                 slot.pinned = True
             elif adapter is None:
                 self._start(lora)
 
     def _fill_slots(self, wanted: Sequence[LoRARequest]) -> None:
-        """Each adapter's copy starts as soon as a slot is free, whether its request can be admitted yet or not."""
-        digests = [lora.digest for lora in wanted]
+        """Each adapter's copy starts as soon as a slot is free, and room for its extras, whether its request can be
+        admitted yet or not. Room that the first one waits for is not taken by those behind it."""
+        digests, waits_for_room = [lora.digest for lora in wanted], False
         for i, digest in enumerate(digests):
             adapter = self._cpu.get(digest)
-            if adapter is None or self.slots.find(digest) is not None:
+            if adapter is None or self.slots.find(digest) is not None or (waits_for_room and adapter.extra):
                 continue
             slot = self.slots.free_slot(digests[i + 1 :], keep=digests[:i])
             if slot is None:
                 return
-            self._fill(slot, wanted[i], adapter)
+            if self._make_room(adapter, slot, digests[i + 1 :], digests[:i]):
+                self._fill(slot, wanted[i], adapter)
+            else:
+                waits_for_room = True
+
+    def _make_room(
+        self, adapter: PackedAdapter, slot: Slot, wanted: Sequence[str] = (), keep: Sequence[str] = ()
+    ) -> bool:
+        """Empties what must go for the adapter's extras; whether the slot can be filled with it now."""
+        for victim in self.slots.to_empty(adapter, slot, wanted, keep) or ():
+            self.slots.evict(victim)
+            self._tell(EmptySlot(victim.index))
+        return self.slots.has_room(adapter, slot)
 
     def _fill(self, slot: Slot, lora: LoRARequest, adapter: PackedAdapter) -> None:
         started_s = time.monotonic()
@@ -257,8 +273,11 @@ class WorkerLoRAManager:
     def fetched(self) -> FetchTotals:
         return self._loader.fetched
 
-    def in_cpu(self, digest: str) -> bool:
-        return digest in self._cpu
+    def claims(self, digest: str, claimed: set[int]) -> set[int]:
+        """The slots, beyond those claimed for others, that should drain for an adapter that has none; none where it is
+        not in host memory yet."""
+        adapter = self._cpu.get(digest)
+        return set() if adapter is None else {slot.index for slot in self.slots.to_drain(adapter, claimed)}
 
     def resident_cpu(self) -> list[str]:
         return self._cpu.digests

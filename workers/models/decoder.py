@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from lorafleet.kernels.gated_mul import gated_mul
+from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.rope_store import rotate_and_store
 from lorafleet.workers.attention.base import AttentionBackend, KVCache
 from lorafleet.workers.checkpoint import ModelConfig
-from lorafleet.workers.models.layers import LinearOutput, PackedLinear, ResidualNorm, RMSNorm
+from lorafleet.workers.models.layers import PackedLinear, ResidualNorm, RMSNorm
 from lorafleet.workers.models.moe import SparseMLP
 from lorafleet.workers.models.rope import RotaryEmbedding
 from lorafleet.workers.models.vocabulary import VocabTable
@@ -65,13 +66,11 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, step: StepContext) -> LinearOutput:
         cache = step.caches[self.layer]
-        qkv_TE, delta_TE = self.qkv_proj(x_TD, step.lora)
         q_THD = rotate_and_store(
-            qkv_TE,
-            delta_TE,
+            self.qkv_proj(x_TD, step.lora),
             *step.rotations[self.layer],
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
+            None if self.q_norm is None else self.q_norm.for_step(step.lora),
+            None if self.k_norm is None else self.k_norm.for_step(step.lora),
             cache.k_NPGD,
             cache.v_NPGD,
             step.slot_mapping_T,
@@ -97,8 +96,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, lora: LoRABatch | None) -> LinearOutput:
-        gate_up_T2I, delta_T2I = self.gate_up_proj(x_TD, lora)
-        out: LinearOutput = self.down_proj(gated_mul(gate_up_T2I, delta_T2I, self.activation), lora)
+        out: LinearOutput = self.down_proj(gated_mul(self.gate_up_proj(x_TD, lora), self.activation), lora)
         return out
 
 
@@ -138,7 +136,7 @@ class DecoderLayer(nn.Module):
         that, as here the second norm adds what attention gives, in place and in one launch.
         """
         attended = self.self_attn(x_TD, step)
-        normed_TD = self.mlp_norm.add(attended, residual_TD, self.attention_out_norm)
+        normed_TD = self.mlp_norm.add(attended, residual_TD, step.lora, self.attention_out_norm)
         out: LinearOutput = self.mlp(normed_TD, step.lora)
         return out
 
@@ -206,9 +204,9 @@ class DecoderModel(nn.Module):
         rotations = self._rotations(position_T, rope_length_T, embedded_TD.dtype)
         step = StepContext(rotations, slot_mapping_T, caches, attention, lora)
         first, *later = [*(layer.input_layernorm for layer in self.decoder_layers()), self.norm]
-        residual_TD, x_TD = first.start(embedded_TD)
+        residual_TD, x_TD = first.start(embedded_TD, lora)
         for layer, next_norm in zip(self.decoder_layers(), later, strict=True):
-            x_TD = next_norm.add(layer(x_TD, residual_TD, step), residual_TD, layer.mlp_out_norm)
+            x_TD = next_norm.add(layer(x_TD, residual_TD, step), residual_TD, lora, layer.mlp_out_norm)
         return x_TD
 
     def _rotations(self, position_T: Tensor, rope_length_T: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import LoRABatch
+from lorafleet.kernels.norm_slots import NormSlots
 from lorafleet.kernels.packed_lora import PackedLoRA
-from lorafleet.kernels.rms_norm import rms_norm
+from lorafleet.kernels.rms_norm import NormWeight
 from lorafleet.workers.tp.rank_sum import RankSum
-
-# y [T, O] and what adapters add to it, [T, O] or None: kernels/lora.py. Whoever reads y adds it in the same pass.
-LinearOutput = tuple[Tensor, Tensor | None]
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -26,15 +25,19 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Param
 
 
 class RMSNorm(nn.Module):
-    """dtype: of the weight, ModelConfig.norm_dtype."""
+    """dtype: of the weight, ModelConfig.norm_dtype. slots: adapters' own weights; None until adapters are enabled."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = parameter(size, dtype=dtype, device=device)
         self.eps = eps
+        self.slots: NormSlots | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def for_step(self, batch: LoRABatch | None) -> NormWeight:
+        """With tokens' own weights."""
+        if batch is None or self.slots is None:
+            return NormWeight(self.weight)
+        return self.slots.for_step(self.weight, batch)
 
 
 class ResidualNorm(RMSNorm):
@@ -44,13 +47,14 @@ class ResidualNorm(RMSNorm):
         super().__init__(size, eps, dtype, device)
         self._ranks = ranks
 
-    def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def start(self, x: Tensor, batch: LoRABatch | None) -> tuple[Tensor, Tensor]:
         """The residual, which is the ranks' sum of x, and its norm."""
-        return self._ranks.rms_norm(x, self.weight, self.eps)
+        return self._ranks.rms_norm(x, self.for_step(batch), self.eps)
 
-    def add(self, x: LinearOutput, residual: Tensor, branch: RMSNorm | None = None) -> Tensor:
+    def add(self, x: LinearOutput, residual: Tensor, batch: LoRABatch | None, branch: RMSNorm | None = None) -> Tensor:
         """residual += the ranks' sum of x, in place; returns its norm. branch: norms the sum before it is added."""
-        return self._ranks.add_rms_norm(*x, residual, self.weight, self.eps, None if branch is None else branch.weight)
+        branch_weight = None if branch is None else branch.for_step(batch)
+        return self._ranks.add_rms_norm(x, residual, self.for_step(batch), self.eps, branch_weight)
 
 
 class PackedLinear(nn.Module):
@@ -75,10 +79,14 @@ class PackedLinear(nn.Module):
         self.weight = parameter(sum(out_features), in_features, dtype=dtype, device=device)
         self.bias = parameter(sum(out_features), dtype=dtype, device=device) if bias else None
         self.lora: PackedLoRA | None = None
-        self._adds_bias = adds_bias
+        self.adds_bias = adds_bias
 
     def forward(self, x_TD: Tensor, batch: LoRABatch | None) -> LinearOutput:
-        bias_O = self.bias if self._adds_bias else None
         if batch is not None and self.lora is not None:
-            return linear_with_lora(x_TD, self.weight, bias_O, self.lora, batch)
-        return F.linear(x_TD, self.weight, bias_O), None
+            return linear_with_lora(x_TD, self.weight, self.added_bias, self.lora, batch)
+        return LinearOutput(F.linear(x_TD, self.weight, self.added_bias))
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        """What forward() adds on this rank."""
+        return self.bias if self.adds_bias else None

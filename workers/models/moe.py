@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lorafleet.kernels.affine import apply_affine
+from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.moe import experts_mlp, route
 from lorafleet.workers.checkpoint import ExpertsConfig
-from lorafleet.workers.models.layers import LinearOutput, PackedLinear, parameter
+from lorafleet.workers.models.layers import PackedLinear, parameter
 
 
 class SparseMLP(nn.Module):
@@ -28,8 +30,6 @@ class SparseMLP(nn.Module):
         self.down_EDI = parameter(experts.count, hidden_size, inner, dtype=dtype, device=device)
 
     def forward(self, x_TD: Tensor, lora: LoRABatch | None) -> LinearOutput:
-        logits_TE, delta_TE = self.gate(x_TD, lora)
-        if delta_TE is not None:
-            logits_TE = logits_TE.add_(delta_TE)
+        logits_TE = apply_affine(self.gate(x_TD, lora))
         routing = route(logits_TE, self.experts.per_token, self.experts.sums_to_one)
-        return experts_mlp(x_TD, routing, self.gate_up_E2ID, self.down_EDI), None
+        return LinearOutput(experts_mlp(x_TD, routing, self.gate_up_E2ID, self.down_EDI))

@@ -10,12 +10,14 @@ ranks share; one more, small collective a linear, between A and B (kernels/lora_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora_layout import UNDIVIDED, LoRALayout
+from lorafleet.kernels.packed_lora import LinearPlace
 from lorafleet.kernels.peer_areas import PeerAreas
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
@@ -53,6 +55,15 @@ class AdapterSharding:
         each = -(-size // self.group.size)
         start = min(self.group.rank * each, size)
         return (slice(start, min(start + each, size)),)
+
+    def adds_bias(self, projection: str) -> bool:
+        """Where the output is a sum over the ranks, one of them adds the bias."""
+        return self.group.rank == 0 or not _is_row_parallel(projection)
+
+    def place(self, projections: Sequence[str]) -> LinearPlace:
+        """Of a packed linear's part in the whole, whatever part of A and B the rank holds."""
+        outputs = tuple(self.shard.outputs(projection) for projection in projections)
+        return LinearPlace(self.input(projections[0]).start, outputs)
 
     def part_of(self, projection: str, a_RD: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's A and B, as views; B of a fused projection as a copy."""

@@ -158,7 +158,9 @@ class _Shards:
         assert slot.generation == order.generation, (slot, order)
 
     def empty(self, index: int) -> None:
-        self._slots.deactivate(self._slots.slots[index])
+        slot = self._slots.slots[index]
+        self._slots.mark_quiet(slot)  # as in fill()
+        self._slots.deactivate(slot)
 
     def await_slots(self, generations: list[tuple[int, int]]) -> None:
         """The next step on the current stream reads these slots."""

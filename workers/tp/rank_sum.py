@@ -11,8 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.affine import apply_affine
+from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.rank_sum import rank_sum_add_rms_norm
-from lorafleet.kernels.rms_norm import add_rms_norm, rms_norm
+from lorafleet.kernels.rms_norm import NormWeight, add_rms_norm, rms_norm
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.peer_memory import open_peer_memory
 
@@ -29,31 +31,24 @@ class RankSum:
         self._group = group
         self._peers = open_peer_memory(group, device, _area_bytes(group.size))
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def rms_norm(self, x_TD: Tensor, norm: NormWeight, eps: float) -> tuple[Tensor, Tensor]:
         """The sum of every rank's x, and its norm."""
         if self._group.size == 1:
-            return x_TD, rms_norm(x_TD, weight_D, eps)
+            return x_TD, rms_norm(x_TD, norm, eps)
         total_TD = torch.zeros_like(x_TD)
-        return total_TD, self.add_rms_norm(x_TD, None, total_TD, weight_D, eps)
+        return total_TD, self.add_rms_norm(LinearOutput(x_TD), total_TD, norm, eps)
 
     def add_rms_norm(
-        self,
-        x_TD: Tensor,
-        delta_TD: Tensor | None,
-        residual_TD: Tensor,
-        weight_D: Tensor,
-        eps: float,
-        branch_weight_D: Tensor | None = None,
+        self, x: LinearOutput, residual_TD: Tensor, norm: NormWeight, eps: float, branch: NormWeight | None = None
     ) -> Tensor:
-        """As kernels/rms_norm.py's, of every rank's x + delta. May overwrite x."""
+        """As kernels/rms_norm.py's, of every rank's x. May overwrite x."""
         if self._group.size == 1:
-            return add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps, branch_weight_D)
-        if self._peers is not None and self._peers.areas.holds(x_TD.nbytes):
-            areas = self._peers.areas
-            return rank_sum_add_rms_norm(x_TD, delta_TD, residual_TD, weight_D, eps, areas, branch_weight_D)
-        # Before the sum, so that one collective carries both.
-        total_TD = self._group.all_reduce(x_TD if delta_TD is None else x_TD.add_(delta_TD))
-        return add_rms_norm(total_TD, None, residual_TD, weight_D, eps, branch_weight_D)
+            return add_rms_norm(x, residual_TD, norm, eps, branch)
+        if self._peers is not None and self._peers.areas.holds(x.y_TO.nbytes):
+            return rank_sum_add_rms_norm(x, residual_TD, norm, eps, self._peers.areas, branch)
+        # Before the sum, so that one collective carries all of it.
+        total_TD = self._group.all_reduce(apply_affine(x))
+        return add_rms_norm(LinearOutput(total_TD), residual_TD, norm, eps, branch)
 
 
 def _area_bytes(size: int) -> int:

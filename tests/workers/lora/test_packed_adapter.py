@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.fp8 import FP8
-from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
+from lorafleet.kernels.packed_lora import LinearPlace, LoRATables, PackedLoRA
+from lorafleet.workers.lora.base_parts import BasePart, BaseParts
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack, slot_bytes
@@ -17,6 +18,12 @@ from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack, slot_byte
 NAMES = (("layers.0.gate", "layers.0.up"), ("layers.0.down",))
 DTYPES = [torch.float32, torch.bfloat16, FP8]
 SHAPES = [(12, (10, 6)), (10, (12,))]
+BASE = BaseParts(
+    [
+        BasePart(names, LinearPlace(0, tuple((slice(0, out),) for out in outs)))
+        for names, (_, outs) in zip(NAMES, SHAPES, strict=True)
+    ]
+)
 
 
 def layer(in_features: int, out_features: int, rank: int, dtype: torch.dtype) -> LoRALayerWeights:
@@ -27,7 +34,7 @@ def layer(in_features: int, out_features: int, rank: int, dtype: torch.dtype) ->
 
 def packed(modules: dict[str, LoRALayerWeights], dtype: torch.dtype) -> PackedAdapter:
     model = LoRAModel("a", "d", modules, num_bytes=1234)
-    return pack(model, NAMES, dtype, lambda size: torch.zeros(size, dtype=torch.uint8))
+    return pack(model, BASE, dtype, lambda size: torch.zeros(size, dtype=torch.uint8))
 
 
 def same(found: Tensor, *parts: Tensor) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
 from lorafleet.workers.models import layers
@@ -34,8 +35,8 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def with_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, where what adapters add comes apart."""
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
-        return torch.nn.functional.linear(x, weight, bias), torch.full((len(x), len(weight)), 100.0)
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> LinearOutput:
+        return LinearOutput(torch.nn.functional.linear(x, weight, bias), torch.full((len(x), len(weight)), 100.0))
 
     monkeypatch.setattr(layers, "linear_with_lora", linear)
 
@@ -48,7 +49,7 @@ def linear_of_ones(**options: bool) -> PackedLinear:
     return linear
 
 
-def forward(linear: PackedLinear) -> tuple[Tensor, Tensor | None]:
+def forward(linear: PackedLinear) -> LinearOutput:
     batch = LoRABatch.build([0, 0], linear.lora.tables)
     return linear(torch.ones(2, 4), batch)
 
@@ -62,7 +63,7 @@ def norm_of(group: TPGroup) -> ResidualNorm:
 @pytest.mark.usefixtures("with_delta")
 @pytest.mark.parametrize(("adds_bias", "y"), [(True, 14.0), (False, 4.0)])
 def test_a_linear_leaves_the_adapters_part_to_who_reads_it_and_the_bias_to_one_rank(adds_bias: bool, y: float) -> None:
-    found, delta = forward(linear_of_ones(adds_bias=adds_bias))
+    found, delta, _ = forward(linear_of_ones(adds_bias=adds_bias))
     assert found.tolist() == [[y] * 3] * 2
     assert delta is not None and delta.tolist() == [[100.0] * 3] * 2
 
@@ -71,7 +72,9 @@ def test_a_linear_leaves_the_adapters_part_to_who_reads_it_and_the_bias_to_one_r
 def test_one_sum_over_the_ranks_carries_base_and_adapters(summed, delta: float | None) -> None:
     y, residual = torch.full((2, 3), 4.0), torch.ones(2, 3)
     total = 4.0 + (delta or 0.0)
-    out = norm_of(Recording(0, 2)).add((y, None if delta is None else torch.full((2, 3), delta)), residual)
+    out = norm_of(Recording(0, 2)).add(
+        LinearOutput(y, None if delta is None else torch.full((2, 3), delta)), residual, None
+    )
     assert [part.tolist() for part in summed] == [[[total] * 3] * 2]
     assert residual.tolist() == [[total + 1.0] * 3] * 2
     assert out.tolist() == [[1.0] * 3] * 2
@@ -79,6 +82,6 @@ def test_one_sum_over_the_ranks_carries_base_and_adapters(summed, delta: float |
 
 def test_one_rank_sums_nothing(summed) -> None:
     residual = torch.ones(2, 3)
-    norm_of(Recording()).add((torch.ones(2, 3), torch.ones(2, 3)), residual)
+    norm_of(Recording()).add(LinearOutput(torch.ones(2, 3), torch.ones(2, 3)), residual, None)
     assert residual.tolist() == [[3.0] * 3] * 2
     assert not summed

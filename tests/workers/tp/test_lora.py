@@ -101,7 +101,7 @@ def run(group: TPGroup, model_folder: Path, adapters: list[Path], fully_sharded:
             x_TD = torch.randn(num_tokens, config.linear_shapes()[names[0]][0], generator=random).to(dtype)
             batch = LoRABatch.build(slots_of(num_tokens), manager.tables)
             own_TD = x_TD[:, model.shard.input(names[0])].contiguous()
-            y_TO, _ = linear(own_TD, batch)
+            y_TO = linear(own_TD, batch).y_TO
             is_sum = names[0].rpartition(".")[2] in ROW_PARALLEL
             ys.append(group.all_reduce(y_TO) if is_sum else y_TO)
         outputs.append((names, ys))

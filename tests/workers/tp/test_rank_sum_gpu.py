@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.linear_output import LinearOutput
+from lorafleet.kernels.rms_norm import NormWeight
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.rank_sum import RankSum
 from ranks import on_ranks
@@ -48,7 +50,7 @@ def sums(group: TPGroup, size: int, dtype: torch.dtype) -> list[float]:
         xs, deltas = parts(call, rows)
         before = inputs(7, rows, size, dtype)
         residual = before.clone()
-        out = ranks.add_rms_norm(xs[group.rank], deltas[group.rank], residual, weight, EPS)
+        out = ranks.add_rms_norm(LinearOutput(xs[group.rank], deltas[group.rank]), residual, NormWeight(weight), EPS)
         check(call, before, residual, out)
 
     # An odd number of calls in a graph: the halves change places from replay to replay.
@@ -61,7 +63,9 @@ def sums(group: TPGroup, size: int, dtype: torch.dtype) -> list[float]:
         residual.copy_(before)
         for _ in range(3):
             residual.copy_(before)
-            out = ranks.add_rms_norm(xs[group.rank], deltas[group.rank], residual, weight, EPS)
+            out = ranks.add_rms_norm(
+                LinearOutput(xs[group.rank], deltas[group.rank]), residual, NormWeight(weight), EPS
+            )
     for _ in range(20):
         out.zero_()
         graph.replay()

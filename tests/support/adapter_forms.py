@@ -1,0 +1,162 @@
+"""Adapters of every form of linears and norms, made by hand, and the transformers model that each stands for."""
+
+# R rank · D in · O out · O1, O2 and D1, D2 their factors
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lorafleet.workers.lora import model as lora_model
+from lorafleet.workers.lora.forms import AdapterForms, Kronecker, LinearForm, LowRank
+from lorafleet.workers.lora.reader import ReadAdapter
+
+Shapes = Mapping[str, tuple[int, int]]  # module -> (in, out), as ModelConfig.linear_shapes
+STD = 0.12
+
+
+class Maker:
+    """Random forms for linears of these shapes."""
+
+    def __init__(self, shapes: Shapes, norms: Mapping[str, int], biases: Mapping[str, Tensor], seed: int) -> None:
+        self.shapes = shapes
+        self.norms = norms
+        self.biases = biases  # the base's own
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, mean: float = 0.0, std: float = STD) -> Tensor:
+        return mean + std * torch.randn(*shape, generator=self._generator)
+
+    def low_rank(self, module: str, rank: int = 8) -> LowRank:
+        inputs, outputs = self.shapes[module]
+        return LowRank(self.normal(rank, inputs), self.normal(outputs, rank), 1.5)
+
+    def kronecker(self, module: str, factor: int) -> Kronecker:
+        """w1 of about [factor, factor]: neither divides the ranks' parts of an output or input evenly."""
+        inputs, outputs = self.shapes[module]
+        o1, d1 = (next(f for f in range(factor, 0, -1) if size % f == 0) for size in (outputs, inputs))
+        return Kronecker(self.normal(o1, d1, std=0.4), self.normal(outputs // o1, inputs // d1, std=0.2), 0.7)
+
+    def scale(self, module: str) -> Tensor:
+        return self.normal(self.shapes[module][1], mean=1.0, std=0.4)
+
+    def bias(self, module: str) -> Tensor:
+        return self.normal(self.shapes[module][1], std=0.5)
+
+
+def plain(make: Maker) -> AdapterForms:
+    return AdapterForms({module: LinearForm(make.low_rank(module)) for module in make.shapes})
+
+
+def dora(make: Maker) -> AdapterForms:
+    """The base's bias stays, and is not scaled."""
+    return AdapterForms({m: LinearForm(make.low_rank(m, 5), out_scale_O=make.scale(m)) for m in make.shapes})
+
+
+def ia3(make: Maker) -> AdapterForms:
+    """No rank at all; the base's bias is scaled too."""
+    forms = {}
+    for m in make.shapes:
+        if m.endswith(("k_proj", "v_proj", "down_proj")):
+            scale_O = make.scale(m)
+            base_O = make.biases.get(m)
+            forms[m] = LinearForm(out_scale_O=scale_O, bias_O=None if base_O is None else scale_O * base_O)
+    return AdapterForms(forms)
+
+
+def biases(make: Maker) -> AdapterForms:
+    """lora_bias on some modules, a bias without LoRA on others."""
+    return AdapterForms(
+        {
+            m: LinearForm(make.low_rank(m, 3) if m.endswith(("q_proj", "up_proj")) else None, bias_O=make.bias(m))
+            for m in make.shapes
+            if not m.endswith("v_proj")
+        }
+    )
+
+
+def lokr(make: Maker) -> AdapterForms:
+    return AdapterForms({m: LinearForm(kronecker=make.kronecker(m, 4)) for m in make.shapes})
+
+
+def norms(make: Maker) -> AdapterForms:
+    return AdapterForms(norms={name: make.normal(size, mean=1.0, std=0.3) for name, size in make.norms.items()})
+
+
+def everything(make: Maker) -> AdapterForms:
+    """On half of the layers."""
+    linears = {
+        m: LinearForm(
+            make.low_rank(m, 16),
+            make.kronecker(m, 6) if m.endswith(("o_proj", "gate_proj")) else None,
+            make.scale(m),
+            make.bias(m),
+        )
+        for m in make.shapes
+        if int(m.split(".")[1]) % 2
+    }
+    some = {name: make.normal(size, mean=1.0) for i, (name, size) in enumerate(make.norms.items()) if i % 3}
+    return AdapterForms(linears, norms=some)
+
+
+KINDS: dict[str, Callable[[Maker], AdapterForms]] = {
+    kind.__name__: kind for kind in (plain, dora, ia3, biases, lokr, norms, everything)
+}
+
+
+def load_base(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def make_forms(folder: Path, kinds: Mapping[str, Callable[[Maker], AdapterForms]] = KINDS) -> dict[str, AdapterForms]:
+    """For the checkpoint in the folder; by kind."""
+    modules = {name.removeprefix("model."): module for name, module in load_base(folder).named_modules()}
+    linears = {n: m for n, m in modules.items() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    shapes = {n: (m.in_features, m.out_features) for n, m in linears.items()}
+    own_biases = {n: m.bias.detach() for n, m in linears.items() if m.bias is not None}
+    sizes = {n: len(m.weight) for n, m in modules.items() if n.endswith("norm")}
+    return {
+        kind: make(Maker(shapes, sizes, own_biases, seed)) for seed, (kind, make) in enumerate(kinds.items(), start=1)
+    }
+
+
+@torch.no_grad()
+def applied(folder: Path, forms: AdapterForms) -> Any:
+    """The transformers model with the adapter in its weights."""
+    base = load_base(folder)
+    for name, form in forms.linears.items():
+        module = base.get_submodule(f"model.{name}")
+        weight_OD = module.weight.double()
+        if form.low_rank is not None:
+            weight_OD += form.low_rank.scaling * (form.low_rank.b_OR.double() @ form.low_rank.a_RD.double())
+        if form.kronecker is not None:
+            w1, w2 = form.kronecker.w1.double(), form.kronecker.w2.double()
+            weight_OD += form.kronecker.scaling * torch.kron(w1, w2)
+        if form.out_scale_O is not None:
+            weight_OD *= form.out_scale_O.double().unsqueeze(1)
+        module.weight.copy_(weight_OD)
+        if form.bias_O is not None:
+            module.bias = torch.nn.Parameter(form.bias_O.clone())
+    for name, weight_D in forms.norms.items():
+        base.get_submodule(f"model.{name}").weight.copy_(weight_D)
+    return base
+
+
+def served_from(root: Path, forms: Mapping[str, AdapterForms], monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Folders that the engine reads these forms from, by kind."""
+    paths = {kind: root / kind for kind in forms}
+    for path in paths.values():
+        path.mkdir()
+
+    def read(path: str, **_: object) -> ReadAdapter:
+        kind = Path(path).name
+        return ReadAdapter(forms[kind], f"digest of {kind}", 0.0)
+
+    monkeypatch.setattr(lora_model, "read_adapter", read)
+    return paths

@@ -1,0 +1,71 @@
+"""Every form of linears and norms through the engine, against transformers with the adapter in its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter_forms import applied, make_forms, served_from
+from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.workers.lora.forms import AdapterForms
+from tiny_models import make_model
+
+TOLERANCE = 1e-3
+NUM_TOKENS = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+# Biases on every linear; no bias, and norms of q and k.
+FAMILIES = ["llama_bias", "qwen3"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request, tmp_path_factory) -> tuple[Path, dict[str, AdapterForms]]:
+    folder = make_model(tmp_path_factory.mktemp("forms") / request.param, request.param, num_hidden_layers=2)
+    return folder, make_forms(folder)
+
+
+def logprobs(model, tokens: list[int]) -> list[float]:
+    """Of each token but the first."""
+    with torch.inference_mode():
+        rows = model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    return [rows[i, token].item() for i, token in enumerate(tokens[1:])]
+
+
+def test_all_forms_in_one_batch_answer_as_the_changed_model_does(made, prompt, tmp_path, monkeypatch):
+    folder, forms = made
+    paths = served_from(tmp_path, forms, monkeypatch)
+    llm = LLM(str(folder), enable_lora=True, max_loras=8, max_num_batched_tokens=48, max_num_seqs=16)
+    loras = [None, *(LoRARequest(kind, i + 1, str(path)) for i, (kind, path) in enumerate(paths.items()))] * 2
+    prompts = [prompt(3 + 7 * i % 40) for i in range(len(loras))]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY, loras)
+    models = {None: applied(folder, AdapterForms())} | {kind: applied(folder, form) for kind, form in forms.items()}
+    base_answers = 0
+    for tokens, lora, output in zip(prompts, loras, outputs, strict=True):
+        [completion] = output.outputs
+        whole = tokens + completion.token_ids
+        found = [p.logprob for p in output.prompt_logprobs[1:]] + [p.logprob for p in completion.logprobs]
+        want = logprobs(models[None if lora is None else lora.lora_name], whole)
+        assert found == pytest.approx(want, abs=TOLERANCE)
+        if lora is not None:
+            base_answers += found == pytest.approx(logprobs(models[None], whole), abs=TOLERANCE)
+    assert base_answers == 0, "an adapter makes no difference"
+    llm.close()
+
+
+def test_an_adapter_without_low_rank_has_rank_zero_and_names_its_targets(made, tmp_path, monkeypatch):
+    folder, forms = made
+    paths = served_from(tmp_path, forms, monkeypatch)
+    llm = LLM(str(folder), enable_lora=True, max_loras=2)
+    infos = {}
+    for i, kind in enumerate(("ia3", "norms")):
+        loaded = llm._engine.load_adapter(LoRARequest(kind, i + 1, str(paths[kind])))
+        while not loaded.done():
+            llm._engine.step()
+        infos[kind] = loaded.result()
+    assert [info.rank for info in infos.values()] == [0, 0]
+    assert infos["ia3"].target_modules == ["down_proj", "k_proj", "v_proj"]
+    assert "input_layernorm" in infos["norms"].target_modules
+    sizes = [v for form in forms["ia3"].linears.values() for v in (form.out_scale_O, form.bias_O) if v is not None]
+    assert infos["ia3"].num_bytes == 4 * sum(v.numel() for v in sizes)
+    llm.close()

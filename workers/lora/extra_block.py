@@ -1,0 +1,90 @@
+"""What an adapter has besides A and B, in one block of bytes: vectors, norms, small matrices, whole tables, by name.
+
+It lies beside the packed matrices in host memory (pinned where there is a GPU). On a GPU it gets memory of its own when
+the adapter gets a slot (extra_memory.py); on a CPU it is used in place. So plain adapters pay nothing for it. Whoever
+adds a tensor chooses its name and finds it again by that name, here or on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lorafleet.workers.lora.giving_way import giving_way
+
+ALIGNMENT = 256  # bytes; kernels may load 16 at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraBlock:
+    """block: uint8. places: of each tensor, in it."""
+
+    block: Tensor
+    places: Mapping[str, Place]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], allocate: Callable[[int], Tensor]) -> ExtraBlock:
+        """Copies. tensors: contiguous, on the CPU. allocate: uint8 of so many bytes, of size_of()."""
+        places, size = _lay_out(tensors)
+        made = cls(allocate(size), places)
+        target = made.block.numpy()
+        for name, tensor in giving_way(tensors.items()):
+            place = places[name]
+            source = tensor.reshape(-1).view(torch.uint8).numpy()  # numpy: torch would split it over its thread pool
+            target[place.offset : place.offset + place.num_bytes] = source
+        return made
+
+    @staticmethod
+    def size_of(tensors: Mapping[str, Tensor]) -> int:
+        """Bytes that the block of these tensors has."""
+        return _lay_out(tensors)[1]
+
+    @staticmethod
+    def offsets(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Bytes from the first of them to each, where they are among a block's tensors, one behind the other."""
+        return {name: place.offset for name, place in _lay_out(tensors)[0].items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.block.numel()
+
+    def get(self, name: str) -> Tensor | None:
+        """A view of the block; None where the adapter has no such tensor."""
+        place = self.places.get(name)
+        if place is None:
+            return None
+        own = self.block[place.offset : place.offset + place.num_bytes]
+        return own.view(place.dtype).view(place.shape)
+
+    def address(self, name: str) -> int:
+        """On the block's device; 0 where the adapter has no such tensor."""
+        place = self.places.get(name)
+        return 0 if place is None else self.block.data_ptr() + place.offset
+
+    def in_memory(self, block: Tensor) -> ExtraBlock:
+        """The same tensors, where a copy of the block lies."""
+        assert block.shape == self.block.shape
+        return replace(self, block=block)
+
+
+def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
+    places, end = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = place = Place(end, tuple(tensor.shape), tensor.dtype)
+        end += -(-place.num_bytes // ALIGNMENT) * ALIGNMENT
+    return places, end
