@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lorafleet.workers.checkpoint import ModelConfig, read_model_config
 from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.lora.base_layout import BaseLayout
+from lorafleet.workers.lora.base_weights import FileWeights
+from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.tools.safetensors_file import DTYPES, Entry
 from lorafleet.workers.weights import checkpoint_files
 
@@ -43,6 +47,11 @@ class BaseModel:
                 name: StoredTensor(path, entry) for path, f in files.items() for name, entry in _entries(path, f)
             }
             yield cls(folder, config, tensors, files)
+
+    def for_reader(self, dtype: torch.dtype) -> Base:
+        """As adapters are read against it. dtype: in which its weights are taken."""
+        weights = FileWeights(self.folder, dtype, self.config.tie_word_embeddings)
+        return Base(BaseLayout.of(self.config), weights, self.folder.name)
 
     def value(self, name: str) -> Tensor:
         stored = self.tensors[name]

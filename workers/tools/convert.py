@@ -14,7 +14,7 @@ import torch
 
 from lorafleet.workers.errors import AdapterUnsupported
 from lorafleet.workers.tools.base_model import BaseModel
-from lorafleet.workers.tools.kind import is_plain, kind_of
+from lorafleet.workers.tools.kind import is_plain, kind_of, why_never_plain
 from lorafleet.workers.tools.layouts import read_layout
 from lorafleet.workers.tools.low_rank import Reduced, reduce_rank
 from lorafleet.workers.tools.mixing import Mixing, mix
@@ -47,13 +47,17 @@ def convert(
     if rank is None and is_plain(files.config, files.tensors):
         _check(files, base)
         return _write(files, target, dtype, kind_of(files.config), source)
-    try:
-        plain = _plain(files, base)
-    except AdapterUnsupported as error:
+    reason = why_never_plain(files.config)
+    if reason is None:
+        try:
+            plain = _plain(files, base)
+        except AdapterUnsupported as error:
+            reason = error.message
+    if reason is not None:
         if rank is not None:
-            raise
+            raise AdapterUnsupported(f"its rank cannot be changed, since no plain LoRA equals it: {reason}.")
         kind = kind_of(files.config)
-        kept = replace(files, changes=[*files.changes, f"kept as {kind}, which no plain LoRA equals: {error.message}"])
+        kept = replace(files, changes=[*files.changes, f"kept as {kind}, which no plain LoRA equals: {reason}"])
         return _write(kept, target, dtype, kind, source)
     changes = [*files.changes]
     if not is_plain(files.config, files.tensors):

@@ -22,10 +22,11 @@ from lorafleet.workers.lora.forms import AdapterForms
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.strict_json import read_json_object
 from lorafleet.workers.tools.base_model import BaseModel
+from lorafleet.workers.tools.inferred_base import tensor_infos
 from lorafleet.workers.tools.kind import kind_of
-from lorafleet.workers.tools.layouts import peft_name
+from lorafleet.workers.tools.layouts import saved_name
 from lorafleet.workers.tools.mlx import is_mlx
-from lorafleet.workers.tools.reading import read_forms, served_base, tensor_infos
+from lorafleet.workers.tools.reading import read_forms
 from lorafleet.workers.tools.tokenizer_files import tokenizer_files
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.group import TPGroup
@@ -96,14 +97,15 @@ def inspect_folder(path: Path, name: str) -> Inspection:
 
 def fit(path: Path, name: str, base: BaseModel, config: LoRAConfig, tp: int, *, fully_sharded: bool) -> Fit:
     """Loads it as each of `tp` ranks would."""
-    dtype = config.serving_dtype(base.config.dtype or stored_dtype(base.folder))
+    base_dtype = base.config.dtype or stored_dtype(base.folder)
+    dtype = config.serving_dtype(base_dtype)
     sizes = []
     try:
         for rank in range(tp):
             sharding = AdapterSharding(Shard.of(base.config, rank, tp), TPGroup(rank, tp), fully_sharded)
             model = LoRAModel.from_local_checkpoint(
                 path,
-                base=served_base(base),
+                base=base.for_reader(base_dtype),
                 config=config,
                 dtype=dtype,
                 name=name,
@@ -132,7 +134,9 @@ def _with_tensors(found: Inspection, path: Path) -> Inspection:
         table.split(".")[-2]: info.shape[0]
         for name, info in infos.items()
         for table in _TABLES
-        if peft_name(name).startswith(table) and name.endswith(("embed_tokens.weight", "lm_head.weight")) and info.shape
+        if saved_name(name).startswith(table)
+        and name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        and info.shape
     }
     return dataclasses.replace(
         found,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-_METHODS = {"LOHA": "LoHa", "LOKR": "LoKr", "ADALORA": "AdaLoRA", "VERA": "VeRA", "OFT": "OFT", "BOFT": "BOFT"}
+from lorafleet.workers.lora.kinds.table import KINDS
+
 _OPTIONS = {
     "use_dora": "DoRA",
-    "kasa_config": "KaSA",
     "use_bdlora": "block-diagonal LoRA",
     "use_qalora": "QALoRA",
     "alora_invocation_tokens": "activated LoRA",
@@ -22,6 +22,15 @@ _EXTRAS = {
     "alpha_pattern": "alphas by module",
 }
 _UNCONVERTED = {"pissa": "PiSSA (unconverted)", "olora": "OLoRA (unconverted)", "corda": "CorDA", "loftq": "LoftQ"}
+# What no A and B can hold, whatever the base is.
+_NEVER_PLAIN = {
+    "use_dora": "DoRA scales rows",
+    "alora_invocation_tokens": "an activated LoRA works from its invocation on",
+    "lora_bias": "it has biases",
+    "modules_to_save": "it replaces modules",
+    "trainable_token_indices": "it has rows of the vocabulary",
+    "target_parameters": "it changes the parameters of experts",
+}
 _PLAIN_LEAVES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 
 
@@ -31,8 +40,10 @@ def kind_of(config: Mapping[str, object]) -> str:
     if not isinstance(peft_type, str):
         return "no PEFT adapter"
     if peft_type != "LORA":
-        return _METHODS.get(peft_type, peft_type)
+        return KINDS[peft_type].label if peft_type in KINDS else peft_type
     special = [name for field, name in _OPTIONS.items() if config.get(field)]
+    if isinstance(config.get("kasa_config"), dict):  # an empty one counts
+        special.append("KaSA")
     init = _mutating_init(config)
     main = ", ".join(special) or init or "LoRA"
     extras = [name for field, name in _EXTRAS.items() if config.get(field)]
@@ -43,9 +54,20 @@ def kind_of(config: Mapping[str, object]) -> str:
 
 def is_plain(config: Mapping[str, object], tensor_names: Collection[str]) -> bool:
     """Whether A and B of each module are all there is, in PEFT's own names."""
-    if config.get("peft_type") != "LORA" or any(config.get(field) for field in _OPTIONS) or _mutating_init(config):
+    if config.get("peft_type") != "LORA" or why_never_plain(config) is not None or _mutating_init(config):
         return False
-    return not config.get("target_parameters") and all(name.endswith(_PLAIN_LEAVES) for name in tensor_names)
+    return not config.get("use_bdlora") and all(name.endswith(_PLAIN_LEAVES) for name in tensor_names)
+
+
+def why_never_plain(config: Mapping[str, object]) -> str | None:
+    """Why no base could make it a plain LoRA; None where one might."""
+    if config.get("peft_type") == "IA3":
+        return "IA3 scales outputs"
+    if config.get("peft_type") == "TRAINABLE_TOKENS":
+        return _NEVER_PLAIN["trainable_token_indices"]
+    if config.get("bias") not in (None, "none"):
+        return _NEVER_PLAIN["lora_bias"]
+    return next((reason for name, reason in _NEVER_PLAIN.items() if config.get(name)), None)
 
 
 def _mutating_init(config: Mapping[str, object]) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lorafleet.workers.errors import AdapterMalformed
 from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, AdapterFolder, open_weights, read_config
-from lorafleet.workers.lora.peft_fields import is_known
+from lorafleet.workers.lora.peft_fields import FIELDS, is_known, is_unset
 from lorafleet.workers.lora.strict_json import read_json_object, shown
 from lorafleet.workers.lora.weight_files import read_weights
 from lorafleet.workers.tools.mlx import is_mlx, read_mlx
@@ -35,20 +35,20 @@ def read_layout(path: Path) -> PEFTFiles:
     with open_weights(folder) as file:
         tensors = load_floats(read_weights(file, hashlib.sha256()), file.name)
         changes = [f"{BIN_NAME} -> safetensors"] if file.name == BIN_NAME else []
-    names = {name: peft_name(name) for name in tensors}
+    names = {name: saved_name(name) for name in tensors}
     _check_distinct(names)
     renamed = sum(old != new for old, new in names.items())
     if renamed:
         old, new = next((old, new) for old, new in names.items() if old != new)
         changes.append(f"{renamed} tensors renamed, such as {shown(old)} -> {shown(new)}")
-    dropped = [name for name in config if _is_outdated(config.get("peft_type"), name, config[name])]
+    dropped = [name for name in config if _is_outdated(name, config)]
     if dropped:
         changes.append(f"adapter_config.json: dropped {', '.join(map(shown, dropped))}")
     today = {name: value for name, value in config.items() if name not in dropped}
     return PEFTFiles(today, {names[name]: tensor for name, tensor in tensors.items()}, changes)
 
 
-def peft_name(name: str) -> str:
+def saved_name(name: str) -> str:
     """As PEFT 0.21 would save this tensor of a decoder. A name that is no decoder's stays."""
     match = _PREFIX.match(name)
     rest = _ADAPTER_NAME.sub("", name[match.end() if match else 0 :])
@@ -66,6 +66,9 @@ def _check_distinct(names: Mapping[str, str]) -> None:
             raise AdapterMalformed(f"{shown(other)} and {shown(old)} are both {shown(new)}.")
 
 
-def _is_outdated(method: object, name: str, value: object) -> bool:
+def _is_outdated(name: str, config: Mapping[str, object]) -> bool:
     """A field that PEFT no longer knows and that asks for nothing; one that does is left for the reader to refuse."""
-    return value in (None, False, [], {}, "") and (name in REMOVED_FIELDS or not is_known(method, name))
+    method = config.get("peft_type")
+    if method not in FIELDS or not is_unset(config[name]):
+        return False
+    return name in REMOVED_FIELDS or not is_known(method, name)

@@ -39,6 +39,12 @@ def reduce_rank(pair: LowRank, rank: int) -> Reduced:
     return Reduced(kept, s_R.norm().item(), s_R[rank:].norm().item())
 
 
+def no_larger_than_the_matrix(pair: LowRank) -> LowRank:
+    """A pair of more ranks than the matrix has rows or columns, as LoHa and LoKr may be, says the same with fewer."""
+    most = min(pair.a_RD.shape[1], pair.b_OR.shape[0])
+    return pair if pair.rank <= most else reduce_rank(pair, most).pair
+
+
 def svd_of_product(pair: LowRank) -> tuple[Tensor, Tensor, Tensor]:
     """U [O, K], S [K], V [K, D] of scaling * B A with K the smallest of R, O and D: QR of both factors, and the SVD of
     the small matrix between."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.forms import AdapterForms, LinearForm, LowRank, VocabForm
-from lorafleet.workers.tools.low_rank import from_kronecker
+from lorafleet.workers.tools.low_rank import from_kronecker, no_larger_than_the_matrix
 from lorafleet.workers.tools.peft_files import PEFTFiles
 
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
@@ -100,7 +100,7 @@ def _of_linear(name: str, form: LinearForm) -> LowRank:
     if form.kronecker is not None:
         return from_kronecker(form.kronecker)
     assert form.low_rank is not None, f"{name} has a form that changes nothing"
-    return form.low_rank
+    return no_larger_than_the_matrix(form.low_rank)
 
 
 def _of_vocabulary(name: str, form: VocabForm) -> LowRank:

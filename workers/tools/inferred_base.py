@@ -1,0 +1,113 @@
+"""A base as an adapter's own tensors need it, to read the adapter without one: all but its fit is checked then."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, BaseLayout
+from lorafleet.workers.lora.files import AdapterFolder, open_weights
+from lorafleet.workers.lora.kinds.kind import Base
+from lorafleet.workers.lora.peft_names import engine_name
+from lorafleet.workers.lora.weight_files import TensorInfo, read_weights
+
+Shape = tuple[int, ...]
+Leaves = Mapping[str, Shape]
+
+_TENSOR = re.compile(
+    r"(?P<module>.+?)\.(?P<leaf>(?:lora|hada|lokr|gralora|delora|vera|ia3|hra|miss|vblora|token_adapter|base_layer)[_.].*"
+    r"|weight|bias)"
+)
+_ADAPTER_NAME = re.compile(r"\.default(?=\.|$)")
+
+
+class NoWeights:
+    """In the place of a base's weights."""
+
+    device = torch.device("cpu")
+
+    def weight(self, module: str) -> NoReturn:
+        raise ConfigError(f"{module} of this adapter is computed from the base's weights; name the base with --model.")
+
+    def bias(self, module: str) -> NoReturn:
+        raise ConfigError(f"{module} of this adapter is computed from the base's bias; name the base with --model.")
+
+
+def tensor_infos(folder: Path) -> Mapping[str, TensorInfo]:
+    """By the names in the file."""
+    with open_weights(AdapterFolder.at(folder)) as file:
+        return read_weights(file, hashlib.sha256()).infos
+
+
+def inferred_base(folder: Path) -> Base:
+    """Raises ConfigError where the tensors do not tell the base's shapes."""
+    leaves: dict[str, dict[str, Shape]] = {}
+    for name, info in tensor_infos(folder).items():
+        match = _TENSOR.fullmatch(name)
+        if match is not None:
+            leaf = _ADAPTER_NAME.sub("", match["leaf"]).removesuffix(".weight")
+            leaves.setdefault(engine_name(match["module"]), {})[leaf] = info.shape
+    norms = {m: found["weight"][0] for m, found in leaves.items() if m.endswith("norm") and _has(found, "weight", 1)}
+    linears = {
+        module: _shape_of(module, found)
+        for module, found in leaves.items()
+        if module not in (EMBEDDING, HEAD, *norms) and module.startswith("layers.")
+    }
+    vocab_size, hidden_size = _vocabulary(leaves)
+    # Any of them may have a bias: who wants to know it, is told to name the base.
+    biased = frozenset(linears)
+    layout = BaseLayout(linears, vocab_size, hidden_size or _hidden_size(linears), (1, 1), biased=biased, norms=norms)
+    return Base(layout, NoWeights())
+
+
+def _shape_of(module: str, leaves: Leaves) -> tuple[int, int]:
+    """(inputs, outputs)."""
+    for a, b in (("lora_A", "lora_B"), ("delora_A", "delora_B"), ("hada_w1_b", "hada_w1_a")):
+        if _has(leaves, a, 2) and _has(leaves, b, 2):
+            return leaves[a][1], leaves[b][0]
+    if _has(leaves, "gralora_A", 3) and _has(leaves, "gralora_B", 3):
+        return leaves["gralora_A"][0] * leaves["gralora_A"][1], leaves["gralora_B"][0] * leaves["gralora_B"][2]
+    factors = [_factor_shape(leaves, name) for name in ("lokr_w1", "lokr_w2")]
+    if factors[0] is not None and factors[1] is not None:
+        return factors[0][1] * factors[1][1], factors[0][0] * factors[1][0]
+    raise ConfigError(f"{module} of this adapter does not tell how large the base's is; name the base with --model.")
+
+
+def _factor_shape(leaves: Leaves, name: str) -> Shape | None:
+    """Of one factor of LoKr, whole or itself a product."""
+    if _has(leaves, name, 2):
+        return leaves[name]
+    if _has(leaves, f"{name}_a", 2) and _has(leaves, f"{name}_b", 2):
+        return leaves[f"{name}_a"][0], leaves[f"{name}_b"][1]
+    return None
+
+
+def _vocabulary(leaves: Mapping[str, Leaves]) -> tuple[int, int]:
+    """(rows, hidden size) by what there is for embedding and head; zeros where there is nothing."""
+    embedding, head = leaves.get(EMBEDDING, {}), leaves.get(HEAD, {})
+    if _has(embedding, "lora_embedding_A", 2) and _has(embedding, "lora_embedding_B", 2):
+        return embedding["lora_embedding_A"][1], embedding["lora_embedding_B"][0]
+    if _has(head, "lora_A", 2) and _has(head, "lora_B", 2):
+        return head["lora_B"][0], head["lora_A"][1]
+    for table in (embedding, head):
+        for leaf in ("weight", "base_layer", "token_adapter.base_layer"):
+            if _has(table, leaf, 2):
+                return table[leaf][0], table[leaf][1]
+    return 0, 0
+
+
+def _hidden_size(linears: Mapping[str, tuple[int, int]]) -> int:
+    inputs = (shape[0] for module, shape in linears.items() if module.endswith(("q_proj", "gate_proj", "up_proj")))
+    return next(inputs, 0)
+
+
+def _has(leaves: Leaves, leaf: str, dims: int) -> bool:
+    """A tensor with so many dimensions, none of them empty: what else is wrong, the reader says."""
+    shape = leaves.get(leaf)
+    return shape is not None and len(shape) == dims and 0 not in shape
