@@ -99,8 +99,8 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
 
 
 def held_tensors(model: DecoderModel) -> dict[str, Tensor]:
-    """What this rank holds of every tensor of the checkpoint, by its name there."""
-    return {name: part.held for name, part in _parts(model).items()}
+    """What this rank holds of every tensor of the checkpoint, by its name and with its values there."""
+    return {name: part.held - part.added if part.added else part.held for name, part in _parts(model).items()}
 
 
 def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] | None:

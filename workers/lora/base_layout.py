@@ -20,7 +20,7 @@ TABLES = (EMBEDDING, HEAD)
 class BaseLayout:
     """linears: (in, out) of every linear but the head. biased: those with a bias. norms: sizes.
 
-    norm_offset: what the engine adds to a norm's stored weight. attention_heads: (query heads, KV heads).
+    norm_offset: what is added to a norm's stored weight. attention_heads: (query heads, KV heads).
     """
 
     linears: Mapping[str, tuple[int, int]]
@@ -36,13 +36,14 @@ class BaseLayout:
     def of(cls, config: ModelConfig) -> BaseLayout:
         linears = config.linear_shapes()
         biases = {
-            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), config.qkv_bias),
             "o_proj": config.o_bias,
-            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), config.mlp_bias),
+            **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "down_proj"), config.mlp_bias),
         }
+        places = ["input", "post_attention", *(("pre_feedforward", "post_feedforward") if config.branch_norms else ())]
         norms = {"norm": config.hidden_size}
         for i in range(config.num_layers):
-            norms |= {f"layers.{i}.{name}_layernorm": config.hidden_size for name in ("input", "post_attention")}
+            norms |= {f"layers.{i}.{place}_layernorm": config.hidden_size for place in places}
             if config.qk_norm:
                 norms |= {f"layers.{i}.self_attn.{side}_norm": config.head_dim for side in "qk"}
         return cls(
@@ -53,6 +54,7 @@ class BaseLayout:
             tied=config.tie_word_embeddings,
             biased=frozenset(module for module in linears if biases.get(module.rpartition(".")[2])),
             norms=norms,
+            norm_offset=1.0 if config.norm_adds_one else 0.0,
         )
 
     def targetable(self, module: str) -> bool:

@@ -65,6 +65,7 @@ def base_of(base: PreTrainedModel) -> Base:
         tied=base.config.tie_word_embeddings,
         biased=frozenset(n for n, m in linears.items() if m.bias is not None),
         norms={n: m.weight.shape[0] for n, m in modules.items() if n.endswith("norm")},
+        norm_offset=1.0 if "gemma" in base.config.model_type else 0.0,
     )
     return Base(layout, TransformersWeights(base), "tiny")
 

@@ -21,10 +21,8 @@ from lorafleet.workers.lora.kinds.kind import Base, Kind, Target
 from lorafleet.workers.lora.peft_helper import PEFTHelper
 
 VECTOR = "ia3_l"
-_READERS = {  # of a norm within a layer
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
+_ATTENTION_READERS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))  # of the norm before; some families fuse them
+_MLP_READERS = (("gate_proj", "up_proj"), ("gate_up_proj",))
 
 
 def check_config(helper: PEFTHelper) -> None:
@@ -79,13 +77,13 @@ def _move(inputs: dict[str, Tensor], outputs: dict[str, Tensor], base: Base) -> 
         if module not in inputs:  # went with another reader of its norm
             continue
         scale_D = inputs[module]
-        parent, _, leaf = module.rpartition(".")
-        if leaf == "down_proj" and f"{parent}.up_proj" in base.layout.linears:
-            _multiply(outputs, f"{parent}.up_proj", scale_D)
-        elif leaf == "o_proj" and f"{parent}.v_proj" in base.layout.linears:
-            _multiply(outputs, f"{parent}.v_proj", _by_kv_head(scale_D, module, base))
+        leaf = module.rpartition(".")[2]
+        if leaf == "down_proj":
+            _multiply(outputs, module, ("up_proj", "gate_up_proj"), scale_D, base)
+        elif leaf == "o_proj":
+            _multiply(outputs, module, ("v_proj", "qkv_proj"), _by_kv_head(scale_D, module, base), base)
         else:
-            norm, readers = _norm_of(module)
+            norm, readers = _norm_of(module, base)
             _check_same(module, readers, inputs, scale_D)
             for reader in readers:
                 del inputs[reader]
@@ -93,7 +91,14 @@ def _move(inputs: dict[str, Tensor], outputs: dict[str, Tensor], base: Base) -> 
     return norms
 
 
-def _multiply(outputs: dict[str, Tensor], module: str, scale_O: Tensor) -> None:
+def _multiply(outputs: dict[str, Tensor], reader: str, names: Sequence[str], scale_O: Tensor, base: Base) -> None:
+    """names: what the reader reads, alone or as the last part of what is fused."""
+    parent = reader.rpartition(".")[0]
+    module = next((f"{parent}.{name}" for name in names if f"{parent}.{name}" in base.layout.linears), None)
+    if module is None:
+        raise AdapterUnsupported(f"IA3 on the inputs of {reader} (feedforward_modules) is not served.")
+    before = base.layout.linears[module][1] - len(scale_O)
+    scale_O = torch.cat([torch.ones(before), scale_O])
     outputs[module] = outputs[module] * scale_O if module in outputs else scale_O
 
 
@@ -109,14 +114,19 @@ def _by_kv_head(scale_D: Tensor, module: str, base: Base) -> Tensor:
     return groups[:, 0].flatten()
 
 
-def _norm_of(module: str) -> tuple[str, tuple[str, ...]]:
+def _norm_of(module: str, base: Base) -> tuple[str, tuple[str, ...]]:
+    """The norm that the module reads, and all that read it."""
     if module == HEAD:
         return "norm", (HEAD,)
-    layer = module.partition(".self_attn." if ".self_attn." in module else ".mlp.")[0]
-    name = module.removeprefix(f"{layer}.")
-    for norm, readers in _READERS.items():
-        if name in readers:
-            return f"{layer}.{norm}", tuple(f"{layer}.{reader}" for reader in readers)
+    parent, _, leaf = module.rpartition(".")
+    layer = parent.rpartition(".")[0]
+    before_mlp = f"{layer}.pre_feedforward_layernorm"
+    if before_mlp not in base.layout.norms:
+        before_mlp = f"{layer}.post_attention_layernorm"
+    for norm, groups in ((f"{layer}.input_layernorm", _ATTENTION_READERS), (before_mlp, _MLP_READERS)):
+        for readers in groups:
+            if leaf in readers:
+                return norm, tuple(f"{parent}.{reader}" for reader in readers)
     raise AdapterUnsupported(f"IA3 on the inputs of {module} (feedforward_modules) is not served.")
 
 

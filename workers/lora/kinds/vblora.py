@@ -16,7 +16,6 @@ from torch import Tensor
 from lorafleet.workers.errors import AdapterMalformed
 from lorafleet.workers.lora.forms import LinearForm, LowRank
 from lorafleet.workers.lora.kinds.kind import Kind, Target, each
-from lorafleet.workers.lora.kinds.pairs import matrix
 from lorafleet.workers.lora.strict_json import shown
 from lorafleet.workers.lora.weight_files import INDEX_DTYPES
 
@@ -30,9 +29,10 @@ def check(target: Target) -> int:
     inputs, outputs = target.shape
     if BANK not in target.shared:
         raise AdapterMalformed(f"the weights file has no {BANK}, which VB-LoRA's modules are made of.")
-    vectors, length = matrix(target, BANK)
+    vectors, length = helper.integer("num_vectors", 256), helper.integer("vector_length", 256)
+    target.expect(BANK, vectors, length)
     best = _num_best(target)
-    if inputs % length or outputs % length or not 1 <= best <= vectors:
+    if not length or inputs % length or outputs % length or not 1 <= best <= vectors:
         raise AdapterMalformed(
             f"{target.module}: a bank of {vectors} vectors of length {length} with topk={best} does not fit {inputs} "
             f"inputs and {outputs} outputs."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -33,12 +38,15 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }
-FAMILIES: dict[str, tuple[type[Any], type[Any], bool]] = {
+FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], bool]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, False),
     "llama, tied": (LlamaConfig, LlamaForCausalLM, True),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, False),
     "qwen2, tied": (Qwen2Config, Qwen2ForCausalLM, True),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, False),
     "qwen3, tied": (Qwen3Config, Qwen3ForCausalLM, True),
+    "gemma3, tied": (functools.partial(Gemma3TextConfig, head_dim=8, query_pre_attn_scalar=8), Gemma3ForCausalLM, True),
+    "phi3": (functools.partial(Phi3Config, pad_token_id=0), Phi3ForCausalLM, False),
 }
 TOKENS = torch.tensor([[1, 5, 9, 13, 60, 33, 5, 2]])
 
