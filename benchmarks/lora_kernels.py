@@ -85,12 +85,12 @@ def check(stack: Stack, case: Case, x_of_size: dict[int, Tensor], batch: LoRABat
     rows = sorted({0, case.num_tokens // 2, case.num_tokens - 1})
     for weight, packed in list(zip(stack.weights, stack.packed, strict=True))[: len(LINEARS)]:
         x = x_of_size[packed.in_features]
-        out, delta = linear_with_lora(x, weight, None, packed, batch)
+        out, delta, _ = linear_with_lora(x, weight, None, packed, batch)
         y = out if delta is None else out.float() + delta.float()
         for t in rows:
             w = packed.slots[case.slot_of_token[t]]
             assert w is not None
-            want = weight.double() @ x[t].double()
+            want = weight.dequantised().double() @ x[t].double()
             p = w.a_RD.double() @ x[t].double()
             if w.row_scale_R is not None:
                 p *= w.row_scale_R

@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lorafleet.kernels.base_weight import BaseWeight, PlainWeight
 from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.gated_mul import gated_mul
 from lorafleet.kernels.linear_output import LinearOutput
@@ -33,7 +33,7 @@ MAX_SLOTS = 64
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 FP8_STD = 100.0  # of random e4m3 numbers; the largest is 448
-Linear = Callable[[Tensor, Tensor, PackedLoRA], LinearOutput]
+Linear = Callable[[Tensor, BaseWeight, PackedLoRA], LinearOutput]
 
 
 class Stack:
@@ -46,11 +46,11 @@ class Stack:
         self.num_layers = num_layers
         self.lora_dtype = lora_dtype
         self.tables = LoRATables(num_layers * len(LINEARS), MAX_SLOTS, DEVICE)
-        self.weights: list[Tensor] = []
+        self.weights: list[BaseWeight] = []
         self.packed: list[PackedLoRA] = []
         for _, (size, outs) in itertools.product(range(num_layers), LINEARS.values()):
             self.packed.append(PackedLoRA(len(self.packed), size, outs, self.tables))
-            self.weights.append(_random(sum(outs), size, std=size**-0.5))
+            self.weights.append(PlainWeight(_random(sum(outs), size, std=size**-0.5)))
         self._ranks: list[int] = []
 
     def load(self, rank_of_slot: list[int]) -> None:
@@ -69,7 +69,7 @@ class Stack:
         return {size: _random(num_tokens, size, std=1.0) for size, _ in LINEARS.values()}
 
     def base(self, x_of_size: dict[int, Tensor]) -> None:
-        self._run(x_of_size, lambda x, w, _: LinearOutput(F.linear(x, w)))
+        self._run(x_of_size, lambda x, w, _: LinearOutput(w.linear(x, None)))
 
     def with_lora(self, x_of_size: dict[int, Tensor], batch: LoRABatch) -> None:
         batch.begin()

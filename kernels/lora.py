@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.affine import apply_affine_torch
+from lorafleet.kernels.base_weight import BaseWeight
 from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.kronecker import apply_kronecker
 from lorafleet.kernels.linear_output import LinearOutput
@@ -18,7 +18,7 @@ from lorafleet.kernels.packed_lora import PackedLoRA
 
 
 def linear_with_lora(
-    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, packed: PackedLoRA, batch: LoRABatch
+    x_TD: Tensor, weight: BaseWeight, bias_O: Tensor | None, packed: PackedLoRA, batch: LoRABatch
 ) -> LinearOutput:
     """x @ W.T + bias + scale * B[slot[t]] @ (A[slot[t]] @ x[t]), with the slot's Kronecker products, and its own scale
     and bias of it all (kernels/affine.py).
@@ -27,7 +27,7 @@ def linear_with_lora(
     the base's own all-reduce, of what the LinearOutput stands for.
     """
     if not x_TD.is_cuda:
-        y_TO = F.linear(x_TD, weight_OD, bias_O)
+        y_TO = weight.linear(x_TD, bias_O)
         apply_lora(x_TD, y_TO, packed, batch)
         apply_kronecker(x_TD, y_TO, packed, batch)
         apply_affine_torch(y_TO, packed, batch)
@@ -36,9 +36,9 @@ def linear_with_lora(
     if packed.dtype in (None, x_TD.dtype, FP8):
         from lorafleet.kernels.lora_triton import linear_triton  # triton is optional on a CPU
 
-        y_TO, delta_TO = linear_triton(x_TD, weight_OD, bias_O, packed, batch)
+        y_TO, delta_TO = linear_triton(x_TD, weight, bias_O, packed, batch)
     else:
-        y_TO = F.linear(x_TD, weight_OD, bias_O)
+        y_TO = weight.linear(x_TD, bias_O)
         apply_lora(x_TD, y_TO, packed, batch)
     apply_kronecker(x_TD, y_TO, packed, batch)
     return LinearOutput(y_TO, delta_TO, batch.affine_addresses(packed.index))

@@ -14,9 +14,9 @@ Measured on an H200 by benchmarks/lora_kernels.py.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lorafleet.kernels.base_weight import BaseWeight
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.lora_exchange import exchanged_splits
 from lorafleet.kernels.lora_expand import expand
@@ -40,23 +40,23 @@ def lora_delta_triton(
 
 
 def linear_triton(
-    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, packed: PackedLoRA, batch: LoRABatch
+    x_TD: Tensor, weight: BaseWeight, bias_O: Tensor | None, packed: PackedLoRA, batch: LoRABatch
 ) -> tuple[Tensor, Tensor | None]:
     """x @ W.T + bias, and what the adapters add to it where that is not in it yet."""
     if not _is_used(packed, batch):
-        return F.linear(x_TD, weight_OD, bias_O), None
-    is_whole = sum(packed.out_features) == len(weight_OD)
+        return weight.linear(x_TD, bias_O), None
+    is_whole = sum(packed.out_features) == weight.num_outputs
     if batch.is_prefill and is_whole:
         y_TO = lora_delta_triton(x_TD, packed, batch, bias_O)
         assert y_TO is not None
-        return y_TO.addmm_(x_TD, weight_OD.T), None
+        return weight.add_linear(y_TO, x_TD), None
     side = batch.side_stream
     assert side is not None
     main = torch.cuda.current_stream(x_TD.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         delta_TO = lora_delta_triton(x_TD, packed, batch)
-    y_TO = F.linear(x_TD, weight_OD, bias_O)
+    y_TO = weight.linear(x_TD, bias_O)
     main.wait_stream(side)
     # No record_stream: each stream waits for the other before it reuses what was freed.
     if is_whole:

@@ -204,7 +204,7 @@ def _parts(model: DecoderModel) -> dict[str, _Part]:
     parts |= {f"model.{name}.weight": norm(n) for name, n in model.norms()}
     shapes = config.linear_shapes()
     for names, linear in model.packed_linears():
-        weights = linear.weight.data.split(linear.out_features)
+        weights = linear.weight.weight.data.split(linear.out_features)
         biases = () if linear.bias is None else linear.bias.data.split(linear.out_features)
         for name, weight in zip(names, weights, strict=True):
             inputs, outputs = shapes[name]

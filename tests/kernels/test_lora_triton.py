@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.base_weight import PlainWeight
 from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch, static_tile_counts
@@ -228,7 +229,7 @@ def delta_of(x: Tensor, packed: PackedLoRA, slots: Sequence[int]) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedLoRA, batch: LoRABatch) -> Tensor:
     """The sum that the next kernel sees, in a step of this linear alone."""
     batch.begin()
-    y, delta, _ = linear_with_lora(x, weight, bias, packed, batch)
+    y, delta, _ = linear_with_lora(x, PlainWeight(weight), bias, packed, batch)
     return y if delta is None else y.float() + delta.float()
 
 

@@ -8,9 +8,9 @@ Parameters are made empty here; workers/weights.py fills them.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lorafleet.kernels.base_weight import PlainWeight
 from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import LoRABatch
@@ -76,7 +76,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = parameter(sum(out_features), in_features, dtype=dtype, device=device)
+        self.weight = PlainWeight.empty(sum(out_features), in_features, dtype, device)
         self.bias = parameter(sum(out_features), dtype=dtype, device=device) if bias else None
         self.lora: PackedLoRA | None = None
         self.adds_bias = adds_bias
@@ -84,7 +84,7 @@ class PackedLinear(nn.Module):
     def forward(self, x_TD: Tensor, batch: LoRABatch | None) -> LinearOutput:
         if batch is not None and self.lora is not None:
             return linear_with_lora(x_TD, self.weight, self.added_bias, self.lora, batch)
-        return LinearOutput(F.linear(x_TD, self.weight, self.added_bias))
+        return LinearOutput(self.weight.linear(x_TD, self.added_bias))
 
     @property
     def added_bias(self) -> Tensor | None:

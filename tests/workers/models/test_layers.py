@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.base_weight import BaseWeight
 from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
@@ -35,15 +36,15 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def with_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, where what adapters add comes apart."""
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> LinearOutput:
-        return LinearOutput(torch.nn.functional.linear(x, weight, bias), torch.full((len(x), len(weight)), 100.0))
+    def linear(x: Tensor, weight: BaseWeight, bias: Tensor | None, *_: object) -> LinearOutput:
+        return LinearOutput(weight.linear(x, bias), torch.full((len(x), weight.num_outputs), 100.0))
 
     monkeypatch.setattr(layers, "linear_with_lora", linear)
 
 
 def linear_of_ones(**options: bool) -> PackedLinear:
     linear = PackedLinear(4, (3,), True, torch.float32, CPU, **options)
-    linear.weight.fill_(1.0)
+    linear.weight.weight.fill_(1.0)
     linear.bias.fill_(10.0)
     linear.lora = PackedLoRA(0, 4, (3,), LoRATables(1, 1, CPU))
     return linear

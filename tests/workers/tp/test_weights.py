@@ -60,12 +60,12 @@ def test_a_rank_holds_its_rows_and_columns(folder: Path, rank: int) -> None:
 
     qkv_weight, gate_up_weight = rows("weight")
     qkv_bias, gate_up_bias = rows("bias")
-    assert torch.equal(layer.self_attn.qkv_proj.weight, qkv_weight)
+    assert torch.equal(layer.self_attn.qkv_proj.weight.weight, qkv_weight)
     assert torch.equal(layer.self_attn.qkv_proj.bias, qkv_bias)
-    assert torch.equal(layer.mlp.gate_up_proj.weight, gate_up_weight)
+    assert torch.equal(layer.mlp.gate_up_proj.weight.weight, gate_up_weight)
     assert torch.equal(layer.mlp.gate_up_proj.bias, gate_up_bias)
-    assert torch.equal(layer.self_attn.o_proj.weight, whole[f"{ATTENTION}.o_proj.weight"][:, heads])
-    assert torch.equal(layer.mlp.down_proj.weight, whole[f"{MLP}.down_proj.weight"][:, inner])
+    assert torch.equal(layer.self_attn.o_proj.weight.weight, whole[f"{ATTENTION}.o_proj.weight"][:, heads])
+    assert torch.equal(layer.mlp.down_proj.weight.weight, whole[f"{MLP}.down_proj.weight"][:, inner])
     assert torch.equal(layer.input_layernorm.weight, whole["model.layers.1.input_layernorm.weight"])
 
 
@@ -121,7 +121,7 @@ def test_progress_counts_every_tensor_on_every_rank(folder: Path) -> None:
 
 def test_random_weights_are_the_same_where_ranks_hold_the_same(folder: Path) -> None:
     models = [filled(folder, rank, 4) for rank in range(4)]
-    q, k, v = zip(*(m.packed_linears()[0][1].weight.split(24) for m in models), strict=True)
+    q, k, v = zip(*(m.packed_linears()[0][1].weight.weight.split(24) for m in models), strict=True)
     for heads in (k, v):
         assert torch.equal(heads[0], heads[1]) and torch.equal(heads[2], heads[3])
         assert not torch.equal(heads[0], heads[2])
