@@ -70,7 +70,7 @@ with peft_warnings_ignored():
         "saved head, tied": lora(modules_to_save=["lm_head"], ensure_weight_tying=True),
         "saved norms": lora(modules_to_save=["norm"]),
         "saved norms of a place": lora(modules_to_save=["input_layernorm", "model.norm"]),
-        "saved, and targeted all the same": lora(modules_to_save=["lm_head"], target_modules=["lm_head", "q_proj"]),
+        "saved head, targeted all the same": lora(modules_to_save=["lm_head"], target_modules=["lm_head", "q_proj"]),
         "trained tokens": lora(trainable_token_indices=[5, 1, 60]),
         "trained tokens of the embedding": lora(trainable_token_indices={"embed_tokens": [13, 5]}),
         "trained tokens of the head": lora(trainable_token_indices={"lm_head": [13, 5]}),
