@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -187,6 +186,8 @@ def make_adapter(
     folder: Path, model: Path, *, seed: int = 1, dtype: str = "float32", std: float = 0.12, **options: Any
 ) -> Path:
     """A PEFT adapter with random B, saved by PEFT itself."""
+    import peft  # here and below, so that machines without it can run tests of bases
+
     settings = {"r": 8, "lora_alpha": 16, "target_modules": ALL_TARGETS, "lora_dropout": 0.0} | options
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if base.config.model_type == "phi3":
@@ -251,6 +252,8 @@ class Reference:
         if adapter not in self._models:
             model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype).eval().to(self._device)
             if adapter is not None:
+                import peft
+
                 model = peft.PeftModel.from_pretrained(model, adapter).eval().to(self._device)
             self._models[adapter] = model
         return self._models[adapter]
