@@ -13,7 +13,9 @@ pytestmark = pytest.mark.timeout(300)
 KINDS = ("all", "rslora", "regex")
 
 
-@pytest.mark.parametrize("family", ["llama_bias", "mistral", "qwen2", "qwen3"])  # llama3 is test_http.py's
+@pytest.mark.parametrize(
+    "family", ["llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
+)  # llama3 is test_http.py's
 async def test_a_burst_equals_transformers_and_peft(fleet, prompt, tmp_path, family):
     made = fleet(family)
     arguments = ["--model", str(made.base), "--lora-modules", *(f"{kind}={made.adapters[kind]}" for kind in KINDS)]

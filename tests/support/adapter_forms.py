@@ -63,7 +63,7 @@ def ia3(make: Maker) -> AdapterForms:
     """No rank at all; the base's bias is scaled too."""
     forms = {}
     for m in make.shapes:
-        if m.endswith(("k_proj", "v_proj", "down_proj")):
+        if m.endswith(("k_proj", "v_proj", "qkv_proj", "down_proj")):
             scale_O = make.scale(m)
             base_O = make.biases.get(m)
             forms[m] = LinearForm(out_scale_O=scale_O, bias_O=None if base_O is None else scale_O * base_O)

@@ -15,8 +15,8 @@ from tiny_models import make_model
 TOLERANCE = 1e-3
 NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, prompt_logprobs=0)
-# Biases on every linear; no bias, and norms of q and k.
-FAMILIES = ["llama_bias", "qwen3"]
+# Biases on every linear; no bias, and norms of q and k; norms that add one, of branches too; fused linears.
+FAMILIES = ["llama_bias", "qwen3", "gemma3", "phi3"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -64,7 +64,7 @@ def test_an_adapter_without_low_rank_has_rank_zero_and_names_its_targets(made, t
             llm._engine.step()
         infos[kind] = loaded.result()
     assert [info.rank for info in infos.values()] == [0, 0]
-    assert infos["ia3"].target_modules == ["down_proj", "k_proj", "v_proj"]
+    assert infos["ia3"].target_modules == sorted({module.rpartition(".")[2] for module in forms["ia3"].linears})
     assert "input_layernorm" in infos["norms"].target_modules
     sizes = [v for form in forms["ia3"].linears.values() for v in (form.out_scale_O, form.bias_O) if v is not None]
     assert infos["ia3"].num_bytes == 4 * sum(v.numel() for v in sizes)

@@ -19,7 +19,8 @@ from lorafleet.workers.lora.patterns import Budget, NameList, Pattern
 from lorafleet.workers.lora.peft_fields import FIELDS, check_fields, is_unset
 from lorafleet.workers.lora.strict_json import read_json_object, shown
 
-DEFAULT_TARGETS = ("q_proj", "v_proj")  # PEFT's for every family served here, where target_modules is null
+# PEFT's where target_modules is null: of the families served here one has the third, the others the first two.
+DEFAULT_TARGETS = ("q_proj", "v_proj", "qkv_proj")
 MAX_ENTRIES = 16_384  # of a list or a pattern table; a 126-layer model has 882 linears
 
 _LORA_TARGETS = frozenset({"LORA", "ADALORA", "LOHA", "LOKR", "VERA", "VBLORA", "HRA", "MISS", "DELORA", "GRALORA"})
