@@ -149,6 +149,10 @@ class AppArgs(BaseModel):
         description="Under tensor parallel, divide both A and B over the ranks, for one small exchange more a linear; "
         "default: on GPUs, not on CPUs. With one rank it changes nothing.",
     )
+    extra_memory_gib: float = Field(
+        4.0,
+        description="GPU memory for what adapters in slots have besides A and B: vectors, norms, vocabulary tables.",
+    )
     bias_enabled: bool = Field(False, description="Without effect in this version: refused when set.")
     lora_extra_vocab_size: int = Field(0, description="Without effect in this version: refused when set.")
     long_lora_scaling_factors: list[float] | None = Field(
