@@ -12,9 +12,10 @@ import torch
 
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, BaseLayout
-from lorafleet.workers.lora.files import AdapterFolder, open_weights
+from lorafleet.workers.lora.files import CONFIG_NAME, AdapterFolder, open_weights, read_config
 from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.peft_names import engine_name
+from lorafleet.workers.lora.strict_json import read_json_object
 from lorafleet.workers.lora.weight_files import TensorInfo, read_weights
 
 Shape = tuple[int, ...]
@@ -47,6 +48,11 @@ def tensor_infos(folder: Path) -> Mapping[str, TensorInfo]:
 
 def inferred_base(folder: Path) -> Base:
     """Raises ConfigError where the tensors do not tell the base's shapes."""
+    config = read_json_object(read_config(AdapterFolder.at(folder)), CONFIG_NAME)
+    if config.get("use_bdlora"):
+        raise ConfigError(
+            "blocks of a BD-LoRA do not tell how large the base's modules are; name the base with --model."
+        )
     leaves: dict[str, dict[str, Shape]] = {}
     for name, info in tensor_infos(folder).items():
         match = _TENSOR.fullmatch(name)

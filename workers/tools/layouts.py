@@ -16,7 +16,7 @@ from lorafleet.workers.lora.peft_fields import FIELDS, is_known, is_unset
 from lorafleet.workers.lora.strict_json import read_json_object, shown
 from lorafleet.workers.lora.weight_files import read_weights
 from lorafleet.workers.tools.mlx import is_mlx, read_mlx
-from lorafleet.workers.tools.peft_files import PEFTFiles, load_floats
+from lorafleet.workers.tools.peft_files import PEFTFiles, load_tensors
 
 REMOVED_FIELDS = ("enable_lora", "merge_weights")  # of 2023; without effect where they are unset or false
 
@@ -33,7 +33,7 @@ def read_layout(path: Path) -> PEFTFiles:
     if is_mlx(folder, config):
         return read_mlx(folder, config)
     with open_weights(folder) as file:
-        tensors = load_floats(read_weights(file, hashlib.sha256()), file.name)
+        tensors = load_tensors(read_weights(file, hashlib.sha256()), file.name)
         changes = [f"{BIN_NAME} -> safetensors"] if file.name == BIN_NAME else []
     names = {name: saved_name(name) for name in tensors}
     _check_distinct(names)

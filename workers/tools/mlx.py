@@ -17,7 +17,7 @@ from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.files import CONFIG_NAME, MAX_WEIGHTS_BYTES, AdapterFolder
 from lorafleet.workers.lora.strict_json import shown
 from lorafleet.workers.lora.weight_files import SafetensorsFile
-from lorafleet.workers.tools.peft_files import PEFTFiles, load_floats
+from lorafleet.workers.tools.peft_files import PEFTFiles, load_tensors
 
 MLX_WEIGHTS_NAME = "adapters.safetensors"
 _TENSOR = re.compile(r"(?:language_model\.)?(?:model\.)?(?P<module>layers\.\d+\.[\w.]+|lm_head)\.(?P<leaf>lora_[ab]|m)")
@@ -34,7 +34,7 @@ def read_mlx(folder: AdapterFolder, config: Mapping[str, object]) -> PEFTFiles:
     if kind not in ("lora", "dora"):
         raise AdapterUnsupported(f"mlx-lm's fine_tune_type {shown(kind)} is no adapter; lora and dora are.")
     with folder.open(MLX_WEIGHTS_NAME, MAX_WEIGHTS_BYTES) as file:
-        stored = load_floats(SafetensorsFile(file, hashlib.sha256()), file.name)
+        stored = load_tensors(SafetensorsFile(file, hashlib.sha256()), file.name)
     tensors, ranks = {}, {}
     for name, tensor in stored.items():
         match = _TENSOR.fullmatch(name)

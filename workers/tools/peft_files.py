@@ -12,7 +12,7 @@ from torch import Tensor
 from lorafleet.workers.errors import AdapterUnsupported
 from lorafleet.workers.lora.files import CONFIG_NAME, SAFETENSORS_NAME
 from lorafleet.workers.lora.strict_json import shown
-from lorafleet.workers.lora.weight_files import FLOAT_DTYPES, WeightsFile
+from lorafleet.workers.lora.weight_files import FLOAT_DTYPES, INDEX_DTYPES, WeightsFile
 from lorafleet.workers.tools.safetensors_file import Entry, write_safetensors
 
 
@@ -30,8 +30,10 @@ class PEFTFiles:
         write_safetensors(folder / SAFETENSORS_NAME, entries, self.tensors.__getitem__)
 
 
-def load_floats(weights: WeightsFile, file_name: str) -> Mapping[str, Tensor]:
+def load_tensors(weights: WeightsFile, file_name: str) -> Mapping[str, Tensor]:
     for name, info in weights.infos.items():
-        if info.dtype not in FLOAT_DTYPES:
-            raise AdapterUnsupported(f"{file_name}: the tensor {shown(name)} is {shown(info.dtype)}, no kind of float.")
+        if info.dtype not in FLOAT_DTYPES and info.dtype not in INDEX_DTYPES:
+            raise AdapterUnsupported(
+                f"{file_name}: the tensor {shown(name)} is {shown(info.dtype)}, which is not read."
+            )
     return weights.load().by_name

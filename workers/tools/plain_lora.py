@@ -83,8 +83,8 @@ def module_order(name: str) -> tuple[int, int, str]:
 
 
 def cast_all(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Raises AdapterMalformed for values that the dtype cannot hold."""
-    cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    """Of floats; indices stay. Raises AdapterMalformed for values that the dtype cannot hold."""
+    cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     for name, tensor in cast.items():
         if not tensor.isfinite().all():
             largest = tensors[name].abs().max().item()
