@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lorafleet.cluster.cli_tools import JSONOption, ending_in_words
+from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def inspect(
     model: Annotated[list[Path] | None, typer.Option(help="Folder of a base: would it load? Several times.")] = None,
     tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="GPUs that share a base.")] = 1,
     fully_sharded_loras: Annotated[bool, typer.Option(help="As serve's on GPUs.")] = True,
-    lora_dtype: Annotated[LoRADType, typer.Option(help="As serve's; auto is the base's.")] = "auto",
+    lora_dtype: Annotated[LoRADType, typer.Option(help="As serve's; auto: the base's, else bfloat16.")] = "auto",
     max_lora_rank: Annotated[int, typer.Option(min=1, help="As serve's.")] = LoRAConfig().max_lora_rank,
     as_json: JSONOption = False,
 ) -> None:
@@ -31,13 +32,17 @@ def inspect(
     Status 2 where the adapter, or one of the bases with it, would be refused.
     """
     with ending_in_words(), ExitStack() as stack:
+        import torch
+
         from lorafleet.workers.tools.base_model import BaseModel
         from lorafleet.workers.tools.inspection import fit, inspect_folder
         from lorafleet.workers.tools.reading import adapter_folder
 
         config = LoRAConfig(max_lora_rank=max_lora_rank, lora_dtype=lora_dtype)
         folder = stack.enter_context(adapter_folder(path))
-        found = inspect_folder(folder, path)
+        found = inspect_folder(folder, path, config.serving_dtype(torch.bfloat16))
+        if tp > 1 and not model:
+            raise InvalidRequest("--tp needs --model: how an adapter is divided depends on the base's heads.")
         for base in model or []:
             with BaseModel.opened(base) as opened:
                 fits = [*found.fits, fit(folder, path, opened, config, tp, fully_sharded=fully_sharded_loras)]
@@ -63,6 +68,10 @@ def _text(found: Inspection) -> str:
         ("tokenizer", ", ".join(found.tokenizer) or "the base's"),
         ("files", ", ".join(f"{name} ({size:,} bytes)" for name, size in found.files.items())),
     ]
+    if found.bytes_on_one_gpu is not None:
+        rows.append(("one GPU", f"{found.bytes_on_one_gpu:,} bytes in {found.dtype}"))
+    if found.needs_base is not None:
+        rows.append(("unknown", found.needs_base))
     if found.refusal is not None:
         rows.append(("refused", f"{found.refusal} [{found.error}]"))
     lines = [f"{name:<12}{text}" for name, text in rows if text]

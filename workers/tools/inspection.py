@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorafleet.workers.errors import LorafleetError
+from lorafleet.workers.errors import ConfigError, LorafleetError
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.files import CONFIG_NAME, AdapterFolder, folder_digest, read_config
 from lorafleet.workers.lora.forms import AdapterForms
@@ -56,7 +56,8 @@ class Inspection:
     """What could be found out; None where the files are too damaged to tell.
 
     shapes: (inputs, outputs) that a base must have, by a module's last name. vocabulary: rows of embedding and head in
-    the files. refusal: by the reader alone, without a base.
+    the files. bytes_on_one_gpu: in dtype. refusal: by the reader alone, without a base. needs_base: what it cannot say
+    without one.
     """
 
     path: str
@@ -72,13 +73,17 @@ class Inspection:
     num_values: int = 0
     vocabulary: dict[str, int] = field(default_factory=dict)
     tokenizer: list[str] = field(default_factory=list)
+    bytes_on_one_gpu: int | None = None
+    dtype: str = ""
     refusal: str | None = None
     error: str | None = None
+    needs_base: str | None = None
     fits: list[Fit] = field(default_factory=list)
 
 
-def inspect_folder(path: Path, name: str) -> Inspection:
-    """name: of the adapter, in messages. Raises AdapterMissing where there is no folder; all else is in the result."""
+def inspect_folder(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Inspection:
+    """name: of the adapter, in messages. dtype: in which it would be served. Raises AdapterMissing where there is no
+    folder; all else is in the result."""
     folder = AdapterFolder.at(path)
     found = Inspection(name, None, _files(folder.path), tokenizer=tokenizer_files(folder.path))
     try:
@@ -90,7 +95,12 @@ def inspect_folder(path: Path, name: str) -> Inspection:
     found = dataclasses.replace(found, kind=kind, base_name=base_name if isinstance(base_name, str) else None)
     try:
         found = dataclasses.replace(_with_tensors(found, path), digest=folder_digest(path))
-        return _with_forms(found, read_forms(path, None, name).forms)
+        forms = read_forms(path, None, name).forms
+        held = _tensor_bytes(LoRAModel.of(forms, "", dtype, name))
+        found = dataclasses.replace(found, bytes_on_one_gpu=held, dtype=_name(dtype))
+        return _with_forms(found, forms)
+    except ConfigError as error:
+        return dataclasses.replace(found, needs_base=error.message)
     except LorafleetError as error:
         return _refused(found, error)
 
@@ -114,7 +124,11 @@ def fit(path: Path, name: str, base: BaseModel, config: LoRAConfig, tp: int, *, 
             sizes.append(_tensor_bytes(model))
     except LorafleetError as error:
         return Fit(base.folder.name, error.message, type(error).__name__)
-    return Fit(base.folder.name, bytes_per_gpu=sizes, dtype=str(dtype).removeprefix("torch."))
+    return Fit(base.folder.name, bytes_per_gpu=sizes, dtype=_name(dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _files(folder: Path) -> dict[str, int]:

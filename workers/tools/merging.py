@@ -26,6 +26,7 @@ from lorafleet.workers.tools.safetensors_file import Entry, write_safetensors
 from lorafleet.workers.tools.tokenizer_files import copy_file, tokenizer_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHER_FILES = ("generation_config.json",)
 INDEX = "model.safetensors.index.json"
 
@@ -59,6 +60,11 @@ class _Plan:
         self.makers[name] = make
 
     def value(self, name: str) -> Tensor:
+        dtype = self.base.tensors[name].entry.dtype
+        if dtype not in FLOATS:
+            raise AdapterUnsupported(
+                f"the base keeps {name} as {dtype}, quantised; merge into the checkpoint that it was made from."
+            )
         return self.base.value(name).float()
 
 

@@ -36,6 +36,7 @@ def test_an_adapter_is_described(base, make_adapter):
     assert found.base_name == str(base)
     assert found.tokenizer == ["tokenizer.json"]
     assert found.refusal is None
+    assert found.bytes_on_one_gpu == 2 * found.num_values
     assert found.files["adapter_config.json"] == (folder / "adapter_config.json").stat().st_size
 
 
@@ -86,6 +87,21 @@ def test_what_can_be_found_out_of_a_damaged_adapter_is(make_adapter, tmp_path):
     assert "adapter_model.safetensors" in found.files
     with pytest.raises(AdapterMissing):
         inspect_folder(tmp_path / "nowhere", "sql")
+
+
+def test_what_only_a_base_could_tell_is_said_to_be_unknown(base, make_adapter):
+    folder = make_adapter(init_lora_weights="pissa")
+    found = inspect_folder(folder, "sql")
+    assert (found.refusal, found.bytes_on_one_gpu) == (None, None)
+    assert "--model" in (found.needs_base or "")
+    assert found.kind == "PiSSA (unconverted)"
+    assert fit_on(base, folder).refusal is None
+
+
+def test_extras_count_as_bytes(base, make_adapter):
+    folder = make_adapter(use_dora=True, target_modules=["q_proj"])
+    [whole] = fit_on(base, folder).bytes_per_gpu
+    assert whole == 2 * 4 * (4 * (32 + 32) + 32)  # layers x (A, B and a row scale) in float32
 
 
 def test_a_foreign_layout_is_named_with_its_remedy(tmp_path):

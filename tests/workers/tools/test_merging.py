@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -175,6 +176,16 @@ def test_no_code_of_the_base_comes_along(base, tmp_path, make_adapter):
     merged(other, make_adapter(), tmp_path / "out")
     assert not (tmp_path / "out" / "modeling.py").exists()
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_quantised_base_is_refused(base, tmp_path, make_adapter):
+    quantised = tmp_path / "base"
+    shutil.copytree(base, quantised)
+    stored = {n: t.to(torch.float8_e4m3fn) if "proj" in n else t for n, t in tensors(base).items()}
+    save_file(stored, quantised / "model.safetensors")
+    with pytest.raises(AdapterUnsupported, match="quantised"):
+        merged(quantised, make_adapter(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_is_there_stays(base, make_adapter):
