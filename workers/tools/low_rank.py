@@ -58,18 +58,21 @@ def from_kronecker(form: Kronecker, rank: int | None = None) -> LowRank:
     """Exact without a rank; else the nearest of that rank. The SVD of w1 (x) w2 is the Kronecker product of theirs."""
     u1, s1, v1 = torch.linalg.svd(form.w1.double(), full_matrices=False)
     u2, s2, v2 = torch.linalg.svd(form.w2.double(), full_matrices=False)
-    products = torch.outer(s1, s2)
+    products = torch.outer(_without_noise(s1, form.w1), _without_noise(s2, form.w2))
     order = products.flatten().argsort(descending=True, stable=True)
-    largest = products.flatten()[order]
-    # What float32 factors of lower rank leave as noise is no rank.
-    size = max(form.w1.shape[0] * form.w2.shape[0], form.w1.shape[1] * form.w2.shape[1])
-    significant = int((largest > largest[0] * size * torch.finfo(torch.float64).eps).sum())
+    significant = int(products.count_nonzero())
     order = order[: max(1, min(significant, rank or significant))]
     i, j = order // len(s2), order % len(s2)
     b_OR = torch.stack([torch.kron(u1[:, p], u2[:, q]) for p, q in zip(i, j, strict=True)], 1)
     a_RD = torch.stack([torch.kron(v1[p], v2[q]) for p, q in zip(i, j, strict=True)])
     pair = _balanced(b_OR, products.flatten()[order], a_RD)
     return LowRank(pair.a_RD, pair.b_OR, form.scaling)
+
+
+def _without_noise(values: Tensor, matrix: Tensor) -> Tensor:
+    """What rounding to float32 leaves of a product of lower rank is no rank."""
+    least = values[0] * torch.finfo(torch.float32).eps * math.sqrt(max(matrix.shape))
+    return torch.where(values > least, values, 0.0)
 
 
 def frobenius(pair: LowRank) -> float:
