@@ -24,7 +24,10 @@ STD = 0.12
 class Maker:
     """Random forms for linears of these shapes."""
 
-    def __init__(self, shapes: Shapes, norms: Mapping[str, int], biases: Mapping[str, Tensor], seed: int) -> None:
+    def __init__(
+        self, shapes: Shapes, norms: Mapping[str, int], biases: Mapping[str, Tensor], seed: int, std: float = STD
+    ) -> None:
+        self.std = std  # of A and B
         self.shapes = shapes
         self.norms = norms
         self.biases = biases  # the base's own
@@ -35,7 +38,8 @@ class Maker:
 
     def low_rank(self, module: str, rank: int = 8) -> LowRank:
         inputs, outputs = self.shapes[module]
-        return LowRank(self.normal(rank, inputs), self.normal(outputs, rank), 1.5)
+        a_RD, b_OR = self.normal(rank, inputs, std=self.std), self.normal(outputs, rank, std=self.std)
+        return LowRank(a_RD, b_OR, 1.5)
 
     def kronecker(self, module: str, factor: int) -> Kronecker:
         """w1 of about [factor, factor]: neither divides the ranks' parts of an output or input evenly."""
@@ -114,7 +118,9 @@ def load_base(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def make_forms(folder: Path, kinds: Mapping[str, Callable[[Maker], AdapterForms]] = KINDS) -> dict[str, AdapterForms]:
+def make_forms(
+    folder: Path, kinds: Mapping[str, Callable[[Maker], AdapterForms]] = KINDS, std: float = STD
+) -> dict[str, AdapterForms]:
     """For the checkpoint in the folder; by kind."""
     modules = {name.removeprefix("model."): module for name, module in load_base(folder).named_modules()}
     linears = {n: m for n, m in modules.items() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
@@ -122,7 +128,8 @@ def make_forms(folder: Path, kinds: Mapping[str, Callable[[Maker], AdapterForms]
     own_biases = {n: m.bias.detach() for n, m in linears.items() if m.bias is not None}
     sizes = {n: len(m.weight) for n, m in modules.items() if n.endswith("norm")}
     return {
-        kind: make(Maker(shapes, sizes, own_biases, seed)) for seed, (kind, make) in enumerate(kinds.items(), start=1)
+        kind: make(Maker(shapes, sizes, own_biases, seed, std))
+        for seed, (kind, make) in enumerate(kinds.items(), start=1)
     }
 
 

@@ -32,10 +32,10 @@ def logprobs(model, tokens: list[int]) -> list[float]:
     return [rows[i, token].item() for i, token in enumerate(tokens[1:])]
 
 
-def test_all_forms_in_one_batch_answer_as_the_changed_model_does(made, prompt, tmp_path, monkeypatch):
+def check_all_forms_in_one_batch(made, prompt, tmp_path, monkeypatch, **options) -> None:
     folder, forms = made
     paths = served_from(tmp_path, forms, monkeypatch)
-    llm = LLM(str(folder), enable_lora=True, max_loras=8, max_num_batched_tokens=48, max_num_seqs=16)
+    llm = LLM(str(folder), enable_lora=True, max_num_batched_tokens=48, max_num_seqs=16, **options)
     loras = [None, *(LoRARequest(kind, i + 1, str(path)) for i, (kind, path) in enumerate(paths.items()))] * 2
     prompts = [prompt(3 + 7 * i % 40) for i in range(len(loras))]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY, loras)
@@ -50,6 +50,61 @@ def test_all_forms_in_one_batch_answer_as_the_changed_model_does(made, prompt, t
         if lora is not None:
             base_answers += found == pytest.approx(logprobs(models[None], whole), abs=TOLERANCE)
     assert base_answers == 0, "an adapter makes no difference"
+    llm.close()
+
+
+@pytest.mark.parametrize("max_loras", [8, 3])
+def test_all_forms_in_one_batch_answer_as_the_changed_model_does(made, prompt, tmp_path, monkeypatch, max_loras):
+    """Also where they come and go, a slot's next adapter being of another kind."""
+    check_all_forms_in_one_batch(made, prompt, tmp_path, monkeypatch, max_loras=max_loras)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("max_loras", [8, 3])
+@pytest.mark.parametrize("eager", [False, True])
+def test_all_forms_in_one_batch_on_a_gpu(made, prompt, tmp_path, monkeypatch, max_loras, eager):
+    """In float32. Its decode steps have no graphs, as their attention has none; those with prompts have."""
+    options = {"max_loras": max_loras, "enforce_eager": eager, "attention_backend": "triton", "kv_cache_tokens": 4096}
+    check_all_forms_in_one_batch(made, prompt, tmp_path, monkeypatch, **options)
+
+
+HEADS_OF_128 = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "initializer_range": 0.04,
+    "num_hidden_layers": 2,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("family", ["llama_bias", "qwen3"])
+def test_captured_decode_steps_of_any_mix_agree_with_the_changed_model(tmp_path, monkeypatch, prompt, family):
+    pytest.importorskip("flashinfer")
+    folder = make_model(tmp_path / "base", family, **HEADS_OF_128)
+    forms = make_forms(folder, std=0.03)
+    paths = served_from(tmp_path, forms, monkeypatch)
+    options = {"max_loras": 5, "kv_cache_tokens": 8192, "max_num_batched_tokens": 256, "max_num_seqs": 16}
+    llm = LLM(str(folder), enable_lora=True, dtype="bfloat16", **options)
+    assert llm._engine.runner.steps.decode_graphs is not None
+    loras = [None, *(LoRARequest(kind, i + 1, str(path)) for i, (kind, path) in enumerate(paths.items()))] * 2
+    prompts = [prompt(3 + 7 * i % 40) for i in range(len(loras))]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY, loras)
+    models = {kind: applied(folder, form) for kind, form in ({None: AdapterForms()} | forms).items()}
+    errors = {}
+    for tokens, lora, output in zip(prompts, loras, outputs, strict=True):
+        [completion] = output.outputs
+        name, whole = None if lora is None else lora.lora_name, tokens + completion.token_ids
+        found, exact = torch.tensor([p.logprob for p in completion.logprobs]), logprobs(models[name], whole)
+        off = (found - torch.tensor(exact[len(tokens) - 1 :])).abs().mean().item()
+        changed = torch.tensor(logprobs(models[None], whole)) - torch.tensor(exact)
+        print(f"{family} {name}: {off:.4f} off; the base alone is {changed.abs().mean():.4f} off")
+        errors.setdefault(name, []).append(off)
+    assert all(sum(of_kind) / len(of_kind) < 0.05 for of_kind in errors.values()), errors
     llm.close()
 
 

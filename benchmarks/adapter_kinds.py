@@ -1,0 +1,166 @@
+"""Decode with adapters of every form, at 8B shape with random weights: milliseconds a step, beside plain LoRA's.
+
+    python benchmarks/adapter_kinds.py [--short] [--kinds plain dora ...] [--lora-dtype auto|fp8] [--json FILE]
+
+64 sequences, 8 adapters of one kind, request i with adapter i modulo 8; bf16, greedy; prompts of 512 random tokens, 128
+generated (--short: 128 and 64). A step is timed on the host as engine_e2e.py does; the kinds take turns, three times,
+and the median counts. Excess: over the base alone, with the same engine. Ratio: to plain LoRA's excess.
+
+The forms are made here, not read from PEFT's files: plain is rank 16 on all seven projections; dora has a scale of
+every output besides, bias a bias of it; ia3 scales k, v and down alone; norms replaces every norm; lokr adds Kronecker
+products of square factors. mixed has them all in one batch, mixed_in_graph all but lokr, whose steps run without a
+captured graph; eager is plain LoRA beside one lokr, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine_driver import decode_step_ms, load
+from engine_e2e import CONFIG, HIDDEN, LAYERS, RANK, SHAPES
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.engine import Engine
+from lorafleet.workers.lora import model as lora_model
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.forms import AdapterForms, Kronecker, LinearForm, LowRank
+from lorafleet.workers.lora.reader import ReadAdapter
+from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.startup import build_engine
+
+BATCH, ADAPTERS, ROUNDS = 64, 8, 3
+MODULES = {f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
+NORMS = [
+    *(f"layers.{i}.{name}" for i in range(LAYERS) for name in ("input_layernorm", "post_attention_layernorm")),
+    "norm",
+]
+
+
+class Forms:
+    """Every adapter of a kind has the same numbers: in a slot each has its own copy."""
+
+    def __init__(self) -> None:
+        self._low_rank = {
+            (i, o): LowRank(_random(RANK, i, std=i**-0.5), _random(o, RANK, std=0.01)) for i, o in SHAPES.values()
+        }
+
+    def plain(self) -> AdapterForms:
+        return AdapterForms({m: LinearForm(self._low_rank[shape]) for m, shape in MODULES.items()})
+
+    def dora(self) -> AdapterForms:
+        forms = {m: LinearForm(self._low_rank[s], out_scale_O=_scale(s[1])) for m, s in MODULES.items()}
+        return AdapterForms(forms)
+
+    def bias(self) -> AdapterForms:
+        forms = {m: LinearForm(self._low_rank[s], bias_O=_scale(s[1]) - 1) for m, s in MODULES.items()}
+        return AdapterForms(forms)
+
+    def ia3(self) -> AdapterForms:
+        names = ("k_proj", "v_proj", "down_proj")
+        return AdapterForms({m: LinearForm(out_scale_O=_scale(s[1])) for m, s in MODULES.items() if m.endswith(names)})
+
+    def norms(self) -> AdapterForms:
+        return AdapterForms(norms={name: _scale(HIDDEN) for name in NORMS})
+
+    def lokr(self) -> AdapterForms:
+        return AdapterForms({m: LinearForm(kronecker=_kronecker(*shape)) for m, shape in MODULES.items()})
+
+
+KINDS: dict[str, Callable[[Forms], AdapterForms]] = {
+    kind.__name__: kind for kind in (Forms.plain, Forms.dora, Forms.bias, Forms.ia3, Forms.norms, Forms.lokr)
+}
+# Of each adapter of a batch, its kind.
+BATCHES = {kind: [kind] * ADAPTERS for kind in KINDS} | {
+    "mixed_in_graph": ["plain", "dora", "bias", "ia3", "norms", "dora", "plain", "bias"],
+    "mixed": ["plain", "dora", "bias", "ia3", "norms", "lokr", "dora", "lokr"],
+    "eager": ["plain"] * (ADAPTERS - 1) + ["lokr"],
+}
+
+
+def _random(*shape: int, std: float) -> torch.Tensor:
+    return torch.randn(*shape).mul_(std).bfloat16()
+
+
+def _scale(size: int) -> torch.Tensor:
+    return 1 + torch.randn(size) / 100
+
+
+def _factor(size: int) -> int:
+    """The largest up to its root: what LoKr's own default takes."""
+    return next(f for f in range(int(size**0.5), 0, -1) if size % f == 0)
+
+
+def _kronecker(inputs: int, outputs: int) -> Kronecker:
+    d1, o1 = _factor(inputs), _factor(outputs)
+    return Kronecker(_random(o1, d1, std=0.02), _random(outputs // o1, inputs // d1, std=0.02))
+
+
+def start(checkpoint: Path, kinds: list[str], lora_dtype: str) -> tuple[Engine, dict[str, list[LoRARequest]]]:
+    """An engine, and every kind's adapters in its host memory."""
+    forms = Forms()
+    made = {kind: KINDS[kind](forms) for kind in kinds}
+
+    def read(path: str, **_: object) -> ReadAdapter:
+        kind = Path(path).name.partition("-")[0]
+        return ReadAdapter(made[kind], f"digest of {Path(path).name}", 0.0)
+
+    lora_model.read_adapter = read  # the forms are what is measured, not the files
+    count = ADAPTERS * len(kinds)
+    engine = build_engine(
+        EngineConfig(
+            model=str(checkpoint),
+            device="cuda",
+            load_format="dummy",
+            max_num_seqs=BATCH,
+            max_num_batched_tokens=1024,
+            enable_prefix_caching=False,
+            lora=LoRAConfig(max_loras=ADAPTERS, max_lora_rank=RANK, max_cpu_loras=count, lora_dtype=lora_dtype),
+        )
+    )
+    folders = {kind: [checkpoint.parent / f"{kind}-{i}" for i in range(ADAPTERS)] for kind in kinds}
+    for path in (path for paths in folders.values() for path in paths):
+        path.mkdir()
+    return engine, {kind: load(engine, paths) for kind, paths in folders.items()}
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--kinds", nargs="+", choices=[*BATCHES], default=[*BATCHES])
+    parser.add_argument("--lora-dtype", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    prompt, generated = (128, 64) if args.short else (512, 128)
+    batches = {name: BATCHES[name] for name in ("plain", *args.kinds)}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder, "model")
+        checkpoint.mkdir()
+        (checkpoint / "config.json").write_text(json.dumps(CONFIG))
+        used = sorted({kind for kinds in batches.values() for kind in kinds})
+        engine, loras = start(checkpoint, used, args.lora_dtype)
+        steps: dict[str, list[float]] = {name: [] for name in ("base", *batches)}
+        for _ in range(ROUNDS):
+            for name in steps:
+                chosen = [loras[kind][i] for i, kind in enumerate(batches.get(name, ()))]
+                steps[name].append(decode_step_ms(engine, BATCH, prompt, generated, chosen))
+        engine.close()
+    step_ms = {name: statistics.median(times) for name, times in steps.items()}
+    base_ms = step_ms.pop("base")
+    print(f"{torch.cuda.get_device_name()}, batch {BATCH}, {ADAPTERS} adapters, base {base_ms:.2f} ms a step")
+    print("kind             ms a step   excess   ratio to plain")
+    for name, ms in step_ms.items():
+        print(f"{name:15}  {ms:9.2f}  {ms - base_ms:7.2f}  {(ms - base_ms) / (step_ms['plain'] - base_ms):15.2f}")
+    if args.json:
+        args.json.write_text(json.dumps({"base_ms": base_ms, "step_ms": step_ms}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
