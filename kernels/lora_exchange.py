@@ -17,21 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafleet.kernels.lora_layout import LoRALayout
-from lorafleet.kernels.lora_splits import sum_splits
+from lorafleet.kernels.lora_splits import sum_splits, summed_splits
 from lorafleet.kernels.peer_areas import EMPTY, PROGRAMS, PeerAreas
 from lorafleet.kernels.peer_areas_triton import begin_call, receive, send
 
 BLOCK = 256  # numbers
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _own_sum(
-    p_ptr: tl.tensor, at: tl.tensor, inside: tl.tensor, size: tl.tensor, num_splits: tl.constexpr
-) -> tl.tensor:
-    total = tl.load(p_ptr + at, mask=inside, other=0.0)
-    for k in tl.static_range(1, num_splits):
-        total += tl.load(p_ptr + tl.cast(size, tl.int64) * k + at, mask=inside, other=0.0)
-    return total
 
 
 @triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -54,12 +44,12 @@ def _exchange_kernel(
     half = begin_call(calls_ptr, program, num_ranks, area)
     for index in tl.range(program, tl.cdiv(size, block), most_programs, num_stages=1):
         at = index * block + tl.arange(0, block)
-        own = _own_sum(p_ptr, at, at < size, size, num_splits)
+        own = summed_splits(p_ptr, at, size, num_splits)
         send(own, address_ptr, half, at, at < size, area, rank, num_ranks, empty)
     for index in tl.range(program, tl.cdiv(size, block), most_programs, num_stages=1):
         at = index * block + tl.arange(0, block)
         inside = at < size
-        own = _own_sum(p_ptr, at, inside, size, num_splits)
+        own = summed_splits(p_ptr, at, size, num_splits)
         total = tl.zeros((block,), dtype=tl.float32)
         for other in tl.static_range(num_ranks):
             part = own

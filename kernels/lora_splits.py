@@ -15,15 +15,22 @@ from torch import Tensor
 BLOCK = 1024  # elements a program
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def summed_splits(p_ptr: tl.tensor, at: tl.tensor, size: tl.tensor, num_splits: tl.constexpr) -> tl.tensor:
+    """Of the numbers `at`, in order; size: of one split."""
+    inside = at < size
+    total = tl.load(p_ptr + at, mask=inside, other=0.0)
+    for k in tl.static_range(1, num_splits):
+        total += tl.load(p_ptr + tl.cast(size, tl.int64) * k + at, mask=inside, other=0.0)
+    return total
+
+
 @triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]  # triton has no types
 def _sum_kernel(
     p_ptr: tl.tensor, sum_ptr: tl.tensor, size: tl.tensor, num_splits: tl.constexpr, block: tl.constexpr
 ) -> None:
     at = tl.program_id(0) * block + tl.arange(0, block)
-    total = tl.load(p_ptr + at, mask=at < size, other=0.0)
-    for k in tl.static_range(1, num_splits):
-        total += tl.load(p_ptr + tl.cast(size, tl.int64) * k + at, mask=at < size, other=0.0)
-    tl.store(sum_ptr + at, total, mask=at < size)
+    tl.store(sum_ptr + at, summed_splits(p_ptr, at, size, num_splits), mask=at < size)
 
 
 def sum_splits(p_KTC: Tensor) -> Tensor:

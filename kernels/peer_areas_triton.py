@@ -25,6 +25,21 @@ def begin_call(calls_ptr: tl.tensor, program: tl.tensor, num_ranks: tl.constexpr
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _area(
+    address_ptr: tl.tensor,
+    half: tl.tensor,
+    of: tl.constexpr,
+    sender: tl.constexpr,
+    area: tl.constexpr,
+    num_ranks: tl.constexpr,
+    bits_dtype: tl.constexpr,
+) -> tl.tensor:
+    """In rank `of`'s memory, where the sender's numbers lie."""
+    first = half + ((sender - of + num_ranks) % num_ranks - 1) * area
+    return tl.multiple_of(tl.load(address_ptr + of).to(tl.pointer_type(bits_dtype)) + first, 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def send(
     x: tl.tensor,
     address_ptr: tl.tensor,
@@ -42,9 +57,8 @@ def send(
     bits = tl.where(bits == empty, 0, bits)
     for other in tl.static_range(num_ranks):
         if other != rank:
-            first = half + ((rank - other + num_ranks) % num_ranks - 1) * area
-            theirs = tl.load(address_ptr + other).to(tl.pointer_type(bits_dtype)) + first
-            tl.store(tl.multiple_of(theirs, 16) + at, bits, mask=inside)
+            theirs = _area(address_ptr, half, other, rank, area, num_ranks, bits_dtype)
+            tl.store(theirs + at, bits, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -62,8 +76,7 @@ def receive(
 ) -> tl.tensor:
     """What the other rank has sent, when all of it is there. Leaves the memory EMPTY."""
     bits_dtype: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
-    first = half + ((other - rank + num_ranks) % num_ranks - 1) * area
-    mine = tl.multiple_of(tl.load(address_ptr + rank).to(tl.pointer_type(bits_dtype)) + first, 16) + at
+    mine = _area(address_ptr, half, rank, other, area, num_ranks, bits_dtype) + at
     got = tl.load(mine, mask=inside, other=0, volatile=True)
     while tl.max((got == empty).to(tl.int32), 0) > 0:
         got = tl.load(mine, mask=inside, other=0, volatile=True)
