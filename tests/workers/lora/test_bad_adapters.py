@@ -12,6 +12,7 @@ import struct
 import time
 import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from lorafleet.workers.errors import (
 from lorafleet.workers.lora.files import AdapterFolder, OpenFile, open_weights
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+CANARY = Path("/tmp/lorafleet-evil")  # is there once an adapter's code has run
+SECRET = "the-secret-of-another-file"
 Damage = Callable[[Any], object]
 
 
@@ -109,7 +112,7 @@ def bin_is(data: Callable[[Any], bytes]) -> Damage:
 
 class Evil:
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, ("touch /tmp/lorafleet-evil",)
+        return os.system, (f"touch {CANARY}",)
 
 
 def saved(value: object) -> bytes:
@@ -344,7 +347,7 @@ def test_bad_adapter_is_refused_at_once_and_by_name(adapter: Any, case: str) -> 
     assert words in caught.value.message
     assert len(caught.value.message) < 700
     caught.value.message.encode()
-    assert not os.path.exists("/tmp/lorafleet-evil")
+    assert not CANARY.exists()
 
 
 def test_rank_over_the_limit_says_what_to_raise(make_adapter: Any) -> None:

@@ -1,0 +1,183 @@
+"""Every damaged, hostile or unsupported adapter, one after another, against the running server, while another request
+runs beside it: each is a 4xx that names the cause, soon, at little cost, with no code run, and changes nobody's answer.
+
+The table is that of tests/workers/lora/test_bad_adapters.py; here it goes the whole way, through a resolver, as any
+client can ask for it, and through /v1/load_lora_adapter.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import string
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lorafleet.workers.openai.errors import TABLE
+from tests.cluster.harness import descendants_named, running_server
+from tests.workers.lora.conftest import AdapterDir, make_base, peft_warnings_ignored
+from tests.workers.lora.test_bad_adapters import CANARY, CASES, SECRET
+
+pytestmark = pytest.mark.timeout(600)
+WALL_S = 10.0  # a refusal takes some hundredths of a second; the machine may have other work
+CPU_S = 1.0  # of all the server's processes together, with the neighbour's tokens
+READ_BYTES = 48 << 20  # by all of them, sockets included
+GROWTH_BYTES = 192 << 20  # of any one of them, at its peak
+
+
+@dataclass
+class Server:
+    url: str
+    pid: int
+    folder: Path  # the resolver's
+    good: AdapterDir
+
+    def ask(self, model: str, **fields: Any) -> httpx.Response:
+        body = {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        return httpx.post(f"{self.url}/v1/completions", json=body | fields, timeout=60)
+
+    def load(self, name: str, path: str) -> httpx.Response:
+        body = {"lora_name": name, "lora_path": path}
+        return httpx.post(f"{self.url}/v1/load_lora_adapter", json=body, timeout=60)
+
+    def neighbour(self) -> Any:
+        answer = self.ask("good", max_tokens=24, logprobs=1, return_token_ids=True).json()["choices"][0]
+        return answer["token_ids"], answer["logprobs"]["token_logprobs"]
+
+    def copy(self, name: str) -> AdapterDir:
+        shutil.copytree(self.good.path, self.folder / name)
+        return AdapterDir(self.folder / name)
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that adapters' bytes come near to, and the proxy."""
+        family = psutil.Process(self.pid).children(recursive=True)
+        return [p for p in family if any(part in p.name() + _title(p) for part in ("ray::", "haproxy"))]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+class Cost:
+    """What the server's processes spend within the block."""
+
+    def __init__(self, server: Server) -> None:
+        self._processes = server.processes()
+        assert len(self._processes) >= 2, "the replica and its worker"
+
+    def __enter__(self) -> Cost:
+        self._rss = {p.pid: p.memory_info().rss for p in self._processes}
+        for process in self._processes:
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak counts from here
+        self._cpu_s, self._read = self._spent()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        cpu_s, read = self._spent()
+        self.cpu_s, self.read_bytes = cpu_s - self._cpu_s, read - self._read
+        self.growth_bytes = max(_peak_bytes(p.pid) - self._rss[p.pid] for p in self._processes)
+
+    def _spent(self) -> tuple[float, int]:
+        times = [p.cpu_times() for p in self._processes]
+        return sum(t.user + t.system for t in times), sum(p.io_counters().read_chars for p in self._processes)
+
+
+def _peak_bytes(pid: int) -> int:
+    [line] = [one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("bad")
+    base = make_base("llama")
+    base.save_pretrained(root / "base")
+    letters = ["<s>", "</s>", *string.ascii_letters, *string.digits]
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(root / "base")
+    folder = root / "resolver"
+    folder.mkdir()
+    good = _good_adapter(root / "good")
+    arguments = ["--model", str(root / "base"), "--served-model-name", "tiny", "--lora-modules", f"good={good.path}"]
+    arguments += ["--lora-resolver-dir", str(folder), "--allow-runtime-lora-updating", "--device", "cpu"]
+    arguments += ["--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "16", "--kv-cache-tokens", "2048"]
+    with running_server(arguments, root / "serve.log") as url:
+        [pid] = descendants_named(os.getpid(), str(root / "base"))
+        yield Server(url, pid, folder, good)
+
+
+def _good_adapter(path: Path) -> AdapterDir:
+    with peft_warnings_ignored():
+        settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(make_base("llama"), settings)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(str(path))
+    return AdapterDir(path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> Any:
+    return server.neighbour()
+
+
+@pytest.fixture
+def beside(server: Server, undisturbed: Any) -> Iterator[None]:
+    """A neighbour's request runs through the test, and gets the answer that it always gets."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.neighbour)
+        yield
+        tokens, logprobs = answer.result()
+    assert tokens == undisturbed[0]
+    assert logprobs == pytest.approx(undisturbed[1], abs=1e-5)
+
+
+def check_refused(answer: httpx.Response, code: str, words: str) -> None:
+    assert 400 <= answer.status_code < 500, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], words in error["message"]) == (code, True), error
+    assert SECRET not in answer.text
+    assert len(answer.content) < 1500
+    assert not CANARY.exists()
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_adapter_is_refused_by_name_and_changes_nothing(server: Server, case: str) -> None:
+    damage, error, words = CASES[case]
+    name = f"case-{list(CASES).index(case)}"
+    adapter = server.copy(name)
+    damage(adapter)
+    started_s = time.monotonic()
+    with Cost(server) as cost:
+        resolved = server.ask(name)
+        loaded = server.load(f"loaded-{name}", str(adapter.path))
+    assert time.monotonic() - started_s < WALL_S
+    assert cost.cpu_s < CPU_S
+    assert cost.read_bytes < READ_BYTES
+    assert cost.growth_bytes < GROWTH_BYTES
+    code = TABLE[error].code
+    assert code is not None
+    check_refused(loaded, code, words)
+    if resolved.status_code == 404:  # no folder, or none with a config: the resolver knows no such adapter
+        assert code == "adapter_missing" or resolved.json()["error"]["code"] == code
+    else:
+        check_refused(resolved, code, words)
