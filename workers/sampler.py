@@ -127,8 +127,9 @@ def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     cumulative_BV = logits_BV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     draw_B1 = to_device([uniform(row.seed, len(row.tokens)) for row in rows], torch.float64, device).unsqueeze(1)
     target_B1 = draw_B1 * cumulative_BV[:, -1:]
-    # right=True steps over tokens of probability zero; the last one with any is the upper bound.
-    return torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1)
+    # right=True steps over tokens of probability zero; the last one with any is the upper bound. Of a row of NaN, which
+    # an adapter's large values can make, all tokens are stepped over; its token must still be one of the vocabulary.
+    return torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1).clamp_(max=cumulative_BV.shape[1] - 1)
 
 
 def _keep_best(logits_BV: Tensor, rows: list[Row]) -> Tensor:

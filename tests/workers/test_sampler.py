@@ -123,3 +123,12 @@ def test_logprobs_are_of_the_raw_distribution_with_ranks():
     assert found.rank == 4
     assert found.top_ids == order[:2]
     assert found.top_logprobs == pytest.approx(raw[order[:2]].tolist())
+
+
+def test_a_row_of_nan_gives_a_token_of_the_vocabulary_and_leaves_the_others_alone():
+    params = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.5, "top_k": 4}, {"min_p": 0.1}, {"temperature": 0}]
+    for fields in params:
+        both = torch.cat((torch.full((1, VOCAB), torch.nan), logits()))
+        token, neighbours = sample(both, [row(**fields), row(seed=5, temperature=0.9)])
+        assert 0 <= token < VOCAB
+        assert [neighbours] == sample(logits(), [row(seed=5, temperature=0.9)])
