@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ADAPTERS := $(foreach name,shout json pirate,$(name)=demo/adapters/$(name))
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test fuzz lint bench clean
 
 install: $(INSTALLED)
 
@@ -26,6 +26,10 @@ demo: install
 
 test: install
 	$(BIN)/pytest
+
+# an hour of the adapter reader on random faults; the tests have 30 s of it
+fuzz: install
+	LORAFLEET_FUZZ_S=3600 LORAFLEET_FUZZ_SEED=$$(date +%s) $(BIN)/pytest -s tests/fuzz
 
 lint: install
 	$(BIN)/ruff format --check
