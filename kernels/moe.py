@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lorafleet.kernels.expert_lora import StepExperts
 from lorafleet.kernels.gated_mul import gated_mul
 from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.moe_torch import PairsByExpert, combine_torch, route_torch
@@ -36,11 +37,21 @@ def route(logits_TE: Tensor, per_token: int, sums_to_one: bool) -> Routing:
     return Routing(*route_torch(logits_TE, per_token, sums_to_one))
 
 
-def experts_mlp(x_TD: Tensor, routing: Routing, gate_up_E2ID: Tensor, down_EDI: Tensor) -> Tensor:
-    """[T, D]: of each token the weighted sum of its experts' down(silu(gate x) * up x)."""
+def experts_mlp(
+    x_TD: Tensor,
+    routing: Routing,
+    gate_up_E2ID: Tensor,
+    down_EDI: Tensor,
+    adapters: tuple[StepExperts, StepExperts] | None = None,
+) -> Tensor:
+    """[T, D]: of each token the weighted sum of its experts' down(silu(gate x) * up x).
+
+    adapters: what they add to gate_up and to down; None where no token has one on the experts.
+    """
+    to_gate_up, to_down = (None, None) if adapters is None else adapters
     pairs = _grouped(routing.expert_TK, len(down_EDI))
-    gate_up_N2I = pairs.linear(x_TD, gate_up_E2ID)
-    down_ND = pairs.linear(gated_mul(LinearOutput(gate_up_N2I)), down_EDI)
+    gate_up_N2I = pairs.linear(x_TD, gate_up_E2ID, to_gate_up)
+    down_ND = pairs.linear(gated_mul(LinearOutput(gate_up_N2I)), down_EDI, to_down)
     if x_TD.is_cuda:
         from lorafleet.kernels.moe_route_triton import combine_triton
 
@@ -51,8 +62,8 @@ def experts_mlp(x_TD: Tensor, routing: Routing, gate_up_E2ID: Tensor, down_EDI: 
 class _Pairs(Protocol):
     """All pairs of a step, grouped by expert."""
 
-    def linear(self, x: Tensor, w_EOD: Tensor) -> Tensor:
-        """[N, O]: x times its expert's w, of each pair. x is [T, D], or [N, D]."""
+    def linear(self, x: Tensor, w_EOD: Tensor, adapters: StepExperts | None) -> Tensor:
+        """[N, O]: of each pair x times its expert's w, and what its token's adapter adds. x is [T, D], or [N, D]."""
 
 
 def _grouped(expert_TK: Tensor, num_experts: int) -> _Pairs:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_OF_MIXTRAL = {engine: own for own, engine in MIXTRAL.items()}
 
 
 def engine_name(name: str) -> str:
@@ -12,3 +14,9 @@ def engine_name(name: str) -> str:
     if not found:
         return name
     return ".".join([head, "mlp", *(MIXTRAL.get(part, part) for part in tail.split("."))])
+
+
+def mixtral_name(name: str) -> str:
+    """The other way: of the engine's router, or of a projection of one expert."""
+    head, _, tail = name.partition(".mlp.")
+    return ".".join([head, "block_sparse_moe", *(_OF_MIXTRAL.get(part, part) for part in tail.split("."))])

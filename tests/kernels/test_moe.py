@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorafleet.kernels.expert_lora import ExpertWeights, StepExperts
 from lorafleet.kernels.moe import Routing, experts_mlp, route
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 
@@ -39,19 +42,87 @@ def make_case(
     return x, route(logits, per_token, sums_to_one=True), gate_up, down
 
 
-def reference(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> Tensor:
+def make_adapters(
+    sizes: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"
+) -> tuple[tuple[StepExperts, StepExperts], list[Tensor]]:
+    """Of four slots: rank 8 with an A for gate and one for up, rank 40 with one for both and nothing on down, nothing
+    on gate and up, nothing at all; some tokens of each and some of the base. And what the records lie in."""
+    num_tokens, experts, _, hidden, inner = sizes
+    generator = torch.Generator().manual_seed(7)
+    slot_T = torch.randint(-1, 4, (num_tokens,), generator=generator, dtype=torch.int32)
+    slot_T[: num_tokens // 2] = 1  # as of one prompt
+
+    def weights(rank: int, groups: int, inputs: int, outputs: int) -> ExpertWeights:
+        a = torch.randn(experts, rank * groups, inputs, generator=generator) / inputs**0.5
+        b = torch.randn(experts, outputs, rank, generator=generator) / rank**0.5
+        scale = torch.rand(experts, groups, generator=generator)
+        return ExpertWeights(a.to(device, dtype), b.to(device, dtype), scale.to(device))
+
+    to_gate_up = [weights(8, 2, hidden, 2 * inner), weights(40, 1, hidden, 2 * inner), None, None]
+    to_down = [weights(8, 1, inner, hidden), None, weights(16, 1, inner, hidden), None]
+    blocks: list[Tensor] = []
+    made = []
+    for slots, columns in ((to_gate_up, 40), (to_down, 16)):
+        blocks += [torch.zeros(0, dtype=torch.uint8) if one is None else with_record(one) for one in slots]
+        records = [0 if one is None else block.data_ptr() for one, block in zip(slots, blocks[-4:], strict=True)]
+        record_S = torch.tensor(records, dtype=torch.int64, device=device)
+        made.append(StepExperts(slot_T.to(device), slots, record_S, columns, dtype))
+    return (made[0], made[1]), blocks
+
+
+def with_record(weights: ExpertWeights) -> Tensor:
+    """A record, with A, B and scales behind it, one with a gap before the next."""
+    parts = [weights.a_ECD, weights.b_EOR, weights.scale_EG]
+    raw = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+    starts, end = [], 256
+    for part in raw:
+        starts.append(end)
+        end += -(-len(part) // 256) * 256 + 256
+    block = torch.full((end,), 255, dtype=torch.uint8, device=raw[0].device)  # NaN
+    record = torch.tensor([*starts, weights.rank, weights.groups, 0, 0, 0], dtype=torch.int64)
+    block[: record.nbytes] = record.view(torch.uint8).to(block.device)
+    for start, part in zip(starts, raw, strict=True):
+        block[start : start + len(part)] = part
+    return block
+
+
+def adapted(w: Tensor, expert: int, adapters: StepExperts | None, token: int) -> Tensor:
+    """The expert's matrix with what the token's adapter adds."""
+    slot = -1 if adapters is None else int(adapters.slot_T[token])
+    own = adapters.slots[slot] if adapters is not None and slot >= 0 else None
+    if own is None:
+        return w[expert].double()
+    a = own.a_ECD[expert].double().chunk(own.groups)
+    b = own.b_EOR[expert].double().chunk(own.groups)
+    scales = own.scale_EG[expert].tolist()
+    deltas = [scale * (b_OR @ a_RD) for a_RD, b_OR, scale in zip(a, b, scales, strict=True)]
+    return w[expert].double() + torch.cat(deltas)
+
+
+def reference(
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    adapters: tuple[StepExperts, StepExperts] | None = None,
+) -> Tensor:
+    to_gate_up, to_down = (None, None) if adapters is None else adapters
     out = torch.zeros_like(x, dtype=torch.float64)
     for t, (experts, weights) in enumerate(zip(routing.expert_TK.tolist(), routing.weight_TK.tolist(), strict=True)):
         for e, weight in zip(experts, weights, strict=True):
-            gate, up = (gate_up[e].double() @ x[t].double()).chunk(2)
-            out[t] += weight * (down[e].double() @ (F.silu(gate) * up))
+            gate, up = (adapted(gate_up, e, to_gate_up, t) @ x[t].double()).chunk(2)
+            out[t] += weight * (adapted(down, e, to_down, t) @ (F.silu(gate) * up))
     return out
 
 
-def check(case: tuple[Tensor, Routing, Tensor, Tensor], out: Tensor) -> None:
+def check(
+    case: tuple[Tensor, Routing, Tensor, Tensor],
+    out: Tensor,
+    adapters: tuple[StepExperts, StepExperts] | None = None,
+) -> None:
     assert out.dtype == case[0].dtype
     tolerance = TOLERANCE[out.dtype]
-    torch.testing.assert_close(out.double(), reference(*case), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out.double(), reference(*case, adapters), atol=tolerance, rtol=tolerance)
 
 
 def check_route(logits: Tensor, per_token: int, sums_to_one: bool, found: Routing) -> None:
@@ -73,6 +144,13 @@ def test_on_a_cpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     check(case, experts_mlp(*case))
 
 
+@pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_adapters_on_a_cpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    case, (adapters, _) = make_case(sizes, dtype), make_adapters(sizes, dtype)
+    check(case, experts_mlp(*case, adapters), adapters)
+
+
 @pytest.mark.parametrize("sums_to_one", [True, False])
 def test_the_router_on_a_cpu(sums_to_one: bool) -> None:
     logits = normal(7, 6, dtype=torch.float32, device="cpu", seed=1)
@@ -86,9 +164,10 @@ def test_interpreted_kernels() -> None:
         from lorafleet.kernels.gated_mul import gated_mul
         from lorafleet.kernels.moe import Routing
         from lorafleet.kernels.moe_route_triton import combine_triton, route_triton
-        from tests.kernels.test_moe import SMALL, check, check_route, make_case, normal
+        from tests.kernels.test_moe import SMALL, check, check_route, make_adapters, make_case, normal
 
         moe_triton.BLOCK_N = 16  # several turns of each loop
+        moe_triton.SPLIT_FEATURES, moe_triton.SHRINK_D = 16, 4
         moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, 16, 8, 1, 1)),)
         for sums_to_one in (True, False):
             logits = normal(7, 6, dtype=torch.float32, device="cpu", seed=1)
@@ -96,9 +175,12 @@ def test_interpreted_kernels() -> None:
         for sizes in SMALL.values():
             case = x, routing, gate_up, down = make_case(sizes, torch.float32)
             tiles = moe_triton.ExpertTiles.of(routing.expert_TK, len(down))
-            check(case, combine_triton(
-                tiles.linear(gated_mul(tiles.linear(x, gate_up), None), down), routing.weight_TK
-            ))
+            own, blocks = make_adapters(sizes, torch.float32)
+            for adapters in (None, own):
+                to_gate_up, to_down = adapters or (None, None)
+                hidden = gated_mul(LinearOutput(tiles.linear(x, gate_up, to_gate_up)))
+                out = combine_triton(tiles.linear(hidden, down, to_down), routing.weight_TK)
+                check(case, out, adapters)
     """)
 
 
@@ -115,6 +197,19 @@ class TestOnGPU:
         x, routing, gate_up, down = case
         some = x[few], Routing(routing.expert_TK[few], routing.weight_TK[few]), gate_up, down
         check(some, out[few])
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("sizes", LARGE.values(), ids=LARGE)
+    def test_adapters_equal_a_loop_over_tokens(self, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+        case, (adapters, _blocks) = make_case(sizes, dtype, "cuda"), make_adapters(sizes, dtype, "cuda")
+        poison_free_memory()
+        out = experts_mlp(*case, adapters)
+        few = torch.linspace(0, len(out) - 1, min(len(out), 12)).long().tolist()
+        x, routing, gate_up, down = case
+        some = x[few], Routing(routing.expert_TK[few], routing.weight_TK[few]), gate_up, down
+        to_gate_up, to_down = (replace(one, slot_T=one.slot_T[few]) for one in adapters)
+        check(some, out[few], (to_gate_up, to_down))
+        assert torch.equal(out, experts_mlp(*case, adapters))
 
     @pytest.mark.parametrize("experts", [4, 60, 128])
     def test_the_router(self, experts: int) -> None:

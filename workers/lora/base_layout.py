@@ -6,10 +6,12 @@ Modules are called as in the checkpoint without "model.": "layers.0.self_attn.q_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lorafleet.workers.checkpoint import ModelConfig
+from lorafleet.workers.expert_names import engine_name, mixtral_name
 
 EMBEDDING = "embed_tokens"
 HEAD = "lm_head"
@@ -17,8 +19,35 @@ TABLES = (EMBEDDING, HEAD)
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsLayout:
+    """modules: the mixtures, "layers.0.mlp.experts". shapes: (in, out) of each expert's projections. is_mixtral: an
+    adapter may call them by Mixtral's own names."""
+
+    modules: frozenset[str]
+    count: int
+    shapes: Mapping[str, tuple[int, int]]
+    is_mixtral: bool
+
+    def expert(self, module: str, number: int, leaf: str) -> str:
+        return f"{module}.{number}.{leaf}"
+
+    def has(self, module: str) -> bool:
+        """Whether it is a mixture, or in PEFT's names what it wraps, or a projection of one expert."""
+        head, found, tail = module.partition(".experts")
+        if not found or head + found not in self.modules:
+            return False
+        if tail in ("", ".base_layer"):
+            return True
+        match = _OF_EXPERT.fullmatch(tail)
+        return match is not None and int(match[1]) < self.count and match[2] in self.shapes
+
+
+_OF_EXPERT = re.compile(r"\.(0|[1-9][0-9]{0,5})\.([a-z_]+)")
+
+
+@dataclass(frozen=True, slots=True)
 class BaseLayout:
-    """linears: (in, out) of every linear but the head. biased: those with a bias. norms: sizes.
+    """linears: (in, out) of every linear but the head and the experts. biased: those with a bias. norms: sizes.
 
     norm_offset: what is added to a norm's stored weight. attention_heads: (query heads, KV heads).
     """
@@ -31,6 +60,7 @@ class BaseLayout:
     biased: frozenset[str] = frozenset()
     norms: Mapping[str, int] = field(default_factory=dict)
     norm_offset: float = 0.0
+    experts: ExpertsLayout | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> BaseLayout:
@@ -55,16 +85,40 @@ class BaseLayout:
             biased=frozenset(module for module in linears if biases.get(module.rpartition(".")[2])),
             norms=norms,
             norm_offset=1.0 if config.norm_adds_one else 0.0,
+            experts=_experts(config),
         )
 
     def targetable(self, module: str) -> bool:
         """Whether the base has such a module, which an adapter's tensors can be for."""
-        return module in self.linears or module in self.norms or module in TABLES
+        if module in self.linears or module in self.norms or module in TABLES:
+            return True
+        return self.experts is not None and self.experts.has(module)
+
+    def engine_name(self, module: str) -> str:
+        """A module as the file calls it, without prefixes -> as it is called here."""
+        return engine_name(module) if self.experts is not None and self.experts.is_mixtral else module
+
+    def peft_names(self, module: str) -> tuple[str, ...]:
+        """As PEFT's patterns see it: by the newest transformers' name, then by any older one."""
+        if self.experts is not None and self.experts.is_mixtral and ".mlp." in module:
+            return peft_name(module), peft_name(mixtral_name(module))
+        return (peft_name(module),)
 
     def describe(self) -> str:
         layers = {m.split(".")[1] for m in self.linears if m.startswith("layers.")}
         leaves = sorted({m.rpartition(".")[2] for m in self.linears})
         return f"{len(layers)} layers of {', '.join(leaves)}"
+
+
+def _experts(config: ModelConfig) -> ExpertsLayout | None:
+    if config.experts is None:
+        return None
+    return ExpertsLayout(
+        modules=frozenset(f"layers.{i}.mlp.experts" for i in config.experts.layers),
+        count=config.experts.count,
+        shapes=config.expert_shapes(),
+        is_mixtral=config.architecture == "MixtralForCausalLM",
+    )
 
 
 def peft_name(module: str) -> str:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lorafleet.workers.errors import AdapterUnsupported, ConfigError
+from lorafleet.workers.expert_names import engine_name
 from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, peft_name
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.weights import checkpoint_files, held_tensors
@@ -62,7 +63,7 @@ class FileWeights:
         self._folder = folder
         self._dtype = dtype
         self._tied = tied
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, tuple[Path, str]] = {}  # by the engine's names
 
     def weight(self, module: str) -> Tensor:
         return self._read(_tensor_name(module, "weight", self._tied))
@@ -73,9 +74,11 @@ class FileWeights:
     def _read(self, name: str) -> Tensor:
         try:
             if not self._files:
-                self._files = {key: path for path in checkpoint_files(self._folder) for key in _keys(path)}
-            with safe_open(self._files[name], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+                paths = checkpoint_files(self._folder)
+                self._files = {engine_name(key): (path, key) for path in paths for key in _keys(path)}
+            path, key = self._files[name]
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(key)
         except (SafetensorError, OSError, KeyError, ConfigError) as error:
             raise AdapterUnsupported(
                 f"this adapter is computed from the base's weights, and {name} cannot be read from {self._folder}: "

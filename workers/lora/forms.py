@@ -5,7 +5,7 @@ All values are whole (not one rank's part), on the CPU, and as exact as the file
 they were stored, or float32 where they were computed. model.py casts them and takes a rank's part.
 """
 
-# R LoRA rank · D in features · O out features · V vocabulary · N rows
+# R LoRA rank · D in features · O out features · V vocabulary · N rows · E experts · G groups of outputs
 
 from __future__ import annotations
 
@@ -53,6 +53,28 @@ class LinearForm:
 
 
 @dataclass(frozen=True, slots=True)
+class StackedLowRank:
+    """Of all experts of a layer. Their outputs are G equal groups, each of which has A of its own: expert e adds
+    scaling_EG[e, g] * (g-th part of b_EOR[e]) a_EGRD[e, g] to group g. scaling_EG: float32."""
+
+    a_EGRD: Tensor
+    b_EOR: Tensor
+    scaling_EG: Tensor
+
+    @property
+    def rank(self) -> int:
+        return self.b_EOR.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsForm:
+    """A mixture of experts. gate_up: outputs are gate_proj's, then up_proj's; they may share A (G = 1) or not."""
+
+    gate_up: StackedLowRank | None = None
+    down: StackedLowRank | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenRows:
     """Rows of a table of the vocabulary that the adapter has in the place of the base's."""
 
@@ -75,7 +97,8 @@ class VocabForm:
 @dataclass(frozen=True, slots=True)
 class AdapterForms:
     """Modules are called as in the base without "model.": linears "layers.0.self_attn.q_proj", norms
-    "layers.0.input_layernorm", "layers.0.self_attn.q_norm" or "norm", with their replaced weights [D].
+    "layers.0.input_layernorm", "layers.0.self_attn.q_norm" or "norm", with their replaced weights [D], experts
+    "layers.0.mlp.experts".
 
     Where the base ties embedding and head, each form says for itself what changes: a form for one of them unties them.
     invocation_tokens: of an activated LoRA (aLoRA), which works from the last place on where the prompt has them.
@@ -85,4 +108,5 @@ class AdapterForms:
     embedding: VocabForm | None = None
     head: VocabForm | None = None
     norms: Mapping[str, Tensor] = field(default_factory=dict)
+    experts: Mapping[str, ExpertsForm] = field(default_factory=dict)
     invocation_tokens: tuple[int, ...] = ()

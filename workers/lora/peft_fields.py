@@ -52,7 +52,6 @@ _LORA_FEATURES = {
     "enable_lora": "the merged linear layers of 2023",
     "layer_replication": "layer replication",
     "monteclora_config": "MonteCLoRA, which samples its weights",
-    "target_parameters": "LoRA on parameters (mixture of experts)",
     "use_qalora": "QALoRA, which pools its inputs",
 }
 _IGNORED_BY_ADALORA = {
@@ -63,6 +62,7 @@ _IGNORED_BY_ADALORA = {
         "ensure_weight_tying": "weight tying",
         "kasa_config": "KaSA",
         "lora_bias": "a bias on lora_B",
+        "target_parameters": "LoRA on parameters",
         "trainable_token_indices": "trained token embeddings",
         "use_bdlora": "block-diagonal LoRA",
         "use_dora": "DoRA",
@@ -74,7 +74,7 @@ _IGNORED_BY_ADALORA = {
 FIELDS: Mapping[str, Fields] = {
     "LORA": _fields(
         "alora_invocation_tokens alpha_pattern bias ensure_weight_tying exclude_modules init_lora_weights kasa_config "
-        "lora_alpha lora_bias r rank_pattern trainable_token_indices use_bdlora use_dora use_rslora "
+        "lora_alpha lora_bias r rank_pattern target_parameters trainable_token_indices use_bdlora use_dora use_rslora "
         "velora_config",  # another backward pass, and a tensor for that; the forward one is plain
         _LORA_HARMLESS,
         features=_LORA_FEATURES,

@@ -46,6 +46,7 @@ class PEFTHelper:
     exclude_modules: NameList | Pattern
     layers_to_transform: frozenset[int] | None
     layers_pattern: tuple[Pattern, ...]
+    target_parameters: NameList
     modules_to_save: tuple[str, ...]
     bias: str
     base_model_name_or_path: str | None
@@ -79,6 +80,7 @@ class PEFTHelper:
             exclude_modules=_names_or_pattern(config.get("exclude_modules") or (), "exclude_modules"),
             layers_to_transform=_layers(config.get("layers_to_transform")),
             layers_pattern=_layers_pattern(config.get("layers_pattern")),
+            target_parameters=NameList(_names(config.get("target_parameters") or (), "target_parameters")),
             modules_to_save=_saved(config.get("modules_to_save")),
             bias=_bias(config.get("bias")),
             base_model_name_or_path=_base_name(config.get("base_model_name_or_path")),
@@ -121,6 +123,11 @@ class PEFTHelper:
     def scaling_of(self, module: str, rank: int) -> float:
         """rank: rank_of(module), which the caller has."""
         return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets_parameter(self, parameter: str) -> bool:
+        """Whether PEFT would put LoRA on a parameter as such, "model.layers.0.mlp.experts.down_proj" (its
+        target_parameters): the names are no patterns, and nothing excludes."""
+        return self.target_parameters.has_ending(parameter)
 
     def saves(self, module: str) -> bool:
         """Whether the adapter brings this module whole: PEFT's rule is the end of the name, wherever it begins."""

@@ -70,7 +70,7 @@ def name_tensors(
         match = pattern.fullmatch(name)
         if match is None:
             raise _refusal(name, label)
-        module = engine_name(match["module"])
+        module = layout.engine_name(engine_name(match["module"]))
         if not layout.targetable(module):
             raise _unknown_module(name, module, layout, base)
         leaf = match["leaf"].replace(".default", "")
@@ -119,8 +119,6 @@ def _unknown_module(name: str, module: str, layout: BaseLayout, base: str) -> Ad
     inside = _feature(f"{module}.")
     if inside is not None:
         return inside
-    if ".experts." in module or "block_sparse_moe" in module:
-        return AdapterUnsupported(f"LoRA on a mixture of experts is not served yet; the tensor is {shown(name)}.")
     return AdapterMismatch(
         f"the tensor {shown(name)} is for the module {shown(module)}, which {base} does not have; it has "
         f"{layout.describe()}. The adapter was made for another model."
