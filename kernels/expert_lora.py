@@ -5,8 +5,8 @@ rows are G groups of R: group g is what the g-th part of the outputs reads of P.
 or have one each (G = 2).
 
 For the Triton kernels they are a record: int64 (byte offset of A, of B, of the scales, R, G, 0, 0, 0), offsets from the
-record's own address, which ExtraTables holds by slot. R is a multiple of RANK_STEP, so that rows of B begin on 16 bytes; zeros
-make up for what an adapter's rank lacks.
+record's own address, which ExtraTables holds by slot. R is a multiple of RANK_STEP, so that rows of B begin on 16
+bytes; zeros make up for what an adapter's rank lacks.
 """
 
 # E experts · D in · O out · R rank · G groups · C = G * R rows of A · T tokens · S slots

@@ -335,7 +335,7 @@ class ExpertTiles:
             block_r=16 if adapters is None else _block_c(adapters),
             b_dtype=None if adapters is None else TRITON_DTYPES[adapters.dtype],
             num_warps=shape.warps,
-            num_stages=shape.stages,
+            num_stages=shape.stages if x.dtype.itemsize == 2 else 2,  # what shared memory holds
         )
         return out_NO
 
