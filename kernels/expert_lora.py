@@ -19,6 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.lora_batch import LoRABatch
+from lorafleet.kernels.packed_lora import LoRATables
+
 RECORD_FIELDS = 8
 RANK_STEP = 8
 
@@ -49,11 +52,33 @@ class ExpertWeights:
 @dataclass(frozen=True, slots=True)
 class StepExperts:
     """The adapters of a step on one linear. slot_T: int32, each token's slot, or -1. slots: for the torch twin.
-    record_S: int64, addresses, 0 where a slot has nothing there. most_columns: of P, in whatever slots a static batch
-    may be given. dtype: of A and B."""
+    record_S: int64, addresses, 0 where a slot has nothing there. max_rank: of any slot. dtype: of A and B."""
 
     slot_T: Tensor
     slots: Sequence[ExpertWeights | None]
     record_S: Tensor
-    most_columns: int
+    max_rank: int
     dtype: torch.dtype
+
+    @property
+    def columns(self) -> int:
+        """Of P, at most."""
+        return 2 * self.max_rank
+
+
+class ExpertLoRA:
+    """The slots of one of a mixture's linears. linear: 0 for gate_up, 1 for down. max_rank: that a slot may have."""
+
+    def __init__(self, mixture: int, linear: int, tables: LoRATables, max_rank: int, dtype: torch.dtype) -> None:
+        self.slots: list[ExpertWeights | None] = [None] * tables.rank_LSP.shape[1]
+        self._record_S = tables.extras.address_VS[tables.extras.expert_row(mixture, linear)]
+        self._max_rank = max_rank
+        self._dtype = dtype
+
+    def in_step(self, batch: LoRABatch) -> StepExperts:
+        max_rank = padded_rank(self._max_rank if batch.max_rank is None else batch.max_rank)
+        return StepExperts(batch.plan.slot_T, self.slots, self._record_S, max_rank, self._dtype)
+
+
+def padded_rank(rank: int) -> int:
+    return -(-rank // RANK_STEP) * RANK_STEP

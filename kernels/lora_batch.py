@@ -78,8 +78,8 @@ class LoRABatch:
 
     slots: the distinct slots of the step, ascending. spans: for each, its [start, end) in order_T.
     order_T: int64 on the host; active_T: int64, index into `slots`, N for base tokens. max_rank: the launches are those
-    of any mix with ranks up to it; None where they are the least that the slots themselves need. tuning: of the kernels
-    for so many tiles.
+    of any mix with ranks up to it; None where they are the least that the slots themselves need. has_experts: whether
+    adapters on experts are launched. tuning: of the kernels for so many tiles.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class LoRABatch:
         self.spans: tuple[tuple[int, int], ...] = ()
         self.order_T = torch.empty(0, dtype=torch.int64)
         self.active_T = torch.empty(0, dtype=torch.int64)
+        self.has_experts = False
         self._slot_tables = tables
         self._tables: TileTables | None = None
         self._address_VT: Tensor | None = None
@@ -145,8 +146,10 @@ class LoRABatch:
         tables: LoRATables,
         max_rank: int | None = None,
         tile_tokens: int = TILE_TOKENS,
+        any_slots: bool = False,
     ) -> LoRABatch | None:
-        """None when no token uses an adapter: such a step runs no LoRA kernel."""
+        """None when no token uses an adapter: such a step runs no LoRA kernel. any_slots: launch what other adapters in
+        these slots would need."""
         step = _Step.of(slot_of_token, tile_tokens)
         if not step.slots:
             return None
@@ -158,6 +161,7 @@ class LoRABatch:
         buffer = host.to(device, non_blocking=True)
         batch = cls(len(slot_of_token), num_tiles, tile_tokens, buffer, tables, max_rank)
         batch._take(step)
+        batch.has_experts = any_slots or not batch.extras.expert_slots.isdisjoint(batch.slots)
         return batch
 
     @classmethod
@@ -171,6 +175,7 @@ class LoRABatch:
         size = DevicePlan.size(num_tokens, num_tiles, tile_tokens)
         buffer = torch.zeros(size, dtype=torch.int32, device=tables.rank_LSP.device)
         batch = cls(num_tokens, num_tiles, tile_tokens, buffer, tables, max_rank)
+        batch.has_experts = True
         if buffer.is_cuda:
             batch._pinned = [
                 (torch.zeros(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(NUM_PINNED)

@@ -343,7 +343,7 @@ class ExpertTiles:
         """P."""
         num_features = x.shape[1]
         splits = min(MAX_SPLITS, triton.cdiv(num_features, SPLIT_FEATURES))
-        columns = adapters.most_columns
+        columns = adapters.columns
         p_KNC = torch.empty(splits, self.num_pairs, columns, dtype=torch.float32, device=x.device)
         block_d = SHRINK_D * 2 // x.dtype.itemsize
         _shrink_kernel[(len(self.expert_M), splits)](
@@ -370,5 +370,5 @@ class ExpertTiles:
 
 
 def _block_c(adapters: StepExperts) -> int:
-    """Columns of P that a program takes at a time."""
-    return MIN_BLOCK_C if adapters.most_columns <= MIN_BLOCK_C else MAX_BLOCK_C
+    """Columns of P, and ranks, that a program takes at a time."""
+    return MIN_BLOCK_C if adapters.max_rank <= MIN_BLOCK_C else MAX_BLOCK_C

@@ -119,8 +119,10 @@ class LoRATables:
     rank_LSP int32; scale_LSP float32. A slot that was never written has rank 0 everywhere. extras: what adapters have
     besides."""
 
-    def __init__(self, num_linears: int, max_loras: int, device: torch.device, num_norms: int = 0) -> None:
-        self.extras = ExtraTables(num_linears, num_norms, max_loras, device)
+    def __init__(
+        self, num_linears: int, max_loras: int, device: torch.device, num_norms: int = 0, num_mixtures: int = 0
+    ) -> None:
+        self.extras = ExtraTables(num_linears, num_norms, max_loras, device, num_mixtures)
         shape = (num_linears, max_loras)
         self.address_LSA = torch.zeros(*shape, 1 + MAX_SLICES, dtype=torch.int64, device=device)
         self.rank_LSP = torch.zeros(*shape, MAX_SLICES, dtype=torch.int32, device=device)

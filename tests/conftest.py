@@ -33,10 +33,18 @@ ADAPTER_KINDS: dict[str, dict[str, object]] = {
     "linear": {"target_modules": "all-linear", "exclude_modules": ["q_proj"], "dtype": "bfloat16"},
     "large": {"r": 64, "lora_alpha": 8, "dtype": "float16"},
 }
-# Over a mixture of experts.
+# Over a mixture of experts. PEFT turns names of expert's and router's layers into parameters' names itself.
 EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
     "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
     "linear": {"target_modules": "all-linear", "r": 5},
+    "experts": {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "r": 3},
+    "down": {
+        "target_modules": ["v_proj"],
+        "target_parameters": ["mlp.experts.down_proj"],
+        "rank_pattern": {r"experts\.down_proj": 2},
+        "alpha_pattern": {"down_proj": 5},
+    },
+    "router": {"target_modules": [], "target_parameters": ["gate.weight", "gate_up_proj"], "use_rslora": True},
 }
 
 

@@ -168,7 +168,7 @@ class StepRunner:
             self.inputs.mark_copied()
             inputs = self.inputs.tensors(count)
             for max_rank in sorted({_rank_class(rank) for rank in range(1, max_lora_rank + 1)}):
-                lora = LoRABatch.build([0] * count, self._slots.tables, max_rank, tile_tokens)
+                lora = LoRABatch.build([0] * count, self._slots.tables, max_rank, tile_tokens, any_slots=True)
                 self._run_model(inputs, lora)
         torch.cuda.synchronize(self.device)
 

@@ -24,7 +24,6 @@ from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.expert_names import engine_name
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.layers import RMSNorm
-from lorafleet.workers.models.moe import SparseMLP
 from lorafleet.workers.models.vocabulary import VocabTable
 
 # Where checkpoints keep what an fp8 KV cache's numbers are multiplied by. kv_scale is both; output_scale its old name.
@@ -252,8 +251,6 @@ def _stacked_experts(model: DecoderModel) -> dict[str, _Source]:
 
 def _held_experts(model: DecoderModel) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The name in the checkpoint, and what this rank holds of all experts' projections, [E, out, in]."""
-    for i, layer in enumerate(model.decoder_layers()):
-        if isinstance(layer.mlp, SparseMLP):
-            gate, up = layer.mlp.gate_up_E2ID.data.chunk(2, dim=1)
-            held = {"gate_proj": gate, "up_proj": up, "down_proj": layer.mlp.down_EDI.data}
-            yield f"model.layers.{i}.mlp.experts", held
+    for name, mixture in model.mixtures():
+        gate, up = mixture.gate_up_E2ID.data.chunk(2, dim=1)
+        yield f"model.{name}", {"gate_proj": gate, "up_proj": up, "down_proj": mixture.down_EDI.data}

@@ -62,11 +62,11 @@ def make_adapters(
     to_down = [weights(8, 1, inner, hidden), None, weights(16, 1, inner, hidden), None]
     blocks: list[Tensor] = []
     made = []
-    for slots, columns in ((to_gate_up, 40), (to_down, 16)):
+    for slots, max_rank in ((to_gate_up, 40), (to_down, 16)):
         blocks += [torch.zeros(0, dtype=torch.uint8) if one is None else with_record(one) for one in slots]
         records = [0 if one is None else block.data_ptr() for one, block in zip(slots, blocks[-4:], strict=True)]
         record_S = torch.tensor(records, dtype=torch.int64, device=device)
-        made.append(StepExperts(slot_T.to(device), slots, record_S, columns, dtype))
+        made.append(StepExperts(slot_T.to(device), slots, record_S, max_rank, dtype))
     return (made[0], made[1]), blocks
 
 
@@ -162,6 +162,7 @@ def test_interpreted_kernels() -> None:
         import torch
         from lorafleet.kernels import moe_triton
         from lorafleet.kernels.gated_mul import gated_mul
+        from lorafleet.kernels.linear_output import LinearOutput
         from lorafleet.kernels.moe import Routing
         from lorafleet.kernels.moe_route_triton import combine_triton, route_triton
         from tests.kernels.test_moe import SMALL, check, check_route, make_adapters, make_case, normal

@@ -30,7 +30,10 @@ def test_base_model_answers_as_transformers_does(fleet, prompt, family):
         assert_same(output, made.reference.greedy(p, 12))
 
 
-@pytest.mark.parametrize("family", ["llama3", "llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama3", "llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe"],
+)
 def test_mixed_adapters_answer_as_peft_does(fleet, prompt, family):
     made = fleet(family)
     llm = LLM(

@@ -7,13 +7,20 @@ embeddings and a head of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
-from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, peft_name
+from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, TABLES, peft_name
+from lorafleet.workers.lora.expert_targets import (
+    STACKED,
+    ExpertTargets,
+    check_experts,
+    check_variant,
+    take_experts,
+)
 from lorafleet.workers.lora.forms import AdapterForms, LinearForm
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.kinds.kind import Base, Kind, Target, tensor_shape
@@ -36,12 +43,14 @@ Infos = Mapping[str, TensorInfo]
 
 @dataclass(frozen=True, slots=True)
 class AdapterParts:
-    """targets: linears. biases, norms: the file's tensors by module. ranks: as served, 0 for what has no rank."""
+    """targets: linears. experts: by module. biases, norms: the file's tensors by module. ranks: as served, 0 for what
+    has no rank."""
 
     helper: PEFTHelper
     kind: Kind
     base: Base
     targets: list[Target]
+    experts: dict[str, ExpertTargets]
     biases: dict[str, str]
     norms: dict[str, str]
     vocabulary: Vocabulary
@@ -54,7 +63,8 @@ class AdapterParts:
         kind.check_config(helper)
         named = name_tensors(infos, kind.leaves, kind.shared, kind.label, base.layout, base.named)
         _check_saved_modules(helper, base)
-        targeted = [module for module in giving_way(base.layout.linears) if helper.targets(peft_name(module))]
+        experts = take_experts(helper, named, infos, base, max_rank)
+        targeted = _targeted_linears(helper, named, base)
         vocabulary = take_vocabulary(helper, named, infos, base, max_rank)
         norms = _take_norms(helper, named, infos, base)
         biases = _take_biases(helper, named, infos, base, targeted)
@@ -63,11 +73,15 @@ class AdapterParts:
             tensors = named.by_module.get(module)
             if tensors:
                 shape = base.layout.linears[module]
-                targets.append(Target(module, shape, tensors, named.shared, infos, helper, base, max_rank))
+                target = Target(module, shape, tensors, named.shared, infos, helper, base, max_rank)
+                target.known_as = targeted[module]
+                targets.append(target)
                 targets[-1].saved_bias = biases.get(module)
         ranks = {target.module: kind.check(target) for target in giving_way(targets)}
+        for of_layer in experts.values():
+            ranks |= check_experts(of_layer)
         _check_targets(targeted, named)
-        parts = cls(helper, kind, base, targets, biases, norms, vocabulary, ranks)
+        parts = cls(helper, kind, base, targets, experts, biases, norms, vocabulary, ranks)
         parts._check_tables()
         return parts
 
@@ -78,6 +92,8 @@ class AdapterParts:
         self.vocabulary.check_same(values)
         targets = [*self.targets, *([head.target] if head.target is not None else [])]
         for target in (*targets, *([embedding.target] if embedding.target is not None else [])):
+            target.values = values
+        for target in giving_way(target for of_layer in self.experts.values() for target in of_layer.targets()):
             target.values = values
         made = self.kind.forms(targets) if targets else AdapterForms()
         linears = dict(made.linears)
@@ -94,6 +110,7 @@ class AdapterParts:
             embedding=embedding_form(embedding, values, self.base),
             head=head_form(head, head_linear, values, self.base),
             norms={**made.norms, **{module: values[name] for module, name in self.norms.items()}},
+            experts={module: of_layer.form() for module, of_layer in giving_way(self.experts.items())},
             invocation_tokens=invocation_tokens(self.helper) if self.helper.method == "LORA" else (),
         )
 
@@ -117,7 +134,8 @@ def _check_saved_modules(helper: PEFTHelper, base: Base) -> None:
     """PEFT would replace a linear, or all that a larger module holds."""
     if not helper.modules_to_save:
         return
-    whole = [peft_name(module) for module in base.layout.linears]
+    experts = base.layout.experts
+    whole = [peft_name(module) for module in (*base.layout.linears, *(experts.modules if experts is not None else ()))]
     for module in (*whole, *_containers((*whole, *map(peft_name, base.layout.norms)))):
         if helper.saves(module):
             raise AdapterUnsupported(
@@ -152,7 +170,7 @@ def _take_norms(helper: PEFTHelper, named: NamedTensors, infos: Infos, base: Bas
 
 
 def _take_biases(
-    helper: PEFTHelper, named: NamedTensors, infos: Infos, base: Base, targeted: list[str]
+    helper: PEFTHelper, named: NamedTensors, infos: Infos, base: Base, targeted: Collection[str]
 ) -> dict[str, str]:
     if helper.bias == "none":
         return {}
@@ -180,7 +198,43 @@ def _check_vector(name: str, infos: Infos, size: int, base: Base) -> None:
         )
 
 
-def _check_targets(targeted: list[str], named: NamedTensors) -> None:
+def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> dict[str, str]:
+    """By module, what PEFT's patterns know it as. From transformers 5 on a router is no Linear layer, which
+    "all-linear" means, but a parameter that can be named."""
+    _check_parameters(helper, base)
+    targeted: dict[str, str] = {}
+    for module in giving_way(base.layout.linears):
+        names = [name for name in base.layout.peft_names(module) if helper.targets(name)]
+        parameter = f"{peft_name(module)}.weight"
+        if not names and helper.targets_parameter(parameter):
+            names = [parameter]
+            check_variant(helper)
+        if names:
+            targeted[module] = names[-1]
+    routers = [module for module in targeted if base.layout.is_router(module)]
+    if helper.all_linear and not any(router in named.by_module for router in routers):
+        targeted = {module: name for module, name in targeted.items() if module not in routers}
+    return targeted
+
+
+def _check_parameters(helper: PEFTHelper, base: Base) -> None:
+    """PEFT only warns about names that match nothing."""
+    layout = base.layout
+    served = {f"{peft_name(module)}.weight" for module in layout.linears}
+    if layout.experts is not None:
+        served |= {peft_name(f"{module}.{leaf}") for module in layout.experts.modules for leaf in STACKED}
+    others = {f"{peft_name(module)}.weight" for module in (*layout.norms, *TABLES)}
+    for name in helper.names("target_parameters"):
+        ending = (name, f".{name}")
+        matches = [one == name or one.endswith(ending[1]) for one in served]
+        if not any(matches) or any(one == name or one.endswith(ending[1]) for one in others):
+            raise AdapterUnsupported(
+                f"target_parameters has {shown(name)}; {base.named} has parameters of its linears and experts that can "
+                "be targeted so, and that name means none, or others too."
+            )
+
+
+def _check_targets(targeted: Collection[str], named: NamedTensors) -> None:
     """PEFT only warns about these two, and then serves the base's weights there."""
     missing = [module for module in targeted if not named.by_module.get(module)]
     if missing:

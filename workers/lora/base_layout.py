@@ -94,6 +94,9 @@ class BaseLayout:
             return True
         return self.experts is not None and self.experts.has(module)
 
+    def is_router(self, module: str) -> bool:
+        return self.experts is not None and f"{module.removesuffix('.gate')}.experts" in self.experts.modules
+
     def engine_name(self, module: str) -> str:
         """A module as the file calls it, without prefixes -> as it is called here."""
         return engine_name(module) if self.experts is not None and self.experts.is_mixtral else module

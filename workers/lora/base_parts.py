@@ -24,9 +24,10 @@ class BasePart:
 
 @dataclass(frozen=True, slots=True)
 class BaseParts:
-    """linears, norms: in the order of their tables' rows; norms by module path. norm_added: to the norms' weights as
-    checkpoints have them."""
+    """linears, norms, mixtures of experts: in the order of their tables' rows; norms and mixtures by module path.
+    norm_added: to the norms' weights as checkpoints have them."""
 
     linears: Sequence[BasePart]
     norms: Sequence[str] = ()
     norm_added: float = 0.0
+    mixtures: Sequence[str] = ()

@@ -73,6 +73,10 @@ class ExpertsForm:
     gate_up: StackedLowRank | None = None
     down: StackedLowRank | None = None
 
+    @property
+    def stacks(self) -> list[StackedLowRank]:
+        return [stack for stack in (self.gate_up, self.down) if stack is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:

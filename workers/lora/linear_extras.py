@@ -19,6 +19,7 @@ from lorafleet.kernels.extra_tables import ExtraTables, Int64s
 from lorafleet.kernels.kronecker import RECORD_FIELDS, KroneckerPart
 from lorafleet.kernels.linear_extras import LinearExtras
 from lorafleet.workers.lora.base_parts import BasePart, BaseParts
+from lorafleet.workers.lora.expert_extras import expert_tensors, write_addresses
 from lorafleet.workers.lora.extra_block import ExtraBlock
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.layer_weights import AffineWeights
@@ -32,7 +33,8 @@ def extra_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
         tensors |= _affine(i, part, [model.affines.get(name) for name in part.names])
         tensors |= _kroneckers(i, [model.kroneckers.get(name) for name in part.names])
     norms = {_norm(i): model.norms[name] for i, name in enumerate(base.norms) if name in model.norms}
-    return tensors | {name: weight_D + base.norm_added for name, weight_D in norms.items()}
+    tensors |= {name: weight_D + base.norm_added for name, weight_D in norms.items()}
+    return tensors | expert_tensors(model, base)
 
 
 def address_rows(extra: ExtraBlock, base: BaseParts, tables: ExtraTables) -> Int64s:
@@ -44,6 +46,7 @@ def address_rows(extra: ExtraBlock, base: BaseParts, tables: ExtraTables) -> Int
         address_V[tables.kronecker_row(i)] = extra.address(_record(i))
     for i in range(len(base.norms)):
         address_V[tables.norm_row(i)] = extra.address(_norm(i))
+    write_addresses(extra, base, tables, address_V)
     return address_V
 
 

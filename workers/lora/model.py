@@ -15,20 +15,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lorafleet.kernels.expert_lora import ExpertWeights, padded_rank
 from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.kronecker import KroneckerPart
 from lorafleet.workers.errors import AdapterUnsupported
 from lorafleet.workers.lora.casting import cast
 from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.forms import AdapterForms, Kronecker, LinearForm, LowRank
+from lorafleet.workers.lora.forms import (
+    AdapterForms,
+    ExpertsForm,
+    Kronecker,
+    LinearForm,
+    LowRank,
+    StackedLowRank,
+)
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.layer_weights import AffineWeights, LoRALayerWeights
 from lorafleet.workers.lora.quantising import fp8_scales, to_fp8
 from lorafleet.workers.lora.reader import read_adapter
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
+
+# What it has on a mixture's gate_up, and on its down.
+ExpertParts = tuple[ExpertWeights | None, ExpertWeights | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +59,24 @@ class LoRAModel:
     affines: Mapping[str, AffineWeights] = field(default_factory=dict)
     kroneckers: Mapping[str, KroneckerPart] = field(default_factory=dict)
     norms: Mapping[str, Tensor] = field(default_factory=dict)  # float32
+    experts: Mapping[str, ExpertParts] = field(default_factory=dict)
+    expert_rank: int = 0  # the largest; theirs are padded
 
     @property
     def rank(self) -> int:
         """The largest of the modules' ranks; 0 where the adapter has no A and B."""
-        return max((layer.rank for layer in self.modules.values()), default=0)
+        return max((self.expert_rank, *(layer.rank for layer in self.modules.values())))
 
     @property
     def target_modules(self) -> list[str]:
         """Leaf names, sorted."""
-        names = (*self.modules, *self.affines, *self.kroneckers, *self.norms)
+        stacked = [
+            leaf
+            for parts in self.experts.values()
+            for leaf, part in zip(("gate_up_proj", "down_proj"), parts, strict=True)
+            if part is not None
+        ]
+        names = (*self.modules, *self.affines, *self.kroneckers, *self.norms, *stacked)
         return sorted({module.rsplit(".", 1)[-1] for module in names})
 
     @classmethod
@@ -116,13 +136,17 @@ class LoRAModel:
             name,
             digest,
             modules,
-            sum(_num_bytes(form, dtype) for form in forms.linears.values()) + _norm_bytes(forms),
+            sum(_num_bytes(form, dtype) for form in forms.linears.values())
+            + _norm_bytes(forms)
+            + _expert_bytes(forms, dtype),
             read_s,
             time.perf_counter() - started - read_s,
             forms.invocation_tokens,
             affines,
             kroneckers,
             {norm: _vector(weight_D) for norm, weight_D in forms.norms.items()},
+            {module: _experts(form, dtype, sharding) for module, form in giving_way(forms.experts.items())},
+            max((stack.rank for form in forms.experts.values() for stack in form.stacks), default=0),
         )
 
 
@@ -169,6 +193,35 @@ def _kronecker(form: Kronecker, dtype: torch.dtype) -> KroneckerPart:
     """Of FP8 adapters in bfloat16: their bytes are few."""
     dtype = torch.bfloat16 if dtype == FP8 else dtype
     return KroneckerPart(cast(form.w1, dtype), cast(form.w2, dtype), form.scaling)
+
+
+def expert_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of FP8 adapters' A and B on experts: bfloat16."""
+    return torch.bfloat16 if dtype == FP8 else dtype
+
+
+def _experts(form: ExpertsForm, dtype: torch.dtype, sharding: AdapterSharding | None) -> ExpertParts:
+    """Divided as the experts are: gate_up by output, down by input."""
+    gate_up = down = None
+    if form.gate_up is not None:
+        b_EGOR = form.gate_up.b_EOR.unflatten(1, (2, -1))
+        own = slice(None) if sharding is None else sharding.shard.of_expert
+        gate_up = _stacked(form.gate_up, form.gate_up.a_EGRD, b_EGOR[:, :, own].flatten(1, 2), dtype)
+    if form.down is not None:
+        own = slice(None) if sharding is None else sharding.shard.of_expert
+        down = _stacked(form.down, form.down.a_EGRD[..., own], form.down.b_EOR, dtype)
+    return gate_up, down
+
+
+def _stacked(form: StackedLowRank, a_EGRD: Tensor, b_EOR: Tensor, dtype: torch.dtype) -> ExpertWeights:
+    dtype, missing = expert_dtype(dtype), padded_rank(form.rank) - form.rank
+    a_ECD = F.pad(a_EGRD.to(dtype), (0, 0, 0, missing)).flatten(1, 2)
+    return ExpertWeights(a_ECD.contiguous(), F.pad(b_EOR.to(dtype), (0, missing)).contiguous(), form.scaling_EG)
+
+
+def _expert_bytes(forms: AdapterForms, dtype: torch.dtype) -> int:
+    stacks = [stack for form in forms.experts.values() for stack in form.stacks]
+    return sum((stack.a_EGRD.numel() + stack.b_EOR.numel()) * expert_dtype(dtype).itemsize for stack in stacks)
 
 
 def _num_bytes(form: LinearForm, dtype: torch.dtype) -> int:

@@ -13,15 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.expert_lora import ExpertLoRA
 from lorafleet.kernels.lora_batch import TILE_TOKENS, LoRABatch, static_tile_counts
 from lorafleet.kernels.norm_slots import NormSlots
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
 from lorafleet.workers.lora.base_parts import BasePart, BaseParts
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.eviction import Credits, Demand
+from lorafleet.workers.lora.expert_extras import expert_weights
 from lorafleet.workers.lora.extra_block import ExtraBlock
 from lorafleet.workers.lora.extra_memory import ExtraMemory
 from lorafleet.workers.lora.linear_extras import address_rows, linear_extras, norm_weight
+from lorafleet.workers.lora.model import expert_dtype
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
 from lorafleet.workers.lora.pinned_memory import PIECE_BYTES
 from lorafleet.workers.models.decoder import DecoderModel
@@ -61,11 +64,12 @@ class LoRAModelManager:
         self._max_rank = config.max_lora_rank
         self.device = device
         linears = model.packed_linears()
-        norms = model.norms()
+        norms, mixtures = model.norms(), model.mixtures()
         self.base_parts = BaseParts(
             [BasePart(names, self.sharding.place(names), _on_cpu(linear.added_bias)) for names, linear in linears],
             [name for name, _ in norms],
             1.0 if model.config.norm_adds_one else 0.0,
+            [name for name, _ in mixtures],
         )
         self.extra_memory = ExtraMemory(config.extra_memory_bytes, device)
         self.slots = [Slot(i) for i in range(config.max_loras)]
@@ -74,7 +78,7 @@ class LoRAModelManager:
         self._of_digest: dict[str, Slot] = {}
         self.demand = Demand(config.cpu_loras)
         self._credits = Credits(self.demand)
-        self.tables = LoRATables(len(linears), config.max_loras, device, len(norms))
+        self.tables = LoRATables(len(linears), config.max_loras, device, len(norms), len(mixtures))
         self._linears: list[PackedLoRA] = []
         for i, (names, linear) in enumerate(linears):
             linear.lora = _packed_lora(i, names, self.sharding, self.tables)
@@ -85,6 +89,11 @@ class LoRAModelManager:
         for i, (_, norm) in enumerate(norms):
             norm.slots = NormSlots(i, self.tables)
             self._norms.append(norm.slots)
+        self._mixtures: list[tuple[ExpertLoRA, ExpertLoRA]] = []
+        for i, (_, mixture) in enumerate(mixtures):
+            up, down = (ExpertLoRA(i, k, self.tables, config.max_lora_rank, expert_dtype(dtype)) for k in range(2))
+            mixture.lora = up, down
+            self._mixtures.append(mixture.lora)
         self._stride = slot_bytes(self._linears, config.max_lora_rank, dtype)
         # One region a slot, so that any max_loras adapters fit without fragmentation and addresses never change.
         self._arena: torch.Tensor | None = None
@@ -248,6 +257,9 @@ class LoRAModelManager:
             linear.extras[index] = None if extra is None else linear_extras(extra, i)
         for i, norm in enumerate(self._norms):
             norm.set_slot(index, None if extra is None else norm_weight(extra, i))
+        for i, mixture in enumerate(self._mixtures):
+            for k, lora in enumerate(mixture):
+                lora.slots[index] = None if extra is None else expert_weights(extra, i, k)
 
     def _write_extras(self, slot: Slot) -> None:
         """The device tables' column, on the current stream."""

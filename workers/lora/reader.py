@@ -133,6 +133,9 @@ def _check_forms(forms: AdapterForms, loaded: LoadedTensors, dtype: torch.dtype)
     """What was computed must fit the serving dtype too; what is as it was read has been checked."""
     read = {id(tensor) for tensor in loaded.by_name.values()}
     limit = torch.finfo(_range_of(dtype)).max
+    for module, experts in forms.experts.items():
+        if any(stack.scaling_EG.abs().max() > limit for stack in experts.stacks):
+            raise AdapterMalformed(f"{module} has a scaling that overflows {dtype}.")
     tables = {"embed_tokens": forms.embedding, "lm_head": forms.head}
     everything: Mapping[str, LinearForm | VocabForm | None] = {**forms.linears, **tables}
     for module, form in giving_way(everything.items()):

@@ -247,6 +247,11 @@ class DecoderModel(nn.Module):
             ]
         return found
 
+    def mixtures(self) -> list[tuple[str, SparseMLP]]:
+        """Every mixture of experts, this rank's part, with its experts' module path."""
+        mlps = [(f"layers.{i}.mlp.experts", layer.mlp) for i, layer in enumerate(self.decoder_layers())]
+        return [(name, mlp) for name, mlp in mlps if isinstance(mlp, SparseMLP)]
+
     def norms(self) -> list[tuple[str, RMSNorm]]:
         """Every norm with its module path."""
         found = [

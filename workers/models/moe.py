@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lorafleet.kernels.affine import apply_affine
+from lorafleet.kernels.expert_lora import ExpertLoRA
 from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.moe import experts_mlp, route
@@ -19,7 +20,8 @@ from lorafleet.workers.models.layers import PackedLinear, parameter
 
 
 class SparseMLP(nn.Module):
-    """gate_up_E2ID: of each expert the rows of its gate_proj, then of its up_proj."""
+    """gate_up_E2ID: of each expert the rows of its gate_proj, then of its up_proj. lora: of gate_up and of down; None
+    until adapters are enabled."""
 
     def __init__(self, hidden_size: int, experts: ExpertsConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -29,7 +31,12 @@ class SparseMLP(nn.Module):
         self.gate_up_E2ID = parameter(experts.count, 2 * inner, hidden_size, dtype=dtype, device=device)
         self.down_EDI = parameter(experts.count, hidden_size, inner, dtype=dtype, device=device)
 
-    def forward(self, x_TD: Tensor, lora: LoRABatch | None) -> LinearOutput:
-        logits_TE = apply_affine(self.gate(x_TD, lora))
+        self.lora: tuple[ExpertLoRA, ExpertLoRA] | None = None
+
+    def forward(self, x_TD: Tensor, batch: LoRABatch | None) -> LinearOutput:
+        logits_TE = apply_affine(self.gate(x_TD, batch))
         routing = route(logits_TE, self.experts.per_token, self.experts.sums_to_one)
-        return LinearOutput(experts_mlp(x_TD, routing, self.gate_up_E2ID, self.down_EDI))
+        adapters = None
+        if batch is not None and batch.has_experts and self.lora is not None:
+            adapters = self.lora[0].in_step(batch), self.lora[1].in_step(batch)
+        return LinearOutput(experts_mlp(x_TD, routing, self.gate_up_E2ID, self.down_EDI, adapters))

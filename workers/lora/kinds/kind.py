@@ -43,7 +43,7 @@ class Base:
 class Target:
     """A module that the adapter targets. tensors, shared: the file's names by leaf, of the module and of what all
     modules share. values: by name, once they are read. saved_bias, saved_weight: the adapter's own in the
-    place of the base's."""
+    place of the base's. known_as: what PEFT's patterns know it as, where it is not the module."""
 
     module: str
     shape: tuple[int, int]  # (in, out)
@@ -56,10 +56,11 @@ class Target:
     values: Mapping[str, Tensor] = field(default_factory=dict)
     saved_bias: str | None = None
     saved_weight: str | None = None
+    known_as: str = ""
 
     @property
     def peft_name(self) -> str:
-        return peft_name(self.module)
+        return self.known_as or peft_name(self.module)
 
     @property
     def rank(self) -> int:
