@@ -1,5 +1,6 @@
-"""Adapters on experts as an ExtraBlock's tensors, for each of a mixture's two linears a record and what it points to; and
-from there back to the torch twin's tensors."""
+"""Adapters on experts as an ExtraBlock's tensors, for each of a mixture's two linears a record and what it points to;
+and from there back to the torch twin's tensors.
+"""
 
 from __future__ import annotations
 

@@ -79,6 +79,8 @@ def merge(
         raise AdapterUnsupported(
             "an activated LoRA (aLoRA) changes the base from its invocation on only; merged always."
         )
+    if forms.experts:
+        raise AdapterUnsupported(f"it changes {min(forms.experts)}, and adapters on experts are not merged yet.")
     plan = _Plan(base)
     for module, form in forms.linears.items():
         _plan_linear(plan, module, form)

@@ -36,6 +36,10 @@ class PlainLoRA:
             raise AdapterUnsupported("an activated LoRA (aLoRA) works from its invocation on only; a plain one always.")
         if forms.norms:
             raise AdapterUnsupported(f"it replaces the norm {min(forms.norms)}, which a plain LoRA cannot hold.")
+        if forms.experts:
+            raise AdapterUnsupported(
+                f"it changes {min(forms.experts)}, all experts of which have matrices of their own."
+            )
         modules = {name: _of_linear(name, form) for name, form in forms.linears.items()}
         for name, form in ((EMBEDDING, forms.embedding), (HEAD, forms.head)):
             if form is not None:

@@ -280,7 +280,7 @@ CASES: dict[str, tuple[Damage, type[AdapterError], str]] = {
     ),
     "layer of a larger model": (renamed("layers.2.", "layers.40."), AdapterMismatch, "layers.40"),
     "module of another family": (renamed("q_proj", "query_key_value"), AdapterMismatch, "query_key_value"),
-    "experts": (renamed("self_attn.q_proj", "mlp.experts.0.w1"), AdapterUnsupported, "mixture of experts"),
+    "experts": (renamed("self_attn.q_proj", "mlp.experts.0.w1"), AdapterMismatch, "mlp.experts.0.w1"),
     "ranks of A and B differ": (tensor_is("lora_B.weight", lambda t: t[:, :3]), AdapterMalformed, "rank 3 in lora_B"),
     "wrong input size": (tensor_is("lora_A.weight", lambda t: t[:, :16]), AdapterMismatch, "[4, 16]"),
     "wrong output size": (tensor_is("lora_B.weight", lambda t: t.repeat(2, 1)), AdapterMismatch, "[64, 4]"),
