@@ -19,12 +19,13 @@ LoRADType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 MAX_LORAS_BOUND = 4096  # a slot has a row in the device tables of every linear even while it is empty
 MAX_RANK_BOUND = 4096  # a rank beyond the hidden size is of no use; the kernels' tiles are sized by it
 
-# What can be done instead of setting a field that has no effect yet.
+# What can be done instead of setting a field that has no effect.
 _WITHOUT_EFFECT = {
     "bias_enabled": "adapters with a bias are not served yet. Leave it false.",
     "lora_extra_vocab_size": "adapters that add tokens are not served yet. Leave it 0.",
-    "long_lora_scaling_factors": "rope scaling by adapter is not served yet. Leave it unset, and set the base model's "
-    "rope scaling in its config.json.",
+    "long_lora_scaling_factors": "the length of the context and the angles of all keys are the base's here, not each "
+    "adapter's, as in vLLM since it removed this field. Leave it unset, and serve adapters that were trained with "
+    "another rope scaling from a server of their own, with that scaling in the base's config.json.",
 }
 
 
