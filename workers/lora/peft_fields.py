@@ -49,7 +49,7 @@ _LORA_HARMLESS = (
 )
 _LORA_FEATURES = {
     "arrow_config": "Arrow routing between adapters",
-    "context_length": "a context of the adapter's own, by a rope scaling that the base has not (long_lora_scaling_factors),",
+    "context_length": "a rope scaling of the adapter's own (long_lora_scaling_factors), which the base has not,",
     "enable_lora": "the merged linear layers of 2023",
     "layer_replication": "layer replication",
     "monteclora_config": "MonteCLoRA, which samples its weights",

@@ -15,7 +15,7 @@ from lorafleet.kernels.expert_lora import ExpertLoRA
 from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.moe import experts_mlp, route
-from lorafleet.workers.checkpoint import ExpertsConfig
+from lorafleet.workers.model_families import ExpertsConfig
 from lorafleet.workers.models.layers import PackedLinear, parameter
 
 

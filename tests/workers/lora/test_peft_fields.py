@@ -43,5 +43,5 @@ def test_a_method_without_a_serving_form_is_refused_by_name(method: str) -> None
 
 
 def test_a_context_of_the_adapters_own_is_refused_with_its_reason() -> None:
-    with pytest.raises(AdapterUnsupported, match="rope scaling that the base has not.*context_length=32768"):
+    with pytest.raises(AdapterUnsupported, match=r"a rope scaling of the adapter.s own.*context_length=32768"):
         check_fields({"peft_type": "LORA", "context_length": 32768})
