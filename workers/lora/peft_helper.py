@@ -23,6 +23,8 @@ from lorafleet.workers.lora.strict_json import read_json_object, shown
 DEFAULT_TARGETS = ("q_proj", "v_proj", "qkv_proj")
 MAX_ENTRIES = 16_384  # of a list or a pattern table; a 126-layer model has 882 linears
 
+MAX_SAVED = 1024  # modules_to_save; a 126-layer model has 253 norms
+
 _LORA_TARGETS = frozenset({"LORA", "ADALORA", "LOHA", "LOKR", "VERA", "VBLORA", "HRA", "MISS", "DELORA", "GRALORA"})
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
@@ -97,12 +99,16 @@ class PEFTHelper:
 
     def integer(self, name: str, default: int) -> int:
         value = self.fields.get(name, default)
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value < 1 << 63:
             raise AdapterMalformed(f"{name} is {shown(value)}; it must be an integer of at least 0.")
         return value
 
     def is_set(self, name: str) -> bool:
         return not is_unset(self.fields.get(name))
+
+    def has_object(self, name: str) -> bool:
+        """Of a nested config: an empty one counts, since PEFT fills it with defaults."""
+        return isinstance(self.fields.get(name), dict)
 
     def pattern(self, name: str) -> Pattern:
         """Of a key that holds one string."""
@@ -146,7 +152,7 @@ class PEFTHelper:
         return self.target_modules.has_ending(module) and self._is_chosen_layer(module)
 
     def _excludes(self, module: str) -> bool:
-        if any(saved and saved in _segment_runs(module) for saved in self.modules_to_save):
+        if self.modules_to_save and not _segment_runs(module).isdisjoint(self.modules_to_save):
             return True
         if isinstance(self.exclude_modules, Pattern):
             return self.exclude_modules.fullmatch(module, self.budget)
@@ -238,6 +244,8 @@ def _saved(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     names = _names(value, "modules_to_save")
+    if len(names) > MAX_SAVED:
+        raise AdapterMalformed(f"modules_to_save has {len(names)} entries; at most {MAX_SAVED} are read.")
     odd = next((name for name in names if not _MODULE_NAME.fullmatch(name)), None)
     if odd is not None:
         raise AdapterMalformed(f"modules_to_save has {shown(odd)}, which is no name of a module.")

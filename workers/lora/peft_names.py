@@ -25,6 +25,9 @@ TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
 TOKEN_BASE = "token_adapter.base_layer.weight"
 _OF_ANY_KIND = (TOKEN_BASE, TOKEN_ROWS, BASE_COPY, BASE_BIAS, SAVED, SAVED_BIAS)
 
+# As PEFT's own model calls it within; both load.
+_ALIASES = {"lora_magnitude_vector.weight": "lora_magnitude_vector"}
+
 # "base_model.model." once is normal; "language_model." is a multimodal checkpoint's name for the same decoder.
 _PREFIX = re.compile(r"(?:base_model\.model\.|model\.|language_model\.)*+")
 
@@ -60,7 +63,8 @@ def name_tensors(
 ) -> NamedTensors:
     """Every tensor of the file. leaves, shared, label: the kind's. base: what messages call the base. Raises for the
     first that cannot be served."""
-    pattern = _leaf_pattern((*leaves, *_OF_ANY_KIND))
+    aliases = [alias for alias, leaf in _ALIASES.items() if leaf in leaves]
+    pattern = _leaf_pattern((*leaves, *aliases, *_OF_ANY_KIND))
     named = NamedTensors()
     for name in giving_way(names):
         common = name.removeprefix("base_model.")
@@ -74,6 +78,7 @@ def name_tensors(
         if not layout.targetable(module):
             raise _unknown_module(name, module, layout, base)
         leaf = match["leaf"].replace(".default", "")
+        leaf = _ALIASES.get(leaf, leaf)
         _put(named.by_module.setdefault(module, {}), leaf, name, module)
     if not named.by_module:
         raise AdapterMalformed("the weights file has no tensors, so the adapter would do nothing.")

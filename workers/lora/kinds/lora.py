@@ -25,19 +25,20 @@ EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 DIAG = "lora_diag"
 VELORA = "lora_velora_embed"  # of its backward pass alone
 
+KASA = "kasa_config"
 # PEFT's variants of a LoRA layer; it has no class for two at once.
-_VARIANTS = ("use_dora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "velora_config")
+_VARIANTS = ("use_dora", "use_bdlora", "alora_invocation_tokens", KASA, "velora_config")
 
 
 def check_config(helper: PEFTHelper) -> None:
     mutated_base.check_init(helper)
-    variants = [name for name in _VARIANTS if helper.is_set(name) or (name == "kasa_config" and has_kasa(helper))]
+    variants = [name for name in _VARIANTS if helper.is_set(name) or helper.has_object(name)]
     if helper.fields.get("init_lora_weights") == "mica":
         variants.append("init_lora_weights='mica'")
-    if has_kasa(helper) and mutated_base.is_named(helper):
-        variants.append("init_lora_weights")
     if len(variants) > 1:
         raise AdapterUnsupported(f"{' with '.join(variants)} is not served, and PEFT 0.21 does not know it either.")
+    if helper.has_object(KASA) and mutated_base.is_named(helper):
+        raise AdapterUnsupported("kasa_config with an init_lora_weights that changes the base is not served.")
     if helper.flag("lora_bias") and (
         helper.flag("use_dora") or isinstance(helper.fields.get("init_lora_weights"), str)
     ):
@@ -49,11 +50,6 @@ def check_config(helper: PEFTHelper) -> None:
             "activated LoRA (alora_invocation_tokens) with biases, modules_to_save or trained tokens is not served: "
             "those would be in force before the invocation too."
         )
-
-
-def has_kasa(helper: PEFTHelper) -> bool:
-    """An empty kasa_config counts: PEFT fills it with defaults."""
-    return isinstance(helper.fields.get("kasa_config"), dict)
 
 
 def invocation_tokens(helper: PEFTHelper) -> tuple[int, ...]:
@@ -70,13 +66,13 @@ def check(target: Target) -> int:
     wanted = {
         B_BIAS: helper.flag("lora_bias"),
         MAGNITUDE: helper.flag("use_dora"),
-        DIAG: has_kasa(helper),
-        VELORA: helper.is_set("velora_config"),
+        DIAG: helper.has_object(KASA),
+        VELORA: helper.has_object("velora_config"),
     }
     extra = [leaf for leaf, is_wanted in wanted.items() if is_wanted]
     target.expect_leaves(A, B, *extra)
     inputs, outputs = target.shape
-    if helper.is_set("use_bdlora"):
+    if helper.has_object("use_bdlora"):
         block_diagonal.check(target, A, B)
     else:
         check_pair(target, A, B, rank)
@@ -86,7 +82,7 @@ def check(target: Target) -> int:
         target.expect(MAGNITUDE, outputs)
     if DIAG in extra:
         target.expect(DIAG, rank)
-    if not mutated_base.mutates(helper):
+    if not mutated_base.mutates(helper) or target.saved_weight is not None:
         return rank
     mutated_base.check_rank(target)
     return min(2 * rank, inputs, outputs)
@@ -105,10 +101,10 @@ def form(target: Target) -> LinearForm:
 
 
 def _pair(target: Target) -> tuple[Tensor, Tensor]:
-    if target.helper.is_set("use_bdlora"):
+    if target.helper.has_object("use_bdlora"):
         return block_diagonal.pair(target, A, B)
     a_RD, b_OR = target.value(A), target.value(B)
-    if has_kasa(target.helper):
+    if target.helper.has_object(KASA):
         return target.float32(DIAG).unsqueeze(1) * a_RD.float(), b_OR
     return a_RD, b_OR
 

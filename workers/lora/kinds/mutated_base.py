@@ -63,7 +63,7 @@ def is_named(helper: PEFTHelper) -> bool:
 
 
 def mutates(helper: PEFTHelper) -> bool:
-    return is_named(helper) or isinstance(helper.fields.get("kasa_config"), dict)
+    return is_named(helper) or helper.has_object("kasa_config")
 
 
 def check_rank(target: Target) -> None:
@@ -75,7 +75,10 @@ def check_rank(target: Target) -> None:
 
 
 def removed(target: Target, scaling: float) -> list[LowRank]:
-    """What PEFT takes from W, as pairs to add."""
+    """What PEFT takes from W, as pairs to add. A head's weight in the file is what was left of it, and PEFT loads that
+    last."""
+    if target.saved_weight is not None:
+        return []
     pairs = []
     init = _init(target.helper)
     if init == "pissa":
@@ -84,7 +87,7 @@ def removed(target: Target, scaling: float) -> list[LowRank]:
         pairs.append(_span(target.base_weight(), target.rank, largest=True))
     elif init == "olora":
         pairs.append(_first_columns(target.base_weight(), target.rank, scaling))
-    if isinstance(target.helper.fields.get("kasa_config"), dict):
+    if target.helper.has_object("kasa_config"):
         pairs.append(_span(target.base_weight(), target.rank, largest=False))
     return pairs
 

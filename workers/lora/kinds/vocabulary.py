@@ -21,6 +21,7 @@ from lorafleet.workers.lora.forms import LinearForm, LowRank, VocabForm
 from lorafleet.workers.lora.kinds.dora import CHUNK_VALUES, row_scale
 from lorafleet.workers.lora.kinds.kind import Base, Target, on, tensor_shape
 from lorafleet.workers.lora.kinds.lora import EMBEDDING_A, EMBEDDING_B, MAGNITUDE
+from lorafleet.workers.lora.kinds.mutated_base import mutates
 from lorafleet.workers.lora.kinds.trained_tokens import ROWS, token_rows, trained_tokens
 from lorafleet.workers.lora.peft_helper import PEFTHelper
 from lorafleet.workers.lora.peft_names import BASE_COPY, SAVED, TOKEN_BASE, TOKEN_ROWS, NamedTensors
@@ -81,6 +82,11 @@ def take_vocabulary(
     _share(tables, tied, saved)
     if tied and HEAD in tokens and tables[HEAD].rows is None:
         tables[HEAD].rows = tables[EMBEDDING].rows
+    if tied and tables[HEAD].target is not None and tables[HEAD].tensor is None and mutates(helper):
+        raise AdapterUnsupported(
+            f"init_lora_weights or kasa_config changes the base, and on a {HEAD} that is tied to the embedding that is "
+            "not served without what was left of them: save the adapter with save_embedding_layers=True."
+        )
     vocabulary = Vocabulary(_check_size(tables, infos, base), tables, () if same is None else (same,))
     _check_parts(vocabulary, infos, base)
     return vocabulary
@@ -174,7 +180,7 @@ def check_embedding(target: Target) -> int:
     target.expect_leaves(EMBEDDING_A, EMBEDDING_B, *([MAGNITUDE] if dora else []))
     tokens, hidden = target.shape
     for key in ("lora_bias", "use_bdlora", "kasa_config", "alora_invocation_tokens"):
-        if target.helper.is_set(key):
+        if target.helper.is_set(key) or target.helper.has_object(key):
             raise AdapterUnsupported(f"{key} with LoRA on {EMBEDDING}: PEFT 0.21 refuses it too.")
     target.expect(EMBEDDING_A, target.rank, tokens)
     target.expect(EMBEDDING_B, hidden, target.rank)

@@ -125,6 +125,11 @@ INEXACT: dict[str, tuple[PeftConfig, dict[str, object], str]] = {
     "rsLoRA in AdaLoRA": (KINDS["AdaLoRA"], {"use_rslora": True}, "rsLoRA in AdaLoRA, which PEFT does not read"),
     "DoRA in AdaLoRA": (KINDS["AdaLoRA"], {"use_dora": True}, "DoRA in AdaLoRA"),
     "tokens past the end": (KINDS["tokens alone"], {"token_indices": [3, 64]}, "token 64 is trained"),
+    "tokens over a changed base": (
+        lora(trainable_token_indices=[1], target_modules=["lm_head"]),
+        {"init_lora_weights": "olora"},
+        "save_embedding_layers=True",
+    ),
     "two ties": (
         lora(trainable_token_indices={"embed_tokens": [1], "lm_head": [2]}),
         {"ensure_weight_tying": True},
