@@ -21,7 +21,7 @@ from lorafleet.workers.lora.forms import ExpertsForm, StackedLowRank
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.kinds import mutated_base
 from lorafleet.workers.lora.kinds.kind import Base, Target
-from lorafleet.workers.lora.kinds.lora import A, B, has_kasa
+from lorafleet.workers.lora.kinds.lora import KASA, A, B
 from lorafleet.workers.lora.kinds.pairs import check_pair
 from lorafleet.workers.lora.peft_helper import PEFTHelper
 from lorafleet.workers.lora.peft_names import NamedTensors
@@ -154,7 +154,7 @@ def _check_present(modules: Sequence[str], named: NamedTensors) -> None:
 def check_variant(helper: PEFTHelper) -> None:
     """Raises for what PEFT cannot do on parameters, and is not served on experts of either layout."""
     variant = next((name for key, name in _VARIANTS.items() if helper.is_set(key)), None)
-    if variant is None and has_kasa(helper):
+    if variant is None and helper.has_object(KASA):
         variant = "KaSA"
     if variant is None and helper.method != "LORA":
         variant = helper.method
