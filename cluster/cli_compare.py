@@ -50,7 +50,8 @@ def compare(
             raise InvalidRequest(f"--baseline is {baseline!r}; it can be base, {', '.join(named)}.")
         if url is not None and (device != "auto" or dtype is not None):
             raise InvalidRequest("--device and --dtype are a running server's own; leave them out with --url.")
-        questions = Questions(read_examples(prompts or DEMO_PROMPTS), read_examples(retention or DEMO_RETENTION))
+        kept = retention or (DEMO_RETENTION if prompts is None else None)
+        questions = Questions(read_examples(prompts or DEMO_PROMPTS), [] if kept is None else read_examples(kept))
         if out is not None and not out.parent.is_dir():
             raise InvalidRequest(f"--out: there is no folder {out.parent}.")
         with ExitStack() as stack:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lorafleet.workers.errors import AdapterMalformed
@@ -21,7 +21,15 @@ from lorafleet.workers.tools.peft_files import PEFTFiles, load_tensors
 REMOVED_FIELDS = ("enable_lora", "merge_weights")  # of 2023; without effect where they are unset or false
 
 _PREFIX = re.compile(r"(?:base_model\.model\.|base_model\.|model\.|language_model\.)*+")
-_ADAPTER_NAME = re.compile(r"\.default(?=\.|$)")
+# What PEFT leaves out when it saves, and who saves a state dict himself leaves in: the adapter's name, behind the leaf.
+_NAMED_LEAF = re.compile(
+    r"\.(?P<leaf>lora_(?:[ABE]|embedding_[AB]|magnitude_vector)|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|ia3_l|vera_lambda_[bd])"
+    r"\.(?!weight$|bias$)(?P<adapter>[\w-]+)(?=\.weight$|\.bias$|$)"
+)
+_TARGET = re.compile(r"base_model\.model\.(?P<module>.+)\.(?:lora|hada|lokr|ia3|vera_lambda)_\w+(?:\.weight|\.bias)?")
+_SAVED_MODULE = re.compile(r"\.modules_to_save\.[\w-]+\.(?=weight$|bias$)")
+_MULTIMODAL = "language_model."
+_NAMES_OF_MODULES = ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern")
 _LEAF_WITHOUT_WEIGHT = re.compile(r"\.(lora_embedding_[AB]|lora_magnitude_vector)\.weight$")
 _OF_THE_MODEL = re.compile(r"(layers\.\d+|embed_tokens|norm)\.")
 
@@ -35,6 +43,7 @@ def read_layout(path: Path) -> PEFTFiles:
     with open_weights(folder) as file:
         tensors = load_tensors(read_weights(file, hashlib.sha256()), file.name)
         changes = [f"{BIN_NAME} -> safetensors"] if file.name == BIN_NAME else []
+    _check_one_adapter(tensors)
     names = {name: saved_name(name) for name in tensors}
     _check_distinct(names)
     renamed = sum(old != new for old, new in names.items())
@@ -45,17 +54,43 @@ def read_layout(path: Path) -> PEFTFiles:
     if dropped:
         changes.append(f"adapter_config.json: dropped {', '.join(map(shown, dropped))}")
     today = {name: value for name, value in config.items() if name not in dropped}
+    if any(_MULTIMODAL in name for name in tensors):
+        today = _of_the_decoder(today, names.values())
     return PEFTFiles(today, {names[name]: tensor for name, tensor in tensors.items()}, changes)
 
 
 def saved_name(name: str) -> str:
     """As PEFT 0.21 would save this tensor of a decoder. A name that is no decoder's stays."""
     match = _PREFIX.match(name)
-    rest = _ADAPTER_NAME.sub("", name[match.end() if match else 0 :])
+    rest = _NAMED_LEAF.sub(r".\g<leaf>", name[match.end() if match else 0 :])
+    rest = _SAVED_MODULE.sub(".", rest)
     rest = _LEAF_WITHOUT_WEIGHT.sub(r".\1", rest)
     if _OF_THE_MODEL.match(rest):
         return f"base_model.model.model.{rest}"
     return f"base_model.model.{rest}" if rest.startswith("lm_head.") else name
+
+
+def _check_one_adapter(names: Iterable[str]) -> None:
+    found = {match["adapter"] for match in map(_NAMED_LEAF.search, names) if match is not None}
+    if len(found) > 1:
+        raise AdapterMalformed(f"the weights file has tensors of several adapters: {', '.join(sorted(found))}.")
+
+
+def _of_the_decoder(config: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
+    """A multimodal model's config, for its decoder alone: a regular expression that looks for "language" finds nothing
+    there, so the modules are listed."""
+    today = dict(config)
+    for key in _NAMES_OF_MODULES:
+        value = today.get(key)
+        if isinstance(value, list):
+            today[key] = [one.replace(_MULTIMODAL, "") if isinstance(one, str) else one for one in value]
+        elif isinstance(value, dict):
+            today[key] = {name.replace(_MULTIMODAL, ""): one for name, one in value.items()}
+    if isinstance(config.get("target_modules"), str) and config["target_modules"] != "all-linear":
+        matches = map(_TARGET.fullmatch, names)
+        today["target_modules"] = sorted({match["module"] for match in matches if match is not None})
+        today["exclude_modules"] = None
+    return today
 
 
 def _check_distinct(names: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ from tests.workers.tools.conftest import assert_same_deltas, deltas, load_base, 
 
 LAYOUTS = {
     "with the adapter's name": lambda name: name.replace(".weight", ".default.weight"),
+    "with another adapter's name": lambda name: name.replace(".weight", ".my-sql.weight"),
     "without a prefix": lambda name: name.removeprefix("base_model.model.model."),
     "without base_model": lambda name: name.removeprefix("base_model.model."),
     "doubled prefix": lambda name: f"base_model.model.{name}",
@@ -32,6 +33,27 @@ def test_other_key_layouts_become_pefts_own(base, make_adapter, tmp_path, layout
     assert load_file(tmp_path / "out" / "adapter_model.safetensors").keys() == names
     assert_same_deltas(wanted, deltas(base, tmp_path / "out"), atol=0)
     assert "renamed" in done.changes[0]
+
+
+def test_a_multimodal_models_adapter_targets_the_decoders_modules(base, make_adapter, tmp_path):
+    source = make_adapter(target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 2})
+    wanted = deltas(base, source)
+    rewrite(source, lambda n, t: (n.replace("model.layers", "model.language_model.layers"), t))
+    of_all = {
+        "rank_pattern": {"model.language_model.layers.0.mlp.up_proj": 2, "language_model.layers.1.mlp.up_proj": 2}
+    }
+    for i, targets in enumerate(
+        (r".*language.*\.(q_proj|up_proj)", ["language_model.layers.0.self_attn.q_proj", "q_proj", "up_proj"])
+    ):
+        convert(set_config(source, target_modules=targets, **of_all), tmp_path / f"out{i}", None)
+        assert_same_deltas(wanted, deltas(base, tmp_path / f"out{i}"), atol=0)
+
+
+def test_tensors_of_two_adapters_are_not_mixed_up(make_adapter, tmp_path):
+    source = make_adapter()
+    rewrite(source, lambda n, t: (n.replace(".weight", ".a.weight" if "lora_A" in n else ".b.weight"), t))
+    with pytest.raises(AdapterMalformed, match="several adapters: a, b"):
+        convert(source, tmp_path / "out", None)
 
 
 def test_legacy_bin_with_a_config_of_2023_becomes_safetensors(base, make_adapter, tmp_path):
