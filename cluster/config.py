@@ -154,7 +154,9 @@ class AppArgs(BaseModel):
         description="GPU memory for what adapters in slots have besides A and B: vectors, norms, vocabulary tables.",
     )
     bias_enabled: bool = Field(False, description="Without effect in this version: refused when set.")
-    lora_extra_vocab_size: int = Field(0, description="Without effect in this version: refused when set.")
+    lora_extra_vocab_size: int | None = Field(
+        None, description="The most tokens that an adapter may add to the base's vocabulary; default: no limit."
+    )
     long_lora_scaling_factors: list[float] | None = Field(
         None, description="Without effect in this version: refused when set."
     )

@@ -2,8 +2,9 @@
 
 A row is one vector, or record, of one linear or norm of the model; the tables say for each slot at which address of the
 device it lies, 0 where the slot has none. Rows: of each linear its output's scale and its bias, side by side; then the
-norms' weights; then the linears' Kronecker records (kernels/kronecker.py); then two records for each mixture of
-experts, for its gate_up and its down (kernels/expert_lora.py). Nothing here holds the memory.
+norms' weights; then the embedding's record (kernels/slot_embedding.py); then the linears' Kronecker records
+(kernels/kronecker.py); then two records for each mixture of experts, for its gate_up and its down
+(kernels/expert_lora.py). Nothing here holds the memory.
 """
 
 # V rows · S slots · T tokens
@@ -24,7 +25,8 @@ class ExtraTables:
         self, num_linears: int, num_norms: int, max_loras: int, device: torch.device, num_mixtures: int = 0
     ) -> None:
         self._num_linears = num_linears
-        self.num_by_token = 2 * num_linears + num_norms  # the rows that readers look up by token
+        self.embedding_row = 2 * num_linears + num_norms
+        self.num_by_token = self.embedding_row + 1  # the rows that readers look up by token
         num_rows = self.num_by_token + num_linears + 2 * num_mixtures
         self.address_VS = torch.zeros(num_rows, max_loras, dtype=torch.int64, device=device)
         self.kronecker_slots: set[int] = set()  # the host's own copy

@@ -139,6 +139,11 @@ class LoRABatch:
         assert self._address_VT is not None, "begin() comes before the first norm"
         return self._address_VT[self.extras.norm_row(norm)]
 
+    def embedding_addresses(self) -> Tensor:
+        """int64 [T], on the device: kernels/slot_embedding.py."""
+        assert self._address_VT is not None, "begin() comes before the embedding"
+        return self._address_VT[self.extras.embedding_row]
+
     @classmethod
     def build(
         cls,

@@ -31,12 +31,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """num_rows: of the graph. logits_BW: DecoderModel.logits; valid, as the tokens are, until the next step."""
+    """num_rows: of the graph. hidden_BD: the model's output, logits_BW: DecoderModel.logits of it; valid, as the tokens
+    are, until the next step."""
 
     num_rows: int
     graph: torch.cuda.CUDAGraph
     attention: AttentionBackend
     lora: LoRABatch | None
+    hidden_BD: Tensor
     logits_BW: Tensor
 
 
@@ -100,8 +102,11 @@ class DecodeGraphs:
         needed = count_tiles(lora_slots, size)
         return self._graphs[size, min(tiles for at, tiles in self._graphs if at == size and tiles >= needed)]
 
-    def run(self, decode: DecodeGraph, batch: AttentionBatch, lora_slots: list[int], slot_ranks: list[int]) -> Tensor:
-        """DecoderModel.logits, a row a sequence; greedy tokens are in StepInputs.sampled_B. The inputs are uploaded.
+    def run(
+        self, decode: DecodeGraph, batch: AttentionBatch, lora_slots: list[int], slot_ranks: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The model's output and DecoderModel.logits of it, a row a sequence; greedy tokens are in
+        StepInputs.sampled_B. The inputs are uploaded.
 
         lora_slots: of each sequence, or BASE_SLOT. slot_ranks: of every slot, LoRAModelManager.ranks.
         """
@@ -118,15 +123,15 @@ class DecodeGraphs:
             decode.lora.fill(lora_slots, slot_ranks)
         self._inputs.mark_copied()
         decode.graph.replay()
-        return decode.logits_BW[:num_seqs]
+        return decode.hidden_BD[:num_seqs], decode.logits_BW[:num_seqs]
 
     def _capture(self, size: int, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
         attention.plan(AttentionBatch([1] * size, [1] * size, [[self._trash]] * size))
         self._inputs.fill_with_padding(size)
         inputs = self._inputs.tensors(size)
 
-        def forward() -> Tensor:
-            hidden_BD = self._model(
+        def forward() -> tuple[Tensor, Tensor]:
+            hidden_BD: Tensor = self._model(
                 inputs.tokens(),
                 inputs.position_T,
                 inputs.rope_length_T,
@@ -138,7 +143,7 @@ class DecodeGraphs:
             # In the model's dtype: a copy to float32, which the largest one does not need, takes 100 us at 256 rows.
             logits_BW = self._model.logits(hidden_BD)
             self._inputs.sampled_B[:size].copy_(greedy_of_ranks(logits_BW, self._model.group))
-            return logits_BW
+            return hidden_BD, logits_BW
 
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._side):
@@ -146,5 +151,5 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Only this thread: NCCL has one that asks for events meanwhile, which a capture would otherwise not bear.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
-            logits_BW = forward()
-        return DecodeGraph(size, graph, attention, lora, logits_BW)
+            hidden_BD, logits_BW = forward()
+        return DecodeGraph(size, graph, attention, lora, hidden_BD, logits_BW)

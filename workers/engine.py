@@ -71,7 +71,8 @@ class Engine:
         self._check(request)
         params, prompt = request.params, request.prompt_token_ids
         room = self.hello.max_model_len - len(prompt)
-        eos = () if params.ignore_eos else self.hello.eos_token_ids
+        own = request.vocabulary
+        eos = self.hello.eos_token_ids if own is None else own.eos_token_ids
         sequence = Sequence(
             request_id=request.request_id,
             tokens=list(prompt),
@@ -81,7 +82,8 @@ class Engine:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             lora=request.lora,
             prompt_logprobs=[] if params.prompt_logprobs is not None else None,
-            stop_ids=frozenset(eos) | frozenset(params.stop_token_ids or ()),
+            stop_ids=frozenset(() if params.ignore_eos else eos) | frozenset(params.stop_token_ids or ()),
+            own_vocabulary=own is not None,
             group=self._admission.join(request),
             tier=self.loras.count_request(request.lora) if self.loras and request.lora else "",
         )
@@ -201,13 +203,13 @@ class Engine:
                 f"{limit}. Shorten the prompt to at most {limit - 1} tokens, or raise max_model_len.",
                 "prompt",
             )
-        if min(prompt) < 0 or max(prompt) >= self.hello.vocab_size:
-            wrong = next(t for t in prompt if not 0 <= t < self.hello.vocab_size)
+        vocab_size = self.hello.vocab_size if request.vocabulary is None else request.vocabulary.size
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            wrong = next(t for t in prompt if not 0 <= t < vocab_size)
             raise InvalidRequest(
-                f"the prompt has token id {wrong}; this model's vocabulary has ids 0 to {self.hello.vocab_size - 1}.",
-                "prompt",
+                f"the prompt has token id {wrong}; this model's vocabulary has ids 0 to {vocab_size - 1}.", "prompt"
             )
-        request.params.check_vocabulary(self.hello.vocab_size)
+        request.params.check_vocabulary(vocab_size)
         if request.lora is not None and self.loras is None:
             raise InvalidRequest("this server runs without LoRA; start it with --enable-lora.", "model")
         assert request.lora is None or request.lora.digest, "adapters are read once before they are requested"
@@ -247,7 +249,8 @@ class Engine:
         return outputs
 
     def _without_adapter(self, sequence: Sequence, error: LorafleetError) -> TokenOutput | None:
-        if self._on_lora_load_failure == "base" and sequence.num_generated == 0:
+        may_fall_back = sequence.num_generated == 0 and not sequence.own_vocabulary
+        if self._on_lora_load_failure == "base" and may_fall_back:
             sequence.lora, sequence.fallback_reason = None, error.message
             return None
         return self._refuse(sequence, error)

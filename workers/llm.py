@@ -16,7 +16,7 @@ from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig,
 from lorafleet.workers.errors import ConfigError, InvalidRequest, from_wire
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
 from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput
+from lorafleet.workers.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput, Vocabulary
 from lorafleet.workers.output import OutputProcessor
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
@@ -139,6 +139,7 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         self._model = Path(model)
         self._adapters: dict[tuple[int, str], LoRARequest] = {}
+        self._vocabularies: dict[str, Vocabulary] = {}  # by digest, of adapters that have one of their own
         self._ids = itertools.count()
 
     @property
@@ -211,6 +212,8 @@ class LLM:
                 self._engine.step()
             info = loading.result()
             self._adapters[key] = msgspec.structs.replace(lora, digest=info.digest)
+            if info.vocab_size is not None:
+                self._vocabularies[info.digest] = Vocabulary(info.vocab_size, self._engine.hello.eos_token_ids)
         return self._adapters[key]
 
     def _submit(
@@ -220,10 +223,13 @@ class LLM:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
         number = next(self._ids)
         result = RequestOutput(str(number), text, ids, [], lora_request=lora)
+        vocabulary = None if lora is None else self._vocabularies.get(lora.digest)
         for i in range(params.n):
             one = params.of_sample(i)
             request_id = f"{number}-{i}"
-            self._engine.add(EngineRequest(request_id=request_id, prompt_token_ids=ids, params=one, lora=lora))
+            self._engine.add(
+                EngineRequest(request_id=request_id, prompt_token_ids=ids, params=one, lora=lora, vocabulary=vocabulary)
+            )
             result.outputs.append(CompletionOutput(i))
             pending[request_id] = _Pending(result, result.outputs[-1], OutputProcessor(self.tokenizer, ids, one))
         return result

@@ -18,17 +18,26 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Tier = Literal["gpu", "cpu", "disk", "remote"]
 
 
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What an adapter has in the place of the base's: ids 0 to size - 1, and those that end an answer."""
+
+    size: int
+    eos_token_ids: list[int]
+
+
 class EngineRequest(msgspec.Struct, kw_only=True):
     """One sequence to generate. `params.n` is 1 here: the front makes one request per sample, with seed + i.
 
-    group: what all sequences of one client's request have in common; "" for one that is alone. queue_timeout_s: how
-    long it may wait to start; None: as long as it takes.
+    vocabulary: the adapter's own, which AdapterInfo and its tokenizer's files give; None: the base's. group: what all
+    sequences of one client's request have in common; "" for one that is alone. queue_timeout_s: how long it may wait to
+    start; None: as long as it takes.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     lora: LoRARequest | None = None
+    vocabulary: Vocabulary | None = None
     group: str = ""
     queue_timeout_s: float | None = None
 

@@ -43,7 +43,8 @@ class Sequence:
     seed is always set: the request's own, or one drawn for it. slot: the adapter's, while it is held. first_adapted:
     the first token that it works on (workers/lora/activation.py), known from when the slot is. blocks: None while
     waiting. lane: its adapter's, from add() on. queued_s, started_s: monotonic; 0 before. prompt_logprobs fill up chunk
-    by chunk and go out with the first token.
+    by chunk and go out with the first token. own_vocabulary: its adapter has another vocabulary than the base, which
+    could not answer in its place.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Sequence:
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     fallback_reason: str | None = None
+    own_vocabulary: bool = False
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     group: Group = field(default_factory=lambda: Group(""))
     num_rotated: int = field(init=False)

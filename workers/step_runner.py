@@ -25,6 +25,7 @@ from lorafleet.workers.decode_graphs import DecodeGraphs
 from lorafleet.workers.host_copy import to_device
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.slot_heads import OwnLogits, SlotHeads
 from lorafleet.workers.prefill_graphs import PrefillGraphs
 from lorafleet.workers.sampler import greedy_of_ranks
 from lorafleet.workers.step_inputs import InputTensors, StepInputs
@@ -44,7 +45,8 @@ WARM_UP_WITHOUT_GRAPHS = (
 @dataclass(frozen=True, slots=True)
 class StepLogits:
     """sampled_BV: None where the plan is greedy: then the tokens are in StepInputs.sampled_B. prompts: one [count, V] a
-    span of StepPlan.prompts. Valid until the next step."""
+    span of StepPlan.prompts. V is the largest vocabulary among the rows, at least the base's. Valid until the
+    next step."""
 
     sampled_BV: Tensor | None
     prompts: list[Tensor]
@@ -74,20 +76,46 @@ class StepRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepLogits:
         """Queues the step; waits for nothing."""
-        logits_BW = self._decode(plan)
-        if logits_BW is not None:  # the graph has chosen the greedy tokens too
-            return StepLogits(None if plan.is_greedy else self.model.gather_logits(logits_BW), [])
+        decoded = self._decode(plan)
+        if decoded is not None:  # the graph has chosen the base's greedy tokens too
+            return StepLogits(self._sampled(*decoded, plan, plan.slots, chosen=True), [])
         hidden_TD = self._forward(plan)
-        spans = [hidden_TD[first : first + count] for first, count in plan.prompts]
-        prompts = [self.model.gather_logits(self.model.logits(span)) for span in spans]
+        heads = self._heads(plan.slots)
+        slots_T = plan.lora_slots if heads is not None else [BASE_SLOT] * plan.num_tokens
+        prompts = []
+        for first, count in plan.prompts:
+            span_TD = hidden_TD[first : first + count]
+            logits_TW = self.model.logits(span_TD)
+            owned = heads.logits(span_TD, logits_TW, slots_T[first : first + count]) if heads is not None else []
+            prompts.append(self._gathered(logits_TW, owned))
         if not plan.sampling:
             return StepLogits(None, prompts)
-        rows_B = to_device(plan.sampling, torch.int64, self.device)
-        logits_BW = self.model.logits(hidden_TD[rows_B])
+        hidden_BD = hidden_TD[to_device(plan.sampling, torch.int64, self.device)]
+        slots = [slots_T[row] for row in plan.sampling]
+        return StepLogits(self._sampled(hidden_BD, self.model.logits(hidden_BD), plan, slots, chosen=False), prompts)
+
+    def _sampled(
+        self, hidden_BD: Tensor, logits_BW: Tensor, plan: StepPlan, slots: list[int], *, chosen: bool
+    ) -> Tensor | None:
+        """StepLogits.sampled_BV. chosen: the base's greedy tokens are in StepInputs.sampled_B."""
+        heads = self._heads(slots)
+        owned = heads.logits(hidden_BD, logits_BW, slots) if heads is not None else []
         if not plan.is_greedy:
-            return StepLogits(self.model.gather_logits(logits_BW), prompts)
-        self.inputs.sampled_B[: len(plan.sampling)].copy_(greedy_of_ranks(logits_BW, self.model.group))
-        return StepLogits(None, prompts)
+            return self._gathered(logits_BW, owned)
+        token_B = self.inputs.sampled_B[: len(slots)]
+        if not chosen:
+            token_B.copy_(greedy_of_ranks(logits_BW, self.model.group))
+        if heads is not None:
+            heads.choose(owned, token_B)
+        return None
+
+    def _gathered(self, logits_BW: Tensor, owned: list[OwnLogits]) -> Tensor:
+        logits_BV = self.model.gather_logits(logits_BW)
+        return self._slots.heads.gather(owned, logits_BV) if self._slots is not None else logits_BV
+
+    def _heads(self, slots: list[int]) -> SlotHeads | None:
+        """None where no row has a head of its own."""
+        return self._slots.heads if self._slots is not None and self._slots.heads.are_used(slots) else None
 
     def follow(self, plan: StepPlan) -> None:
         """A step of a rank that does not sample: the tokens that rank 0 chose come from there, see share()."""
@@ -106,8 +134,8 @@ class StepRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _decode(self, plan: StepPlan) -> Tensor | None:
-        """Logits of a step of decodes alone, by a captured graph; None where none serves it."""
+    def _decode(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
+        """Hidden states and logits of a step of decodes alone, by a captured graph; None where none serves it."""
         if self.decode_graphs is None or not plan.is_decode or self._needs_kronecker(plan):
             return None
         graph = self.decode_graphs.find(plan.slots)

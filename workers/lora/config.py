@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 LoRADType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
 MAX_LORAS_BOUND = 4096  # a slot has a row in the device tables of every linear even while it is empty
+MAX_EXTRA_VOCAB_BOUND = 1 << 24
 MAX_RANK_BOUND = 4096  # a rank beyond the hidden size is of no use; the kernels' tiles are sized by it
 
 # What can be done instead of setting a field that has no effect.
 _WITHOUT_EFFECT = {
     "bias_enabled": "adapters with a bias are not served yet. Leave it false.",
-    "lora_extra_vocab_size": "adapters that add tokens are not served yet. Leave it 0.",
     "long_lora_scaling_factors": "the length of the context and the angles of all keys are the base's here, not each "
     "adapter's, as in vLLM since it removed this field. Leave it unset, and serve adapters that were trained with "
     "another rope scaling from a server of their own, with that scaling in the base's config.json.",
@@ -47,7 +47,8 @@ class LoRAConfig:
     # Taken as they need it, from what gpu_memory_utilization leaves. Raise it if such an adapter is refused or waits.
     extra_memory_gib: float = 4.0
     bias_enabled: bool = False
-    lora_extra_vocab_size: int = 0
+    # The most tokens that an adapter may add to the base's vocabulary; None: as many as extra_memory_gib has room for.
+    lora_extra_vocab_size: int | None = None
     long_lora_scaling_factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +66,8 @@ class LoRAConfig:
             if value not in (None, False, 0):
                 raise ConfigError(f"lora.{field}={value!r} has no effect in this version: {remedy}", field)
 
+        if self.lora_extra_vocab_size is not None:
+            _check_int("lora_extra_vocab_size", self.lora_extra_vocab_size, 0, MAX_EXTRA_VOCAB_BOUND)
         if type(self.extra_memory_gib) not in (int, float) or not 0 <= self.extra_memory_gib < math.inf:
             raise ConfigError(
                 f"lora.extra_memory_gib is {self.extra_memory_gib!r}; it must be a number of GiB >= 0. Set one.",

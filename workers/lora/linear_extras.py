@@ -24,6 +24,7 @@ from lorafleet.workers.lora.extra_block import ExtraBlock
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.layer_weights import AffineWeights
 from lorafleet.workers.lora.model import LoRAModel
+from lorafleet.workers.lora.vocab_extras import record_address
 
 
 def extra_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
@@ -40,6 +41,7 @@ def extra_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
 def address_rows(extra: ExtraBlock, base: BaseParts, tables: ExtraTables) -> Int64s:
     """[V]: what ExtraTables.write_slot takes, of extras that are where they are used."""
     address_V = np.zeros(tables.num_rows, np.int64)
+    address_V[tables.embedding_row] = record_address(extra)
     for i in range(len(base.linears)):
         row = tables.affine_row(i)
         address_V[row], address_V[row + 1] = extra.address(_scale(i)), extra.address(_bias(i))

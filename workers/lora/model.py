@@ -21,7 +21,6 @@ from torch import Tensor
 from lorafleet.kernels.expert_lora import ExpertWeights, padded_rank
 from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.kronecker import KroneckerPart
-from lorafleet.workers.errors import AdapterUnsupported
 from lorafleet.workers.lora.casting import cast
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.forms import (
@@ -37,6 +36,15 @@ from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.layer_weights import AffineWeights, LoRALayerWeights
 from lorafleet.workers.lora.quantising import fp8_scales, to_fp8
 from lorafleet.workers.lora.reader import read_adapter
+from lorafleet.workers.lora.vocab_weights import (
+    VocabWeights,
+    check_vocabulary,
+    embedding_part,
+    head_part,
+    vocab_bytes,
+    vocab_dtype,
+    vocab_size_of,
+)
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 
 # What it has on a mixture's gate_up, and on its down.
@@ -61,6 +69,9 @@ class LoRAModel:
     norms: Mapping[str, Tensor] = field(default_factory=dict)  # float32
     experts: Mapping[str, ExpertParts] = field(default_factory=dict)
     expert_rank: int = 0  # the largest; theirs are padded
+    embedding: VocabWeights | None = None
+    head: VocabWeights | None = None
+    vocab_size: int | None = None  # None: the base's
 
     @property
     def rank(self) -> int:
@@ -70,6 +81,7 @@ class LoRAModel:
     @property
     def target_modules(self) -> list[str]:
         """Leaf names, sorted."""
+        tables = {"embed_tokens": self.embedding, "lm_head": self.head}
         stacked = [
             leaf
             for parts in self.experts.values()
@@ -77,6 +89,7 @@ class LoRAModel:
             if part is not None
         ]
         names = (*self.modules, *self.affines, *self.kroneckers, *self.norms, *stacked)
+        names += tuple(name for name, own in tables.items() if own is not None)
         return sorted({module.rsplit(".", 1)[-1] for module in names})
 
     @classmethod
@@ -108,7 +121,8 @@ class LoRAModel:
             name=name,
             expected_digest=expected_digest,
         )
-        _refuse_unserved(read.forms, name)
+        if sharding is not None:
+            check_vocabulary(read.forms, sharding.shard.whole.vocab_size, config, name)
         return cls.of(read.forms, read.digest, dtype, name, sharding, started, read.read_s)
 
     @classmethod
@@ -124,6 +138,9 @@ class LoRAModel:
     ) -> LoRAModel:
         """This rank's part of the forms. started: perf_counter when reading began."""
         started = time.perf_counter() if started is None else started
+        embedding, head = forms.embedding, forms.head
+        assert sharding is not None or embedding is head is None, "what they are parts of is the base's to say"
+        shard, tables_dtype = None if sharding is None else sharding.shard, vocab_dtype(dtype)
         modules, affines, kroneckers = {}, {}, {}
         for module, form in giving_way(forms.linears.items()):
             if form.low_rank is not None:
@@ -138,7 +155,9 @@ class LoRAModel:
             modules,
             sum(_num_bytes(form, dtype) for form in forms.linears.values())
             + _norm_bytes(forms)
-            + _expert_bytes(forms, dtype),
+            + _expert_bytes(forms, dtype)
+            + vocab_bytes(embedding, tables_dtype)
+            + vocab_bytes(head, tables_dtype),
             read_s,
             time.perf_counter() - started - read_s,
             forms.invocation_tokens,
@@ -147,13 +166,10 @@ class LoRAModel:
             {norm: _vector(weight_D) for norm, weight_D in forms.norms.items()},
             {module: _experts(form, dtype, sharding) for module, form in giving_way(forms.experts.items())},
             max((stack.rank for form in forms.experts.values() for stack in form.stacks), default=0),
+            None if embedding is None or shard is None else embedding_part(embedding, shard, tables_dtype),
+            None if head is None or shard is None else head_part(head, shard, tables_dtype),
+            vocab_size_of(forms),
         )
-
-
-def _refuse_unserved(forms: AdapterForms, name: str) -> None:
-    """The engine has only linears and norms yet."""
-    if forms.embedding is not None or forms.head is not None:
-        raise AdapterUnsupported(f"adapter {name!r}: embeddings and heads of adapters are not served yet.")
 
 
 def _layer(module: str, low_rank: LowRank, dtype: torch.dtype, sharding: AdapterSharding | None) -> LoRALayerWeights:

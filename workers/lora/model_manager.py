@@ -17,6 +17,7 @@ from lorafleet.kernels.expert_lora import ExpertLoRA
 from lorafleet.kernels.lora_batch import TILE_TOKENS, LoRABatch, static_tile_counts
 from lorafleet.kernels.norm_slots import NormSlots
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
+from lorafleet.kernels.slot_embedding import EmbeddingSlots
 from lorafleet.workers.lora.base_parts import BasePart, BaseParts
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.eviction import Credits, Demand
@@ -27,7 +28,10 @@ from lorafleet.workers.lora.linear_extras import address_rows, linear_extras, no
 from lorafleet.workers.lora.model import expert_dtype
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
 from lorafleet.workers.lora.pinned_memory import PIECE_BYTES
+from lorafleet.workers.lora.vocab_extras import slot_embedding, slot_head
+from lorafleet.workers.lora.vocab_weights import vocab_dtype
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.slot_heads import SlotHeads
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.peer_memory import open_peer_memory
 
@@ -94,6 +98,8 @@ class LoRAModelManager:
             up, down = (ExpertLoRA(i, k, self.tables, config.max_lora_rank, expert_dtype(dtype)) for k in range(2))
             mixture.lora = up, down
             self._mixtures.append(mixture.lora)
+        self._embeddings = model.embed_tokens.slots = EmbeddingSlots(self.tables, vocab_dtype(dtype))
+        self.heads = SlotHeads(model.lm_head)
         self._stride = slot_bytes(self._linears, config.max_lora_rank, dtype)
         # One region a slot, so that any max_loras adapters fit without fragmentation and addresses never change.
         self._arena: torch.Tensor | None = None
@@ -211,6 +217,8 @@ class LoRAModelManager:
         else:
             self._use_in_place(adapter, slot)
         slot.digest, slot.adapter = adapter.info.digest, adapter
+        if adapter.extra is not None and slot.extra is not None:
+            self.heads.set_slot(slot.index, slot_head(adapter.extra, slot.extra))
         self._credits.use(adapter.info.digest, adapter.info.num_bytes)
         self._of_digest[adapter.info.digest] = slot
         self.num_activations += 1
@@ -229,6 +237,7 @@ class LoRAModelManager:
             slot.ready.synchronize()
         del self._of_digest[slot.digest]
         self._credits.forget(slot.digest)
+        self.heads.set_slot(slot.index, None)
         if slot.extra is not None:
             self.extra_memory.give_back(slot.extra, slot.quiet)
         slot.digest, slot.adapter, slot.extra, slot.ready, slot.pinned = None, None, None, None, False
@@ -260,6 +269,7 @@ class LoRAModelManager:
         for i, mixture in enumerate(self._mixtures):
             for k, lora in enumerate(mixture):
                 lora.slots[index] = None if extra is None else expert_weights(extra, i, k)
+        self._embeddings.set_slot(index, None if extra is None else slot_embedding(extra))
 
     def _write_extras(self, slot: Slot) -> None:
         """The device tables' column, on the current stream."""

@@ -32,6 +32,7 @@ from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.linear_extras import extra_tensors
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.request import AdapterInfo
+from lorafleet.workers.lora.vocab_extras import vocab_tensors
 
 ALIGNMENT = 256  # bytes; what the GPU's allocator gives, so that kernels may load 16 bytes at a time
 
@@ -104,14 +105,16 @@ def pack(
     """allocate: uint8 of so many bytes. check_extra: raises where the extras need more bytes than there may be."""
     started = time.perf_counter()
     linears = [[model.modules.get(name) for name in part.names] for part in base.linears]
-    tensors = extra_tensors(model, base)
+    tensors = extra_tensors(model, base) | vocab_tensors(model.embedding, model.head)
     if check_extra is not None:
         check_extra(ExtraBlock.size_of(tensors))
     table, size = _lay_out(linears, dtype)
     block = allocate(size)
     _fill(block, table, linears)
     extra = ExtraBlock.of(tensors, allocate) if tensors else None
-    info = AdapterInfo(model.digest, model.rank, model.num_bytes, model.target_modules, model.invocation_tokens)
+    info = AdapterInfo(
+        model.digest, model.rank, model.num_bytes, model.target_modules, model.invocation_tokens, model.vocab_size
+    )
     times = LoadTimes(model.read_s, model.check_s, time.perf_counter() - started)
     return PackedAdapter(info, block, dtype, table, times, extra)
 

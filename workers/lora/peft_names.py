@@ -23,7 +23,13 @@ BASE_COPY = "base_layer.weight"
 BASE_BIAS = "base_layer.bias"
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
 TOKEN_BASE = "token_adapter.base_layer.weight"
-_OF_ANY_KIND = (TOKEN_BASE, TOKEN_ROWS, BASE_COPY, BASE_BIAS, SAVED, SAVED_BIAS)
+# Of a resized vocabulary with modules_to_save PEFT writes SAVED, the same again, and what the base had there.
+SAVED_TWICE = "modules_to_save.weight"
+SAVED_ORIGINAL = "original_module.weight"
+_OF_ANY_KIND = (
+    *(TOKEN_BASE, TOKEN_ROWS, BASE_COPY, BASE_BIAS),
+    *(SAVED_TWICE, SAVED_ORIGINAL, SAVED, SAVED_BIAS),
+)
 
 # As PEFT's own model calls it within; both load.
 _ALIASES = {"lora_magnitude_vector.weight": "lora_magnitude_vector"}

@@ -32,3 +32,4 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     num_bytes: int  # of all its matrices in the serving dtype, over however many GPUs they are divided
     target_modules: list[str]  # leaf names, sorted: ["k_proj", "q_proj"]
     invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA, workers/lora/activation.py
+    vocab_size: int | None = None  # where it has a vocabulary of its own; None: the base's

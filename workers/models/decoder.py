@@ -198,7 +198,7 @@ class DecoderModel(nn.Module):
         """
         if lora is not None:
             lora.begin()
-        embedded_TD = self.embed_tokens.embed(token_T)
+        embedded_TD = self.embed_tokens.embed(token_T, lora)
         if self._embed_scale != 1.0:
             embedded_TD *= self._embed_scale
         rotations = self._rotations(position_T, rope_length_T, embedded_TD.dtype)

@@ -24,7 +24,15 @@ from lorafleet.workers.lora.kinds.lora import EMBEDDING_A, EMBEDDING_B, MAGNITUD
 from lorafleet.workers.lora.kinds.mutated_base import mutates
 from lorafleet.workers.lora.kinds.trained_tokens import ROWS, token_rows, trained_tokens
 from lorafleet.workers.lora.peft_helper import PEFTHelper
-from lorafleet.workers.lora.peft_names import BASE_COPY, SAVED, TOKEN_BASE, TOKEN_ROWS, NamedTensors
+from lorafleet.workers.lora.peft_names import (
+    BASE_COPY,
+    SAVED,
+    SAVED_ORIGINAL,
+    SAVED_TWICE,
+    TOKEN_BASE,
+    TOKEN_ROWS,
+    NamedTensors,
+)
 from lorafleet.workers.lora.strict_json import shown
 from lorafleet.workers.lora.weight_files import TensorInfo
 
@@ -52,7 +60,7 @@ class Vocabulary:
     def check_same(self, values: Mapping[str, Tensor]) -> None:
         for one, two in self.same:
             if not torch.equal(values[one], values[two]):
-                raise AdapterMalformed(f"{shown(one)} and {shown(two)} differ, and the base ties them to one.")
+                raise AdapterMalformed(f"{shown(one)} and {shown(two)} differ, and PEFT has one tensor for both.")
 
 
 def take_vocabulary(
@@ -67,9 +75,10 @@ def take_vocabulary(
     tokens = trained_tokens(helper, tied)
     if together:
         saved, targeted = (list(TABLES) if names else [] for names in (saved, targeted))
+    twice: list[tuple[str, str]] = []
     for name, table in tables.items():
         leaves = named.by_module.get(name, {})
-        _take_table(name, table, leaves, name in saved)
+        twice += _take_table(name, table, leaves, name in saved)
         if name in targeted:
             table.target = _target(name, leaves, helper, infos, base, max_rank)
     for name, own in tokens.items():
@@ -87,7 +96,7 @@ def take_vocabulary(
             f"init_lora_weights or kasa_config changes the base, and on a {HEAD} that is tied to the embedding that is "
             "not served without what was left of them: save the adapter with save_embedding_layers=True."
         )
-    vocabulary = Vocabulary(_check_size(tables, infos, base), tables, () if same is None else (same,))
+    vocabulary = Vocabulary(_check_size(tables, infos, base), tables, (*twice, *([] if same is None else [same])))
     _check_parts(vocabulary, infos, base)
     return vocabulary
 
@@ -96,7 +105,8 @@ def _is_targeted(helper: PEFTHelper, name: str) -> bool:
     return helper.method != "TRAINABLE_TOKENS" and helper.targets(peft_name(name), is_linear=False)
 
 
-def _take_table(name: str, table: Table, leaves: dict[str, str], is_saved: bool) -> None:
+def _take_table(name: str, table: Table, leaves: dict[str, str], is_saved: bool) -> list[tuple[str, str]]:
+    """Returns the tensors that are the table once more."""
     if is_saved and SAVED not in leaves:
         raise AdapterMalformed(f"adapter_config.json says that {name} is saved (modules_to_save); the file lacks it.")
     replacing = [leaves.pop(leaf) for leaf in (SAVED, BASE_COPY, TOKEN_BASE) if leaf in leaves]
@@ -104,6 +114,10 @@ def _take_table(name: str, table: Table, leaves: dict[str, str], is_saved: bool)
         raise AdapterMalformed(f"{shown(replacing[0])} and {shown(replacing[1])} are both the table of {name}.")
     if replacing:
         table.tensor, table.is_copy = replacing[0], not is_saved
+    if not is_saved:
+        return []
+    leaves.pop(SAVED_ORIGINAL, None)  # what the table was before training: PEFT has no use for it either
+    return [(replacing[0], leaves.pop(SAVED_TWICE))] if SAVED_TWICE in leaves else []
 
 
 def _target(

@@ -169,7 +169,7 @@ VALUES: dict[str, tuple[str, Callable[[AdapterDir], AdapterDir], str]] = {
     "ties that differ": (
         "saved embedding, tied",
         damage(lambda name, tensor: tensor + 1 if "lm_head" in name else tensor),
-        "ties them to one",
+        "PEFT has one tensor for both",
     ),
 }
 

@@ -1,0 +1,121 @@
+"""Logits of rows whose adapter has a head of its own: a table in the base's place, replaced rows, a low rank, a bias.
+
+Runs behind the model, whose graphs make the base's logits of all rows: such heads are rare, and steps without one pay
+nothing. Rows of one slot are taken together. Each slot's logits have its own vocabulary's width, divided among the
+ranks as its tables are.
+"""
+
+# B rows · b rows of a slot · D hidden size · W a rank's columns · V vocabulary · N replaced rows · R rank
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lorafleet.kernels.lora_batch import BASE_SLOT
+from lorafleet.workers.host_copy import to_device
+from lorafleet.workers.models.vocabulary import NEVER, VocabTable
+from lorafleet.workers.sampler import greedy_of_ranks
+
+WIDTH_ALIGNMENT = 64  # of logits of several vocabularies: sampler.greedy takes them in parts
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHead:
+    """One slot's, this rank's part: columns of tokens, num_tokens of them, then padding. place_N: the replaced rows'
+    columns. Floats have one dtype, which need not be the model's; bias_W is float32."""
+
+    vocab_size: int
+    num_tokens: int
+    table_WD: Tensor | None = None
+    place_N: Tensor | None = None
+    row_ND: Tensor | None = None
+    a_RD: Tensor | None = None
+    b_WR: Tensor | None = None
+    scale: float = 1.0
+    bias_W: Tensor | None = None
+
+    def logits(self, x_bD: Tensor, base_bW: Tensor | None, softcap: float | None) -> Tensor:
+        """[b, W] in x's dtype. base_bW: of the base's table, before its softcap, a copy; None where a table replaces
+        it."""
+        if self.table_WD is not None:
+            logits_bW = F.linear(x_bD.to(self.table_WD.dtype), self.table_WD).to(x_bD.dtype)
+        else:
+            assert base_bW is not None
+            logits_bW = base_bW
+        if self.place_N is not None and self.row_ND is not None:
+            logits_bW[:, self.place_N] = F.linear(x_bD.to(self.row_ND.dtype), self.row_ND).to(x_bD.dtype)
+        if self.a_RD is not None and self.b_WR is not None:
+            p_bR = F.linear(x_bD.to(self.a_RD.dtype), self.a_RD)
+            logits_bW = torch.add(logits_bW, F.linear(p_bR, self.b_WR).to(x_bD.dtype), alpha=self.scale)
+        if self.bias_W is not None:
+            logits_bW = logits_bW + self.bias_W.to(x_bD.dtype)
+        if softcap is not None:
+            logits_bW = logits_bW.div(softcap).tanh_().mul_(softcap)
+        logits_bW[:, self.num_tokens :] = NEVER
+        return logits_bW
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLogits:
+    """Of one slot's rows. row_b: int64, on the device."""
+
+    row_b: Tensor
+    logits_bW: Tensor
+    vocab_size: int
+
+
+class SlotHeads:
+    """base: the model's head. slots: those that have one of their own, alike on all ranks."""
+
+    def __init__(self, base: VocabTable) -> None:
+        self._base = base
+        self._slots: dict[int, SlotHead] = {}
+
+    def set_slot(self, slot: int, head: SlotHead | None) -> None:
+        self._slots.pop(slot, None)
+        if head is not None:
+            self._slots[slot] = head
+
+    def are_used(self, slots: Sequence[int]) -> bool:
+        return bool(self._slots) and not self._slots.keys().isdisjoint(slots)
+
+    def logits(self, x_BD: Tensor, base_BW: Tensor, slots: Sequence[int]) -> list[OwnLogits]:
+        """Of the rows with a head of their own. base_BW: VocabTable.logits of x. slots: of each row, or BASE_SLOT."""
+        rows: dict[int, list[int]] = {}
+        for row, slot in enumerate(slots):
+            if slot != BASE_SLOT and slot in self._slots:
+                rows.setdefault(slot, []).append(row)
+        return [self._of_slot(self._slots[slot], own, x_BD, base_BW) for slot, own in sorted(rows.items())]
+
+    def _of_slot(self, head: SlotHead, rows: list[int], x_BD: Tensor, base_BW: Tensor) -> OwnLogits:
+        row_b = to_device(rows, torch.int64, x_BD.device)
+        x_bD = x_BD[row_b]
+        base_bW = None
+        if head.table_WD is None:
+            base_bW = base_BW[row_b] if self._base.softcap is None else self._base.project(x_bD)
+        return OwnLogits(row_b, head.logits(x_bD, base_bW, self._base.softcap), head.vocab_size)
+
+    def choose(self, owned: list[OwnLogits], token_B: Tensor) -> None:
+        """Puts the greedy tokens of these rows into token_B, on all ranks."""
+        for own in owned:
+            token_B[own.row_b] = greedy_of_ranks(own.logits_bW, self._base.group)
+
+    def gather(self, owned: list[OwnLogits], base_BV: Tensor) -> Tensor:
+        """[B, V'], on every rank: base_BV, VocabTable.gather's, with these rows' own. A row of a smaller vocabulary
+        than the largest here is -inf beyond its own."""
+        if not owned:
+            return base_BV
+        width = max(base_BV.shape[1], *(own.vocab_size for own in owned))
+        width = -(-width // WIDTH_ALIGNMENT) * WIDTH_ALIGNMENT
+        whole_BV = base_BV.new_full((len(base_BV), width), NEVER)
+        whole_BV[:, : base_BV.shape[1]] = base_BV
+        for own in owned:
+            gathered_NbW = self._base.group.all_gather(own.logits_bW)
+            own_bV = gathered_NbW.transpose(0, 1).flatten(1)[:, : own.vocab_size]
+            whole_BV[own.row_b] = F.pad(own_bV, (0, width - own.vocab_size), value=NEVER)
+        return whole_BV
