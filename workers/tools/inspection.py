@@ -161,20 +161,22 @@ def _with_tensors(found: Inspection, path: Path) -> Inspection:
 
 
 def _with_forms(found: Inspection, forms: AdapterForms) -> Inspection:
-    pairs = {name: form.low_rank for name, form in forms.linears.items() if form.low_rank is not None}
+    tables = {name: form for name, form in (("embed_tokens", forms.embedding), ("lm_head", forms.head)) if form}
+    pairs = [*(form.low_rank for form in forms.linears.values()), *(form.low_rank for form in tables.values())]
+    ranks = [pair.rank for pair in pairs if pair is not None]
+    ranks += [stack.rank for experts in forms.experts.values() for stack in experts.stacks]
     shapes: dict[str, set[tuple[int, int]]] = {}
-    for name, pair in pairs.items():
-        shapes.setdefault(name.rpartition(".")[2], set()).add((pair.a_RD.shape[1], pair.b_OR.shape[0]))
-    targets = Counter(name.rpartition(".")[2] for name in (*forms.linears, *forms.norms))
-    targets.update(
-        name for name, form in (("embed_tokens", forms.embedding), ("lm_head", forms.head)) if form is not None
-    )
-    layers = {name.split(".")[1] for name in forms.linears if name.startswith("layers.")}
+    for name, form in forms.linears.items():
+        if form.low_rank is not None:
+            inputs, outputs = form.low_rank.a_RD.shape[1], form.low_rank.b_OR.shape[0]
+            shapes.setdefault(name.rpartition(".")[2], set()).add((inputs, outputs))
+    modules = [*forms.linears, *forms.experts, *forms.norms, *tables]
+    layers = [int(name.split(".")[1]) for name in modules if name.startswith("layers.")]
     return dataclasses.replace(
         found,
-        ranks=dict(sorted(Counter(pair.rank for pair in pairs.values()).items())),
-        targets=dict(targets),
-        num_layers=1 + max((int(layer) for layer in layers), default=-1),
+        ranks=dict(sorted(Counter(ranks).items())),
+        targets=dict(Counter(name.rpartition(".")[2] for name in modules)),
+        num_layers=1 + max(layers, default=-1),
         shapes={leaf: sorted(found) for leaf, found in shapes.items()},
     )
 

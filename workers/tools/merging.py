@@ -19,8 +19,9 @@ from torch import Tensor
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
 from lorafleet.workers.lora.files import AdapterFolder
-from lorafleet.workers.lora.forms import AdapterForms, LinearForm, VocabForm
+from lorafleet.workers.lora.forms import AdapterForms, ExpertsForm, LinearForm, StackedLowRank, VocabForm
 from lorafleet.workers.tools.base_model import BaseModel
+from lorafleet.workers.tools.expert_deltas import expert_delta, num_experts, stored_name
 from lorafleet.workers.tools.new_folder import new_folder
 from lorafleet.workers.tools.safetensors_file import Entry, write_safetensors
 from lorafleet.workers.tools.tokenizer_files import copy_file, tokenizer_files
@@ -51,7 +52,8 @@ class _Plan:
     untied: bool = False
 
     def replace(self, name: str, what: str, make: Callable[[], Tensor]) -> None:
-        """what: the change, for the message where the architecture has no such tensor."""
+        """name: as the engine calls it. what: the change, for the message where the architecture has no such tensor."""
+        name = stored_name(name, self.base.tensors)
         if name not in self.base.tensors:
             raise AdapterUnsupported(
                 f"the adapter has {what}, and {self.base.config.architecture} has no {name}, so a merged checkpoint "
@@ -60,6 +62,7 @@ class _Plan:
         self.makers[name] = make
 
     def value(self, name: str) -> Tensor:
+        name = stored_name(name, self.base.tensors)
         dtype = self.base.tensors[name].entry.dtype
         if dtype not in FLOATS:
             raise AdapterUnsupported(
@@ -79,11 +82,11 @@ def merge(
         raise AdapterUnsupported(
             "an activated LoRA (aLoRA) changes the base from its invocation on only; merged always."
         )
-    if forms.experts:
-        raise AdapterUnsupported(f"it changes {min(forms.experts)}, and adapters on experts are not merged yet.")
     plan = _Plan(base)
     for module, form in forms.linears.items():
         _plan_linear(plan, module, form)
+    for module, experts in forms.experts.items():
+        _plan_experts(plan, module, experts)
     for module, weight in forms.norms.items():
         plan.replace(f"model.{module}.weight", f"another norm {module}", weight.float)
     _plan_vocabulary(plan, forms)
@@ -100,6 +103,43 @@ def _plan_linear(plan: _Plan, module: str, form: LinearForm) -> None:
         plan.replace(f"{name}.weight", f"a change of {module}", lambda: _weight(plan.value(f"{name}.weight"), form))
     if form.bias_O is not None:
         plan.replace(f"{name}.bias", f"a bias on {module}", form.bias_O.float)
+
+
+def _plan_experts(plan: _Plan, module: str, form: ExpertsForm) -> None:
+    """One by one as on the hub, or all of a layer in one tensor as transformers 5 may save them."""
+    name, what = f"model.{module}", f"a change of {module}"
+    stacked = {f"{name}.gate_up_proj": form.gate_up, f"{name}.down_proj": form.down}
+    if stacked.keys() & plan.base.tensors.keys():
+        for tensor, stack in stacked.items():
+            if stack is not None:
+                plan.replace(tensor, what, partial(_stack, plan, tensor, stack))
+        return
+    for expert in range(num_experts(form)):
+        for leaf, stack, rows in _projections(form):
+            tensor = f"{name}.{expert}.{leaf}.weight"
+            plan.replace(tensor, what, partial(_expert, plan, tensor, stack, expert, rows))
+
+
+def _projections(form: ExpertsForm) -> list[tuple[str, StackedLowRank, int | None]]:
+    """(name, stack, which half of its outputs)."""
+    found: list[tuple[str, StackedLowRank, int | None]] = []
+    if form.gate_up is not None:
+        found += [("gate_proj", form.gate_up, 0), ("up_proj", form.gate_up, 1)]
+    if form.down is not None:
+        found.append(("down_proj", form.down, None))
+    return found
+
+
+def _stack(plan: _Plan, name: str, stack: StackedLowRank) -> Tensor:
+    weight_EOD = plan.value(name)
+    for expert in range(len(weight_EOD)):
+        weight_EOD[expert] += expert_delta(stack, expert)
+    return weight_EOD
+
+
+def _expert(plan: _Plan, name: str, stack: StackedLowRank, expert: int, half: int | None) -> Tensor:
+    delta_OD = expert_delta(stack, expert)
+    return plan.value(name) + (delta_OD if half is None else delta_OD.chunk(2)[half])
 
 
 def _weight(weight_OD: Tensor, form: LinearForm) -> Tensor:

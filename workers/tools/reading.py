@@ -49,4 +49,6 @@ def largest_rank(forms: AdapterForms) -> int:
     """Of its low-rank pairs; 1 where it has none."""
     pairs = [form.low_rank for form in forms.linears.values()]
     pairs += [form.low_rank for form in (forms.embedding, forms.head) if form is not None]
-    return max((pair.rank for pair in pairs if pair is not None), default=1)
+    ranks = [pair.rank for pair in pairs if pair is not None]
+    ranks += [stack.rank for form in forms.experts.values() for stack in form.stacks]
+    return max(ranks, default=1)

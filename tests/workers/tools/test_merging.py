@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -191,6 +192,45 @@ def test_a_quantised_base_is_refused(base, tmp_path, make_adapter):
 def test_a_folder_that_is_there_stays(base, make_adapter):
     with pytest.raises(ConfigError, match="there already"):
         merged(base, make_adapter(), base)
+
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_merged_one_by_one(tmp_path, family, targets):
+    base = make_model(tmp_path / "base", family, num_hidden_layers=2)
+    adapter = make_moe_adapter(tmp_path / "a", base, targets)
+    done = merged(base, adapter, tmp_path / "out")
+    assert any("experts.0." in name for name in done.changed)
+    torch.testing.assert_close(logits(load_base(tmp_path / "out")), logits(load_peft(base, adapter)), atol=1e-4, rtol=0)
+
+
+def test_experts_kept_in_one_tensor_are_merged_too(tmp_path):
+    base = make_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=1)
+    adapter = make_moe_adapter(tmp_path / "a", base, EXPERTS)
+    merged(base, adapter, tmp_path / "single")
+    stacked = tmp_path / "stacked"
+    shutil.copytree(base, stacked)
+    save_file(load_base(base).state_dict(), stacked / "model.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in tensors(stacked)
+    merged(stacked, adapter, tmp_path / "out")
+    assert len(tensors(tmp_path / "out")) < len(tensors(tmp_path / "single"))
+    torch.testing.assert_close(logits(load_base(tmp_path / "out")), logits(load_base(tmp_path / "single")))
+
+
+def make_moe_adapter(folder: Path, base: Path, target_parameters: list[str]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=target_parameters)
+        model = get_peft_model(load_base(base), config)
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(str(folder))
+    return folder
 
 
 def test_modules_that_peft_merges_by_default_names(base, make_adapter, tmp_path):
