@@ -15,6 +15,7 @@ import msgspec
 from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType
 from lorafleet.workers.errors import ConfigError, InvalidRequest, from_wire
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
+from lorafleet.workers.lora.mixing import mixed
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput, Vocabulary
 from lorafleet.workers.output import OutputProcessor
@@ -178,6 +179,10 @@ class LLM:
     def add_lora(self, lora_request: LoRARequest) -> None:
         """Reads the adapter into CPU memory now; later requests with the same id and path use these very weights."""
         self._resolve(lora_request)
+
+    def mix_loras(self, loras: Sequence[LoRARequest], weights: Sequence[float] | None = None) -> LoRARequest:
+        """A request for the sum of several plain LoRAs, each times its weight (1 where none are given)."""
+        return mixed([self._resolve(lora) for lora in loras], weights)
 
     def remove_lora(self, lora_int_id: int) -> None:
         """Forgets the adapter; the next request with this id reads its files anew."""

@@ -15,6 +15,7 @@ class LoRARequest(msgspec.Struct, frozen=True):
     digest: sha256 (hex) of config and weights, once they have been read; "" before. Where it is given, bytes under
         lora_path with another digest are refused (AdapterChanged).
     base_model_name: the base the adapter was registered for, shown as `parent`; None means the served base.
+    parts: of a mix of several adapters (mixing.py), which has no files of its own.
     """
 
     lora_name: str
@@ -22,6 +23,14 @@ class LoRARequest(msgspec.Struct, frozen=True):
     lora_path: str
     digest: str = ""
     base_model_name: str | None = None
+    parts: tuple[LoRAPart, ...] = ()
+
+
+class LoRAPart(msgspec.Struct, frozen=True):
+    """Of a mix: an adapter, itself no mix, and what its part of the sum is multiplied by."""
+
+    lora: LoRARequest
+    weight: float
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ async def chat(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, ChatRequest)
     async with deadline.while_finding_models():
-        model = await front.model(body.model, draw_key(request, body.request_id, body.seed))
+        model = await front.model(body.model, draw_key(request, body.request_id, body.seed), body.lora_weights)
     label_request(request.scope, front.label(model))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = read_params(front, body, max_tokens=asked, logprobs=_num_logprobs(body))

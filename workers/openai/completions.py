@@ -32,7 +32,7 @@ async def completions(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, CompletionRequest)
     async with deadline.while_finding_models():
-        model = await front.model(body.model, draw_key(request, body.request_id, body.seed))
+        model = await front.model(body.model, draw_key(request, body.request_id, body.seed), body.lora_weights)
     label_request(request.scope, front.label(model))
     scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only
     asked = 1 if scoring else body.max_tokens

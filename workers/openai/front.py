@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from lorafleet.workers.errors import ConfigError, ModelNotFound
+from lorafleet.workers.errors import ConfigError, InvalidRequest, ModelNotFound
+from lorafleet.workers.lora import mixing
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
 from lorafleet.workers.openai.metrics import Metrics
@@ -88,13 +89,24 @@ class Front:
         """Why the engine stopped; None while it runs."""
         return self.engine.dead
 
-    async def model(self, name: str | None, key: str | None = None) -> ServedModel:
-        """A base name, an adapter's name, or SGLang's `base:adapter`; no name means the base model, as in vLLM.
+    async def model(
+        self, name: str | None, key: str | None = None, lora_weights: Sequence[float] | None = None
+    ) -> ServedModel:
+        """A base name, an adapter's name, several joined by "+", or SGLang's `base:adapter`; no name means the base
+        model, as in vLLM.
 
-        key: where versions share a name, requests with one key get the same version; None draws one.
-        Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served.
+        key: where versions share a name, requests with one key get the same version; None draws one. lora_weights: of
+        a mix, see mixing.py. Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served.
         """
-        if name is None or name in self.config.served_model_names:
+        is_base = name is None or name in self.config.served_model_names
+        if not is_base and name is not None and mixing.SIGN in name:
+            return ServedModel(name, await self._mix(name, key, lora_weights))
+        if lora_weights is not None:
+            raise InvalidRequest(
+                f"`lora_weights` is of mixed adapters, and `model` names none; name them as in 'a{mixing.SIGN}b'.",
+                "lora_weights",
+            )
+        if name is None or is_base:
             return ServedModel(name or self.config.base_id, None)
         came_s = time.monotonic()
         try:
@@ -102,6 +114,21 @@ class Front:
             return ServedModel(name, lora, self._fetched_since(lora.digest, came_s))
         except ModelNotFound:
             raise ModelNotFound(f"The model `{name}` does not exist.", "model") from None
+
+    async def _mix(self, name: str, key: str | None, weights: Sequence[float] | None) -> LoRARequest:
+        bases = self.config.served_model_names
+        base = next((base for base in bases if name.startswith(base + ":")), None)
+        names = (name if base is None else name.removeprefix(base + ":")).split(mixing.SIGN)
+        mixing.check_count(len(names))  # before anything is looked up
+        loras = []
+        for part in names:
+            if part in bases:
+                raise InvalidRequest(f"`model` mixes in {part!r}, the base, which every adapter adds to.", "model")
+            try:
+                loras.append(await self._adapter(part, key))
+            except ModelNotFound:
+                raise ModelNotFound(f"The model `{part}` does not exist.", "model") from None
+        return mixing.mixed(loras, weights)
 
     async def _adapter(self, name: str, key: str | None) -> LoRARequest:
         for base in self.config.served_model_names:

@@ -25,6 +25,7 @@ class GenerationRequest(Strict):
     """What completions and chat share."""
 
     model: str | None = None
+    lora_weights: list[float | int] | None = None  # where model mixes adapters, "a+b": of each, in the order named
     n: int | None = None
     best_of: int | None = None  # must equal n
     temperature: float | None = None
