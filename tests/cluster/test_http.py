@@ -98,6 +98,17 @@ def test_one_by_one_they_give_the_same(client, made, prompt):
         assert answer.choices[0].model_extra["token_ids"] == expected.tokens, kind
 
 
+def test_a_mix_is_scored_as_peft_scores_it(client, made, prompt):
+    answer = greedy(client, prompt(30), "qv+all", 0, echo=True, logprobs=0, extra_body={"lora_weights": [0.6, -0.4]})
+    parts = {made.adapters["qv"]: 0.6, made.adapters["all"]: -0.4}
+    expected = made.reference.mixed_logprobs(prompt(30), parts)
+    assert answer.choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected, abs=TOLERANCE)
+    assert answer.model == "qv+all"
+    assert "qv+all" not in {model.id for model in client.models.list()}
+    with pytest.raises(openai.NotFoundError, match="`nobody` does not exist"):
+        greedy(client, model="qv+nobody")
+
+
 def test_echo_scores_the_prompt_as_a_teacher_forced_run_does(client, made, prompt):
     answer = greedy(client, prompt(30), "all", 0, echo=True, logprobs=0)
     first, *rest = answer.choices[0].logprobs.token_logprobs

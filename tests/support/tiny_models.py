@@ -281,6 +281,20 @@ class Reference:
         logits = self._model(adapter)(input_ids=ids, past_key_values=cache).logits[0].float().log_softmax(-1).cpu()
         return [logits[i, token].item() for i, token in enumerate(tokens[1:])]
 
+    @torch.inference_mode()
+    def mixed_logprobs(self, tokens: list[int], parts: dict[Path, float]) -> list[float]:
+        """As logprobs, of several adapters side by side, each with its weight; the first must not be rsLoRA, whose
+        scaling PEFT would take for all."""
+        model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype)
+        names = {str(i): path for i, path in enumerate(parts)}
+        mixed = peft.PeftModel.from_pretrained(model, names["0"], adapter_name="0")
+        for name in list(names)[1:]:
+            mixed.load_adapter(names[name], adapter_name=name)
+        mixed.add_weighted_adapter(list(names), list(parts.values()), "mixed", combination_type="cat")
+        mixed.set_adapter("mixed")
+        logits = mixed.eval()(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        return [logits[i, token].item() for i, token in enumerate(tokens[1:])]
+
 
 def stack_experts(folder: Path) -> Path:
     """The checkpoint in transformers 5's own layout of experts, in the place of the hub's."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.errors import LorafleetError
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.forms import AdapterForms
 from lorafleet.workers.lora.kinds.kind import Base
+from lorafleet.workers.lora.mixing import mix
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack
 from lorafleet.workers.lora.pinned_memory import PinnedMemory
+from lorafleet.workers.lora.reader import read_adapter
 from lorafleet.workers.lora.request import LoRARequest
 
 log = logging.getLogger(__name__)
@@ -59,7 +63,8 @@ class AdapterLoader:
 
     def is_here(self, lora: LoRARequest) -> bool:
         """Whether reading it needs no network."""
-        return self._store.is_here(lora.lora_path, lora.digest)
+        files = [part.lora for part in lora.parts] or [lora]
+        return all(self._store.is_here(one.lora_path, one.digest) for one in files)
 
     @property
     def fetched(self) -> FetchTotals:
@@ -79,15 +84,17 @@ class AdapterLoader:
     def _load(self, lora: LoRARequest) -> PackedAdapter:
         """In a pool thread."""
         try:
-            return self._store.read(lora.lora_path, lora.digest, functools.partial(self._read, lora))
+            if lora.parts:
+                return self._pack(self._mix(lora))
+            return self._pack(self._store.read(lora.lora_path, lora.digest, functools.partial(self._read, lora)))
         except LorafleetError:
             raise
         except Exception as error:
             log.exception("adapter %s: loading failed", lora.lora_name)
             raise LorafleetError(f"adapter {lora.lora_name!r}: loading failed: {error!r}") from error
 
-    def _read(self, lora: LoRARequest, folder: Path) -> PackedAdapter:
-        model = LoRAModel.from_local_checkpoint(
+    def _read(self, lora: LoRARequest, folder: Path) -> LoRAModel:
+        return LoRAModel.from_local_checkpoint(
             folder,
             base=self._base,
             config=self._config,
@@ -96,12 +103,33 @@ class AdapterLoader:
             expected_digest=lora.digest,
             sharding=self._sharding,
         )
+
+    def _mix(self, lora: LoRARequest) -> LoRAModel:
+        started = time.perf_counter()
+        parts = []
+        for part in lora.parts:
+            one = part.lora
+            parts.append((part, self._store.read(one.lora_path, one.digest, functools.partial(self._read_forms, one))))
+        forms = mix(parts, self._config.max_lora_rank)
+        return LoRAModel.of(forms, lora.digest, self._dtype, lora.lora_name, self._sharding, started)
+
+    def _read_forms(self, lora: LoRARequest, folder: Path) -> AdapterForms:
+        return read_adapter(
+            folder,
+            base=self._base,
+            max_rank=self._config.max_lora_rank,
+            dtype=self._dtype,
+            name=lora.lora_name,
+            expected_digest=lora.digest,
+        ).forms
+
+    def _pack(self, model: LoRAModel) -> PackedAdapter:
         adapter = pack(
             model,
             self._parts,
             self._dtype,
             self._allocate,
-            lambda num_bytes: self._extra_memory.check(num_bytes, lora.lora_name),
+            lambda num_bytes: self._extra_memory.check(num_bytes, model.name),
         )
         if self._pinned is not None:
             for block in adapter.blocks:
