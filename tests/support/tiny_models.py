@@ -285,6 +285,8 @@ class Reference:
     def mixed_logprobs(self, tokens: list[int], parts: dict[Path, float]) -> list[float]:
         """As logprobs, of several adapters side by side, each with its weight; the first must not be rsLoRA, whose
         scaling PEFT would take for all."""
+        import peft
+
         model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype)
         names = {str(i): path for i, path in enumerate(parts)}
         mixed = peft.PeftModel.from_pretrained(model, names["0"], adapter_name="0")
