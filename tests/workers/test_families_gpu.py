@@ -42,15 +42,16 @@ RANK, ALPHA = 16, 32
 
 
 class Changed(Reference):
-    """Whose adapters are added to the base's weights."""
+    """Whose adapters are added to the base's weights. Eager attention, since others have let caps of scores go."""
 
     def _model(self, adapter: Path | None) -> nn.Module:
         if adapter not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype, attn_implementation="eager")
             if adapter is not None:
                 for name, (a_RD, b_OR) in matrices(model, adapter.name).items():
-                    model.get_submodule(name).weight.data += ALPHA / RANK * (b_OR @ a_RD)
-            self._models[adapter] = model.to(self._dtype).eval().to(self._device)
+                    weight_OD = model.get_submodule(name).weight.data
+                    weight_OD.copy_(weight_OD.float() + ALPHA / RANK * (b_OR @ a_RD))
+            self._models[adapter] = model.eval().to(self._device)
         return self._models[adapter]
 
 
