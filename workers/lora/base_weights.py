@@ -8,8 +8,9 @@ checkpoint's files.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -25,12 +26,10 @@ from lorafleet.workers.weights import checkpoint_files, held_tensors
 
 
 class BaseWeights(Protocol):
-    """Whole tensors with the values that are served, in the base's dtype, on `device`; never to be changed.
+    """Whole tensors with the values that are served, in the base's dtype, wherever they lie; never to be changed.
 
     Modules are called as in BaseLayout. Any thread may ask.
     """
-
-    device: torch.device
 
     def weight(self, module: str) -> Tensor:
         """[O, D] of a linear, [V, D] of embedding or head, [D] of a norm as stored."""
@@ -38,15 +37,22 @@ class BaseWeights(Protocol):
     def bias(self, module: str) -> Tensor:
         """[O], of a linear that has one."""
 
+    def beside_the_steps(self) -> AbstractContextManager[None]:
+        """What is computed within disturbs no running step, and is done at its end. Not to be held for long: one load
+        at a time has it."""
+
 
 class ModelWeights:
     """Of a model that one rank holds whole: no copy, no read."""
 
     def __init__(self, model: DecoderModel) -> None:
         assert model.group.size == 1
-        self.device = model.norm.weight.device
+        device = model.norm.weight.device
         self._held = held_tensors(model)
         self._tied = model.config.tie_word_embeddings
+        # One for all loads: torch keeps what was used on a stream for that stream.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lock = threading.Lock()
 
     def weight(self, module: str) -> Tensor:
         return self._held[_tensor_name(module, "weight", self._tied)]
@@ -54,12 +60,20 @@ class ModelWeights:
     def bias(self, module: str) -> Tensor:
         return self._held[_tensor_name(module, "bias", self._tied)]
 
+    @contextmanager
+    def beside_the_steps(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with self._lock, torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
 
 class FileWeights:
     """Of a checkpoint's files, for ranks that hold a part each. tied: the head is the embedding."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, tied: bool) -> None:
-        self.device = torch.device("cpu")
         self._folder = folder
         self._dtype = dtype
         self._tied = tied
@@ -70,6 +84,9 @@ class FileWeights:
 
     def bias(self, module: str) -> Tensor:
         return self._read(_tensor_name(module, "bias", self._tied))
+
+    def beside_the_steps(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _read(self, name: str) -> Tensor:
         try:
@@ -95,15 +112,3 @@ def _tensor_name(module: str, leaf: str, tied: bool) -> str:
 def _keys(path: Path) -> list[str]:
     with safe_open(path, framework="pt") as file:
         return list(file.keys())
-
-
-@contextmanager
-def beside_the_steps(device: torch.device) -> Iterator[None]:
-    """What this thread computes meanwhile runs on a stream of its own, and is done when this returns."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()

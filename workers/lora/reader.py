@@ -20,7 +20,6 @@ from torch import Tensor
 from lorafleet.kernels.fp8 import FP8
 from lorafleet.workers.errors import AdapterChanged, AdapterError, AdapterMalformed, RankTooLarge
 from lorafleet.workers.lora.adapter_parts import AdapterParts
-from lorafleet.workers.lora.base_weights import beside_the_steps
 from lorafleet.workers.lora.casting import max_magnitude
 from lorafleet.workers.lora.files import AdapterFolder, new_digest, open_weights, read_config
 from lorafleet.workers.lora.forms import AdapterForms, LinearForm, VocabForm
@@ -69,8 +68,7 @@ def read_adapter(
             read_s = time.perf_counter() - reading
         _check_digest(digest.hexdigest(), expected_digest)
         _check_values(loaded, dtype)
-        with beside_the_steps(torch.device("cpu") if base.weights is None else base.weights.device):
-            forms = parts.forms(loaded.by_name)
+        forms = parts.forms(loaded.by_name)
         _check_forms(forms, loaded, dtype)
     return ReadAdapter(forms, digest.hexdigest(), read_s)
 

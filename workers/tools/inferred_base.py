@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
-
-import torch
 
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, BaseLayout
@@ -31,13 +30,14 @@ _ADAPTER_NAME = re.compile(r"\.default(?=\.|$)")
 class NoWeights:
     """In the place of a base's weights."""
 
-    device = torch.device("cpu")
-
     def weight(self, module: str) -> NoReturn:
         raise ConfigError(f"{module} of this adapter is computed from the base's weights; name the base with --model.")
 
     def bias(self, module: str) -> NoReturn:
         raise ConfigError(f"{module} of this adapter is computed from the base's bias; name the base with --model.")
+
+    def beside_the_steps(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def tensor_infos(folder: Path) -> Mapping[str, TensorInfo]:

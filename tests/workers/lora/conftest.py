@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,6 @@ def make_base(family: str) -> PreTrainedModel:
 class TransformersWeights:
     """A transformers model's, as they are."""
 
-    device = torch.device("cpu")
-
     def __init__(self, base: PreTrainedModel) -> None:
         self._tensors = base.state_dict()
 
@@ -52,6 +50,9 @@ class TransformersWeights:
 
     def bias(self, module: str) -> Tensor:
         return self._tensors[f"{peft_name(module)}.bias"]
+
+    def beside_the_steps(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def base_of(base: PreTrainedModel) -> Base:

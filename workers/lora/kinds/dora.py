@@ -15,9 +15,7 @@ from torch import Tensor
 
 from lorafleet.workers.errors import AdapterMalformed
 from lorafleet.workers.lora.forms import LowRank
-from lorafleet.workers.lora.kinds.kind import on
-
-CHUNK_VALUES = 1 << 24  # of W at once, in float32: bounds what a load takes of the GPU
+from lorafleet.workers.lora.kinds.kind import on, row_chunks
 
 
 def row_scale(weight_OD: Tensor, pairs: Sequence[LowRank], magnitude_O: Tensor, module: str) -> Tensor:
@@ -25,11 +23,10 @@ def row_scale(weight_OD: Tensor, pairs: Sequence[LowRank], magnitude_O: Tensor, 
     device = weight_OD.device
     factors = [(on(pair.a_RD, device), on(pair.b_OR, device), pair.scaling) for pair in pairs]
     norms = []
-    rows = max(1, CHUNK_VALUES // weight_OD.shape[1])
-    for start in range(0, weight_OD.shape[0], rows):
-        chunk_OD = weight_OD[start : start + rows].float()
+    for rows in row_chunks(weight_OD):
+        chunk_OD = weight_OD[rows].float()
         for a_RD, b_OR, scaling in factors:
-            chunk_OD = torch.addmm(chunk_OD, b_OR[start : start + rows], a_RD, alpha=scaling)
+            chunk_OD = torch.addmm(chunk_OD, b_OR[rows], a_RD, alpha=scaling)
         norms.append(torch.linalg.vector_norm(chunk_OD, dim=1))
     scale_O = magnitude_O.float() / torch.cat(norms).cpu()
     if not scale_O.isfinite().all():

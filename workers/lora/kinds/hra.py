@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.forms import LinearForm, LowRank
-from lorafleet.workers.lora.kinds.kind import Kind, Target, each
+from lorafleet.workers.lora.kinds.kind import Kind, Target, each, on, row_chunks
 
 U = "hra_u"
 _LEAST_PIVOT = 1e-3  # of a normalised column beside those before it
@@ -34,10 +34,11 @@ def form(target: Target) -> LinearForm:
         u_DR, t_RR = _orthogonal(u_DR, target.module)
     else:
         t_RR = _product(u_DR)
-    weight_OD = target.base_weight()
-    device = weight_OD.device
-    b_OR = -(weight_OD.float() @ (u_DR @ t_RR).float().to(device))
-    return LinearForm(LowRank(u_DR.T.float(), b_OR.cpu()))
+    with target.weights.beside_the_steps():
+        weight_OD = target.base_weight()
+        reflected_DR = on(-(u_DR @ t_RR), weight_OD.device)
+        b_OR = torch.cat([weight_OD[rows].float() @ reflected_DR for rows in row_chunks(weight_OD)]).cpu()
+    return LinearForm(LowRank(u_DR.T.float(), b_OR))
 
 
 def _product(u_DR: Tensor) -> Tensor:

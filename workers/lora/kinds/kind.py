@@ -9,7 +9,7 @@ kinds, and is not theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,8 @@ from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.peft_helper import PEFTHelper
 from lorafleet.workers.lora.strict_json import shown
 from lorafleet.workers.lora.weight_files import FLOAT_DTYPES, TensorInfo
+
+CHUNK_VALUES = 1 << 24  # of a base weight at once: bounds what a load takes of the GPU's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,13 @@ def each(form: Callable[[Target], LinearForm]) -> Forms:
         return AdapterForms({target.module: form(target) for target in giving_way(targets)})
 
     return forms
+
+
+def row_chunks(weight_OD: Tensor) -> Iterator[slice]:
+    """Rows that may be widened to float64 at once."""
+    rows = max(1, CHUNK_VALUES // weight_OD.shape[1])
+    for start in range(0, weight_OD.shape[0], rows):
+        yield slice(start, start + rows)
 
 
 def on(tensor: Tensor, device: torch.device) -> Tensor:

@@ -92,10 +92,12 @@ def form(target: Target) -> LinearForm:
     helper = target.helper
     a_RD, b_OR = _pair(target)
     scaling = helper.scaling_of(target.peft_name, target.rank)
-    pairs = [LowRank(a_RD, b_OR, scaling), *mutated_base.removed(target, scaling)]
-    scale_O = None
-    if helper.flag("use_dora"):
-        scale_O = row_scale(target.base_weight(), pairs, target.value(MAGNITUDE), target.module)
+    pairs, scale_O = [LowRank(a_RD, b_OR, scaling)], None
+    if helper.flag("use_dora") or mutated_base.mutates(helper):
+        with target.weights.beside_the_steps():
+            pairs += mutated_base.removed(target, scaling)
+            if helper.flag("use_dora"):
+                scale_O = row_scale(target.base_weight(), pairs, target.value(MAGNITUDE), target.module)
     low_rank = pairs[0] if len(pairs) == 1 else joined(*pairs)
     return LinearForm(low_rank, out_scale_O=scale_O, bias_O=_bias(target, scaling))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.forms import LowRank
-from lorafleet.workers.lora.kinds.kind import Target
+from lorafleet.workers.lora.kinds.kind import Target, row_chunks
 from lorafleet.workers.lora.peft_helper import PEFTHelper
 from lorafleet.workers.lora.strict_json import shown
 
@@ -95,18 +95,23 @@ def removed(target: Target, scaling: float) -> list[LowRank]:
 def _span(weight_OD: Tensor, rank: int, largest: bool) -> LowRank:
     """Minus W's part in its `rank` largest or smallest singular directions. The eigenvectors of the smaller Gram matrix
     are the singular vectors, for a fraction of a full decomposition; float64 makes up for squaring."""
-    weight_OD = weight_OD.double()
     wide = weight_OD.shape[0] < weight_OD.shape[1]
-    gram = weight_OD @ weight_OD.T if wide else weight_OD.T @ weight_OD
+    tall = weight_OD.T if wide else weight_OD
+    gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64, device=tall.device)
+    for rows in row_chunks(tall):
+        chunk = tall[rows].double()
+        gram.addmm_(chunk.T, chunk)
     vectors = torch.linalg.eigh(gram).eigenvectors  # ascending
     chosen = vectors[:, -rank:] if largest else vectors[:, :rank]
+    along = torch.cat([tall[rows].double() @ chosen for rows in row_chunks(tall)])
     if wide:
-        return LowRank((chosen.T @ weight_OD).cpu(), chosen.cpu(), -1.0)
-    return LowRank(chosen.T.cpu(), (weight_OD @ chosen).cpu(), -1.0)
+        return LowRank(along.T.cpu(), chosen.cpu(), -1.0)
+    return LowRank(chosen.T.cpu(), along.cpu(), -1.0)
 
 
 def _first_columns(weight_OD: Tensor, rank: int, scaling: float) -> LowRank:
     """Minus s Q_r R_r of W = Q R: Q_r spans W's first r columns, and R_r is Q_r^T W."""
-    weight_OD = weight_OD.double()
-    q_OR = torch.linalg.qr(weight_OD[:, :rank]).Q
-    return LowRank((q_OR.T @ weight_OD).cpu(), q_OR.cpu(), -scaling)
+    q_OR = torch.linalg.qr(weight_OD[:, :rank].double()).Q
+    r_RD = sum(q_OR[rows].T @ weight_OD[rows].double() for rows in row_chunks(weight_OD))
+    assert isinstance(r_RD, Tensor)
+    return LowRank(r_RD.cpu(), q_OR.cpu(), -scaling)

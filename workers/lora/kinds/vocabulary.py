@@ -18,8 +18,8 @@ from torch import Tensor
 from lorafleet.workers.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
 from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, TABLES, peft_name
 from lorafleet.workers.lora.forms import LinearForm, LowRank, VocabForm
-from lorafleet.workers.lora.kinds.dora import CHUNK_VALUES, row_scale
-from lorafleet.workers.lora.kinds.kind import Base, Target, on, tensor_shape
+from lorafleet.workers.lora.kinds.dora import row_scale
+from lorafleet.workers.lora.kinds.kind import Base, Target, on, row_chunks, tensor_shape
 from lorafleet.workers.lora.kinds.lora import EMBEDDING_A, EMBEDDING_B, MAGNITUDE
 from lorafleet.workers.lora.kinds.mutated_base import mutates
 from lorafleet.workers.lora.kinds.trained_tokens import ROWS, token_rows, trained_tokens
@@ -212,9 +212,10 @@ def embedding_form(table: Table, values: Mapping[str, Tensor], base: Base) -> Vo
     low_rank = LowRank(a_RV, b_DR, target.helper.scaling_of(target.peft_name, target.rank))
     if not target.helper.flag("use_dora"):
         return VocabForm(low_rank, form.table_VD if form is not None else None)
-    weight_VD = target.base_weight()
-    scale_D = row_scale(weight_VD.T, [low_rank], target.value(MAGNITUDE), EMBEDDING)
-    return VocabForm(table_VD=_computed(weight_VD, LowRank(b_DR.T, a_RV.T, low_rank.scaling), scale_D, None))
+    with target.weights.beside_the_steps():
+        weight_VD = target.base_weight()
+        scale_D = row_scale(weight_VD.T, [low_rank], target.value(MAGNITUDE), EMBEDDING)
+        return VocabForm(table_VD=_computed(weight_VD, LowRank(b_DR.T, a_RV.T, low_rank.scaling), scale_D, None))
 
 
 def head_form(table: Table, linear: LinearForm | None, values: Mapping[str, Tensor], base: Base) -> VocabForm | None:
@@ -229,8 +230,8 @@ def head_form(table: Table, linear: LinearForm | None, values: Mapping[str, Tens
         raise AdapterUnsupported(f"trained tokens beside more than a low rank on {HEAD} are not served.")
     if linear.kronecker is not None:
         raise AdapterUnsupported(f"a Kronecker product of high rank on {HEAD} is not served.")
-    weight_VD = table.target.base_weight()
-    table_VD = _computed(weight_VD, linear.low_rank, None, linear.out_scale_O)
+    with table.target.weights.beside_the_steps():
+        table_VD = _computed(table.target.base_weight(), linear.low_rank, None, linear.out_scale_O)
     return VocabForm(table_VD=table_VD, bias_V=linear.bias_O)
 
 
@@ -250,24 +251,24 @@ def _is_base(table_VD: Tensor, name: str, base: Base) -> bool:
     own_VD = base.weights.weight(name)
     if own_VD.shape != table_VD.shape:
         return False
-    rows = max(1, CHUNK_VALUES // own_VD.shape[1])
-    chunks = zip(table_VD.split(rows), own_VD.split(rows), strict=True)
-    return all(torch.equal(mine.to(own.device, own.dtype), own) for mine, own in chunks)
+    with base.weights.beside_the_steps():
+        return all(
+            torch.equal(table_VD[rows].to(own_VD.device, own_VD.dtype), own_VD[rows]) for rows in row_chunks(own_VD)
+        )
 
 
 def _computed(weight_VD: Tensor, low_rank: LowRank | None, scale_D: Tensor | None, scale_V: Tensor | None) -> Tensor:
     """(W + s B A) with its columns or rows scaled, in W's dtype."""
     device = weight_VD.device
-    rows = max(1, CHUNK_VALUES // weight_VD.shape[1])
     chunks = []
-    for start in range(0, weight_VD.shape[0], rows):
-        chunk_VD = weight_VD[start : start + rows].float()
+    for rows in row_chunks(weight_VD):
+        chunk_VD = weight_VD[rows].float()
         if low_rank is not None:
-            b_VR = on(low_rank.b_OR[start : start + rows], device)
+            b_VR = on(low_rank.b_OR[rows], device)
             chunk_VD = torch.addmm(chunk_VD, b_VR, on(low_rank.a_RD, device), alpha=low_rank.scaling)
         if scale_D is not None:
             chunk_VD = chunk_VD * on(scale_D, device)
         if scale_V is not None:
-            chunk_VD = chunk_VD * on(scale_V[start : start + rows], device).unsqueeze(1)
+            chunk_VD = chunk_VD * on(scale_V[rows], device).unsqueeze(1)
         chunks.append(chunk_VD.to(weight_VD.dtype).cpu())
     return torch.cat(chunks)

@@ -86,11 +86,13 @@ def make(
     return AdapterDir(path, family)
 
 
-def peft_logits(adapter: AdapterDir, prepare: Callable[[Any], object] = lambda _: None) -> Tensor:
+def peft_logits(
+    adapter: AdapterDir, prepare: Callable[[Any], object] = lambda _: None, tokens: Tensor = TOKENS
+) -> Tensor:
     base = make_base(adapter.family)
     prepare(base)
     with peft_warnings_ignored(), torch.no_grad():
-        logits: Tensor = PeftModel.from_pretrained(base, str(adapter.path)).eval()(TOKENS).logits
+        logits: Tensor = PeftModel.from_pretrained(base, str(adapter.path)).eval()(tokens).logits
     return logits
 
 
