@@ -58,7 +58,17 @@ def _inner(
 
 # Nothing about a step or an adapter may ask for another kernel.
 @triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["slot_ptr", "row", "part", "first_input", "num_inputs", "first_output", "num_outputs", "column"]
+    do_not_specialize=[
+        "slot_ptr",
+        "row",
+        "part",
+        "first_input",
+        "num_inputs",
+        "first_output",
+        "num_outputs",
+        "column",
+        "y_stride",
+    ]
 )
 def _kronecker_kernel(
     x_ptr: tl.tensor,

@@ -198,7 +198,19 @@ class StepRunner:
             for max_rank in sorted({_rank_class(rank) for rank in range(1, max_lora_rank + 1)}):
                 lora = LoRABatch.build([0] * count, self._slots.tables, max_rank, tile_tokens, any_slots=True)
                 self._run_model(inputs, lora)
+        self._warm_up_kronecker()
         torch.cuda.synchronize(self.device)
+
+    def _warm_up_kronecker(self) -> None:
+        """The one kernel that no such step has launched; it is the same for all linears."""
+        assert self._slots is not None
+        from lorafleet.kernels.kronecker_triton import apply_kronecker_triton  # triton is optional on a CPU
+
+        lora = LoRABatch.build([0], self._slots.tables)
+        (_, linear), *_ = self.model.packed_linears()
+        assert lora is not None and linear.lora is not None
+        x_TD = torch.zeros(1, linear.in_features, dtype=self.model.norm.weight.dtype, device=self.device)
+        apply_kronecker_triton(x_TD, x_TD.new_zeros(1, sum(linear.out_features)), linear.lora, lora)
 
 
 def _rank_class(rank: int) -> int:

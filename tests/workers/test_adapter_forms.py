@@ -59,6 +59,13 @@ def test_all_forms_in_one_batch_answer_as_the_changed_model_does(made, prompt, t
     check_all_forms_in_one_batch(made, prompt, tmp_path, monkeypatch, max_loras=max_loras)
 
 
+@pytest.mark.parametrize("lora_dtype", ["fp8", "bfloat16"])
+def test_vectors_stay_float32_whatever_a_and_b_are(made, prompt, tmp_path, monkeypatch, lora_dtype):
+    folder, forms = made
+    exact = {kind: forms[kind] for kind in ("ia3", "norms")}
+    check_all_forms_in_one_batch((folder, exact), prompt, tmp_path, monkeypatch, max_loras=2, lora_dtype=lora_dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("max_loras", [8, 3])
