@@ -8,8 +8,8 @@ and the median counts. Excess: over the base alone, with the same engine. Ratio:
 
 The forms are made here, not read from PEFT's files: plain is rank 16 on all seven projections; dora has a scale of
 every output besides, bias a bias of it; ia3 scales k, v and down alone; norms replaces every norm; lokr adds Kronecker
-products of square factors. mixed has them all in one batch, mixed_in_graph all but lokr, whose steps run without a
-captured graph; eager is plain LoRA beside one lokr, for comparison.
+products of square factors. mixed has them all in one batch, mixed_but_lokr all but lokr, for whose products steps
+take graphs of their own; one_lokr is plain LoRA beside one lokr.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ KINDS: dict[str, Callable[[Forms], AdapterForms]] = {
 }
 # Of each adapter of a batch, its kind.
 BATCHES = {kind: [kind] * ADAPTERS for kind in KINDS} | {
-    "mixed_in_graph": ["plain", "dora", "bias", "ia3", "norms", "dora", "plain", "bias"],
+    "mixed_but_lokr": ["plain", "dora", "bias", "ia3", "norms", "dora", "plain", "bias"],
     "mixed": ["plain", "dora", "bias", "ia3", "norms", "lokr", "dora", "lokr"],
-    "eager": ["plain"] * (ADAPTERS - 1) + ["lokr"],
+    "one_lokr": ["plain"] * (ADAPTERS - 1) + ["lokr"],
 }
 
 

@@ -1,4 +1,4 @@
-"""Triton kernel of kernels/kronecker.py: y += scale * (w1 (x) w2) x with every token's own factors, a launch a slice.
+"""Triton kernel of kernels/kronecker.py: y += scale * (w1 (x) w2) x with every token's own factors, a launch a linear.
 
 Idea: x and y of a token are matrices, X [D1, D2] and Y [O1, O2], so even one token makes GEMMs of some rows. One
 program takes one token and a block of Y: it walks D1, makes w1's next columns' share of X @ w2.T and multiplies it by
@@ -26,6 +26,7 @@ from lorafleet.kernels.packed_lora import PackedLoRA
 
 BLOCK = 64  # rows and columns of Y, and rows of X, that a program takes at a time
 BLOCK_D2 = 64
+MAX_RANGES = 3  # of a linear's outputs: slices, or what is fused in one
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -56,33 +57,30 @@ def _inner(
     return acc
 
 
-# Nothing about a step or an adapter may ask for another kernel.
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=[
-        "slot_ptr",
-        "row",
-        "part",
-        "first_input",
-        "num_inputs",
-        "first_output",
-        "num_outputs",
-        "column",
-        "y_stride",
-    ]
-)
+_SIZES = ["row", "first_input", "num_inputs", "y_stride"]
+_SIZES += [f"{name}_{i}" for name in ("part", "first_output", "num_outputs") for i in range(MAX_RANGES)]
+
+
+# Nothing about a step, a linear or an adapter may ask for another kernel.
+@triton.jit(do_not_specialize=["slot_ptr", *_SIZES])  # type: ignore[untyped-decorator]  # triton has no types
 def _kronecker_kernel(
     x_ptr: tl.tensor,
     y_ptr: tl.tensor,
     address_ptr: tl.tensor,
     slot_ptr: tl.tensor,
     row: tl.tensor,
-    part: tl.tensor,
     first_input: tl.tensor,
     num_inputs: tl.tensor,
-    first_output: tl.tensor,
-    num_outputs: tl.tensor,
-    column: tl.tensor,
     y_stride: tl.tensor,
+    part_0: tl.tensor,
+    part_1: tl.tensor,
+    part_2: tl.tensor,
+    first_output_0: tl.tensor,
+    first_output_1: tl.tensor,
+    first_output_2: tl.tensor,
+    num_outputs_0: tl.tensor,
+    num_outputs_1: tl.tensor,
+    num_outputs_2: tl.tensor,
     num_slots: tl.constexpr,
     record_fields: tl.constexpr,
     w_dtype: tl.constexpr,
@@ -97,6 +95,11 @@ def _kronecker_kernel(
     address = tl.load(address_ptr + row.to(tl.int64) * num_slots + slot)
     if address == 0:
         return
+    part, first_output, num_outputs, column = part_0, first_output_0, num_outputs_0, num_outputs_0 * 0
+    if tl.program_id(2) == 1:
+        part, first_output, num_outputs, column = part_1, first_output_1, num_outputs_1, num_outputs_0
+    elif tl.program_id(2) == 2:
+        part, first_output, num_outputs, column = part_2, first_output_2, num_outputs_2, num_outputs_0 + num_outputs_1
     record = address.to(tl.pointer_type(tl.int64)) + part * record_fields
     o1_end = tl.load(record + 2).to(tl.int32)
     d1_end = tl.load(record + 3).to(tl.int32)
@@ -132,30 +135,30 @@ def apply_kronecker_triton(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch
     assert packed.dtype is not None, "a slot is filled before a step uses it"
     w_dtype = torch.bfloat16 if packed.dtype == FP8 else packed.dtype
     types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    column = 0
-    parts = [(part, own) for part, ranges in enumerate(packed.place.outputs) for own in ranges]
-    for part, own in parts:
-        num_outputs = own.stop - own.start
-        programs = triton.cdiv(num_outputs, BLOCK * BLOCK)
-        _kronecker_kernel[(batch.num_tokens, programs)](
-            x_TD,
-            y_TO,
-            batch.extras.address_VS,
-            batch.plan.slot_T,
-            batch.extras.kronecker_row(packed.index),
-            part,
-            packed.place.first_input,
-            x_TD.shape[1],
-            own.start,
-            num_outputs,
-            column,
-            y_TO.shape[1],
-            num_slots=batch.extras.address_VS.shape[1],
-            record_fields=RECORD_FIELDS,
-            w_dtype=types[w_dtype],
-            operand=types[w_dtype if w_dtype == x_TD.dtype else torch.float32],
-            block=BLOCK,
-            block_d2=BLOCK_D2,
-            num_warps=4,
-        )
-        column += num_outputs
+    ranges = [(part, own) for part, all_own in enumerate(packed.place.outputs) for own in all_own]
+    assert len(ranges) <= MAX_RANGES
+    num_outputs = [own.stop - own.start for _, own in ranges]
+    unused = [0] * (MAX_RANGES - len(ranges))
+    _kronecker_kernel[(batch.num_tokens, triton.cdiv(max(num_outputs), BLOCK * BLOCK), len(ranges))](
+        x_TD,
+        y_TO,
+        batch.extras.address_VS,
+        batch.plan.slot_T,
+        batch.extras.kronecker_row(packed.index),
+        packed.place.first_input,
+        x_TD.shape[1],
+        y_TO.shape[1],
+        *(part for part, _ in ranges),
+        *unused,
+        *(own.start for _, own in ranges),
+        *unused,
+        *num_outputs,
+        *unused,
+        num_slots=batch.extras.address_VS.shape[1],
+        record_fields=RECORD_FIELDS,
+        w_dtype=types[w_dtype],
+        operand=types[w_dtype if w_dtype == x_TD.dtype else torch.float32],
+        block=BLOCK,
+        block_d2=BLOCK_D2,
+        num_warps=4,
+    )

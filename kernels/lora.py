@@ -40,7 +40,7 @@ def linear_with_lora(
     else:
         y_TO = weight.linear(x_TD, bias_O)
         apply_lora(x_TD, y_TO, packed, batch)
-    apply_kronecker(x_TD, y_TO, packed, batch)
+        apply_kronecker(x_TD, y_TO, packed, batch)
     return LinearOutput(y_TO, delta_TO, batch.affine_addresses(packed.index))
 
 

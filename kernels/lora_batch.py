@@ -90,12 +90,14 @@ class LoRABatch:
         plan_buffer: Tensor,
         tables: LoRATables,
         max_rank: int | None,
+        takes_kronecker: bool | None = None,
     ) -> None:
         device = plan_buffer.device
         self.num_tokens = num_tokens
         self.num_tiles = num_tiles
         self.tile_tokens = tile_tokens
         self.max_rank = max_rank
+        self._takes_kronecker = takes_kronecker
         self.plan = DevicePlan(plan_buffer, num_tiles, self.tile_tokens)
         self.tuning = tuning_for(device, num_tiles, self.is_prefill)
         # From torch's own pool of streams: making one costs nothing.
@@ -121,8 +123,9 @@ class LoRABatch:
 
     @property
     def has_kronecker(self) -> bool:
-        """Whether some slot adds a Kronecker product. Such a step takes no static batch, whose launches are those of
-        any content."""
+        """Whether Kronecker products are launched: a static batch does so whatever its content, or never."""
+        if self._takes_kronecker is not None:
+            return self._takes_kronecker
         return not self.extras.kronecker_slots.isdisjoint(self.slots)
 
     @property
@@ -171,15 +174,21 @@ class LoRABatch:
 
     @classmethod
     def static(
-        cls, num_tokens: int, num_tiles: int, max_rank: int, tables: LoRATables, tile_tokens: int = TILE_TOKENS
+        cls,
+        num_tokens: int,
+        num_tiles: int,
+        max_rank: int,
+        tables: LoRATables,
+        tile_tokens: int = TILE_TOKENS,
+        takes_kronecker: bool = False,
     ) -> LoRABatch:
         """A batch whose device memory never moves, for a CUDA graph of `num_tokens` tokens; base tokens until fill().
 
-        num_tiles: one of static_tile_counts.
+        num_tiles: one of static_tile_counts. takes_kronecker: whether its slots may add Kronecker products.
         """
         size = DevicePlan.size(num_tokens, num_tiles, tile_tokens)
         buffer = torch.zeros(size, dtype=torch.int32, device=tables.rank_LSP.device)
-        batch = cls(num_tokens, num_tiles, tile_tokens, buffer, tables, max_rank)
+        batch = cls(num_tokens, num_tiles, tile_tokens, buffer, tables, max_rank, takes_kronecker)
         batch.has_experts = True
         if buffer.is_cuda:
             batch._pinned = [
@@ -195,7 +204,7 @@ class LoRABatch:
         """
         assert self.max_rank is not None, "only a static batch is filled"
         assert max(rank_of_slot, default=0) <= self.max_rank, "P has no room for such a rank"
-        assert self.extras.kronecker_slots.isdisjoint(slot_of_token), "they are launched in no static batch"
+        assert self._takes_kronecker or self.extras.kronecker_slots.isdisjoint(slot_of_token), "it launches none"
         assert len(slot_of_token) <= self.num_tokens
         step = _Step.of([*slot_of_token, *[BASE_SLOT] * (self.num_tokens - len(slot_of_token))], self.tile_tokens)
         if not self._pinned:

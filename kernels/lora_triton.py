@@ -5,7 +5,7 @@ their delta: nothing of them is left on the step's critical path but their bytes
 and the join. Prefill: the GEMM, not memory, is the bottleneck and fills the GPU, so nothing runs beside it; the delta
 is written first and the GEMM adds to it, which costs it nothing. The exchange between shrink and expand
 (kernels/lora_exchange.py) runs where they run; a delta of some columns only, where B is divided by output, is added
-here.
+here. Kronecker products are added to the delta, where it has all columns, and so run beside the GEMM too.
 Measured on an H200 by benchmarks/lora_kernels.py.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.base_weight import BaseWeight
+from lorafleet.kernels.kronecker import apply_kronecker
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.lora_exchange import exchanged_splits
 from lorafleet.kernels.lora_expand import expand
@@ -44,25 +45,31 @@ def linear_triton(
 ) -> tuple[Tensor, Tensor | None]:
     """x @ W.T + bias, and what the adapters add to it where that is not in it yet."""
     if not _is_used(packed, batch):
-        return weight.linear(x_TD, bias_O), None
+        y_TO = weight.linear(x_TD, bias_O)
+        apply_kronecker(x_TD, y_TO, packed, batch)
+        return y_TO, None
     is_whole = sum(packed.out_features) == weight.num_outputs
     if batch.is_prefill and is_whole:
-        y_TO = lora_delta_triton(x_TD, packed, batch, bias_O)
-        assert y_TO is not None
-        return weight.add_linear(y_TO, x_TD), None
+        delta_TO = lora_delta_triton(x_TD, packed, batch, bias_O)
+        assert delta_TO is not None
+        apply_kronecker(x_TD, delta_TO, packed, batch)
+        return weight.add_linear(delta_TO, x_TD), None
     side = batch.side_stream
     assert side is not None
     main = torch.cuda.current_stream(x_TD.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         delta_TO = lora_delta_triton(x_TD, packed, batch)
+        assert delta_TO is not None
+        if is_whole:
+            apply_kronecker(x_TD, delta_TO, packed, batch)
     y_TO = weight.linear(x_TD, bias_O)
     main.wait_stream(side)
     # No record_stream: each stream waits for the other before it reuses what was freed.
     if is_whole:
         return y_TO, delta_TO
-    assert delta_TO is not None
     packed.part_of(y_TO).add_(delta_TO)
+    apply_kronecker(x_TD, y_TO, packed, batch)
     return y_TO, None
 
 

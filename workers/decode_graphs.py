@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds, for batches in which every sequence computes one token.
 
 There is a graph for each of a dense set of batch sizes: without adapters, so that base steps pay nothing for them, and
-with, for few and for many tiles of adapters' tokens. A step takes the smallest that fits; rows without a sequence
-compute on block `trash` and are ignored. Attention plans and adapter tables are refilled in place before a replay. A
-graph begins by taking the last step's tokens and ends by leaving its own, greedily chosen, where the next one finds
-them. All graphs share one memory pool, since one runs at a time.
+with, for few and for many tiles of adapters' tokens, and one that has the launches of Kronecker products too. A step
+takes the smallest that fits; rows without a sequence compute on block `trash` and are ignored. Attention plans and
+adapter tables are refilled in place before a replay. A graph begins by taking the last step's tokens and ends by
+leaving its own, greedily chosen, where the next one finds them. All graphs share one memory pool, since one runs at a
+time.
 """
 
 # B rows of the graph · W this rank's part of the vocabulary
@@ -73,10 +74,12 @@ class DecodeGraphs:
         # One for all captures: the allocator keeps memory, and cuBLAS its workspace, for each stream.
         self._side = torch.cuda.Stream(device)
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}  # by batch size and LoRA tiles, 0 without
+        self._with_kronecker: dict[int, DecodeGraph] = {}  # by batch size
         started = time.monotonic()
         with torch.inference_mode():
             self._capture_all(attention, sizes, max_context)
-        log.info("decode: %d CUDA graphs in %.1f s", len(self._graphs), time.monotonic() - started)
+        count = len(self._graphs) + len(self._with_kronecker)
+        log.info("decode: %d CUDA graphs in %.1f s", count, time.monotonic() - started)
 
     def _capture_all(self, attention: AttentionBackend, sizes: Sequence[int], max_context: int) -> None:
         for size in sorted(sizes, reverse=True):  # the largest first: the others fit into its memory
@@ -88,6 +91,8 @@ class DecodeGraphs:
                 for num_tiles in self._loras.tile_counts(size):
                     lora = self._loras.static_batch(size, num_tiles)
                     self._graphs[size, num_tiles] = self._capture(size, backend, lora)
+                lora = self._loras.static_batch(size, self._loras.tile_counts(size)[-1], takes_kronecker=True)
+                self._with_kronecker[size] = self._capture(size, backend, lora)
 
     def find(self, lora_slots: list[int]) -> DecodeGraph | None:
         """The one with the fewest rows, then the fewest tiles, that fits; None where none is large enough.
@@ -99,6 +104,8 @@ class DecodeGraphs:
             return None
         if all(slot == BASE_SLOT for slot in lora_slots):
             return self._graphs[size, 0]
+        if self._loras is not None and self._loras.adds_kronecker(lora_slots):
+            return self._with_kronecker[size]
         needed = count_tiles(lora_slots, size)
         return self._graphs[size, min(tiles for at, tiles in self._graphs if at == size and tiles >= needed)]
 

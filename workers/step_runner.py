@@ -136,7 +136,7 @@ class StepRunner:
 
     def _decode(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
         """Hidden states and logits of a step of decodes alone, by a captured graph; None where none serves it."""
-        if self.decode_graphs is None or not plan.is_decode or self._needs_kronecker(plan):
+        if self.decode_graphs is None or not plan.is_decode:
             return None
         graph = self.decode_graphs.find(plan.slots)
         if graph is None:
@@ -146,7 +146,8 @@ class StepRunner:
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Hidden states [T, D] of all tokens."""
-        if self._prefill_graphs is not None and not self._needs_kronecker(plan):
+        # None of these has the launches of Kronecker products, which hardly any step with prompts needs.
+        if self._prefill_graphs is not None and not self._adds_kronecker(plan):
             uses_lora = any(slot != BASE_SLOT for slot in plan.slots)
             graph = self._prefill_graphs.find(plan.num_tokens, uses_lora)
             if graph is not None:
@@ -159,15 +160,14 @@ class StepRunner:
         lora = None
         if self._slots is not None:
             max_rank = _rank_class(max((plan.slot_ranks[slot] for slot in plan.slots if slot != BASE_SLOT), default=0))
+            if self._adds_kronecker(plan):
+                max_rank = self._slots.max_rank  # what the graphs' capture has compiled for so many tokens
             tile_tokens = TILE_TOKENS if plan.is_decode else prompt_tile_tokens(plan.num_tokens)
             lora = LoRABatch.build(plan.lora_slots, self._slots.tables, max_rank, tile_tokens)
         return self._run_model(inputs, lora)
 
-    def _needs_kronecker(self, plan: StepPlan) -> bool:
-        """No graph has the launches of Kronecker products, which most steps do not need."""
-        if self._slots is None:
-            return False
-        return not self._slots.tables.extras.kronecker_slots.isdisjoint(plan.slots)
+    def _adds_kronecker(self, plan: StepPlan) -> bool:
+        return self._slots is not None and self._slots.adds_kronecker(plan.slots)
 
     def _run_model(self, inputs: InputTensors, lora: LoRABatch | None) -> Tensor:
         hidden_TD: Tensor = self.model(
@@ -209,7 +209,8 @@ class StepRunner:
         lora = LoRABatch.build([0], self._slots.tables)
         (_, linear), *_ = self.model.packed_linears()
         assert lora is not None and linear.lora is not None
-        x_TD = torch.zeros(1, linear.in_features, dtype=self.model.norm.weight.dtype, device=self.device)
+        dtype = self.model.embed_tokens.weight.dtype
+        x_TD = torch.zeros(1, linear.in_features, dtype=dtype, device=self.device)
         apply_kronecker_triton(x_TD, x_TD.new_zeros(1, sum(linear.out_features)), linear.lora, lora)
 
 

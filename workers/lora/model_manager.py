@@ -65,7 +65,7 @@ class LoRAModelManager:
         areas = None if self._peers is None else self._peers.areas
         self.sharding = AdapterSharding(model.shard, model.group, fully, areas)
         self.dtype = dtype
-        self._max_rank = config.max_lora_rank
+        self.max_rank = config.max_lora_rank
         self.device = device
         linears = model.packed_linears()
         norms, mixtures = model.norms(), model.mixtures()
@@ -112,8 +112,14 @@ class LoRAModelManager:
         """Of the static batches that steps of so many tokens should have."""
         return static_tile_counts(num_tokens, len(self.slots), tile_tokens)
 
-    def static_batch(self, num_tokens: int, num_tiles: int, tile_tokens: int = TILE_TOKENS) -> LoRABatch:
-        return LoRABatch.static(num_tokens, num_tiles, self._max_rank, self.tables, tile_tokens)
+    def static_batch(
+        self, num_tokens: int, num_tiles: int, tile_tokens: int = TILE_TOKENS, takes_kronecker: bool = False
+    ) -> LoRABatch:
+        return LoRABatch.static(num_tokens, num_tiles, self.max_rank, self.tables, tile_tokens, takes_kronecker)
+
+    def adds_kronecker(self, slots: Sequence[int]) -> bool:
+        """Whether one of them does; BASE_SLOT does not."""
+        return not self.tables.extras.kronecker_slots.isdisjoint(slots)
 
     def find(self, digest: str) -> Slot | None:
         """The slot that holds the adapter, whether its copy has finished or not."""
