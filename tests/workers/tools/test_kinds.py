@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lorafleet.workers.errors import AdapterUnsupported, ConfigError
 from lorafleet.workers.tools.base_model import BaseModel
 from lorafleet.workers.tools.convert import convert
 from lorafleet.workers.tools.merging import merge
 from lorafleet.workers.tools.reading import read_forms
-from tests.workers.lora.conftest import peft_warnings_ignored
+from tests.workers.lora.conftest import AdapterDir, peft_warnings_ignored
 from tests.workers.lora.kinds.harness import TOKENS, make, make_base, peft_logits
 from tests.workers.lora.kinds.test_against_peft import KINDS, lora
 
@@ -103,6 +103,21 @@ def test_what_the_architecture_has_no_place_for_is_not_merged(bases, tmp_path, k
         with pytest.raises(AdapterUnsupported, match="bias on"):
             merge(base, adapter.path, forms, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [70, 61])
+def test_a_resized_vocabulary_is_merged_and_kept(bases, tmp_path, family, size):
+    def resize(model: PreTrainedModel) -> None:
+        model.resize_token_embeddings(size)
+
+    adapter = make(tmp_path / "a", family, lora(modules_to_save=["embed_tokens", "lm_head"]), resize)
+    with BaseModel.opened(bases[family]) as base:
+        done = merge(base, adapter.path, read_forms(adapter.path, base, "a").forms, tmp_path / "out")
+        convert(adapter.path, tmp_path / "kept", base)
+    assert done.vocab_size == size
+    same(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), peft_logits(adapter, resize))
+    same(peft_logits(AdapterDir(tmp_path / "kept", family), resize), peft_logits(adapter, resize))
 
 
 def test_an_activated_lora_is_kept_and_not_merged(bases, tmp_path):
