@@ -67,7 +67,9 @@ def make_adapter(base: Path, tmp_path: Path) -> MakeAdapter:
         for parameter_name, parameter in model.named_parameters():
             if parameter.requires_grad and "magnitude" not in parameter_name:
                 torch.nn.init.normal_(parameter, std=std)
-        model.save_pretrained(str(tmp_path / name))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.save_pretrained(str(tmp_path / name))
         return tmp_path / name
 
     return make
