@@ -18,6 +18,7 @@ from lorafleet.workers.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.model_families import DEFAULTS, FAMILIES, ExpertsConfig
 from lorafleet.workers.models.rope import RopeConfig
 from lorafleet.workers.rope_parameters import read_rope
+from lorafleet.workers.text_part import LANGUAGE_MODEL_OF, text_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -66,6 +67,11 @@ class ModelConfig:
     norm_adds_one: bool = False
     branch_norms: bool = False
     fused_linears: bool = False
+
+    @property
+    def is_text_part(self) -> bool:
+        """Of a checkpoint that is of pictures too."""
+        return self.architecture in LANGUAGE_MODEL_OF
 
     @property
     def q_size(self) -> int:
@@ -127,15 +133,20 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"model {str(folder)!r} is not a folder; give a local Hugging Face checkpoint.", "model")
     raw = read_json(folder / "config.json")
     names = raw.get("architectures") or []
-    if len(names) != 1 or names[0] not in FAMILIES:
+    if len(names) != 1 or names[0] not in (*FAMILIES, *LANGUAGE_MODEL_OF):
         raise UnsupportedModel(
             f"architecture {', '.join(map(str, names)) or 'missing'} in {folder / 'config.json'} is not supported; "
-            f"supported are {', '.join(sorted(FAMILIES))}.",
+            f"supported are {', '.join(sorted((*FAMILIES, *LANGUAGE_MODEL_OF)))}.",
             "model",
         )
-    raw = DEFAULTS.get(names[0], {}) | raw
+    language_model = LANGUAGE_MODEL_OF.get(names[0], names[0])
+    raw = DEFAULTS.get(language_model, {}) | (raw if language_model == names[0] else text_config(raw))
     _refuse_options(raw)
-    family = FAMILIES[names[0]](raw)
+    family = FAMILIES[language_model](raw)
+    if language_model != names[0] and family.final_softcap is not None:
+        raise UnsupportedModel(
+            f"final_logit_softcapping of {names[0]} is not supported; transformers does not apply it."
+        )
     if family.experts is not None and ACTIVATIONS[_activation(raw)] != "silu":
         raise UnsupportedModel(f"hidden_act={_activation(raw)!r} is not supported for experts; silu is.")
     generation = folder / "generation_config.json"

@@ -25,6 +25,7 @@ from lorafleet.workers.expert_names import engine_name
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.layers import RMSNorm
 from lorafleet.workers.models.vocabulary import VocabTable
+from lorafleet.workers.text_part import is_of_pictures, text_name
 
 # Where checkpoints keep what an fp8 KV cache's numbers are multiplied by. kv_scale is both; output_scale its old name.
 KV_SCALE = re.compile(
@@ -79,9 +80,12 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
     seen: set[str] = set()
     for path in checkpoint_files(folder):
         for name, stored in _tensors(path):
-            source = sources.get(engine_name(name))
+            known_as = engine_name(text_name(name) if model.config.is_text_part else name)
+            source = sources.get(known_as)
             if source is None:
-                if not _ignorable(name, model.config.tie_word_embeddings) and not KV_SCALE.fullmatch(name):
+                if model.config.is_text_part and is_of_pictures(name):
+                    continue
+                if not _ignorable(known_as, model.config.tie_word_embeddings) and not KV_SCALE.fullmatch(name):
                     raise ConfigError(f"{path} has tensor {name!r}, which {model.config.architecture} does not.")
                 continue
             shape = stored.get_shape()

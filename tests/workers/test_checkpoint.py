@@ -39,7 +39,7 @@ def edit(model: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "LlavaForConditionalGeneration"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ],

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from lorafleet.workers.checkpoint import ModelConfig
 from lorafleet.workers.expert_names import engine_name, mixtral_name
+from lorafleet.workers.text_part import PREFIXES
 
 EMBEDDING = "embed_tokens"
 HEAD = "lm_head"
@@ -61,6 +62,7 @@ class BaseLayout:
     norms: Mapping[str, int] = field(default_factory=dict)
     norm_offset: float = 0.0
     experts: ExpertsLayout | None = None
+    is_text_part: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> BaseLayout:
@@ -86,6 +88,7 @@ class BaseLayout:
             norms=norms,
             norm_offset=1.0 if config.norm_adds_one else 0.0,
             experts=_experts(config),
+            is_text_part=config.is_text_part,
         )
 
     def targetable(self, module: str) -> bool:
@@ -105,6 +108,8 @@ class BaseLayout:
         """As PEFT's patterns see it: by the newest transformers' name, then by any older one."""
         if self.experts is not None and self.experts.is_mixtral and ".mlp." in module:
             return peft_name(module), peft_name(mixtral_name(module))
+        if self.is_text_part:
+            return (peft_name(module), *(f"{prefix}{module}" for prefix in PREFIXES))
         return (peft_name(module),)
 
     def describe(self) -> str:

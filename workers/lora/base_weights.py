@@ -22,6 +22,7 @@ from lorafleet.workers.errors import AdapterUnsupported, ConfigError
 from lorafleet.workers.expert_names import engine_name
 from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, peft_name
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.text_part import text_name
 from lorafleet.workers.weights import checkpoint_files, held_tensors
 
 
@@ -92,7 +93,7 @@ class FileWeights:
         try:
             if not self._files:
                 paths = checkpoint_files(self._folder)
-                self._files = {engine_name(key): (path, key) for path in paths for key in _keys(path)}
+                self._files = {engine_name(text_name(key)): (path, key) for path in paths for key in _keys(path)}
             path, key = self._files[name]
             with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(key)
