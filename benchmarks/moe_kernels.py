@@ -1,11 +1,13 @@
 """The experts of a mixture on one GPU, layer after layer, beside the bytes that they must read.
 
-    python benchmarks/moe_kernels.py [--layers 4] [--shapes]
+    python benchmarks/moe_kernels.py [--layers 4] [--rank 16] [--shapes]
 
 Layers of Qwen3-30B-A3B's shape (128 experts, 8 a token, hidden 2048, intermediate 768), bf16, each with weights of its
 own so that none is in the cache, in one CUDA graph: router, choice, experts, sum. Tokens choose at random. Floor: the
 bytes of the experts that are chosen and the router's over the copy bandwidth of the same run; for prompts the FLOP at
-800 TFLOP/s where that is more. --shapes tries other tile shapes for each number of tokens too.
+800 TFLOP/s where that is more. The same with 8 adapters on all experts, whose tokens take turns (decode) or follow one
+another (prompts), and the bytes of their chosen experts' A and B. --shapes tries other tile shapes for each number of
+tokens too.
 """
 
 # T tokens · E experts · D hidden size · I intermediate size
@@ -13,6 +15,7 @@ bytes of the experts that are chosen and the router's over the copy bandwidth of
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
 from itertools import product
@@ -23,12 +26,14 @@ from torch import Tensor
 
 from engine_driver import copy_bandwidth
 from lorafleet.kernels import moe_triton
+from lorafleet.kernels.expert_lora import RECORD_FIELDS, StepExperts
 from lorafleet.kernels.moe import experts_mlp, route
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER = 128, 8, 2048, 768
 DTYPE = torch.bfloat16
 TOKENS = (1, 8, 64, 256, 2048, 8192)
 FLOPS = 800e12
+ADAPTERS = 8
 DECODE = tuple(product((16,), (32, 64, 128), (128, 256), (4,), (3, 4)))
 PREFILL = tuple(product((64, 128), (128, 256), (64,), (4, 8), (3, 4)))
 TRIED = {
@@ -42,7 +47,7 @@ TRIED = {
 
 
 class Layers:
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, rank: int) -> None:
         def random(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=DTYPE, device="cuda").normal_(std=0.02)
 
@@ -51,20 +56,52 @@ class Layers:
             for _ in range(count)
         ]
 
-    def run(self, x_TD: Tensor) -> Tensor:
-        for gate_ED, gate_up_E2ID, down_EDI in self.weights:
+        # Of an adapter and layer: gate_up's A and B, then down's.
+        self.elements = 0 if not rank else EXPERTS * rank * (HIDDEN + 2 * INNER + INNER + HIDDEN)
+        self.adapters = [[self._blocks(random, rank) for _ in range(ADAPTERS if rank else 0)] for _ in range(count)]
+        self.rank = rank
+
+    @staticmethod
+    def _blocks(random: Callable[..., Tensor], rank: int) -> tuple[Tensor, Tensor]:
+        """Two records, each with its matrices behind it."""
+        blocks = []
+        for inputs, outputs in ((HIDDEN, 2 * INNER), (INNER, HIDDEN)):
+            a, b = EXPERTS * rank * inputs, EXPERTS * outputs * rank
+            offsets = [256, 256 + 2 * a, 256 + 2 * (a + b)]
+            block = random(128 + a + b + 2 * EXPERTS)
+            block[-2 * EXPERTS :].view(torch.float32).fill_(1.0)
+            record = torch.tensor([*offsets, rank, 1, 0, 0, 0], dtype=torch.int64, device="cuda")
+            block[: 4 * RECORD_FIELDS] = record.view(DTYPE)
+            blocks.append(block)
+        return blocks[0], blocks[1]
+
+    def run(self, x_TD: Tensor, slot_T: Tensor | None = None) -> Tensor:
+        for (gate_ED, gate_up_E2ID, down_EDI), records in zip(self.weights, self.record_LKS, strict=True):
             routing = route(F.linear(x_TD, gate_ED), PER_TOKEN, sums_to_one=True)
-            out_TD = experts_mlp(x_TD, routing, gate_up_E2ID, down_EDI)
+            own = None
+            if slot_T is not None:
+                to_gate_up, to_down = (StepExperts(slot_T, (), record_S, self.rank, DTYPE) for record_S in records)
+                own = to_gate_up, to_down
+            out_TD = experts_mlp(x_TD, routing, gate_up_E2ID, down_EDI, own)
         return out_TD
 
-    def floor_ms(self, x_TD: Tensor, bandwidth: float) -> float:
+    def floor_ms(self, x_TD: Tensor, slot_T: Tensor | None, bandwidth: float) -> float:
         """Of all layers."""
-        read = 0
+        read = 0.0
         for gate_ED, gate_up_E2ID, down_EDI in self.weights:
-            chosen = route(F.linear(x_TD, gate_ED), PER_TOKEN, sums_to_one=True).expert_TK.unique()
-            read += gate_ED.nbytes + len(chosen) * (gate_up_E2ID[0].nbytes + down_EDI[0].nbytes)
+            expert_TK = route(F.linear(x_TD, gate_ED), PER_TOKEN, sums_to_one=True).expert_TK
+            chosen = len(expert_TK.unique())
+            read += gate_ED.nbytes + chosen * (gate_up_E2ID[0].nbytes + down_EDI[0].nbytes)
+            if slot_T is not None:
+                pairs = len((expert_TK + EXPERTS * slot_T.unsqueeze(1)).unique())
+                read += pairs * self.elements * DTYPE.itemsize / EXPERTS
         flop = len(self.weights) * len(x_TD) * PER_TOKEN * 6 * HIDDEN * INNER
         return 1e3 * max(read / bandwidth, flop / FLOPS)
+
+    @functools.cached_property
+    def record_LKS(self) -> Tensor:
+        addresses = [[[pair[k].data_ptr() for pair in layer] for k in range(2)] for layer in self.adapters]
+        return torch.tensor(addresses, dtype=torch.int64, device="cuda")
 
 
 def graph_ms(run: Callable[[], object], repeats: int) -> float:
@@ -88,17 +125,22 @@ def graph_ms(run: Callable[[], object], repeats: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--shapes", action="store_true")
     arguments = parser.parse_args()
-    layers, bandwidth = Layers(arguments.layers), copy_bandwidth()
+    layers, bandwidth = Layers(arguments.layers, arguments.rank), copy_bandwidth()
     own = moe_triton._SHAPES
     print(f"{torch.cuda.get_device_name()}, copies {bandwidth / 1e12:.2f} TB/s, {arguments.layers} layers", flush=True)
     for num_tokens in TOKENS:
         x_TD = torch.randn(num_tokens, HIDDEN, dtype=DTYPE, device="cuda")
         moe_triton._SHAPES = own
-        floor = layers.floor_ms(x_TD, bandwidth) / arguments.layers
-        found = graph_ms(lambda x=x_TD: layers.run(x), 12) / arguments.layers
-        print(f"{num_tokens:5} tokens: {found:7.3f} ms a layer, floor {floor:7.3f}", flush=True)
+        turns = torch.arange(num_tokens, device="cuda", dtype=torch.int32)
+        own_T = turns % ADAPTERS if num_tokens <= 256 else turns * ADAPTERS // num_tokens
+        nobody_T = torch.full_like(own_T, -1)
+        for name, slot_T in (("base", None), ("all base, launched with", nobody_T), ("8 adapters", own_T)):
+            floor = layers.floor_ms(x_TD, slot_T, bandwidth) / arguments.layers
+            found = graph_ms(lambda x=x_TD, slots=slot_T: layers.run(x, slots), 12) / arguments.layers
+            print(f"{num_tokens:5} tokens, {name}: {found:7.3f} ms a layer, floor {floor:7.3f}", flush=True)
         tried: list[tuple[float, moe_triton._Shape]] = []
         for values in TRIED[num_tokens] if arguments.shapes else ():
             shape = moe_triton._Shape(*values)

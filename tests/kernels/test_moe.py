@@ -188,7 +188,7 @@ def test_interpreted_kernels() -> None:
 class TestOnGPU:
     pytestmark = needs_gpu
 
-    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("sizes", LARGE.values(), ids=LARGE)
     def test_equals_a_loop_over_tokens(self, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
         case = make_case(sizes, dtype, "cuda")
@@ -199,7 +199,7 @@ class TestOnGPU:
         some = x[few], Routing(routing.expert_TK[few], routing.weight_TK[few]), gate_up, down
         check(some, out[few])
 
-    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("sizes", LARGE.values(), ids=LARGE)
     def test_adapters_equal_a_loop_over_tokens(self, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
         case, (adapters, _blocks) = make_case(sizes, dtype, "cuda"), make_adapters(sizes, dtype, "cuda")
