@@ -17,7 +17,7 @@ os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-") 
 
 import s3_server
 from s3_server import RadosGateway
-from tiny_models import Reference, has_experts, make_adapter, make_model
+from tiny_models import Reference, has_experts, make_adapter, make_layered_adapter, make_model
 
 # Every kind of plain LoRA that PEFT can save, by name.
 ADAPTER_KINDS: dict[str, dict[str, object]] = {
@@ -59,6 +59,8 @@ class Fleet:
             kind: make_adapter(root / f"{family}-{kind}", self.base, seed=10 + i, **options)
             for i, (kind, options) in enumerate(kinds.items())
         }
+        if has_experts(family):
+            self.adapters["layered"] = make_layered_adapter(root / f"{family}-layered", self.base)
         self.reference = Reference(self.base)
 
 

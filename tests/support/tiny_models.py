@@ -298,6 +298,42 @@ class Reference:
         return [logits[i, token].item() for i, token in enumerate(tokens[1:])]
 
 
+def make_layered_adapter(folder: Path, model: Path, *, seed: int = 1, **options: Any) -> Path:
+    """As PEFT saved it under transformers 4, where a router and the projections of each expert were Linear layers: on
+    all of these, and on q_proj."""
+    config = json.loads((model / "config.json").read_text())
+    mixtral = config["model_type"] == "mixtral"
+    hidden, heads = config["hidden_size"], config["num_attention_heads"] * (config["head_dim"] or 16)
+    inner = config["intermediate_size" if mixtral else "moe_intermediate_size"]
+    leaves = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    experts = config["num_local_experts"]
+    shapes = dict(zip(leaves, ((hidden, inner), (hidden, inner), (inner, hidden)), strict=True))
+    modules: dict[str, tuple[int, int]] = {}
+    for layer in range(config["num_hidden_layers"]):
+        modules[f"{layer}.self_attn.q_proj"] = hidden, heads
+        if layer in config.get("mlp_only_layers", []):
+            continue
+        block = f"{layer}.{'block_sparse_moe' if mixtral else 'mlp'}"
+        modules[f"{block}.gate"] = hidden, experts
+        modules |= {f"{block}.experts.{e}.{leaf}": shapes[leaf] for e in range(experts) for leaf in leaves}
+    settings: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": model.name}
+    # The dense MLPs have projections of the same names.
+    settings["target_modules"] = ["q_proj", "gate", *leaves] if mixtral else r".*(q_proj|mlp\.gate|experts\..*_proj)"
+    settings |= options
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module, (inputs, outputs) in modules.items():
+        ends = (rank for name, rank in settings.get("rank_pattern", {}).items() if f".{module}".endswith(f".{name}"))
+        rank = next(ends, settings["r"])
+        name = f"base_model.model.model.layers.{module}"
+        tensors[f"{name}.lora_A.weight"] = 0.12 * torch.randn(rank, inputs, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = 0.12 * torch.randn(outputs, rank, generator=generator)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def stack_experts(folder: Path) -> Path:
     """The checkpoint in transformers 5's own layout of experts, in the place of the hub's."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -63,6 +63,7 @@ class AdapterParts:
         kind.check_config(helper)
         named = name_tensors(infos, kind.leaves, kind.shared, kind.label, base.layout, base.named)
         _check_saved_modules(helper, base)
+        _check_parameters(helper, base)
         experts = take_experts(helper, named, infos, base, max_rank)
         targeted = _targeted_linears(helper, named, base)
         vocabulary = take_vocabulary(helper, named, infos, base, max_rank)
@@ -201,7 +202,6 @@ def _check_vector(name: str, infos: Infos, size: int, base: Base) -> None:
 def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> dict[str, str]:
     """By module, what PEFT's patterns know it as. From transformers 5 on a router is no Linear layer, which
     "all-linear" means, but a parameter that can be named."""
-    _check_parameters(helper, base)
     targeted: dict[str, str] = {}
     for module in giving_way(base.layout.linears):
         names = [name for name in base.layout.peft_names(module) if helper.targets(name)]

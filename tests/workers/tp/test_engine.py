@@ -11,7 +11,12 @@ from lorafleet.workers.llm import LLM, LoRARequest, RequestOutput, SamplingParam
 from lorafleet.workers.lora.config import LoRAConfig
 from ranks import start_llm
 
-CASES = [("llama3", 2, False), ("qwen3", 4, True), ("llama_dynamic", 2, True)]  # family, ranks, fully_sharded_loras
+CASES = [
+    ("llama3", 2, False),
+    ("qwen3", 4, True),
+    ("llama_dynamic", 2, True),
+    ("mixtral", 2, True),
+]  # family, ranks, fully_sharded_loras
 # Fewer slots and less host memory than adapters: they come and go on all ranks.
 LORA = LoRAConfig(max_loras=3, max_lora_rank=64, max_cpu_loras=4)
 
