@@ -26,11 +26,15 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def write_adapters(folder: Path, config: dict[str, Any], count: int, rank: int) -> None:
-    """folder/a0, a1, …: rank `rank` on all seven projections, each with weights of its own."""
-    shapes = _tensor_shapes(config, rank)
-    leaves = sorted({name.split(".")[6] for name in shapes})
-    peft = json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": leaves})
+def write_adapters(folder: Path, config: dict[str, Any], count: int, rank: int, experts: bool = True) -> None:
+    """folder/a0, a1, …: rank `rank` on all seven projections, each with weights of its own. Of a mixture of experts, on
+    attention and, if experts, on all of them."""
+    shapes = _tensor_shapes(config, rank, experts)
+    leaves = sorted({name.split(".")[6] for name in shapes} - {"experts"})
+    fields: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": leaves}
+    if experts and "num_experts" in config:
+        fields["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    peft = json.dumps(fields)
     header: dict[str, Any] = {}
     end = 0
     for name, (rows, columns) in shapes.items():
@@ -54,10 +58,12 @@ def write_adapters(folder: Path, config: dict[str, Any], count: int, rank: int) 
         list(pool.map(write, range(count)))
 
 
-def write_alike_adapters(folder: Path, config: dict[str, Any], count: int, rank: int) -> list[Path]:
+def write_alike_adapters(
+    folder: Path, config: dict[str, Any], count: int, rank: int, experts: bool = True
+) -> list[Path]:
     """folder/a0, a1, …: they share one file of weights and differ in lora_alpha, so digests, slots and bytes on a GPU
     are distinct, and the disk holds it once."""
-    write_adapters(folder, config, 1, rank)
+    write_adapters(folder, config, 1, rank, experts)
     first, *others = paths = [folder / f"a{i}" for i in range(count)]
     peft = json.loads((first / "adapter_config.json").read_text())
     for i, path in enumerate(others, 1):
@@ -67,7 +73,7 @@ def write_alike_adapters(folder: Path, config: dict[str, Any], count: int, rank:
     return paths
 
 
-def _tensor_shapes(config: dict[str, Any], rank: int) -> dict[str, tuple[int, int]]:
+def _tensor_shapes(config: dict[str, Any], rank: int, experts: bool) -> dict[str, tuple[int, int]]:
     """PEFT's names."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -77,13 +83,25 @@ def _tensor_shapes(config: dict[str, Any], rank: int) -> dict[str, tuple[int, in
         "self_attn.k_proj": (hidden, kv),
         "self_attn.v_proj": (hidden, kv),
         "self_attn.o_proj": (heads, hidden),
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
     }
-    return {
-        f"base_model.model.model.layers.{layer}.{name}.{leaf}.weight": shape
-        for layer in range(config["num_hidden_layers"])
+    count = config.get("num_experts", 0)
+    if not count:
+        linears |= {"mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner), "mlp.down_proj": (inner, hidden)}
+    shapes = {
+        f"{name}.{leaf}.weight": shape
         for name, (inputs, outputs) in linears.items()
         for leaf, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank)))
+    }
+    if count and experts:
+        inner = config["moe_intermediate_size"]
+        shapes |= {
+            "mlp.experts.base_layer.lora_A.weight": (count * rank, hidden),
+            "mlp.experts.base_layer.lora_B.weight": (2 * inner, rank * count),
+            "mlp.experts.lora_A.weight": (count * rank, inner),
+            "mlp.experts.lora_B.weight": (hidden, rank * count),
+        }
+    return {
+        f"base_model.model.model.layers.{layer}.{name}": shape
+        for layer in range(config["num_hidden_layers"])
+        for name, shape in shapes.items()
     }

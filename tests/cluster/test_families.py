@@ -8,20 +8,23 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.cluster.harness import running_server
+from tiny_models import has_experts
 
 pytestmark = pytest.mark.timeout(300)
 KINDS = ("all", "rslora", "regex")
+EXPERT_KINDS = ("layered", "router", "down")
 
 
 @pytest.mark.parametrize(
-    "family", ["llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
+    "family", ["llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral"]
 )  # llama3 is test_http.py's
 async def test_a_burst_equals_transformers_and_peft(fleet, prompt, tmp_path, family):
     made = fleet(family)
-    arguments = ["--model", str(made.base), "--lora-modules", *(f"{kind}={made.adapters[kind]}" for kind in KINDS)]
+    kinds = EXPERT_KINDS if has_experts(family) else KINDS
+    arguments = ["--model", str(made.base), "--lora-modules", *(f"{kind}={made.adapters[kind]}" for kind in kinds)]
     arguments += ["--max-loras", "2", "--kv-cache-tokens", "4096", "--max-num-batched-tokens", "32"]
     arguments += ["--max-num-seqs", "8", "--device", "cpu"]
-    jobs = [(prompt(n), kind) for n in (5, 40) for kind in (None, *KINDS)]
+    jobs = [(prompt(n), kind) for n in (5, 40) for kind in (None, *kinds)]
     with running_server(arguments, tmp_path / "serve.log") as url:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
             answers = await asyncio.gather(

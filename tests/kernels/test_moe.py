@@ -24,8 +24,8 @@ LARGE = {
 
 
 def normal(*shape: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
 def make_case(
@@ -48,15 +48,15 @@ def make_adapters(
     """Of four slots: rank 8 with an A for gate and one for up, rank 40 with one for both and nothing on down, nothing
     on gate and up, nothing at all; some tokens of each and some of the base. And what the records lie in."""
     num_tokens, experts, _, hidden, inner = sizes
-    generator = torch.Generator().manual_seed(7)
-    slot_T = torch.randint(-1, 4, (num_tokens,), generator=generator, dtype=torch.int32)
+    generator = torch.Generator(device).manual_seed(7)
+    slot_T = torch.randint(-1, 4, (num_tokens,), generator=generator, dtype=torch.int32, device=device)
     slot_T[: num_tokens // 2] = 1  # as of one prompt
 
     def weights(rank: int, groups: int, inputs: int, outputs: int) -> ExpertWeights:
-        a = torch.randn(experts, rank * groups, inputs, generator=generator) / inputs**0.5
-        b = torch.randn(experts, outputs, rank, generator=generator) / rank**0.5
-        scale = torch.rand(experts, groups, generator=generator)
-        return ExpertWeights(a.to(device, dtype), b.to(device, dtype), scale.to(device))
+        a = torch.randn(experts, rank * groups, inputs, generator=generator, device=device) / inputs**0.5
+        b = torch.randn(experts, outputs, rank, generator=generator, device=device) / rank**0.5
+        scale = torch.rand(experts, groups, generator=generator, device=device)
+        return ExpertWeights(a.to(dtype), b.to(dtype), scale)
 
     to_gate_up = [weights(8, 2, hidden, 2 * inner), weights(40, 1, hidden, 2 * inner), None, None]
     to_down = [weights(8, 1, inner, hidden), None, weights(16, 1, inner, hidden), None]
@@ -66,7 +66,7 @@ def make_adapters(
         blocks += [torch.zeros(0, dtype=torch.uint8) if one is None else with_record(one) for one in slots]
         records = [0 if one is None else block.data_ptr() for one, block in zip(slots, blocks[-4:], strict=True)]
         record_S = torch.tensor(records, dtype=torch.int64, device=device)
-        made.append(StepExperts(slot_T.to(device), slots, record_S, max_rank, dtype))
+        made.append(StepExperts(slot_T, slots, record_S, max_rank, dtype))
     return (made[0], made[1]), blocks
 
 
