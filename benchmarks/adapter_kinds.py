@@ -8,8 +8,10 @@ and the median counts. Excess: over the base alone, with the same engine. Ratio:
 
 The forms are made here, not read from PEFT's files: plain is rank 16 on all seven projections; dora has a scale of
 every output besides, bias a bias of it; ia3 scales k, v and down alone; norms replaces every norm; lokr adds Kronecker
-products of square factors. mixed has them all in one batch, mixed_but_lokr all but lokr, for whose products steps
-take graphs of their own; one_lokr is plain LoRA beside one lokr.
+products of square factors; vocab_lora is plain with rank 16 on embedding and head besides, vocab_rows with 64 rows of
+both replaced; head replaces the whole head, a GB each (not where --short is). mixed has all kinds of linears and norms
+in one batch, mixed_but_lokr all but lokr, for whose products steps take graphs of their own; one_lokr is plain LoRA
+beside one lokr.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.lora import model as lora_model
 from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.forms import AdapterForms, Kronecker, LinearForm, LowRank
+from lorafleet.workers.lora.forms import AdapterForms, Kronecker, LinearForm, LowRank, TokenRows, VocabForm
 from lorafleet.workers.lora.reader import ReadAdapter
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.startup import build_engine
 
 BATCH, ADAPTERS, ROUNDS = 64, 8, 3
+VOCAB = CONFIG["vocab_size"]
+EXTRA_GIB = 10.0  # for eight whole heads
 MODULES = {f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
 NORMS = [
     *(f"layers.{i}.{name}" for i in range(LAYERS) for name in ("input_layernorm", "post_attention_layernorm")),
@@ -69,12 +73,36 @@ class Forms:
     def norms(self) -> AdapterForms:
         return AdapterForms(norms={name: _scale(HIDDEN) for name in NORMS})
 
+    def vocab_lora(self) -> AdapterForms:
+        low, high = _random(RANK, VOCAB, std=0.01), _random(VOCAB, RANK, std=0.01)
+        a_RD, b_DR = _random(RANK, HIDDEN, std=0.01), _random(HIDDEN, RANK, std=0.01)
+        embedding, head = VocabForm(LowRank(low, b_DR)), VocabForm(LowRank(a_RD, high))
+        return AdapterForms(self.plain().linears, embedding, head)
+
+    def vocab_rows(self) -> AdapterForms:
+        rows = TokenRows(torch.arange(1000, 1064), _random(64, HIDDEN, std=0.02))
+        return AdapterForms(self.plain().linears, VocabForm(rows=rows), VocabForm(rows=rows))
+
+    def head(self) -> AdapterForms:
+        return AdapterForms(self.plain().linears, head=VocabForm(table_VD=_random(VOCAB, HIDDEN, std=0.02)))
+
     def lokr(self) -> AdapterForms:
         return AdapterForms({m: LinearForm(kronecker=_kronecker(*shape)) for m, shape in MODULES.items()})
 
 
 KINDS: dict[str, Callable[[Forms], AdapterForms]] = {
-    kind.__name__: kind for kind in (Forms.plain, Forms.dora, Forms.bias, Forms.ia3, Forms.norms, Forms.lokr)
+    kind.__name__: kind
+    for kind in (
+        Forms.plain,
+        Forms.dora,
+        Forms.bias,
+        Forms.ia3,
+        Forms.norms,
+        Forms.lokr,
+        Forms.vocab_lora,
+        Forms.vocab_rows,
+        Forms.head,
+    )
 }
 # Of each adapter of a batch, its kind.
 BATCHES = {kind: [kind] * ADAPTERS for kind in KINDS} | {
@@ -121,7 +149,14 @@ def start(checkpoint: Path, kinds: list[str], lora_dtype: str) -> tuple[Engine, 
             max_num_seqs=BATCH,
             max_num_batched_tokens=1024,
             enable_prefix_caching=False,
-            lora=LoRAConfig(max_loras=ADAPTERS, max_lora_rank=RANK, max_cpu_loras=count, lora_dtype=lora_dtype),
+            kv_cache_tokens=BATCH * 1024,
+            lora=LoRAConfig(
+                max_loras=ADAPTERS,
+                max_lora_rank=RANK,
+                max_cpu_loras=count,
+                lora_dtype=lora_dtype,
+                extra_memory_gib=EXTRA_GIB,
+            ),
         )
     )
     folders = {kind: [checkpoint.parent / f"{kind}-{i}" for i in range(ADAPTERS)] for kind in kinds}
@@ -131,15 +166,17 @@ def start(checkpoint: Path, kinds: list[str], lora_dtype: str) -> tuple[Engine, 
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("lorafleet.workers.decode_graphs").setLevel(logging.INFO)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true")
-    parser.add_argument("--kinds", nargs="+", choices=[*BATCHES], default=[*BATCHES])
+    parser.add_argument("--kinds", nargs="+", choices=[*BATCHES])
     parser.add_argument("--lora-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     prompt, generated = (128, 64) if args.short else (512, 128)
-    batches = {name: BATCHES[name] for name in ("plain", *args.kinds)}
+    kinds = args.kinds or [name for name in BATCHES if not (args.short and name == "head")]
+    batches = {name: BATCHES[name] for name in ("plain", *kinds)}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, "model")
         checkpoint.mkdir()
