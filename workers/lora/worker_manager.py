@@ -109,6 +109,7 @@ class WorkerLoRAManager:
         self._wanted: frozenset[str] = frozenset()
         self._doomed: set[str] = set()
         self._pins: dict[str, LoRARequest] = {}  # by digest
+        self._kept_out: list[tuple[str, LorafleetError]] = []  # by pinned adapters; digest and why
 
     # -- asked for by the front: load now, whatever the queue needs -----------------------------------------------
 
@@ -153,8 +154,9 @@ class WorkerLoRAManager:
     # -- once a step ----------------------------------------------------------------------------------------------
 
     def poll(self) -> list[tuple[str, LorafleetError]]:
-        """Takes in the loads that have ended; returns the failed ones as (digest asked for, why)."""
-        failed: list[tuple[str, LorafleetError]] = []
+        """Takes in the loads that have ended; returns the failed ones, and what can get no room, as (digest asked for,
+        why)."""
+        failed, self._kept_out = self._kept_out, []
         self._hear_others()
         for key in [key for key, load in self._loads.items() if load.done]:
             load = self._loads.pop(key)
@@ -221,6 +223,19 @@ class WorkerLoRAManager:
                 self._fill(slot, wanted[i], adapter)
             else:
                 waits_for_room = True
+                self._check_pins(wanted[i], adapter)
+
+    def _check_pins(self, lora: LoRARequest, adapter: PackedAdapter) -> None:
+        """What waits for others to leave must not wait for pinned ones, which never do."""
+        pinned = sum(s.extra.num_bytes for s in self.slots.slots if s.pinned and s.extra is not None)
+        limit = self.slots.extra_memory.limit
+        if pinned + adapter.extra_bytes > limit:
+            error = AdapterError(
+                f"adapter {lora.lora_name!r} needs {adapter.extra_bytes} bytes on each GPU besides A and B; of the "
+                f"{limit} that lora.extra_memory_gib allows, pinned adapters have {pinned}. Unpin one, or raise "
+                "lora.extra_memory_gib."
+            )
+            self._kept_out.append((lora.digest, error))
 
     def _make_room(
         self, adapter: PackedAdapter, slot: Slot, wanted: Sequence[str] = (), keep: Sequence[str] = ()

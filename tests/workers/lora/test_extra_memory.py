@@ -199,6 +199,24 @@ def test_a_busy_adapter_does_not_keep_the_room_from_others(start, prompt) -> Non
     assert ended.index("cold") < 8
 
 
+def test_an_adapter_for_which_pinned_ones_leave_no_room_is_refused_and_does_not_wait(start, prompt) -> None:
+    engine, loras = start(1)
+    pinned = engine.pin_adapter(loras["n0"])
+    while not pinned.done() or engine.loras.slots.find(loras["n0"].digest) is None:
+        engine.step()
+    submit(engine, "kept out", loras["n1"], prompt(5), 2)
+    submit(engine, "pinned", loras["n0"], prompt(5), 2)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    errors = {output.request_id: output.error for output in outputs if output.error is not None}
+    assert list(errors) == ["kept out"] and "Unpin one" in str(errors["kept out"])
+    engine.loras.unpin(loras["n0"].digest)
+    submit(engine, "later", loras["n1"], prompt(5), 2)
+    answers, _ = run(engine)
+    assert len(answers["later"]) == 2
+
+
 def test_an_adapter_that_is_dropped_gives_its_room_back(start, prompt) -> None:
     engine, loras = start(1)
     submit(engine, "held", loras["n0"], prompt(5), 6)

@@ -8,6 +8,7 @@ import torch
 from lorafleet.kernels.packed_lora import AdapterTable
 from lorafleet.workers.checkpoint import read_model_config
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.extra_block import ExtraBlock
 from lorafleet.workers.lora.model_manager import LoRAModelManager, Slot
 from lorafleet.workers.lora.packed_adapter import LoadTimes, PackedAdapter
 from lorafleet.workers.lora.pinned_memory import PIECE_BYTES, PinnedMemory
@@ -31,14 +32,18 @@ class Slots:
         self.manager = LoRAModelManager(model, config, torch.bfloat16, device)
         self.memory = PinnedMemory()
 
-    def adapter(self, digest: str) -> PackedAdapter:
+    def adapter(self, digest: str, extra_bytes: int = 0) -> PackedAdapter:
         block = self.memory.take(2 * PIECE_BYTES + 12345)
         block.random_(0, 256)
         self.memory.pin(block)
         table = AdapterTable.empty(self.num_linears)
         table.offset_LA[:, :2], table.rank_LP[:, 0] = (0, 256), 8
         info = AdapterInfo(digest, 8, block.numel(), ["q_proj"])
-        return PackedAdapter(info, block, torch.bfloat16, table, LoadTimes(0, 0, 0))
+        extra = None
+        if extra_bytes:
+            extra = ExtraBlock.of({"vector": torch.randn(extra_bytes // 4)}, self.memory.take)
+            self.memory.pin(extra.block)
+        return PackedAdapter(info, block, torch.bfloat16, table, LoadTimes(0, 0, 0), extra)
 
     def content(self, slot: Slot) -> torch.Tensor:
         assert slot.adapter is not None and self.manager._arena is not None
@@ -96,3 +101,21 @@ def test_a_slot_that_no_queued_step_reads_is_filled_beside_them(slots):
     slot = activate(slots, adapter)
     assert not step_ended.query(), "the copy has waited for a step that has nothing to do with it"
     assert torch.equal(slots.content(slot).cpu(), adapter.block)
+
+
+def test_extras_stay_until_the_steps_that_read_them_have_ended(slots):
+    size = 2 * PIECE_BYTES + 512
+    adapter, memory = slots.adapter("a", size), slots.manager.extra_memory
+    memory.limit = size
+    slot = activate(slots, adapter)
+    assert slot.extra is not None and torch.equal(slot.extra.block.cpu(), adapter.extra.block)
+    slots.manager.hold(slot)
+    torch.cuda._sleep(LONG)
+    seen_by_the_step = slot.extra.block.clone()
+    slots.manager.let_go(slot.index)
+    slots.manager.evict(slot)
+    assert memory.num_bytes == 0 and not memory.is_free(size), "a queued step reads them"
+    torch.cuda.synchronize()
+    assert memory.is_free(size)
+    assert torch.equal(seen_by_the_step.cpu(), adapter.extra.block)
+    assert activate(slots, slots.adapter("b", size)).extra is not None
