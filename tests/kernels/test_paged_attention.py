@@ -112,7 +112,7 @@ class TestOnGPU:
 
 
 def check(case: PagedCase, window: int | None, fp8: bool = False, softcap: float | None = None) -> None:
-    """A cap is made to count by larger scores."""
+    """A cap is made to count by larger scores, which float32 holds less exactly."""
     scale = case.q_THD.shape[2] ** -0.5 * (1.0 if softcap is None else min(softcap, 4.0))
     case.write_new_tokens()
     kv_scales = (0.03, 0.01) if fp8 else (1.0, 1.0)
@@ -120,5 +120,5 @@ def check(case: PagedCase, window: int | None, fp8: bool = False, softcap: float
         case = in_fp8(case, *kv_scales)
     poison_free_memory()
     out, want = attend(case, scale, window, kv_scales, softcap), naive_attention(case, scale, window, softcap)
-    tolerance = TOLERANCE[case.q_THD.dtype]
+    tolerance = TOLERANCE[case.q_THD.dtype] * (1 if softcap is None else 3)
     torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
