@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
+from lorafleet.workers.errors import AdapterUnsupported
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
 from tests.workers.lora.conftest import peft_warnings_ignored
 from tiny_models import COMMON, FAMILIES, tokenizer
@@ -79,13 +80,23 @@ def test_the_names_of_transformers_4_mean_the_same(checkpoint, prompt, tmp_path)
     assert found == pytest.approx(reference(checkpoint, prompt(40)), abs=1e-3)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_adapters_on_the_language_model_answer_as_peft_does(checkpoint, prompt, tmp_path, dora):
-    model = Gemma3ForConditionalGeneration.from_pretrained(checkpoint)
+def save(folder: Path, base: Path, config: LoraConfig) -> Path:
     with peft_warnings_ignored():
-        wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=TEXT_ALONE, use_dora=dora))
+        wrapped = get_peft_model(Gemma3ForConditionalGeneration.from_pretrained(base), config)
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
-        wrapped.save_pretrained(tmp_path / "a")
-    check(checkpoint, prompt(30), tmp_path / "a")
+        wrapped.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_on_the_language_model_answer_as_peft_does(checkpoint, prompt, tmp_path, dora):
+    config = LoraConfig(r=4, target_modules=TEXT_ALONE, use_dora=dora)
+    check(checkpoint, prompt(30), save(tmp_path / "a", checkpoint, config))
+
+
+def test_adapters_on_what_is_for_pictures_are_refused_by_name(checkpoint, prompt, tmp_path):
+    adapter = save(tmp_path / "a", checkpoint, LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(AdapterUnsupported, match=r"vision_tower.*texts alone are served"):
+        check(checkpoint, prompt(5), adapter)

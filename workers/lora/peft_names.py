@@ -15,6 +15,7 @@ from lorafleet.workers.errors import AdapterMalformed, AdapterMismatch, AdapterU
 from lorafleet.workers.lora.base_layout import BaseLayout
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.strict_json import shown
+from lorafleet.workers.text_part import is_of_pictures
 
 # What an adapter of any kind may have beside its kind's own tensors.
 SAVED = "weight"  # of modules_to_save, or of a base whose embeddings were saved with it
@@ -130,6 +131,11 @@ def _unknown_module(name: str, module: str, layout: BaseLayout, base: str) -> Ad
     inside = _feature(f"{module}.")
     if inside is not None:
         return inside
+    if layout.is_text_part and is_of_pictures(module):
+        return AdapterUnsupported(
+            f"the tensor {shown(name)} is of the part for pictures; texts alone are served. Train the adapter on the "
+            "language model alone."
+        )
     return AdapterMismatch(
         f"the tensor {shown(name)} is for the module {shown(module)}, which {base} does not have; it has "
         f"{layout.describe()}. The adapter was made for another model."
