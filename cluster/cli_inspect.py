@@ -43,10 +43,11 @@ def inspect(
         found = inspect_folder(folder, path, config.serving_dtype(torch.bfloat16))
         if tp > 1 and not model:
             raise InvalidRequest("--tp needs --model: how an adapter is divided depends on the base's heads.")
-        for base in model or []:
-            with BaseModel.opened(base) as opened:
-                fits = [*found.fits, fit(folder, path, opened, config, tp, fully_sharded=fully_sharded_loras)]
-                found = dataclasses.replace(found, fits=fits)
+        fits = [
+            fit(folder, path, BaseModel.of_config(base), config, tp, fully_sharded=fully_sharded_loras)
+            for base in model or []
+        ]
+        found = dataclasses.replace(found, fits=fits)
     typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else _text(found))
     refused = [one.refusal for one in found.fits] if found.fits else [found.refusal]
     if any(refusal is not None for refusal in refused):

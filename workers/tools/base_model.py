@@ -37,6 +37,12 @@ class BaseModel:
     _open: Mapping[Path, Any]
 
     @classmethod
+    def of_config(cls, folder: Path) -> BaseModel:
+        """With no tensors: its weights may not be there yet, and are only read for adapters that are computed from
+        them."""
+        return cls(folder, read_model_config(folder), {}, {})
+
+    @classmethod
     @contextmanager
     def opened(cls, folder: Path) -> Iterator[BaseModel]:
         """Raises ConfigError, and UnsupportedModel for what the engine does not serve."""

@@ -19,8 +19,7 @@ from tiny_models import ALL_TARGETS, make_model
 
 
 def fit_on(base, folder, tp=1, *, fully_sharded=True, **config):
-    with BaseModel.opened(base) as opened:
-        return fit(folder, "sql", opened, LoRAConfig(**config), tp, fully_sharded=fully_sharded)
+    return fit(folder, "sql", BaseModel.of_config(base), LoRAConfig(**config), tp, fully_sharded=fully_sharded)
 
 
 def test_an_adapter_is_described(base, make_adapter):
@@ -96,6 +95,14 @@ def test_what_only_a_base_could_tell_is_said_to_be_unknown(base, make_adapter):
     assert "--model" in (found.needs_base or "")
     assert found.kind == "PiSSA (unconverted)"
     assert fit_on(base, folder).refusal is None
+
+
+def test_a_bases_config_is_enough_unless_the_adapter_is_computed_from_its_weights(base, make_adapter, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((base / "config.json").read_bytes())
+    assert fit_on(bare, make_adapter()).refusal is None
+    assert "cannot be read" in (fit_on(bare, make_adapter("dora", use_dora=True)).refusal or "")
 
 
 def test_extras_count_as_bytes(base, make_adapter):
