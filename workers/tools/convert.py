@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from lorafleet.workers.errors import AdapterUnsupported
+from lorafleet.workers.errors import AdapterUnsupported, ConfigError
+from lorafleet.workers.lora.forms import AdapterForms
 from lorafleet.workers.tools.base_model import BaseModel
 from lorafleet.workers.tools.kind import is_plain, kind_of, why_never_plain
 from lorafleet.workers.tools.layouts import read_layout
@@ -44,16 +45,20 @@ def convert(
     base: needed by kinds whose adapter means something only with the base's weights. Raises AdapterError, ConfigError.
     """
     files = read_layout(source)
-    if rank is None and is_plain(files.config, files.tensors):
-        _check(files, base)
-        return _write(files, target, dtype, kind_of(files.config), source)
-    reason = why_never_plain(files.config)
-    if reason is None:
+    reason, plain = why_never_plain(files.config), None
+    try:
+        forms = _forms(files, base)  # a damaged adapter is no better for being written anew
+    except ConfigError:  # only the base could tell, and what is never plain need not be known
+        if reason is None:
+            raise
+    else:
         try:
-            plain = _plain(files, base)
+            plain = PlainLoRA.from_forms(forms, _base_name(files))
         except AdapterUnsupported as error:
-            reason = error.message
-    if reason is not None:
+            reason = reason or error.message
+    if rank is None and is_plain(files.config, files.tensors):
+        return _write(files, target, dtype, kind_of(files.config), source)
+    if plain is None:
         if rank is not None:
             raise AdapterUnsupported(f"its rank cannot be changed, since no plain LoRA equals it: {reason}.")
         kind = kind_of(files.config)
@@ -88,17 +93,19 @@ def convert_several(
 
 
 def _plain(files: PEFTFiles, base: BaseModel | None) -> PlainLoRA:
+    return PlainLoRA.from_forms(_forms(files, base), _base_name(files))
+
+
+def _forms(files: PEFTFiles, base: BaseModel | None) -> AdapterForms:
     """Through the reader of the server, so that it means here what it means there."""
     with tempfile.TemporaryDirectory(prefix="lorafleet-convert-") as draft:
         files.write(Path(draft))
-        forms = read_forms(Path(draft), base, "source").forms
-    base_name = files.config.get("base_model_name_or_path")
-    return PlainLoRA.from_forms(forms, base_name if isinstance(base_name, str) else None)
+        return read_forms(Path(draft), base, "source").forms
 
 
-def _check(files: PEFTFiles, base: BaseModel | None) -> None:
-    """A damaged adapter is no better for being written anew."""
-    _plain(files, base)
+def _base_name(files: PEFTFiles) -> str | None:
+    name = files.config.get("base_model_name_or_path")
+    return name if isinstance(name, str) else None
 
 
 def _write(files: PEFTFiles, target: Path, dtype: torch.dtype | None, kind: str, tokenizer_of: Path) -> Conversion:

@@ -5,6 +5,7 @@ Every verdict is the server's own reader's. Nothing is repaired and nothing is w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections import Counter
@@ -132,8 +133,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _files(folder: Path) -> dict[str, int]:
+    """Regular files with their sizes, through links too."""
+    found = {}
     with os.scandir(folder) as entries:
-        found = {entry.name: entry.stat(follow_symlinks=True).st_size for entry in entries if entry.is_file()}
+        for entry in entries:
+            with contextlib.suppress(OSError):  # a link that leads nowhere, or in a circle
+                if entry.is_file():
+                    found[entry.name] = entry.stat().st_size
     return dict(sorted(found.items())[:MAX_FILES_LISTED])
 
 

@@ -21,11 +21,11 @@ from tests.workers.lora.kinds.test_against_peft import KINDS, lora
 FAMILIES = ["llama", "qwen2, tied"]
 # Of low rank, whatever they are made of; one or two of each method, since tests/workers/lora/kinds has them all.
 PLAIN = [
-    "rsLoRA with patterns", "embedding and head", "PiSSA", "PiSSA of full rank", "OLoRA", "KaSA", "BD-LoRA", "AdaLoRA",
+    "rsLoRA with patterns", "embedding and head", "PiSSA", "all biases", "PiSSA of full rank", "OLoRA", "KaSA", "BD-LoRA", "AdaLoRA",
     "LoHa with patterns", "LoKr", "LoKr, both factored", "LoKr, none factored", "VeRA by its PRNG", "VB-LoRA",
     "VB-LoRA, best alone", "HRA", "MiSS", "MiSS, mini", "DeLoRA", "GraLoRA with a plain one", "LoHa on the head",
 ]  # fmt: skip
-KEPT = ["DoRA", "bias on B", "IA3", "saved head", "trained tokens", "tokens alone", "all biases", "PiSSA with DoRA"]
+KEPT = ["DoRA", "bias on B", "IA3", "saved head", "trained tokens", "tokens alone", "PiSSA with DoRA"]
 WITHOUT_BASE = ["AdaLoRA", "LoHa", "LoKr", "DeLoRA", "GraLoRA"]
 NEEDS_BASE = ["PiSSA", "OLoRA", "KaSA", "BD-LoRA", "VeRA", "VB-LoRA", "HRA", "MiSS", "LoHa on the head"]
 MERGED = [
