@@ -21,7 +21,8 @@ from tests.workers.lora.kinds.test_against_peft import KINDS, lora
 FAMILIES = ["llama", "qwen2, tied"]
 # Of low rank, whatever they are made of; one or two of each method, since tests/workers/lora/kinds has them all.
 PLAIN = [
-    "rsLoRA with patterns", "embedding and head", "PiSSA", "all biases", "PiSSA of full rank", "OLoRA", "KaSA", "BD-LoRA", "AdaLoRA",
+    "rsLoRA with patterns", "embedding and head", "PiSSA", "PiSSA of full rank", "OLoRA", "KaSA", "BD-LoRA", "AdaLoRA",
+    "all biases",  # of a base that has none
     "LoHa with patterns", "LoKr", "LoKr, both factored", "LoKr, none factored", "VeRA by its PRNG", "VB-LoRA",
     "VB-LoRA, best alone", "HRA", "MiSS", "MiSS, mini", "DeLoRA", "GraLoRA with a plain one", "LoHa on the head",
 ]  # fmt: skip
