@@ -80,7 +80,7 @@ def take_vocabulary(
         leaves = named.by_module.get(name, {})
         twice += _take_table(name, table, leaves, name in saved)
         if name in targeted:
-            table.target = _target(name, leaves, helper, infos, base, max_rank)
+            table.target = _target(name, named, helper, infos, base, max_rank)
     for name, own in tokens.items():
         tables[name].tokens = own
         tables[name].rows = _take_rows(name, named.by_module.get(name, {}), helper, own == tokens.get(EMBEDDING), tied)
@@ -121,13 +121,14 @@ def _take_table(name: str, table: Table, leaves: dict[str, str], is_saved: bool)
 
 
 def _target(
-    name: str, leaves: dict[str, str], helper: PEFTHelper, infos: Mapping[str, TensorInfo], base: Base, max_rank: int
+    name: str, named: NamedTensors, helper: PEFTHelper, infos: Mapping[str, TensorInfo], base: Base, max_rank: int
 ) -> Target:
     """Its sizes are set once the vocabulary's is known."""
+    leaves = named.by_module.get(name, {})
     own = {leaf: leaves.pop(leaf) for leaf in list(leaves) if leaf not in (ROWS, TOKEN_ROWS)}
     if not own:
         raise AdapterMalformed(f"adapter_config.json targets {name}, for which the weights file has no tensors.")
-    return Target(name, (0, 0), own, {}, infos, helper, base, max_rank)
+    return Target(name, (0, 0), own, named.shared, infos, helper, base, max_rank)
 
 
 def _take_rows(name: str, leaves: dict[str, str], helper: PEFTHelper, is_same: bool, tied: bool) -> str | None:

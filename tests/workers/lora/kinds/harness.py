@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,24 +37,26 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }
-FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], bool]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, False),
-    "llama, tied": (LlamaConfig, LlamaForCausalLM, True),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, False),
-    "qwen2, tied": (Qwen2Config, Qwen2ForCausalLM, True),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, False),
-    "qwen3, tied": (Qwen3Config, Qwen3ForCausalLM, True),
-    "gemma3, tied": (functools.partial(Gemma3TextConfig, head_dim=8, query_pre_attn_scalar=8), Gemma3ForCausalLM, True),
-    "phi3": (functools.partial(Phi3Config, pad_token_id=0), Phi3ForCausalLM, False),
+TIED = {"tie_word_embeddings": True}
+FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama, tied": (LlamaConfig, LlamaForCausalLM, TIED),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2 with text": (Qwen2Config, Qwen2ForCausalLM, {"vocab_size": 320}),  # as tiny_models' tokenizer
+    "qwen2, tied": (Qwen2Config, Qwen2ForCausalLM, TIED),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen3, tied": (Qwen3Config, Qwen3ForCausalLM, TIED),
+    "gemma3, tied": (Gemma3TextConfig, Gemma3ForCausalLM, TIED | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 0}),
 }
 TOKENS = torch.tensor([[1, 5, 9, 13, 60, 33, 5, 2]])
 
 
 def make_base(family: str) -> PreTrainedModel:
     """With random biases and norms, which transformers would leave at 0 and 1."""
-    config, model, tied = FAMILIES[family]
+    config, model, options = FAMILIES[family]
     torch.manual_seed(0)
-    base = model(config(**SIZES, tie_word_embeddings=tied)).eval()
+    base: PreTrainedModel = model(config(**({"tie_word_embeddings": False} | SIZES | options))).eval()
     randomise(base, ("bias", "norm.weight"))
     return base
 
