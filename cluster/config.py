@@ -20,6 +20,7 @@ from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig,
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
 from lorafleet.workers.openai.front import MAX_BODY_BYTES
+from lorafleet.workers.quantised_tensors import Method
 
 ALIASES = {  # SGLang's names
     "lora_paths": "lora_modules",
@@ -104,6 +105,11 @@ class AppArgs(BaseModel):
     dtype: DType = Field("auto", description="auto is the checkpoint's own.")
     load_format: LoadFormat = Field(
         "safetensors", description="dummy: random weights in config.json's shape, to measure speed with."
+    )
+    quantization: Method | None = Field(
+        None,
+        description="Quantise the linears as they are read: nf4 (4 bits, as bitsandbytes; the smallest) or fp8 (e4m3, "
+        "a scale an output channel; the fastest); default: as the checkpoint has them.",
     )
     max_model_len: int | None = Field(None, description="Tokens of prompt and answer; default: what the model allows.")
     block_size: int = Field(16, description="Tokens in a KV block.")

@@ -8,6 +8,7 @@ kept.
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Protocol
 
 import torch
@@ -28,7 +29,15 @@ class BaseWeight(Protocol):
         """y += x @ W.T, in place; returns y. For many tokens: in the same pass where that costs nothing."""
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:
-        """Rows of W as they are served, in the serving dtype; not to be changed."""
+        """Rows of W as they are served, in the serving dtype. A plain weight's are its own memory."""
+
+
+class QuantisedMatrix(Protocol):
+    """A whole W, quantised, from which ranks take their parts. Indexed, it gives values, as a tensor in a file does."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor: ...
 
 
 class PlainWeight(nn.Module):

@@ -17,11 +17,11 @@ from lorafleet.workers.config_json import integer, read_json
 from lorafleet.workers.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.model_families import DEFAULTS, FAMILIES, ExpertsConfig
 from lorafleet.workers.models.rope import RopeConfig
+from lorafleet.workers.quantization import Quantization, stored_quantization
 from lorafleet.workers.rope_parameters import read_rope
 from lorafleet.workers.text_part import LANGUAGE_MODEL_OF, text_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -35,7 +35,7 @@ class ModelConfig:
     scores and the logits, see AttentionSpec. embed_scale: multiplies the embedding, as rounded to the model's dtype.
     norm_adds_one: the checkpoint keeps norm weights less one. branch_norms: attention and MLP are normed before the
     residual is added, too. fused_linears: q, k and v are one linear in the checkpoint and to adapters, and so are gate
-    and up.
+    and up. quantization: None where all is in dtype.
     """
 
     architecture: str
@@ -67,6 +67,7 @@ class ModelConfig:
     norm_adds_one: bool = False
     branch_norms: bool = False
     fused_linears: bool = False
+    quantization: Quantization | None = None
 
     @property
     def is_text_part(self) -> bool:
@@ -188,16 +189,11 @@ def read_model_config(folder: Path) -> ModelConfig:
         norm_adds_one=family.is_gemma,
         branch_norms=family.is_gemma,
         fused_linears=family.fused_linears,
+        quantization=stored_quantization(raw.get("quantization_config"), folder),
     )
 
 
 def _refuse_options(raw: dict[str, Any]) -> None:
-    if raw.get("quantization_config") and not _quantises_only_kv(raw["quantization_config"]):
-        method = raw["quantization_config"].get("quant_method", "unnamed")
-        raise UnsupportedModel(
-            f"quantization_config ({method}) is not supported yet; use an unquantised checkpoint, "
-            "or one with fp8 scales of the KV cache alone."
-        )
     if _activation(raw) not in ACTIVATIONS:
         raise UnsupportedModel(f"hidden_act={_activation(raw)!r} is not supported; {', '.join(ACTIVATIONS)} are.")
     if raw.get("use_bidirectional_attention"):
@@ -207,16 +203,6 @@ def _refuse_options(raw: dict[str, Any]) -> None:
 def _activation(raw: dict[str, Any]) -> str:
     """Gemma's configs name it twice, and the first is what counts."""
     return str(raw.get("hidden_activation") or raw.get("hidden_act") or "silu")
-
-
-def _quantises_only_kv(quantization: dict[str, Any]) -> bool:
-    """Weights as they are, and for each layer one k_scale and v_scale for an e4m3 KV cache: weights.py reads those."""
-    if quantization.get("quant_method") != "compressed-tensors":
-        return False
-    if any(quantization.get(other) for other in ("config_groups", "sparsity_config", "transform_config")):
-        return False
-    scheme = quantization.get("kv_cache_scheme") or {}
-    return KV_SCHEME.items() <= scheme.items()
 
 
 def _dtype(raw: dict[str, Any]) -> torch.dtype | None:

@@ -8,6 +8,7 @@ from typing import Literal
 from lorafleet.resolvers.config import SourcesConfig
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.quantised_tensors import Method
 
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -27,6 +28,8 @@ class EngineConfig:
     block_size: int = 16  # tokens a KV block
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations, adapters and KV cache
     kv_cache_tokens: int | None = None  # size of the KV cache; None: what is left on a GPU, 65536 or less on a CPU
+    # How linears are held; None: as the checkpoint has them. nf4 for the smallest base, fp8 for the fastest.
+    quantization: Method | None = None
     kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's; fp8: e4m3, twice the tokens, less exact
     max_num_seqs: int = 256  # sequences in one step
     max_num_batched_tokens: int = 2048  # tokens in one step; raise it for throughput, at the price of memory

@@ -19,6 +19,7 @@ from lorafleet.workers.lora.mixing import mixed
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput, Vocabulary
 from lorafleet.workers.output import OutputProcessor
+from lorafleet.workers.quantised_tensors import Method
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ class LLM:
         lora_dtype: LoRADType | None = None,
         device: Device = "auto",
         dtype: DType = "auto",
+        quantization: Method | None = None,
         max_model_len: int | None = None,
         gpu_memory_utilization: float = 0.9,
         kv_cache_tokens: int | None = None,
@@ -113,6 +115,7 @@ class LLM:
             model=model,
             device=device,
             dtype=dtype,
+            quantization=quantization,
             max_model_len=max_model_len,
             block_size=block_size,
             gpu_memory_utilization=gpu_memory_utilization,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,15 +34,17 @@ from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.messages import EngineHello
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.prefill_graphs import PrefillGraphs, graph_token_counts
+from lorafleet.workers.quantization import resolved
 from lorafleet.workers.runner import ModelRunner
 from lorafleet.workers.scheduler import Scheduler
 from lorafleet.workers.step_inputs import StepInputs
 from lorafleet.workers.step_runner import StepRunner
+from lorafleet.workers.stored_tensors import stored_dtype
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.shard import Shard
-from lorafleet.workers.weights import Progress, fill_randomly, load_weights, read_kv_scales, stored_dtype
+from lorafleet.workers.weights import Progress, fill_randomly, load_weights, read_kv_scales
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ def build_rank(
     device = _device(config)
     folder = Path(config.model)
     model_config = read_model_config(folder)
+    model_config = replace(model_config, quantization=resolved(model_config.quantization, config.quantization))
     dtype = _dtype(config, model_config, folder)
     Shard.of(model_config, rank, config.tensor_parallel_size)  # before the others are waited for
     assert (addresses is None) == (config.tensor_parallel_size == 1)
@@ -251,7 +254,8 @@ def _load_model(
         else:
             load_weights(model, Path(config.model), progress)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    log.info("weights: %.2f GiB in %.1f s", size / 2**30, time.monotonic() - started)
+    quantization = "" if model_config.quantization is None else f", linears in {model_config.quantization.method}"
+    log.info("weights: %.2f GiB in %.1f s%s", size / 2**30, time.monotonic() - started, quantization)
     return model
 
 
@@ -261,7 +265,7 @@ def _base_weights(config: EngineConfig, model: DecoderModel, dtype: torch.dtype)
         return ModelWeights(model)
     if config.load_format == "dummy":
         return None
-    return FileWeights(Path(config.model), dtype, model.config.tie_word_embeddings)
+    return FileWeights(Path(config.model), dtype, model.config.tie_word_embeddings, model.config.quantization)
 
 
 def _size_cache(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) -> tuple[int, int]:

@@ -6,25 +6,27 @@ tensor-parallel rank reads its own part of each.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import EllipsisType
-from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lorafleet.kernels.base_weight import BaseWeight, QuantisedMatrix
+from lorafleet.kernels.fp8_weight import FP8Matrix, FP8Weight
+from lorafleet.kernels.nf4 import NF4Matrix, NF4Weight
+from lorafleet.workers.checkpoint import ModelConfig
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.expert_names import engine_name
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.layers import RMSNorm
 from lorafleet.workers.models.vocabulary import VocabTable
+from lorafleet.workers.quantised_tensors import BESIDE_WEIGHT, QUANTISE, Method, quantised_matrix
+from lorafleet.workers.stored_tensors import Stored, StoredTensors
 from lorafleet.workers.text_part import is_of_pictures, text_name
 
 # Where checkpoints keep what an fp8 KV cache's numbers are multiplied by. kv_scale is both; output_scale its old name.
@@ -32,45 +34,7 @@ KV_SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\."
     r"(?:(kv|k|v)_scale|attn\.([kv])_scale|([kv])_proj\.(?:\4_scale|output_scale))"
 )
-ANY_NAME = re.compile(".*")
-
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
-
-
-class _Stored(Protocol):
-    """A tensor in a file: safetensors' slice, which has no public name. Only what an index takes is read."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor: ...
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the weights, in name order."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        raise ConfigError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json. "
-            "Convert the checkpoint with save_pretrained(..., safe_serialization=True).",
-            "model",
-        )
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
-        raise ConfigError(f"{index} cannot be read: {e!r}", "model") from None
-    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    if missing:
-        raise ConfigError(f"{index} names files that are not in the folder: {', '.join(missing)}.", "model")
-    return [folder / name for name in names]
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the first weight, for checkpoints whose config.json does not say."""
-    with safe_open(checkpoint_files(folder)[0], framework="pt") as f:
-        dtype: torch.dtype = f.get_tensor(next(iter(f.keys()))).dtype
-        return dtype
 
 
 def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = None) -> None:
@@ -78,20 +42,24 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
     parts = _parts(model)
     sources = {name: _Source((part,), (name,)) for name, part in parts.items()} | _stacked_experts(model)
     seen: set[str] = set()
-    for path in checkpoint_files(folder):
-        for name, stored in _tensors(path):
+    with StoredTensors(folder) as tensors:
+        for name in tensors.names():
             known_as = engine_name(text_name(name) if model.config.is_text_part else name)
             source = sources.get(known_as)
             if source is None:
                 if model.config.is_text_part and is_of_pictures(name):
                     continue
-                if not _ignorable(known_as, model.config.tie_word_embeddings) and not KV_SCALE.fullmatch(name):
+                if not _ignorable(known_as, model.config) and not KV_SCALE.fullmatch(name):
+                    path = tensors.path_of[name]
                     raise ConfigError(f"{path} has tensor {name!r}, which {model.config.architecture} does not.")
                 continue
+            stored = _stored(name, tensors, model)
             shape = stored.get_shape()
             for part in source.parts:
                 if shape != part.whole_shape:
-                    raise ConfigError(f"{path}: {name} has shape {shape}; config.json asks for {part.whole_shape}.")
+                    raise ConfigError(
+                        f"{tensors.path_of[name]}: {name} has shape {shape}; config.json asks for {part.whole_shape}."
+                    )
                 part.fill(stored)
             seen.update(source.fills)
             if progress is not None:
@@ -101,22 +69,25 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
         raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}.", "model")
 
 
-def held_tensors(model: DecoderModel) -> dict[str, Tensor]:
-    """What this rank holds of every tensor of the checkpoint, by its name and with its values there."""
-    return {name: part.held - part.added if part.added else part.held for name, part in _parts(model).items()}
+def held_tensors(model: DecoderModel) -> dict[str, Callable[[], Tensor]]:
+    """Gives what this rank holds of every tensor of the checkpoint, by its name, with its values there, in the serving
+    dtype."""
+    return {name: part.values for name, part in _parts(model).items()}
 
 
 def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] | None:
     """(k_scale, v_scale) of each layer, None where the checkpoint has none. Raises ConfigError for half of them."""
     scales: dict[tuple[int, str], float] = {}
-    for path in checkpoint_files(folder):
-        for name, stored in _tensors(path, KV_SCALE):
+    with StoredTensors(folder) as tensors:
+        for name in tensors.names(KV_SCALE):
             found = KV_SCALE.fullmatch(name)
             assert found is not None
-            tensor = stored[...]
+            tensor = tensors.tensor(name)
             scale = tensor.item() if tensor.numel() == 1 else math.nan
             if not 0 < scale < math.inf:
-                raise ConfigError(f"{path}: {name} is not one positive number, as the scale of a KV cache must be.")
+                raise ConfigError(
+                    f"{tensors.path_of[name]}: {name} is not one positive number, as the scale of a KV cache must be."
+                )
             layer, kinds = int(found[1]), found[2] or found[3] or found[4]
             scales |= {(layer, kind): scale for kind in kinds}
     wanted = [(layer, kind) for layer in range(num_layers) for kind in "kv"]
@@ -140,24 +111,28 @@ def fill_randomly(model: DecoderModel) -> None:
     generator = torch.Generator(model.norm.weight.device)
     for name, part in _parts(model).items():
         if "norm" in name:
+            assert isinstance(part, _Part)
             part.held.fill_(1.0)
         else:
             generator.manual_seed(zlib.crc32(f"{name} {part.places}".encode()))
-            part.held.normal_(std=0.02, generator=generator)
+            part.fill_randomly(generator)
 
 
-def _tensors(path: Path, names: re.Pattern[str] = ANY_NAME) -> Iterator[tuple[str, _Stored]]:
-    try:
-        with safe_open(path, framework="pt") as f:
-            for name in f.keys():  # noqa: SIM118  safe_open is no mapping
-                if names.fullmatch(name):
-                    yield name, f.get_slice(name)
-    except (SafetensorError, OSError) as e:
-        raise ConfigError(f"{path} cannot be read: {e}", "model") from None
+def _ignorable(name: str, config: ModelConfig) -> bool:
+    """What is read with a quantised weight is not asked for by itself."""
+    if config.quantization is not None and config.quantization.stored is not None and BESIDE_WEIGHT.fullmatch(name):
+        return True
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
-def _ignorable(name: str, tied: bool) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+def _stored(name: str, tensors: StoredTensors, model: DecoderModel) -> Stored:
+    """A quantised weight is decoded where the model is."""
+    quantization, device = model.config.quantization, model.norm.weight.device
+    if quantization is not None and quantization.stored is not None:
+        matrix = quantised_matrix(name, tensors.path_of, lambda other: tensors.tensor(other).to(device))
+        if matrix is not None:
+            return matrix
+    return tensors.stored(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +145,7 @@ class _Part:
     whole_shape: list[int]
     added: float = 0.0
 
-    def fill(self, stored: _Stored) -> None:
+    def fill(self, stored: Stored) -> None:
         at = 0
         for place in self.places:
             values = stored[place]
@@ -180,16 +155,59 @@ class _Part:
         if self.added:
             self.held.add_(self.added)
 
+    def fill_randomly(self, generator: torch.Generator) -> None:
+        self.held.normal_(std=0.02, generator=generator)
+
+    def values(self) -> Tensor:
+        return self.held - self.added if self.added else self.held
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantisedPart:
+    """As _Part, rows of a quantised weight from first_row on."""
+
+    weight: NF4Weight | FP8Weight
+    method: Method
+    first_row: int
+    num_rows: int
+    places: list[tuple[slice, ...]]
+    whole_shape: list[int]
+
+    def fill(self, stored: Stored) -> None:
+        """A plain matrix is quantised whole, so that blocks do not depend on what ranks hold."""
+        matrix = self._quantised(stored)
+        at = self.first_row
+        for rows, columns in self.places:
+            self.weight.fill(at, matrix, (rows, columns))
+            at += rows.stop - rows.start
+        assert at == self.first_row + self.num_rows
+
+    def fill_randomly(self, generator: torch.Generator) -> None:
+        columns = self.places[0][1]
+        shape = self.num_rows, columns.stop - columns.start
+        values_OD = torch.empty(shape, dtype=self.weight.dtype, device=generator.device)
+        whole = slice(0, shape[0]), slice(0, shape[1])
+        self.weight.fill(self.first_row, self._quantised(values_OD.normal_(std=0.02, generator=generator)), whole)
+
+    def values(self) -> Tensor:
+        return self.weight.dequantised(slice(self.first_row, self.first_row + self.num_rows))
+
+    def _quantised(self, stored: Stored | Tensor) -> QuantisedMatrix:
+        if isinstance(stored, (NF4Matrix, FP8Matrix)):
+            return stored
+        device = next(self.weight.parameters()).device
+        return QUANTISE[self.method](stored[...].to(device, self.weight.dtype))
+
 
 @dataclass(frozen=True, slots=True)
 class _Source:
     """What one tensor of a file fills: its parts, and which of _parts() are filled by them."""
 
-    parts: tuple[_Part, ...]
+    parts: tuple[_Part | _QuantisedPart, ...]
     fills: tuple[str, ...]
 
 
-def _parts(model: DecoderModel) -> dict[str, _Part]:
+def _parts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
     """By the checkpoint tensors' names, those of experts one by one."""
     config, shard = model.config, model.shard
 
@@ -201,27 +219,37 @@ def _parts(model: DecoderModel) -> dict[str, _Part]:
         size = norm.weight.shape[0]
         return _Part(norm.weight.data, [(slice(0, size),)], [size], added=1.0 if config.norm_adds_one else 0.0)
 
-    parts = {"model.embed_tokens.weight": vocabulary(model.embed_tokens)}
+    parts: dict[str, _Part | _QuantisedPart] = {"model.embed_tokens.weight": vocabulary(model.embed_tokens)}
     if not config.tie_word_embeddings:
         parts["lm_head.weight"] = vocabulary(model.lm_head)
     parts |= {f"model.{name}.weight": norm(n) for name, n in model.norms()}
     shapes = config.linear_shapes()
     for names, linear in model.packed_linears():
-        weights = linear.weight.weight.data.split(linear.out_features)
         biases = () if linear.bias is None else linear.bias.data.split(linear.out_features)
-        for name, weight in zip(names, weights, strict=True):
+        row = 0
+        for name, num_rows in zip(names, linear.out_features, strict=True):
             inputs, outputs = shapes[name]
             places: list[tuple[slice, ...]] = [(rows, shard.input(name)) for rows in shard.outputs(name)]
-            parts[f"model.{name}.weight"] = _Part(weight, places, [outputs, inputs])
+            parts[f"model.{name}.weight"] = _rows(linear.weight, row, num_rows, places, [outputs, inputs])
+            row += num_rows
         for name, bias in zip(names, biases, strict=linear.bias is not None):
             parts[f"model.{name}.bias"] = _Part(bias, [(rows,) for rows in shard.outputs(name)], [shapes[name][1]])
     return parts if config.experts is None else parts | _experts(model)
 
 
-def _experts(model: DecoderModel) -> dict[str, _Part]:
+def _rows(
+    weight: BaseWeight, first_row: int, num_rows: int, places: list[tuple[slice, ...]], whole_shape: list[int]
+) -> _Part | _QuantisedPart:
+    if isinstance(weight, (NF4Weight, FP8Weight)):
+        method: Method = "nf4" if isinstance(weight, NF4Weight) else "fp8"
+        return _QuantisedPart(weight, method, first_row, num_rows, places, whole_shape)
+    return _Part(weight.dequantised(slice(first_row, first_row + num_rows)), places, whole_shape)
+
+
+def _experts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
     """Of every expert its own tensors, as checkpoints on the hub have them."""
     rows, hidden = model.shard.of_expert, slice(0, model.config.hidden_size)
-    parts: dict[str, _Part] = {}
+    parts: dict[str, _Part | _QuantisedPart] = {}
     for prefix, held in _held_experts(model):
         for leaf, (inputs, outputs) in model.config.expert_shapes().items():
             place = (hidden, rows) if leaf == "down_proj" else (rows, hidden)

@@ -22,8 +22,11 @@ from lorafleet.workers.errors import AdapterUnsupported, ConfigError
 from lorafleet.workers.expert_names import engine_name
 from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, peft_name
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.quantised_tensors import QUANTISE, quantised_matrix
+from lorafleet.workers.quantization import Quantization
+from lorafleet.workers.stored_tensors import checkpoint_files
 from lorafleet.workers.text_part import text_name
-from lorafleet.workers.weights import checkpoint_files, held_tensors
+from lorafleet.workers.weights import held_tensors
 
 
 class BaseWeights(Protocol):
@@ -56,10 +59,10 @@ class ModelWeights:
         self._lock = threading.Lock()
 
     def weight(self, module: str) -> Tensor:
-        return self._held[_tensor_name(module, "weight", self._tied)]
+        return self._held[_tensor_name(module, "weight", self._tied)]()
 
     def bias(self, module: str) -> Tensor:
-        return self._held[_tensor_name(module, "bias", self._tied)]
+        return self._held[_tensor_name(module, "bias", self._tied)]()
 
     @contextmanager
     def beside_the_steps(self) -> Iterator[None]:
@@ -72,29 +75,38 @@ class ModelWeights:
 
 
 class FileWeights:
-    """Of a checkpoint's files, for ranks that hold a part each. tied: the head is the embedding."""
+    """Of a checkpoint's files, for ranks that hold a part each. tied: the head is the embedding. quantization: of the
+    linears as they are served."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, tied: bool) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, tied: bool, quantization: Quantization | None = None) -> None:
         self._folder = folder
         self._dtype = dtype
         self._tied = tied
-        self._files: dict[str, tuple[Path, str]] = {}  # by the engine's names
+        self._quantization = quantization
+        self._files: dict[str, tuple[Path, str]] = {}
 
     def weight(self, module: str) -> Tensor:
-        return self._read(_tensor_name(module, "weight", self._tied))
+        name = _tensor_name(module, "weight", self._tied)
+        stored = self._read(name)
+        quantization = self._quantization
+        if quantization is not None and quantization.stored is not None:
+            matrix = quantised_matrix(name, self._names(), self._read)
+            return (stored if matrix is None else matrix[...]).to(self._dtype)
+        weight = stored.to(self._dtype)
+        # Of a dense model, which alone is quantised, these are all linears but the head.
+        if quantization is not None and module.endswith("_proj"):
+            return QUANTISE[quantization.method](weight)[...].to(self._dtype)
+        return weight
 
     def bias(self, module: str) -> Tensor:
-        return self._read(_tensor_name(module, "bias", self._tied))
+        return self._read(_tensor_name(module, "bias", self._tied)).to(self._dtype)
 
     def beside_the_steps(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def _read(self, name: str) -> Tensor:
         try:
-            if not self._files:
-                paths = checkpoint_files(self._folder)
-                self._files = {engine_name(text_name(key)): (path, key) for path in paths for key in _keys(path)}
-            path, key = self._files[name]
+            path, key = self._names()[name]
             with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(key)
         except (SafetensorError, OSError, KeyError, ConfigError) as error:
@@ -102,7 +114,14 @@ class FileWeights:
                 f"this adapter is computed from the base's weights, and {name} cannot be read from {self._folder}: "
                 f"{error}. Put the checkpoint where it was when the server started."
             ) from None
-        return tensor.to(self._dtype)
+        return tensor
+
+    def _names(self) -> dict[str, tuple[Path, str]]:
+        """Every tensor's file and name there, by the engine's name."""
+        if not self._files:
+            paths = checkpoint_files(self._folder)
+            self._files = {engine_name(text_name(key)): (path, key) for path in paths for key in _keys(path)}
+        return self._files
 
 
 def _tensor_name(module: str, leaf: str, tied: bool) -> str:

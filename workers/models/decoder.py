@@ -24,7 +24,9 @@ from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.rope_store import rotate_and_store
 from lorafleet.workers.attention.base import AttentionBackend, KVCache
 from lorafleet.workers.checkpoint import ModelConfig
+from lorafleet.workers.errors import UnsupportedModel
 from lorafleet.workers.models.layers import PackedLinear, ResidualNorm, RMSNorm
+from lorafleet.workers.models.linear_weights import LinearWeights
 from lorafleet.workers.models.moe import SparseMLP
 from lorafleet.workers.models.rope import RotaryEmbedding
 from lorafleet.workers.models.vocabulary import VocabTable
@@ -165,6 +167,12 @@ class DecoderModel(nn.Module):
     def __init__(self, config: ModelConfig, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
         """Raises ConfigError where the model cannot be divided among the group."""
         super().__init__()
+        if config.quantization is not None and config.experts is not None:
+            raise UnsupportedModel(
+                "a mixture of experts is served in its own dtype only. Leave quantization out, or serve the "
+                "unquantised checkpoint.",
+                "quantization",
+            )
         self.config = config
         self.group = group
         self.shard = Shard.of(config, group.rank, group.size)
@@ -177,6 +185,10 @@ class DecoderModel(nn.Module):
         norm_dtype = config.norm_dtype(dtype)
         self.norm = ResidualNorm(config.hidden_size, config.rms_norm_eps, norm_dtype, device, ranks)
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabTable(self.shard, group, dtype, device)
+        weights = LinearWeights(dtype, device)
+        for names, linear in self.packed_linears():
+            method = None if config.quantization is None else config.quantization.of(names)
+            linear.weight = weights.empty(method, sum(linear.out_features), linear.in_features)
         self.rope = RotaryEmbedding(config.rope, device)
         self.sliding_rope = None if config.sliding_rope is None else RotaryEmbedding(config.sliding_rope, device)
         # As the model's dtype has it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lorafleet.kernels.base_weight import PlainWeight
+from lorafleet.kernels.base_weight import BaseWeight
 from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora import linear_with_lora
 from lorafleet.kernels.lora_batch import LoRABatch
@@ -60,9 +60,11 @@ class ResidualNorm(RMSNorm):
 class PackedLinear(nn.Module):
     """One GEMM for several projections that share an input (q, k, v or gate, up), or for one.
 
-    Sizes are this rank's. adds_bias: False where the output is a sum over the ranks, and another rank adds it.
-    lora is None until adapters are enabled.
+    Sizes are this rank's. adds_bias: False where the output is a sum over the ranks, and another rank adds it. Who
+    builds the model sets weight, which may be quantised. lora is None until adapters are enabled.
     """
+
+    weight: BaseWeight
 
     def __init__(
         self,
@@ -76,7 +78,6 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = PlainWeight.empty(sum(out_features), in_features, dtype, device)
         self.bias = parameter(sum(out_features), dtype=dtype, device=device) if bias else None
         self.lora: PackedLoRA | None = None
         self.adds_bias = adds_bias

@@ -17,8 +17,8 @@ from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.base_layout import BaseLayout
 from lorafleet.workers.lora.base_weights import FileWeights
 from lorafleet.workers.lora.kinds.kind import Base
+from lorafleet.workers.stored_tensors import checkpoint_files
 from lorafleet.workers.tools.safetensors_file import DTYPES, Entry
-from lorafleet.workers.weights import checkpoint_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class BaseModel:
 
     def for_reader(self, dtype: torch.dtype) -> Base:
         """As adapters are read against it. dtype: in which its weights are taken."""
-        weights = FileWeights(self.folder, dtype, self.config.tie_word_embeddings)
+        weights = FileWeights(self.folder, dtype, self.config.tie_word_embeddings, self.config.quantization)
         return Base(BaseLayout.of(self.config), weights, self.folder.name)
 
     def value(self, name: str) -> Tensor:

@@ -22,6 +22,7 @@ from lorafleet.workers.lora.files import CONFIG_NAME, AdapterFolder, folder_dige
 from lorafleet.workers.lora.forms import AdapterForms
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.strict_json import read_json_object
+from lorafleet.workers.stored_tensors import stored_dtype
 from lorafleet.workers.tools.base_model import BaseModel
 from lorafleet.workers.tools.inferred_base import tensor_infos
 from lorafleet.workers.tools.kind import kind_of
@@ -32,7 +33,6 @@ from lorafleet.workers.tools.tokenizer_files import tokenizer_files
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.shard import Shard
-from lorafleet.workers.weights import stored_dtype
 
 MAX_FILES_LISTED = 100
 _TABLES = ("base_model.model.model.embed_tokens.", "base_model.model.lm_head.")

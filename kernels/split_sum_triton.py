@@ -1,0 +1,63 @@
+"""The sum of what several programs made of parts of a GEMM's inputs: y = scale * sum over K of part_KTO + bias.
+
+Idea: elementwise; with few tokens a GEMM's outputs are too few tiles for a GPU, so each tile's inputs are divided too.
+A fixed order and no atomics, so the same bits on every run.
+"""
+
+# T tokens · O out · K splits
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_O = 512
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _split_sum_kernel(
+    part_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    outputs: tl.constexpr,
+    num_splits: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
+    block_o: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * block_o + tl.arange(0, block_o)
+    inside = o < outputs
+    stride = tl.num_programs(0).to(tl.int64) * outputs
+    acc = tl.load(part_ptr + token * outputs + o, mask=inside, other=0.0)
+    for k in tl.static_range(1, num_splits):
+        acc += tl.load(part_ptr + k * stride + token * outputs + o, mask=inside, other=0.0)
+    if has_scale:
+        acc *= tl.load(scale_ptr + o, mask=inside, other=0.0)
+    if has_bias:
+        acc += tl.load(bias_ptr + o, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * outputs + o, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def split_sum_triton(
+    part_KTO: Tensor, dtype: torch.dtype, bias_O: Tensor | None, scale_O: Tensor | None = None
+) -> Tensor:
+    """part: float32, contiguous."""
+    num_splits, num_tokens, outputs = part_KTO.shape
+    assert part_KTO.is_contiguous() and part_KTO.dtype == torch.float32
+    y_TO = torch.empty(num_tokens, outputs, dtype=dtype, device=part_KTO.device)
+    _split_sum_kernel[(num_tokens, triton.cdiv(outputs, BLOCK_O))](
+        part_KTO,
+        y_TO,
+        part_KTO if scale_O is None else scale_O,
+        part_KTO if bias_O is None else bias_O,
+        outputs=outputs,
+        num_splits=num_splits,
+        has_scale=scale_O is not None,
+        has_bias=bias_O is not None,
+        block_o=BLOCK_O,
+    )
+    return y_TO

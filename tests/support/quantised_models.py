@@ -1,0 +1,116 @@
+"""Checkpoints with quantised linears, made of plain ones, and the plain ones that have their values."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lorafleet.kernels.nf4 import NF4_BOOK
+
+
+def rounded_to_nf4(weight: Tensor) -> Tensor:
+    """Each number the nearest of the book's, times its block's largest magnitude; 64 numbers a block."""
+    book, found = torch.tensor(NF4_BOOK), []
+    for block in weight.float().flatten().split(64):
+        largest = block.abs().max()
+        found.append(book[(block[:, None] / largest - book).abs().argmin(dim=1)] * largest)
+    return torch.cat(found).view(weight.shape).to(weight.dtype)
+
+
+def rounded_to_fp8(weight: Tensor) -> Tensor:
+    scale = weight.float().abs().amax(dim=1, keepdim=True) / 448
+    return ((weight.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
+
+
+ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {"nf4": rounded_to_nf4, "fp8": rounded_to_fp8}
+
+
+def is_linear(name: str) -> bool:
+    """Of the decoder."""
+    return name.endswith("_proj.weight")
+
+
+def with_values(model: Path, folder: Path, rounded: Callable[[Tensor], Tensor]) -> Path:
+    """The plain checkpoint with the values that a quantised one stands for."""
+    return _written(model, folder, lambda name, w: {name: rounded(w) if is_linear(name) else w}, {})
+
+
+def bitsandbytes_checkpoint(
+    model: Path, folder: Path, kind: str = "nf4", nested: bool = True, skipped: str = "lm_head"
+) -> tuple[Path, Path]:
+    """As transformers saves one, by bitsandbytes itself; and the plain one that has its values. skipped: modules whose
+    names have it in them are left alone."""
+    from bitsandbytes import functional
+
+    values: dict[str, Tensor] = {}
+
+    def entries(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if not is_linear(name) or skipped in name:
+            return {name: weight}
+        packed, state = functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
+        values[name] = functional.dequantize_4bit(packed, state).view(weight.shape)
+        return {name: packed} | {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+
+    config = {
+        "quant_method": "bitsandbytes",
+        "_load_in_4bit": True,
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": kind,
+        "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_compute_dtype": "float32",
+        "llm_int8_skip_modules": [skipped],
+    }
+    _written(model, folder, entries, {"quantization_config": config})
+    plain = folder.with_name(f"{folder.name}-values")
+    return folder, _written(model, plain, lambda name, w: {name: values.get(name, w)}, {})
+
+
+def compressed_checkpoint(model: Path, folder: Path) -> Path:
+    """As llm-compressor's FP8_DYNAMIC; its values are those of with_values(…, rounded_to_fp8)."""
+
+    def entries(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if not is_linear(name):
+            return {name: weight}
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / 448
+        return {name: (weight.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+
+    eight = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": eight | {"strategy": "channel", "dynamic": False},
+        "input_activations": eight | {"strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    return _written(model, folder, entries, {"quantization_config": config})
+
+
+def with_config(model: Path, folder: Path, **changes: Any) -> Path:
+    return _written(model, folder, lambda name, w: {name: w}, changes)
+
+
+def _written(
+    model: Path, folder: Path, entries: Callable[[str, Tensor], dict[str, Tensor]], changes: dict[str, Any]
+) -> Path:
+    shutil.copytree(model, folder)
+    path = folder / "model.safetensors"
+    tensors: dict[str, Tensor] = {}
+    for name, weight in load_file(path).items():
+        tensors |= entries(name, weight)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder

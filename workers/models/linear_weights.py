@@ -1,0 +1,35 @@
+"""The linears' weights, empty, as the model is to hold them."""
+
+from __future__ import annotations
+
+import torch
+
+from lorafleet.kernels.base_weight import BaseWeight, PlainWeight
+from lorafleet.kernels.fp8_weight import FP8Weight
+from lorafleet.kernels.nf4 import NF4Weight
+from lorafleet.kernels.scratch import Scratch
+from lorafleet.workers.errors import UnsupportedModel
+from lorafleet.workers.quantised_tensors import Method
+
+
+class LinearWeights:
+    """Makes them for one model."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._scratch = Scratch(dtype, device)
+
+    def empty(self, method: Method | None, outputs: int, inputs: int) -> BaseWeight:
+        """Of this rank's sizes. Raises UnsupportedModel where they cannot be quantised so."""
+        if method is None:
+            return PlainWeight.empty(outputs, inputs, self._dtype, self._device)
+        if method == "fp8":
+            return FP8Weight(outputs, inputs, self._dtype, self._device)
+        if inputs % 2:
+            raise UnsupportedModel(
+                f"a linear with {inputs} inputs on each rank cannot be held in nf4, which takes an even number. Use "
+                "quantization=fp8, or another tensor_parallel_size.",
+                "quantization",
+            )
+        return NF4Weight(outputs, inputs, self._dtype, self._device, self._scratch)
