@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.base_weight import BaseWeight
+from lorafleet.kernels.base_weight import BaseWeight, PlainWeight
 from lorafleet.kernels.linear_output import LinearOutput
 from lorafleet.kernels.lora_batch import LoRABatch
 from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
@@ -44,7 +44,7 @@ def with_delta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def linear_of_ones(**options: bool) -> PackedLinear:
     linear = PackedLinear(4, (3,), True, torch.float32, CPU, **options)
-    linear.weight.weight.fill_(1.0)
+    linear.weight = PlainWeight(torch.ones(3, 4))
     linear.bias.fill_(10.0)
     linear.lora = PackedLoRA(0, 4, (3,), LoRATables(1, 1, CPU))
     return linear
