@@ -14,6 +14,7 @@ from lorafleet.workers.checkpoint import read_model_config
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.stored_tensors import StoredTensors
 from lorafleet.workers.weights import fill_randomly, load_weights
 from tiny_models import make_model
 
@@ -94,8 +95,8 @@ def test_only_the_ranks_part_of_a_tensor_is_taken_from_the_file(folder: Path, mo
             taken[self.name] = part.numel()
             return part
 
-    read = weights._tensors
-    monkeypatch.setattr(weights, "_tensors", lambda path: ((n, Counting(n, stored)) for n, stored in read(path)))
+    read = StoredTensors.stored
+    monkeypatch.setattr(StoredTensors, "stored", lambda tensors, name: Counting(name, read(tensors, name)))
     model = loaded(folder, 3, 4)
     whole = {name: tensor.numel() for name, tensor in load_file(folder / "model.safetensors").items()}
     assert taken.keys() == whole.keys()
