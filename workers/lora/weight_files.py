@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.files import SAFETENSORS_NAME, OpenFile
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.strict_json import read_json_object, shown
+from lorafleet.workers.lora.torch_index import StoredTensor, read_index
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 MAX_TENSORS = 20_000  # plain LoRA on a 126-layer model has 1764
 MAX_HEADER_BYTES = 8 << 20
 MAX_PICKLE_BYTES = 16 << 20  # data.pkl of a .bin: names and shapes, no values
+MAX_RECORDS = 4 * MAX_TENSORS  # of a .bin's archive
+COUNT_BYTES = 16 << 20
+_ENTRY = b"PK\1\2"  # before each of an archive's records in its list
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX_DTYPES = {"U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 _DTYPES = FLOAT_DTYPES | INDEX_DTYPES
@@ -146,62 +149,97 @@ def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -
 
 
 class TorchFile:
-    """The legacy adapter_model.bin, by torch.load(weights_only=True) and only in torch's zip format."""
+    """The legacy adapter_model.bin, only in torch's zip format, and without torch.load: see torch_index.py."""
 
     def __init__(self, file: OpenFile, digest: _Hash) -> None:
         self._file = file
-        data = bytearray(file.size)
-        file.read_into(memoryview(data), digest)
+        self._data = bytearray(file.size)
+        file.read_into(memoryview(self._data), digest)
         file.check_unchanged()
-        _check_archive(data, file.name)
-        self._tensors = _load_tensors(data, file.name)
+        with _archive(self._data, file.name) as archive:
+            self._records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+            self._tensors = read_index(self._index(archive), file.name)
+        if len(self._tensors) > MAX_TENSORS:
+            raise AdapterMalformed(f"{file.name} has {len(self._tensors)} tensors; at most {MAX_TENSORS} are read.")
+        for key, tensor in giving_way(self._tensors.items()):
+            self._check(key, tensor)
         names = {dtype: short for short, dtype in _DTYPES.items()}
         self.infos: Mapping[str, TensorInfo] = {
-            key: TensorInfo(tuple(t.shape), names.get(t.dtype, str(t.dtype))) for key, t in self._tensors.items()
+            key: TensorInfo(t.shape, names.get(t.dtype, str(t.dtype).removeprefix("torch.")))
+            for key, t in self._tensors.items()
         }
 
     def load(self) -> LoadedTensors:
-        return LoadedTensors(self._tensors, None)
+        return LoadedTensors({key: self._value(t) for key, t in giving_way(self._tensors.items())}, None)
+
+    def _index(self, archive: zipfile.ZipFile) -> bytes:
+        record = self._records.get("data.pkl")
+        if record is None:
+            raise AdapterMalformed(f"{self._file.name} is a zip file without data.pkl, so torch did not write it.")
+        if record.file_size > MAX_PICKLE_BYTES:
+            raise AdapterMalformed(f"{self._file.name} has an index of more than {MAX_PICKLE_BYTES} bytes.")
+        try:
+            order = archive.read(self._records["byteorder"]) if "byteorder" in self._records else b"little"
+            pickled = archive.read(record)
+        except (zipfile.BadZipFile, RuntimeError, EOFError, *_NO_ARCHIVE):
+            raise AdapterMalformed(f"{self._file.name} has a damaged record.") from None
+        if order != b"little":
+            raise AdapterUnsupported(f"{self._file.name} was written on a big-endian machine. Save it on another.")
+        return pickled
+
+    def _check(self, key: str, tensor: StoredTensor) -> None:
+        """That its record is there and holds what it says."""
+        name = self._file.name
+        record = self._records.get(f"data/{tensor.record}")
+        if record is None or record.file_size != tensor.num_values * tensor.dtype.itemsize:
+            raise AdapterMalformed(f"{name}: the record of {shown(key)} is missing, or has another size than it says.")
+        if math.prod(tensor.shape) > tensor.num_values:
+            raise AdapterMalformed(f"{name}: {shown(key)} has more values than bytes: it repeats what it has.")
+        if self._start(record) % tensor.dtype.itemsize:
+            raise AdapterMalformed(f"{name}: the record of {shown(key)} is not aligned, as torch writes it.")
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+        if 0 not in tensor.shape and tensor.offset + last >= tensor.num_values:
+            raise AdapterMalformed(f"{name}: {shown(key)} reaches beyond its record.")
+        self._start(record)
+
+    def _start(self, record: zipfile.ZipInfo) -> int:
+        """Where the record's bytes begin: behind its own header, whose name and extra field have their own lengths."""
+        at = record.header_offset
+        if not 0 <= at <= len(self._data) - 30 or self._data[at : at + 4] != b"PK\3\4":
+            raise AdapterMalformed(f"{self._file.name} has a damaged record.")
+        name_bytes, extra_bytes = struct.unpack("<HH", self._data[at + 26 : at + 30])
+        start: int = at + 30 + name_bytes + extra_bytes
+        if start + record.file_size > len(self._data):
+            raise AdapterMalformed(f"{self._file.name} has a record that reaches beyond the file's end.")
+        return start
+
+    def _value(self, tensor: StoredTensor) -> Tensor:
+        if 0 in tensor.shape:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        start = self._start(self._records[f"data/{tensor.record}"])
+        values = torch.frombuffer(self._data, dtype=tensor.dtype, count=tensor.num_values, offset=start)
+        # A copy of just these: several may be views of one large record.
+        return values.as_strided(tensor.shape, tensor.stride, tensor.offset).clone(
+            memory_format=torch.contiguous_format
+        )
 
 
-def _check_archive(data: bytearray, name: str) -> None:
+_NO_ARCHIVE = (ValueError, NotImplementedError, OverflowError, struct.error)
+
+
+def _archive(data: bytearray, name: str) -> zipfile.ZipFile:
     """torch stores its records uncompressed, so that a small file cannot unpack to a large one."""
+    steps = range(0, len(data), COUNT_BYTES)
+    if sum(data.count(_ENTRY, start, start + COUNT_BYTES + 3) for start in giving_way(steps)) > MAX_RECORDS:
+        raise AdapterMalformed(f"{name} has more than {MAX_RECORDS} records.")
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, struct.error):
+        archive = zipfile.ZipFile(io.BytesIO(data))
+    except (zipfile.BadZipFile, *_NO_ARCHIVE):
         raise AdapterMalformed(
             f"{name} is not in torch's zip format (a bare pickle is never opened), or truncated. "
             f"Save the adapter again with safetensors."
         ) from None
+    records = archive.infolist()
     if any(r.compress_type != zipfile.ZIP_STORED for r in records) or sum(r.file_size for r in records) > len(data):
         raise AdapterMalformed(f"{name} has compressed records, which torch does not write.")
-    if any(r.filename.endswith(".pkl") and r.file_size > MAX_PICKLE_BYTES for r in records):
-        raise AdapterMalformed(f"{name} has an index of more than {MAX_PICKLE_BYTES} bytes.")
-
-
-def _load_tensors(data: bytearray, name: str) -> dict[str, Tensor]:
-    try:
-        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise AdapterUnsupported(
-            f"{name} is damaged, or holds more than tensors, which could run code when it is opened. "
-            f"Save the adapter again with safetensors."
-        ) from None
-    except Exception as error:  # torch raises RuntimeError, ValueError, KeyError, EOFError, AttributeError… on damage
-        raise AdapterMalformed(f"{name} cannot be read by torch ({type(error).__name__}); it is damaged.") from None
-    if not isinstance(loaded, dict):
-        raise AdapterMalformed(f"{name} holds a {type(loaded).__name__}; it must hold a dict of tensors.")
-    if len(loaded) > MAX_TENSORS:
-        raise AdapterMalformed(f"{name} has {len(loaded)} tensors; at most {MAX_TENSORS} are read.")
-    return {_checked_key(key, value, name): value.detach() for key, value in loaded.items()}
-
-
-def _checked_key(key: object, value: object, name: str) -> str:
-    if not isinstance(key, str):
-        raise AdapterMalformed(f"{name} has the key {shown(key)}; tensor names must be strings.")
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
-        raise AdapterMalformed(f"{name}: {shown(key)} is not a dense tensor.")
-    if value.numel() * value.itemsize > value.untyped_storage().nbytes():
-        raise AdapterMalformed(f"{name}: {shown(key)} has more values than bytes: it repeats what it has.")
-    return key
+    return archive
