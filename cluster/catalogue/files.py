@@ -9,6 +9,7 @@ from lorafleet.workers.lora.files import (
     CONFIG_NAME,
     SAFETENSORS_NAME,
     AdapterFolder,
+    check_same_config,
     folder_digest,
     open_weights,
     read_config,
@@ -23,6 +24,7 @@ def stage(path: Path, target: Path) -> str:
     with open_weights(folder) as weights, (target / weights.name).open("wb") as copy:
         digest = read_through(config, weights, copy)
         weights.check_unchanged()
+    check_same_config(folder, config)
     (target / CONFIG_NAME).write_bytes(config)
     return digest
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +25,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHTS_BYTES = 16 << 30  # rank 64 on every projection of a 405B in float32 is 7.1 GB
 MAX_BIN_BYTES = 2 << 30  # read whole before its shapes are known
 CHUNK_BYTES = 4 << 20  # read, then hashed while it is still in the CPU's cache
+TICK_S = 0.02  # two writes within one tick of the kernel's clock have one time; its ticks are 10 ms at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class AdapterFolder:
         except OSError as error:
             raise AdapterMissing(f"{name} cannot be opened: {error.strerror}.") from None
         try:
-            opened = os.fstat(fd)
+            opened = _settled(fd)
             _check_regular(name, opened, max_bytes)
             return OpenFile(name, os.fdopen(fd, "rb", buffering=0), opened)
         except BaseException:
@@ -110,7 +112,12 @@ class OpenFile:
     def check_unchanged(self) -> None:
         """Call it after the last read: a file that was written meanwhile may be half old and half new."""
         now = os.fstat(self.stream.fileno())
-        if (now.st_size, now.st_mtime_ns) != (self.opened.st_size, self.opened.st_mtime_ns):
+        # The time of the inode's change too: that of the content can be set to what it was.
+        if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != (
+            self.opened.st_size,
+            self.opened.st_mtime_ns,
+            self.opened.st_ctime_ns,
+        ):
             raise AdapterChanged(f"{self.name} changed while it was read. Write adapters elsewhere, then rename them.")
 
     def close(self) -> None:
@@ -121,6 +128,16 @@ class OpenFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _settled(fd: int) -> os.stat_result:
+    """The file's state, from which every later write can be told: if need be after a tick of the clock."""
+    state = os.fstat(fd)
+    age_s = time.time() - state.st_ctime_ns * 1e-9
+    if 0 <= age_s < TICK_S:
+        time.sleep(TICK_S - age_s)
+        state = os.fstat(fd)
+    return state
 
 
 def _check_regular(name: str, opened: os.stat_result, max_bytes: int) -> None:
@@ -136,6 +153,15 @@ def read_config(folder: AdapterFolder) -> bytes:
         file.read_into(memoryview(data), hashlib.sha256())
         file.check_unchanged()
         return bytes(data)
+
+
+def check_same_config(folder: AdapterFolder, config: bytes) -> None:
+    """Call it once the weights are read: a folder that was replaced meanwhile would give one version's config with the
+    other's weights."""
+    if read_config(folder) != config:
+        raise AdapterChanged(
+            f"{CONFIG_NAME} changed while the weights were read. Write adapters elsewhere, then rename."
+        )
 
 
 def open_weights(folder: AdapterFolder) -> OpenFile:

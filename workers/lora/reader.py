@@ -21,7 +21,7 @@ from lorafleet.kernels.fp8 import FP8
 from lorafleet.workers.errors import AdapterChanged, AdapterError, AdapterMalformed, RankTooLarge
 from lorafleet.workers.lora.adapter_parts import AdapterParts
 from lorafleet.workers.lora.casting import max_magnitude
-from lorafleet.workers.lora.files import AdapterFolder, new_digest, open_weights, read_config
+from lorafleet.workers.lora.files import AdapterFolder, check_same_config, new_digest, open_weights, read_config
 from lorafleet.workers.lora.forms import AdapterForms, LinearForm, VocabForm
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.kinds.kind import Base
@@ -66,6 +66,7 @@ def read_adapter(
             reading = time.perf_counter()
             loaded = weights.load()
             read_s = time.perf_counter() - reading
+        check_same_config(folder, config_bytes)
         _check_digest(digest.hexdigest(), expected_digest)
         _check_values(loaded, dtype)
         forms = parts.forms(loaded.by_name)
