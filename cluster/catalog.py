@@ -17,7 +17,7 @@ from lorafleet.cluster.directory import Order
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.resolvers.base import LoRAResolver
-from lorafleet.workers.errors import InvalidAdapterName, ModelNotFound
+from lorafleet.workers.errors import AdapterExists, InvalidAdapterName, ModelNotFound
 from lorafleet.workers.lora.names import check_adapter_name
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
@@ -95,6 +95,13 @@ class DirectoryCatalog:
 
     async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
         """Registers the adapter with its files, and makes it known to every replica."""
+        check_adapter_name(name, self._base_names)
+        if not load_inplace and await self.known(name) is not None:
+            raise AdapterExists(
+                f"There is an adapter {name!r} already; allow `replace` for a new version.", "lora_name"
+            )
+        # What cannot be served is refused by its header, before its bytes, however many, are copied into the store.
+        await self._engine.load_adapter(LoRARequest(name, adapter_number(name), path))
         await self._admin.push_folder(name, path, replace=load_inplace)
         return await self.resolve(name)
 
