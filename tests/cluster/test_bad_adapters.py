@@ -7,9 +7,12 @@ client can ask for it, and through /v1/load_lora_adapter.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 import string
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -181,3 +184,174 @@ def test_a_bad_adapter_is_refused_by_name_and_changes_nothing(server: Server, ca
         assert code == "adapter_missing" or resolved.json()["error"]["code"] == code
     else:
         check_refused(resolved, code, words)
+
+
+# -- files that change --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("beside")
+def test_bytes_swapped_under_a_name_are_one_version_or_the_other(server: Server) -> None:
+    def text(name: str) -> str:
+        return server.ask(name, max_tokens=8).json()["choices"][0]["text"]
+
+    adapter = server.copy("swapped")
+    adapter.map(lambda k, v: (k, v * 3))
+    old = text("swapped")
+    adapter.map(lambda k, v: (k, -v if "lora_B" in k else v))
+    shutil.copytree(adapter.path, server.folder / "swapped-new")
+    new = text("swapped-new")
+    for number in range(4):  # others take its places in memory
+        other = server.copy(f"other-{number}")
+        other.map(lambda k, v: (k, v * (2 + number)))  # noqa: B023  # it is called in this turn
+        assert server.ask(other.path.name).status_code == 200
+    answer = server.ask("swapped", max_tokens=8)
+    if answer.status_code == 200:
+        assert answer.json()["choices"][0]["text"] in (old, new)
+    else:
+        assert answer.json()["error"]["code"] == "adapter_changed", answer.text
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_file_that_is_written_all_the_time_is_one_version_or_an_error(server: Server) -> None:
+    adapter, stop = server.copy("written"), threading.Event()
+    path = adapter.path / "adapter_model.safetensors"
+    one = path.read_bytes()
+    adapter.map(lambda k, v: (k, -v if "lora_B" in k else v))
+    other = path.read_bytes()
+
+    def write() -> None:
+        while not stop.is_set():
+            for data in (one, other):
+                with path.open("r+b") as file:
+                    file.write(data[: len(data) // 2])
+                    file.flush()
+                    file.write(data[len(data) // 2 :])
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        answers = [server.load(f"written-{number}", str(adapter.path)) for number in range(8)]
+        stop.set()
+        writing.result()
+    whole = set()
+    for data in (one, other):
+        path.write_bytes(data)
+        name = f"whole-{len(whole)}"
+        assert server.load(name, str(adapter.path)).status_code == 200
+        whole.add(server.ask(name, max_tokens=8).json()["choices"][0]["text"])
+    for number, answer in enumerate(answers):
+        if answer.status_code == 200:
+            assert server.ask(f"written-{number}", max_tokens=8).json()["choices"][0]["text"] in whole
+        else:
+            assert answer.json()["error"]["code"] in ("adapter_changed", "adapter_malformed"), answer.text
+
+
+# -- values that are finite and absurd ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.7, "top_p": 0.5, "top_k": 3}], ids=str
+)
+def test_an_adapter_whose_logits_are_nan_answers_itself_alone(server: Server, sampling: dict[str, Any]) -> None:
+    name = f"absurd-{len(sampling)}"
+    server.copy(name).map(lambda k, v: (k, v * 1e30))
+    answer = server.ask(name, max_tokens=12, logprobs=1, **sampling)
+    assert answer.status_code == 200
+    assert json.loads(answer.text)["usage"]["completion_tokens"] == 12
+
+
+# -- names --------------------------------------------------------------------------------------------------------
+
+NAMES = {
+    "up": "../good",
+    "up from within": "a/../../good",
+    "absolute": "/etc",
+    "here": "./good",
+    "a double slash": "a//good",
+    "hidden": ".git",
+    "backslashes": "..\\..\\etc",
+    "a NUL": "good\x00",
+    "encoded": "%2e%2e%2fgood",
+    "encoded NUL": "good%00",
+    "encoded twice": "%252e%252e%252fgood",
+    "Cyrillic": "g\u043e\u043ed",
+    "wide": "\uff47\uff4f\uff4f\uff44",
+    "a zero-width joiner": "go\u200dod",
+    "right to left": "\u202egood",
+    "combining": "good\u0301",
+    "a line feed": "good\n",
+    "an escape": "\x1b[31mgood",
+    "10 kB": "a" * 10_000,
+    "a megabyte": "a" * 10**6,
+    "a blank": " ",
+    "an option": "--help",
+    "a list": "a,b=c",
+    "a URL": "http://127.0.0.1/x",
+    "a file URL": "file:///etc/passwd",
+    "the base's": "tiny",
+}
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("case", NAMES)
+def test_a_name_that_no_adapter_can_have_finds_nothing_and_registers_nothing(server: Server, case: str) -> None:
+    name = NAMES[case]
+    with Cost(server) as cost:
+        loaded = server.load(name, str(server.good.path))
+        asked = None if case == "the base's" else server.ask(name)
+    assert (loaded.status_code, loaded.json()["error"]["code"]) == (400, "invalid_adapter_name"), loaded.text
+    if asked is not None:
+        assert (asked.status_code, asked.json()["error"]["code"]) == (404, "model_not_found"), asked.text
+    assert cost.cpu_s < CPU_S
+    listed = [model["id"] for model in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]]
+    assert name not in listed or case == "the base's"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models/..%2f..%2fetc%2fpasswd",
+        "/v1/models/%2e%2e/%2e%2e/etc/passwd",
+        "/v1/models/good%00",
+        "/v1/models/%5c..%5cgood",
+        "/v1/models/" + "a" * 8000,
+        "/v1/models/%ff%fe",
+    ],
+    ids=lambda path: path[:40],
+)
+def test_a_name_in_a_path_is_no_way_out_either(server: Server, path: str) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as raw:  # httpx would tidy the path
+        raw.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
+    assert " 404 " in answer.splitlines()[0] or " 400 " in answer.splitlines()[0]
+    assert "root:" not in answer
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "",
+            "/",
+            "/dev",
+            "/dev/zero",
+            "/proc/self",
+            "/etc/passwd",
+            "../../../etc",
+            "a\x00b",
+            "x" * 10_000,
+            "/" * 5000,
+        ),
+        *("http://169.254.169.254/latest/", "https://example.com/x", "file:///etc", "hf://a/b", "ftp://x/y", "s3://"),
+    ],
+    ids=lambda path: repr(path)[:30],
+)
+def test_a_path_without_an_adapter_is_refused_whatever_it_is(server: Server, path: str) -> None:
+    with Cost(server) as cost:
+        answer = server.load("stray", path)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert len(answer.content) < 1500
+    assert cost.cpu_s < CPU_S
+    assert server.ask("stray").status_code == 404

@@ -7,8 +7,10 @@ import io
 import json
 import os
 import pickle
+import shutil
 import socket
 import struct
+import tarfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -32,6 +34,8 @@ from lorafleet.workers.lora.files import AdapterFolder, OpenFile, open_weights
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 CANARY = Path("/tmp/lorafleet-evil")  # is there once an adapter's code has run
 SECRET = "the-secret-of-another-file"
+SLOW_REGEX = r"(?:a|.|..|...)*Z?(?<!oj)"
+EVIL_CODE = f"import os\nos.system('touch {CANARY}')\n"
 Damage = Callable[[Any], object]
 
 
@@ -142,6 +146,122 @@ def entry(**changes: object) -> Damage:
     return header_is(lambda h: h[f"{Q0}.lora_A.weight"].update(changes))
 
 
+def outside(a: Any) -> Path:
+    """A file beside the adapter's folder that nobody may see."""
+    path = Path(a.path.parent / "secret.json")
+    path.write_text(json.dumps({"peft_type": "LORA", SECRET: SECRET}))
+    return path
+
+
+def linked(name: str, target: Callable[[Any], Path | str]) -> Damage:
+    def damage(a: Any) -> None:
+        (a.path / name).unlink()
+        (a.path / name).symlink_to(target(a))
+
+    return damage
+
+
+def folder_is(make: Callable[[Any], object]) -> Damage:
+    def damage(a: Any) -> None:
+        shutil.rmtree(a.path)
+        make(a)
+
+    return damage
+
+
+def socket_at(path: Path) -> None:
+    """By a short name, since a socket's path may have 108 characters."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"/proc/self/fd/{folder}/{path.name}")
+    os.close(folder)
+
+
+def holes(size: int) -> Damage:
+    """A valid header over so many bytes that nobody ever wrote."""
+
+    def damage(a: Any) -> None:
+        entry = {"dtype": "F32", "shape": [size // 128, 32], "data_offsets": [0, size]}
+        header = json.dumps({f"{Q0}.lora_A.weight": entry}).encode()
+        with open(a.path / "adapter_model.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(8 + len(header) + size)
+
+    return damage
+
+
+def tiny_tensors(count: int) -> Damage:
+    def damage(a: Any) -> None:
+        entries = {f"t{i}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(count)}
+        header = json.dumps(entries).encode()
+        weights_are(lambda _: struct.pack("<Q", len(header)) + header + bytes(count))(a)
+
+    return damage
+
+
+def said_length(size: int) -> Damage:
+    return weights_are(lambda d: struct.pack("<Q", size) + d[8:])
+
+
+def cut_in_header(d: bytes) -> bytes:
+    (size,) = struct.unpack("<Q", d[:8])
+    return d[: 8 + size - 1]
+
+
+def cut_behind_header(d: bytes) -> bytes:
+    (size,) = struct.unpack("<Q", d[:8])
+    return d[: 8 + size + 1]
+
+
+def tar_of(_: Any) -> bytes:
+    """torch's format before 0.4: a tar of pickles."""
+    buffer, content = io.BytesIO(), pickle.dumps(Evil())
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in ("storages", "tensors", "pickle"):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def old_torch_file(a: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(a.tensors, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+def zip_of(pickled: bytes, **records: bytes) -> bytes:
+    """What torch.save would write around a pickle."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in {"data.pkl": pickled, "version": b"3", "byteorder": b"little", **records}.items():
+            archive.writestr(f"archive/{name}", data)
+    return buffer.getvalue()
+
+
+def opcodes(*parts: bytes) -> bytes:
+    return b"\x80\x02" + b"".join(parts) + b"."
+
+
+def text_op(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+def tuple_key_bomb(_: Any) -> bytes:
+    """A key of tuples in tuples, each twice in the next: hashing it takes 2^40 steps."""
+    return zip_of(opcodes(b"}", b")", *[b"q\x00h\x00\x86"] * 40, b"K\x01", b"s"))
+
+
+def bytearray_bomb(_: Any) -> bytes:
+    """bytearray(10^11), which torch's weights_only lets a pickle call."""
+    size = (10**11).to_bytes(6, "little")
+    return zip_of(opcodes(b"}", text_op("a"), b"cbuiltins\nbytearray\n", b"\x8a\x06" + size, b"\x85R", b"s"))
+
+
+def many_entries(_: Any) -> bytes:
+    return zip_of(opcodes(b"}", b"(", *(text_op(f"t{i}") + b"K\x01" for i in range(100_000)), b"u"))
+
+
 CASES: dict[str, tuple[Damage, type[AdapterError], str]] = {
     # --- files ---
     "no folder": (lambda a: a.path.rename(a.path.parent / "gone"), AdapterMissing, "no folder"),
@@ -171,6 +291,46 @@ CASES: dict[str, tuple[Damage, type[AdapterError], str]] = {
         "symlink that leaves",
     ),
     "a terabyte of holes": (replaced_by("adapter_model.safetensors", sparse_weights), AdapterMalformed, "at most"),
+    "14 GB of holes behind a header": (holes(14 << 30), AdapterMalformed, "without lora_B"),
+    "the folder is a file": (folder_is(lambda a: a.path.write_text(SECRET)), AdapterMissing, "not a folder"),
+    "the folder is a link to another": (
+        folder_is(lambda a: a.path.symlink_to("/etc")),
+        AdapterMissing,
+        "has no adapter_config.json",
+    ),
+    "config leads to another file": (linked("adapter_config.json", outside), AdapterMalformed, "symlink that leaves"),
+    "weights lead to another file": (
+        linked("adapter_model.safetensors", outside),
+        AdapterMalformed,
+        "symlink that leaves",
+    ),
+    "weights lead up and down again": (
+        linked("adapter_model.safetensors", lambda a: f"../{outside(a).name}"),
+        AdapterMalformed,
+        "symlink that leaves",
+    ),
+    "weights lead to a device": (
+        linked("adapter_model.safetensors", lambda _: "/dev/random"),
+        AdapterMalformed,
+        "symlink that leaves",
+    ),
+    "weights lead to the process's memory": (
+        linked("adapter_model.safetensors", lambda _: "/proc/self/mem"),
+        AdapterMalformed,
+        "symlink that leaves",
+    ),
+    "config is a folder": (replaced_by("adapter_config.json", os.mkdir), AdapterMalformed, "regular file"),
+    "weights are a socket": (
+        replaced_by("adapter_model.safetensors", socket_at),
+        AdapterMissing,
+        "cannot be opened",
+    ),
+    "config of a terabyte of holes": (replaced_by("adapter_config.json", sparse_weights), AdapterMalformed, "at most"),
+    "code beside the config": (
+        lambda a: (a.set(auto_map={"AutoModel": "evil.Model"}), (a.path / "evil.py").write_text(EVIL_CODE)),
+        AdapterUnsupported,
+        "'auto_map'",
+    ),
     # --- config ---
     "empty config": (config_is(""), AdapterMalformed, "not valid JSON"),
     "config is a list": (config_is("[1]"), AdapterMalformed, "must hold an object"),
@@ -211,6 +371,51 @@ CASES: dict[str, tuple[Damage, type[AdapterError], str]] = {
         "layers_to_transform",
     ),
     "layers_pattern alone": (config_has(layers_pattern="layers"), AdapterMalformed, "layers_pattern"),
+    "config of 10 MB": (config_is(json.dumps({"peft_type": "LORA", "x": "a" * 10**7})), AdapterMalformed, "at most"),
+    "a value nested deeply": (
+        config_is('{"peft_type": "LORA", "rank_pattern": ' + '{"a":' * 100_000),
+        AdapterMalformed,
+        "nested too deeply",
+    ),
+    "key twice, within": (
+        raw_config("rank_pattern", '{"q_proj": 4, "q_proj": 8}'),
+        AdapterMalformed,
+        "'q_proj' occurs twice",
+    ),
+    "infinity in config": (raw_config("lora_alpha", "-Infinity"), AdapterMalformed, "Infinity"),
+    "alpha 1e308": (config_has(lora_alpha=1e308), AdapterMalformed, "finite"),
+    "alpha is a list": (config_has(lora_alpha=[1]), AdapterMalformed, "lora_alpha is [1]"),
+    "r 2^63": (config_has(r=2**63), AdapterMalformed, "rank 4 in the weights"),
+    "r is an object": (config_has(r={"a": 1}), AdapterMalformed, "r is {'a': 1}"),
+    "catastrophic rank_pattern": (config_has(rank_pattern={SLOW_REGEX: 4}), AdapterMalformed, "backtracking"),
+    "catastrophic alpha_pattern": (config_has(alpha_pattern={SLOW_REGEX: 4}), AdapterMalformed, "backtracking"),
+    "catastrophic exclude_modules": (config_has(exclude_modules=SLOW_REGEX), AdapterMalformed, "backtracking"),
+    "catastrophic layers_pattern": (
+        config_has(layers_pattern=["(?:a|.|..|...)*Z?(?<!.)"], layers_to_transform=[0]),
+        AdapterMalformed,
+        "backtracking",
+    ),
+    "many slow patterns": (
+        config_has(rank_pattern={f"(?:a|.|..|...)*Z{i}": 4 for i in range(10_000)}),
+        AdapterMalformed,
+        "backtracking",
+    ),
+    "too many patterns": (
+        config_has(rank_pattern={f"layer{i}": 4 for i in range(20_000)}),
+        AdapterMalformed,
+        "20000 entries",
+    ),
+    "repeats of repeats": (config_has(target_modules="(((a{1,99}){1,99}){1,99}){1,99}"), AdapterMalformed, ""),
+    "regex of 20 000 characters": (config_has(target_modules="q_proj|" * 3000), AdapterMalformed, "at most 16384"),
+    "targets with control characters": (config_has(target_modules=["\x1b[31m\r\n"]), AdapterMalformed, ""),
+    "a key that is half a character": (
+        config_is('{"peft_type": "LORA", "\\ud800": 1}'),
+        AdapterUnsupported,
+        "\\ud800",
+    ),
+    "a method of 10 kB": (config_has(peft_type="X" * 10_000), AdapterUnsupported, "XXX…"),
+    "a method that is a list": (config_has(peft_type=["LORA"]), AdapterUnsupported, "['LORA']"),
+    "the base's name is a number": (config_has(base_model_name_or_path=7), AdapterMalformed, "base_model_name_or_path"),
     "unknown task": (config_has(task_type="DANCE"), AdapterMalformed, "task_type"),
     # --- features ---
     "LoRA's keys in LoHa": (config_has(peft_type="LOHA"), AdapterUnsupported, "'bias'"),
@@ -291,6 +496,26 @@ CASES: dict[str, tuple[Damage, type[AdapterError], str]] = {
     "float8": (tensor_is("lora_A.weight", lambda t: t.to(torch.float8_e4m3fn)), AdapterUnsupported, "F8_E4M3"),
     "NaN": (tensor_is("lora_A.weight", lambda t: t.index_fill(1, torch.tensor(5), torch.nan)), AdapterMalformed, "NaN"),
     "infinity": (tensor_is("lora_B.weight", lambda t: t / 0), AdapterMalformed, "infinite"),
+    "NaN in float16": (
+        lambda a: a.map(lambda k, v: (k, v.to(torch.float16).index_fill(1, torch.tensor(0), torch.nan))),
+        AdapterMalformed,
+        "NaN",
+    ),
+    "values that no float32 holds": (
+        tensor_is("lora_A.weight", lambda t: t.double() * 1e300),
+        AdapterMalformed,
+        "overflow",
+    ),
+    "no rows": (tensor_is("lora_A.weight", lambda t: t[:0]), AdapterMalformed, "must be a matrix"),
+    "a number for a matrix": (tensor_is("lora_A.weight", lambda t: t.sum()), AdapterMalformed, "must be a matrix"),
+    "many dimensions": (
+        tensor_is("lora_A.weight", lambda t: t.reshape(*[1] * 60, *t.shape)),
+        AdapterMalformed,
+        "must be a matrix",
+    ),
+    "a name of a million characters": (with_tensor("a" * 10**6, 1), AdapterMalformed, "aaa…"),
+    "a name with control characters": (with_tensor("\x1b[2J\x00", 1), AdapterMalformed, "\\x1b[2J\\x00"),
+    "a name that climbs": (with_tensor("../../../etc/passwd", 1), AdapterMalformed, "not one that PEFT writes"),
     # --- safetensors ---
     "empty weights": (weights_are(lambda _: b""), AdapterMalformed, "truncated"),
     "truncated in the header": (weights_are(lambda d: d[:100]), AdapterMalformed, "truncated"),
@@ -314,17 +539,89 @@ CASES: dict[str, tuple[Damage, type[AdapterError], str]] = {
     "shape overflow": (entry(shape=[1 << 40, 1 << 40]), AdapterMalformed, "do not hold"),
     "shape of floats": (entry(shape=[4.0, 32]), AdapterMalformed, "wrongly"),
     "unknown entry key": (entry(stride=[1, 2]), AdapterMalformed, "wrongly"),
+    "one byte": (weights_are(lambda d: d[:1]), AdapterMalformed, "truncated"),
+    "a length and nothing else": (weights_are(lambda d: d[:8]), AdapterMalformed, "truncated"),
+    "truncated at the header's end": (weights_are(cut_in_header), AdapterMalformed, "truncated"),
+    "truncated behind the header": (weights_are(cut_behind_header), AdapterMalformed, "truncated"),
+    "header of no length": (said_length(0), AdapterMalformed, "not valid JSON"),
+    "header one byte too long": (said_length(10**6), AdapterMalformed, "truncated"),
+    "header of 2^64 - 1": (said_length(2**64 - 1), AdapterMalformed, "header"),
+    "header of 2^63": (said_length(2**63), AdapterMalformed, "header"),
+    "header of 100 MB": (
+        weights_are(lambda _: struct.pack("<Q", 100 << 20) + b" " * (100 << 20)),
+        AdapterMalformed,
+        "at most 8388608",
+    ),
+    "header of blanks": (raw_header(b" " * (8 << 20)), AdapterMalformed, "not valid JSON"),
+    "header is not UTF-8": (raw_header(b'{"\xff": 1}'), AdapterMalformed, "UTF-8"),
+    "header is a list": (raw_header(b"[1]"), AdapterMalformed, "must hold an object"),
+    "NaN in the header": (raw_header(b'{"a": NaN}'), AdapterMalformed, "NaN"),
+    "number of 10^5 digits in the header": (
+        raw_header(b'{"a": ' + b"1" * 100_000 + b"}"),
+        AdapterMalformed,
+        "not acceptable JSON",
+    ),
+    "metadata of lists": (header_is(lambda h: h.update(__metadata__=[1])), AdapterMalformed, "__metadata__"),
+    "10^5 tiny tensors": (tiny_tensors(100_000), AdapterMalformed, "100000 tensors"),
+    "as many tensors as may be, all strangers": (tiny_tensors(20_000), AdapterMalformed, "'t0'"),
+    "shape of 2^63": (entry(shape=[2**63, 1]), AdapterMalformed, "wrongly"),
+    "shape whose product is 2^64": (entry(shape=[2**32, 2**32]), AdapterMalformed, "do not hold"),
+    "shape of 10^30": (entry(shape=[10**30]), AdapterMalformed, "wrongly"),
+    "negative shape": (entry(shape=[-4, -32]), AdapterMalformed, "wrongly"),
+    "shape of 10^5 dimensions": (entry(shape=[1] * 100_000), AdapterMalformed, "do not hold"),
+    "offset of 2^63": (entry(data_offsets=[0, 2**63]), AdapterMalformed, "wrongly"),
+    "three offsets": (entry(data_offsets=[0, 512, 512]), AdapterMalformed, "wrongly"),
+    "two tensors in one place": (
+        header_is(lambda h: h[f"{Q0}.lora_B.weight"].update(data_offsets=[0, 512])),
+        AdapterMalformed,
+        "overlaps",
+    ),
+    "half as wide as it says": (entry(dtype="F16"), AdapterMalformed, "do not hold"),
+    "twice as wide as it says": (entry(dtype="F64"), AdapterMalformed, "do not hold"),
+    "truth for numbers": (entry(dtype="BOOL"), AdapterUnsupported, "BOOL"),
+    "unheard-of numbers": (entry(dtype="Q7"), AdapterUnsupported, "Q7"),
+    "no name of numbers": (entry(dtype=32), AdapterMalformed, "wrongly"),
+    "torch's file, renamed": (lambda a: weights_are(lambda _: saved(a.tensors))(a), AdapterMalformed, "safetensors"),
     # --- .bin ---
     "bare pickle": (bin_is(lambda _: pickle.dumps(Evil())), AdapterMalformed, "zip format"),
     "code in a .bin": (bin_is(lambda _: saved({"a": Evil()})), AdapterUnsupported, "more than tensors"),
+    "safetensors, renamed": (
+        lambda a: (a.path / "adapter_model.safetensors").rename(a.path / "adapter_model.bin"),
+        AdapterMalformed,
+        "zip format",
+    ),
+    "a tar of pickles": (bin_is(tar_of), AdapterMalformed, "zip format"),
+    "torch's format before 1.6": (bin_is(old_torch_file), AdapterMalformed, "zip format"),
+    "code called by name": (
+        bin_is(lambda _: zip_of(opcodes(b"cos\nsystem\n", text_op(f"touch {CANARY}"), b"\x85R"))),
+        AdapterUnsupported,
+        "more than tensors",
+    ),
+    "code as a tensor's function": (
+        bin_is(lambda _: zip_of(opcodes(b"}", text_op("a"), b"ctorch\nload\n", text_op("/etc/passwd"), b"\x85Rs"))),
+        AdapterUnsupported,
+        "more than tensors",
+    ),
+    "a compiled program": (
+        bin_is(lambda _: zip_of(opcodes(b"}"), **{"code/__torch__.py": EVIL_CODE.encode(), "constants.pkl": b"N."})),
+        AdapterMalformed,
+        "",
+    ),
+    "a key that is hashed for years": (bin_is(tuple_key_bomb), AdapterMalformed, "a key that is a tuple"),
+    "a hundred gigabytes asked for": (
+        bin_is(bytearray_bomb),
+        AdapterUnsupported,
+        "it calls 'builtins.bytearray'",
+    ),
+    "10^5 entries in a .bin": (bin_is(many_entries), AdapterMalformed, "not a dense tensor"),
     "truncated .bin": (bin_is(lambda a: saved(a.tensors)[:-500]), AdapterMalformed, "truncated"),
     "zip bomb": (bin_is(zip_bomb), AdapterMalformed, "compressed"),
     ".bin of a list": (bin_is(lambda _: saved([1])), AdapterMalformed, "must hold a dict"),
     ".bin of numbers": (bin_is(lambda _: saved({"a": 1})), AdapterMalformed, "not a dense tensor"),
     ".bin of a sparse tensor": (
         bin_is(lambda _: saved({"a": torch.eye(3).to_sparse()})),
-        AdapterMalformed,
-        "not a dense tensor",
+        AdapterUnsupported,
+        "_get_layout",
     ),
     ".bin of a vast view": (
         bin_is(lambda _: saved({f"{Q0}.lora_A.weight": torch.ones(1).expand(1 << 20, 1 << 20)})),
@@ -378,17 +675,62 @@ def test_other_bytes_than_registered_are_refused(adapter: Any) -> None:
         adapter.load(expected_digest=digest)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def while_weights_are_read(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
     read = OpenFile.read_into
 
-    def read_while_writing(self: OpenFile, target: memoryview, digest: Any) -> None:
+    def read_while_changing(self: OpenFile, target: memoryview, digest: Any) -> None:
         read(self, target, digest)
         if self.name.endswith(".safetensors"):
-            os.utime(adapter.path / self.name, ns=(1, 1))
+            change()
 
-    monkeypatch.setattr(OpenFile, "read_into", read_while_writing)
+    monkeypatch.setattr(OpenFile, "read_into", read_while_changing)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    while_weights_are_read(monkeypatch, lambda: os.utime(adapter.path / "adapter_model.safetensors", ns=(1, 1)))
     with pytest.raises(AdapterChanged, match="changed while it was read"):
         adapter.load()
+
+
+def test_content_changed_under_the_old_time_is_noticed(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = adapter.path / "adapter_model.safetensors"
+    times = path.stat()
+
+    def overwrite() -> None:
+        with path.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\0\0\0\0")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    while_weights_are_read(monkeypatch, overwrite)
+    with pytest.raises(AdapterChanged, match="changed while it was read"):
+        adapter.load()
+
+
+def test_a_folder_that_is_replaced_amid_a_load_is_never_mixed(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = adapter.path.parent / "other"
+    shutil.copytree(adapter.path, other)
+    type(adapter)(other).set(lora_alpha=99)
+
+    def replace() -> None:
+        if other.exists():
+            adapter.path.rename(adapter.path.parent / "old")
+            other.rename(adapter.path)
+
+    while_weights_are_read(monkeypatch, replace)
+    with pytest.raises(AdapterChanged, match="json changed while the weights were read"):
+        adapter.load()
+
+
+def test_a_file_that_grows_or_shrinks_amid_a_load_is_refused(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = adapter.path / "adapter_model.safetensors"
+    for size in (path.stat().st_size + 4096, 64):
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            while_weights_are_read(patch, lambda: os.truncate(path, size))  # noqa: B023  # it is called in this turn
+            with pytest.raises((AdapterChanged, AdapterMalformed), match=r"changed while|truncated"):
+                adapter.load()
+        path.write_bytes(before)
 
 
 def test_a_path_with_nul_is_missing() -> None:
