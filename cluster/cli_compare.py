@@ -13,12 +13,11 @@ import typer
 from lorafleet.cluster.cli_tools import FloatName, JSONOption, ending_in_words
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.lora.names import check_adapter_name
+from lorafleet.workers.tools.comparing.runner import BASE
 
 if TYPE_CHECKING:
     from lorafleet.workers.lora.forms import AdapterForms
     from lorafleet.workers.tools.comparing.runner import Runner
-
-BASE = "base"
 
 
 def compare(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,23 +18,10 @@ from lorafleet.cluster.cli_tools import (
     opened_base,
 )
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.tools.mixing_methods import MajoritySign, Method
 
 if TYPE_CHECKING:
     from lorafleet.workers.tools.convert import Conversion
-
-MethodName = Literal[
-    "linear",
-    "cat",
-    "svd",
-    "ties",
-    "ties_svd",
-    "dare_linear",
-    "dare_linear_svd",
-    "dare_ties",
-    "dare_ties_svd",
-    "magnitude_prune",
-    "magnitude_prune_svd",
-]
 
 
 def convert(
@@ -47,13 +34,11 @@ def convert(
     rank: Annotated[int | None, typer.Option(min=1, help="Largest rank to keep, by SVD; prints what is lost.")] = None,
     merge: Annotated[list[str] | None, typer.Option(help="Adapters to make one of: --merge A B ….")] = None,
     weights: Annotated[list[float] | None, typer.Option(help="Of each of them; default 1.")] = None,
-    method: Annotated[MethodName | None, typer.Option(help="How, as PEFT's add_weighted_adapter; default cat.")] = None,
+    method: Annotated[Method | None, typer.Option(help="How, as PEFT's add_weighted_adapter; default cat.")] = None,
     density: Annotated[
         float | None, typer.Option(help="Share of values that ties, dare, magnitude_prune keep.")
     ] = None,
-    majority_sign: Annotated[
-        Literal["total", "frequency"] | None, typer.Option(help="Whose sign ties elects; default total.")
-    ] = None,
+    majority_sign: Annotated[MajoritySign | None, typer.Option(help="Whose sign ties elects; default total.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of dare's random choice; default 0.")] = None,
     as_json: JSONOption = False,
 ) -> None:

@@ -21,7 +21,7 @@ from lorafleet.workers.errors import LorafleetError
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.forms import AdapterForms
 from lorafleet.workers.lora.kinds.kind import Base
-from lorafleet.workers.lora.mixing import mix
+from lorafleet.workers.lora.mixed_forms import mix
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, pack

@@ -19,7 +19,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -27,22 +27,8 @@ from torch import Tensor
 from lorafleet.workers.errors import AdapterMismatch, InvalidRequest
 from lorafleet.workers.lora.forms import LowRank
 from lorafleet.workers.tools.low_rank import Reduced, reduce_rank, stacked
+from lorafleet.workers.tools.mixing_methods import MajoritySign, Method
 from lorafleet.workers.tools.plain_lora import PlainLoRA, module_order
-
-Method = Literal[
-    "linear",
-    "cat",
-    "svd",
-    "ties",
-    "ties_svd",
-    "dare_linear",
-    "dare_linear_svd",
-    "dare_ties",
-    "dare_ties_svd",
-    "magnitude_prune",
-    "magnitude_prune_svd",
-]
-MajoritySign = Literal["total", "frequency"]
 
 
 @dataclass(frozen=True, slots=True)

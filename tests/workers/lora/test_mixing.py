@@ -5,7 +5,8 @@ import torch
 
 from lorafleet.workers.errors import AdapterUnsupported, InvalidRequest, RankTooLarge
 from lorafleet.workers.lora.forms import AdapterForms, LinearForm, LowRank
-from lorafleet.workers.lora.mixing import MAX_PARTS, mix, mixed
+from lorafleet.workers.lora.mixed_forms import mix
+from lorafleet.workers.lora.mixing import MAX_PARTS, mixed
 from lorafleet.workers.lora.request import LoRARequest
 
 Q, V = "layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"
