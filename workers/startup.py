@@ -24,7 +24,7 @@ from lorafleet.workers.engine import Engine
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.base_layout import BaseLayout
-from lorafleet.workers.lora.base_weights import BaseWeights, FileWeights, ModelWeights
+from lorafleet.workers.lora.base_weights import BaseWeights, FileWeights, ModelWeights, MovedWeights
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.extra_memory import ExtraMemory
 from lorafleet.workers.lora.kinds.kind import Base
@@ -265,7 +265,9 @@ def _base_weights(config: EngineConfig, model: DecoderModel, dtype: torch.dtype)
         return ModelWeights(model)
     if config.load_format == "dummy":
         return None
-    return FileWeights(Path(config.model), dtype, model.config.tie_word_embeddings, model.config.quantization)
+    files = FileWeights(Path(config.model), dtype, model.config.tie_word_embeddings, model.config.quantization)
+    device = model.norm.weight.device
+    return MovedWeights(files, device) if device.type == "cuda" else files
 
 
 def _size_cache(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lorafleet.workers.checkpoint import read_model_config
 from lorafleet.workers.errors import AdapterUnsupported
 from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, BaseLayout, peft_name
-from lorafleet.workers.lora.base_weights import FileWeights, ModelWeights
+from lorafleet.workers.lora.base_weights import BaseWeights, FileWeights, ModelWeights, MovedWeights
 from lorafleet.workers.lora.forms import AdapterForms
 from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.reader import read_adapter
@@ -108,11 +108,20 @@ def test_what_is_computed_on_the_gpu_is_what_the_cpu_gives(tmp_path: Path, kind:
     layout = BaseLayout.of(read_model_config(folder))
     path = write_adapter(tmp_path / "a", layout, COMPUTED[kind])
 
-    def forms(device: torch.device) -> AdapterForms:
-        base = Base(layout, ModelWeights(loaded(folder, torch.float32, device)))
+    def forms(weights: BaseWeights) -> AdapterForms:
+        base = Base(layout, weights)
         return read_adapter(path, base=base, max_rank=64, dtype=torch.float32, name="a").forms
 
-    on_cpu, on_gpu = forms(CPU), forms(torch.device("cuda"))
+    gpu = torch.device("cuda")
+    on_cpu = forms(FileWeights(folder, torch.float32, layout.tied))
+    for weights in (
+        ModelWeights(loaded(folder, torch.float32, gpu)),
+        MovedWeights(FileWeights(folder, torch.float32, layout.tied), gpu),
+    ):
+        check_same(on_cpu, forms(weights))
+
+
+def check_same(on_cpu: AdapterForms, on_gpu: AdapterForms) -> None:
     for module, form in on_cpu.linears.items():
         other = on_gpu.linears[module]
         assert form.low_rank is not None

@@ -54,9 +54,7 @@ class ModelWeights:
         device = model.norm.weight.device
         self._held = held_tensors(model)
         self._tied = model.config.tie_word_embeddings
-        # One for all loads: torch keeps what was used on a stream for that stream.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._lock = threading.Lock()
+        self._stream = _SideStream(device)
 
     def weight(self, module: str) -> Tensor:
         return self._held[_tensor_name(module, "weight", self._tied)]()
@@ -64,14 +62,8 @@ class ModelWeights:
     def bias(self, module: str) -> Tensor:
         return self._held[_tensor_name(module, "bias", self._tied)]()
 
-    @contextmanager
-    def beside_the_steps(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        with self._lock, torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()
+    def beside_the_steps(self) -> AbstractContextManager[None]:
+        return self._stream.taken()
 
 
 class FileWeights:
@@ -122,6 +114,41 @@ class FileWeights:
             paths = checkpoint_files(self._folder)
             self._files = {engine_name(text_name(key)): (path, key) for path in paths for key in _keys(path)}
         return self._files
+
+
+class MovedWeights:
+    """Those of the files, on the GPU that computes with them."""
+
+    def __init__(self, files: FileWeights, device: torch.device) -> None:
+        self._files = files
+        self._device = device
+        self._stream = _SideStream(device)
+
+    def weight(self, module: str) -> Tensor:
+        return self._files.weight(module).to(self._device)
+
+    def bias(self, module: str) -> Tensor:
+        return self._files.bias(module).to(self._device)
+
+    def beside_the_steps(self) -> AbstractContextManager[None]:
+        return self._stream.taken()
+
+
+class _SideStream:
+    """One for all loads: torch keeps memory that was used on a stream for that stream. None on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with self._lock, torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
 
 
 def _tensor_name(module: str, leaf: str, tied: bool) -> str:

@@ -143,7 +143,9 @@ def _scaled_norm(norm: str, scale_D: Tensor, base: Base, module: str) -> Tensor:
     if norm not in base.layout.norms or base.weights is None:
         raise AdapterUnsupported(f"IA3 on the inputs of {module} is not served: {norm} is not at hand to take it.")
     offset = base.layout.norm_offset
-    return (base.weights.weight(norm).float().cpu() + offset) * scale_D - offset
+    with base.weights.beside_the_steps():
+        weight_D = base.weights.weight(norm).float().cpu()
+    return (weight_D + offset) * scale_D - offset
 
 
 IA3 = Kind("IA3", (VECTOR,), check, forms, (), check_config)

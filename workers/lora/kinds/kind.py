@@ -131,7 +131,8 @@ class Target:
             return self.values[self.saved_bias].float()
         if self.module not in self.base.layout.biased:
             return None
-        return self.weights.bias(self.module).float().cpu()
+        with self.weights.beside_the_steps():
+            return self.weights.bias(self.module).float().cpu()
 
 
 def tensor_shape(name: str, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]:
