@@ -113,6 +113,29 @@ def test_base_and_adapters_agree_with_transformers_in_bf16(tmp_path, prompt, fam
     assert mean(ours) < 1.5 * mean(theirs) + 0.002
 
 
+@pytest.mark.timeout(300)
+def test_graphs_turn_by_each_sequences_length(tmp_path, prompt):
+    """Dynamic NTK, whose angles change with every token past the trained length."""
+    pytest.importorskip("flashinfer")
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    shape = SHAPE | {"rope_parameters": rope, "max_position_embeddings": 128}
+    base = make_model(tmp_path / "base", "llama_dynamic", dtype="bfloat16", **shape)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    answers = []
+    for eager in (True, False):
+        llm = LLM(str(base), enforce_eager=eager, max_num_batched_tokens=256, max_num_seqs=16, kv_cache_tokens=8192)
+        assert (llm._engine.runner.steps.decode_graphs is None) == eager
+        prompts = [{"prompt_token_ids": prompt(n)} for n in (5, 120, 200, 300)]
+        answers.append([output.outputs[0] for output in llm.generate(prompts, params)])
+        llm.close()
+    for one, other in zip(*answers, strict=True):
+        pairs = enumerate(zip(one.token_ids, other.token_ids, strict=True))
+        same = next((i for i, (a, b) in pairs if a != b), len(one.token_ids))
+        differences = [abs(a.logprob - b.logprob) for a, b in zip(one.logprobs[:same], other.logprobs, strict=False)]
+        print(f"{same} of 24 tokens alike, logprobs differ by {max(differences, default=0):.4f}")
+        assert same >= 6 and mean(differences) < 0.05
+
+
 @torch.inference_mode()
 def of_next(reference: Changed, prompt: list[int], tokens: list[int], adapter: Path | None) -> Tensor:
     """Each token's logprob after those before it."""
