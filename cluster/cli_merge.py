@@ -33,7 +33,7 @@ def merge(
         numbers = {"path": str(out), "changed": done.changed, "bytes": done.num_bytes, "untied": done.untied}
         typer.echo(json.dumps(numbers | {"vocab_size": done.vocab_size}, indent=2))
         return
-    lines = [f"merged checkpoint written to {out}: {len(done.changed)} tensors changed, {done.num_bytes / 1e9:.2f} GB"]
+    lines = [f"merged checkpoint written to {out}: {len(done.changed)} tensors changed, {done.num_bytes:,} bytes"]
     if done.untied:
         lines.append("  the head is no longer the embedding (tie_word_embeddings: false)")
     if done.vocab_size is not None:
