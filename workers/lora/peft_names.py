@@ -17,6 +17,8 @@ from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.strict_json import shown
 from lorafleet.workers.text_part import is_of_pictures
 
+MAX_NAME_CHARS = 1024  # PEFT's are about 80
+
 # What an adapter of any kind may have beside its kind's own tensors.
 SAVED = "weight"  # of modules_to_save, or of a base whose embeddings were saved with it
 SAVED_BIAS = "bias"
@@ -74,6 +76,8 @@ def name_tensors(
     pattern = _leaf_pattern((*leaves, *aliases, *_OF_ANY_KIND))
     named = NamedTensors()
     for name in giving_way(names):
+        if len(name) > MAX_NAME_CHARS:
+            raise AdapterMalformed(f"the tensor {shown(name)} has a name of {len(name)} characters.")
         common = name.removeprefix("base_model.")
         if common in shared:
             _put(named.shared, common, name, "the adapter")

@@ -470,6 +470,7 @@ CASES: dict[str, tuple[Damage, type[AdapterError], str]] = {
     "saved bias": (with_tensor(f"{Q0}.base_layer.bias", 32), AdapterMalformed, "base_layer.bias"),
     "bias on B": (with_tensor(f"{Q0}.lora_B.bias", 32), AdapterMalformed, "lora_B.bias"),
     "mlx tensors": (renamed(".lora_A.weight", ".lora_a"), AdapterUnsupported, "mlx"),
+    "tensor name of megabytes": (with_tensor("a." * 3_000_000 + "weight", 1), AdapterMalformed, "6000006 characters"),
     "unknown tensor": (with_tensor("surprise", 1), AdapterMalformed, "'surprise'"),
     "unknown infix": (renamed("lora_A.weight", "lora_A.other.weight"), AdapterUnsupported, "lora_A.other"),
     "two names for one": (with_tensor(f"{Q0}.lora_A.default.weight", 4, 32), AdapterMalformed, "are both lora_A"),
