@@ -1,4 +1,4 @@
-"""NF4 on the GPU for one to four tokens: x @ W.T without tensor cores, whose operands' layouts cost more than they save.
+"""NF4 on the GPU for one to four tokens: x @ W.T without tensor cores, whose operands cost more than they save.
 
 Idea: a warp reads 16 bytes a lane of a row, makes their 32 values in registers, and multiplies them with each token's
 x in float32; lanes' sums are added once, at the end. The values are those of kernels/nf4.py's dequantised().
