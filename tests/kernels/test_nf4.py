@@ -95,7 +95,7 @@ def test_the_kernels_in_the_interpreter() -> None:
     run_interpreted(
         """
         import torch
-        from lorafleet.kernels import nf4_gemv_triton, nf4_triton
+        from lorafleet.kernels import nf4_triton
         from tests.kernels.test_nf4 import held
         for programs in (1, 64):
             nf4_triton.PROGRAMS = programs
@@ -107,10 +107,6 @@ def test_the_kernels_in_the_interpreter() -> None:
                 x, bias = torch.randn(tokens, inputs), torch.randn(outputs) if has_bias else None
                 out = torch.full_like(want, torch.nan)
                 assert torch.equal(nf4_triton.dequantise_triton(weight, out), want)
-                if tokens <= 4:
-                    torch.testing.assert_close(
-                        nf4_gemv_triton.nf4_gemv_triton(x, weight, bias),
-                        torch.nn.functional.linear(x, want, bias), rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(
                     nf4_triton.nf4_linear_triton(x, weight, bias),
                     torch.nn.functional.linear(x, want, bias), rtol=1e-4, atol=1e-4)
@@ -122,7 +118,7 @@ class TestOnGPU:
     pytestmark = needs_gpu
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 16, 33, 128, FUSED_TOKENS + 1])
+    @pytest.mark.parametrize("num_tokens", [1, 7, 16, 33, 128, FUSED_TOKENS + 1])
     @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (272, 192), (48, 32)], ids=str)
     def test_products_are_those_of_the_values(
         self, shape: tuple[int, int], num_tokens: int, dtype: torch.dtype

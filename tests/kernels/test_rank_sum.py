@@ -12,6 +12,7 @@ from lorafleet.kernels.rank_sum import rank_sum_add_rms_norm
 from lorafleet.kernels.rms_norm import NormWeight
 from tests.kernels.harness import needs_gpu
 from tests.kernels.one_gpu_ranks import Ranks
+from tests.kernels.vector_cases import own_affine, own_vectors
 
 pytestmark = needs_gpu
 EPS = 1e-5
@@ -91,6 +92,38 @@ def test_a_branch_may_have_a_norm_of_its_own(size: int, dtype: torch.dtype, boun
         for residual, out in zip(residuals, outs, strict=True):
             torch.testing.assert_close(residual.double(), total, atol=bound, rtol=bound)
             torch.testing.assert_close(out.double(), normed(total, weight), atol=2 * bound, rtol=2 * bound)
+    assert ranks.is_empty
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("size", "dtype", "bound"), [(4096, torch.bfloat16, 0.02), (96, torch.float32, 1e-5)])
+def test_tokens_with_vectors_of_their_own(size: int, dtype: torch.dtype, bound: float) -> None:
+    """Each rank scales and biases its own part; the norm's weights are the same on all."""
+    torch.manual_seed(3)
+    ranks = Ranks(2, 300 * size * dtype.itemsize)
+    weight, x = random(1, size, dtype)[0], random(1, size, dtype)
+    none_T = torch.zeros(1, dtype=torch.int64, device="cuda")
+    one = LinearOutput(x, x, none_T.expand(2, 1).contiguous())
+    own_norm = NormWeight(weight, none_T)
+    ranks.warm_up(lambda areas: rank_sum_add_rms_norm(one, x.clone(), own_norm, EPS, areas))
+    for rows in (1, 300, 65):
+        xs, deltas = ([random(rows, size, dtype) for _ in range(2)] for _ in range(2))
+        affines = [own_affine(rows, size, "cuda", seed) for seed in (1, 4)]
+        own = own_vectors(rows, size, 0.0, "cuda", 7)
+        before = random(rows, size, dtype)
+        residuals = [before.clone() for _ in range(2)]
+        outputs = [LinearOutput(x, d, a.affine_2T) for x, d, a in zip(xs, deltas, affines, strict=True)]
+        norm = NormWeight(weight, own.address_T)
+
+        def add(areas: PeerAreas, of=(outputs, residuals), norm=norm) -> Tensor:
+            return rank_sum_add_rms_norm(of[0][areas.rank], of[1][areas.rank], norm, EPS, areas)
+
+        outs = ranks.run(add)
+        total = before.double() + sum(a.of(x, d) for x, d, a in zip(xs, deltas, affines, strict=True))
+        weights = torch.where(own.address_T[:, None] == 0, weight.float(), own.value_TO)
+        for residual, out in zip(residuals, outs, strict=True):
+            torch.testing.assert_close(residual.double(), total, atol=2 * bound, rtol=2 * bound)
+            torch.testing.assert_close(out.double(), normed(residual.double(), weights), atol=2 * bound, rtol=2 * bound)
     assert ranks.is_empty
 
 
