@@ -26,6 +26,7 @@ from lorafleet.kernels.packed_lora import PackedLoRA
 
 BLOCK = 64  # rows and columns of Y, and rows of X, that a program takes at a time
 BLOCK_D2 = 64
+OUTPUTS_A_PROGRAM = 1024  # factors far from square have more, smaller blocks: those of square ones leave programs idle
 MAX_RANGES = 3  # of a linear's outputs: slices, or what is fused in one
 
 
@@ -139,7 +140,7 @@ def apply_kronecker_triton(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch
     assert len(ranges) <= MAX_RANGES
     num_outputs = [own.stop - own.start for _, own in ranges]
     unused = [0] * (MAX_RANGES - len(ranges))
-    _kronecker_kernel[(batch.num_tokens, triton.cdiv(max(num_outputs), BLOCK * BLOCK), len(ranges))](
+    _kronecker_kernel[(batch.num_tokens, triton.cdiv(max(num_outputs), OUTPUTS_A_PROGRAM), len(ranges))](
         x_TD,
         y_TO,
         batch.extras.address_VS,
