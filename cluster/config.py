@@ -16,19 +16,11 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from lorafleet.resolvers.config import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
 from lorafleet.resolvers.source import is_uri
-from lorafleet.workers.config import (
-    AttentionName,
-    Device,
-    DType,
-    EngineConfig,
-    KVCacheDType,
-    LoadFormat,
-    Method,
-    OnLoadFailure,
-)
+from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType, LoadFormat, OnLoadFailure
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
 from lorafleet.workers.openai.front import MAX_BODY_BYTES
+from lorafleet.workers.quantised_tensors import Method
 
 ALIASES = {  # SGLang's names
     "lora_paths": "lora_modules",

@@ -8,12 +8,12 @@ from typing import Literal
 from lorafleet.resolvers.config import SourcesConfig
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.quantised_tensors import Method
 
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
-Method = Literal["nf4", "fp8"]  # of quantising the base
 KVCacheDType = Literal["auto", "fp8"]
 OnLoadFailure = Literal["error", "base"]
 

@@ -12,13 +12,14 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType, Method
+from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType
 from lorafleet.workers.errors import ConfigError, InvalidRequest, from_wire
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
 from lorafleet.workers.lora.mixing import mixed
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput, Vocabulary
 from lorafleet.workers.output import OutputProcessor
+from lorafleet.workers.quantised_tensors import Method
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tokenizer import Tokenizer

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorafleet.workers.config import Method
 from lorafleet.workers.errors import ConfigError, UnsupportedModel
-from lorafleet.workers.quantised_tensors import MARK
+from lorafleet.workers.quantised_tensors import MARK, Method
 from lorafleet.workers.stored_tensors import StoredTensors
 from lorafleet.workers.text_part import text_name
 

@@ -20,13 +20,12 @@ from lorafleet.kernels.base_weight import BaseWeight, QuantisedMatrix
 from lorafleet.kernels.fp8_weight import FP8Matrix, FP8Weight
 from lorafleet.kernels.nf4 import NF4Matrix, NF4Weight
 from lorafleet.workers.checkpoint import ModelConfig
-from lorafleet.workers.config import Method
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.expert_names import engine_name
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.layers import RMSNorm
 from lorafleet.workers.models.vocabulary import VocabTable
-from lorafleet.workers.quantised_tensors import BESIDE_WEIGHT, QUANTISE, quantised_matrix
+from lorafleet.workers.quantised_tensors import BESIDE_WEIGHT, QUANTISE, Method, quantised_matrix
 from lorafleet.workers.stored_tensors import Stored, StoredTensors
 from lorafleet.workers.text_part import is_of_pictures, text_name
 

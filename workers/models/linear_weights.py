@@ -8,8 +8,8 @@ from lorafleet.kernels.base_weight import BaseWeight, PlainWeight
 from lorafleet.kernels.fp8_weight import FP8Weight
 from lorafleet.kernels.nf4 import NF4Weight
 from lorafleet.kernels.scratch import Scratch
-from lorafleet.workers.config import Method
 from lorafleet.workers.errors import UnsupportedModel
+from lorafleet.workers.quantised_tensors import Method
 
 
 class LinearWeights:
