@@ -26,6 +26,8 @@ _TENSOR = re.compile(
 )
 _ADAPTER_NAME = re.compile(r"\.default(?=\.|$)")
 
+_ALL_EXPERTS = re.compile(r".+\.experts(\.base_layer)?")
+
 
 class NoWeights:
     """In the place of a base's weights."""
@@ -59,6 +61,9 @@ def inferred_base(folder: Path) -> Base:
         if match is not None:
             leaf = _ADAPTER_NAME.sub("", match["leaf"]).removesuffix(".weight")
             leaves.setdefault(engine_name(match["module"]), {})[leaf] = info.shape
+    stacked = next((module for module in leaves if _ALL_EXPERTS.fullmatch(module)), None)
+    if stacked is not None:
+        raise ConfigError(f"{stacked} of this adapter is for all experts of a layer; name the base with --model.")
     norms = {m: found["weight"][0] for m, found in leaves.items() if m.endswith("norm") and _has(found, "weight", 1)}
     linears = {
         module: _shape_of(module, found)

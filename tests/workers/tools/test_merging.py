@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported, ConfigError
 from lorafleet.workers.lora.forms import AdapterForms, Kronecker, LinearForm, LowRank, TokenRows, VocabForm
 from lorafleet.workers.tools.base_model import BaseModel
+from lorafleet.workers.tools.convert import convert
+from lorafleet.workers.tools.inspection import inspect_folder
 from lorafleet.workers.tools.merging import Merged, merge
 from lorafleet.workers.tools.reading import read_forms
 from tests.workers.tools.conftest import load_base, load_peft, logits
@@ -204,6 +206,8 @@ def test_experts_are_merged_one_by_one(tmp_path, family, targets):
     adapter = make_moe_adapter(tmp_path / "a", base, targets)
     done = merged(base, adapter, tmp_path / "out")
     assert any("experts.0." in name for name in done.changed)
+    assert "--model" in (inspect_folder(adapter, "a").needs_base or "")
+    assert convert(adapter, tmp_path / "kept", None).kind == "LoRA, parameters"
     torch.testing.assert_close(logits(load_base(tmp_path / "out")), logits(load_peft(base, adapter)), atol=1e-4, rtol=0)
 
 
