@@ -27,7 +27,7 @@ def make_front(
     scrape: Callable[[], Awaitable[bytes]],
 ) -> Front:
     config, fetched_since = front_config(args, replica_id), store.metrics.fetched_since
-    front = Front(config, tokenizer, engine, catalog, scrape, fetched_since)
+    front = Front(config, tokenizer, engine, catalog, scrape, fetched_since, store.open)
     front.metrics.add(store.metrics)
     return front
 

@@ -199,6 +199,8 @@ class EngineReplica:
         for task in list(self._tasks):
             task.cancel()
         await self._ranks.stop()
+        if self._front is not None:
+            self._front.close()
         await asyncio.to_thread(self._adapter_store.stop)
         if self._engine is not None:
             await self._engine.close()

@@ -10,7 +10,7 @@ from lorafleet.resolvers.deadline import Deadline
 from lorafleet.resolvers.ranges import Described, RangeReader
 from lorafleet.resolvers.source import RemoteFile, wanted_names
 from lorafleet.workers.errors import Forbidden
-from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME
+from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
 
 
 class HTTPSource:
@@ -28,11 +28,13 @@ class HTTPSource:
                 f"{uri} is not under a URL that lora_resolver_http allows ({', '.join(self._allowed_prefixes)})."
             )
         found: dict[str, Described] = {}
-        for name in (CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME):
+        for name in (CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *LANGUAGE_NAMES):
+            if name == BIN_NAME and SAFETENSORS_NAME in found:
+                continue
             described = self._reader.describe(folder + name, deadline)
             if described is not None:
                 found[name] = described
-            if CONFIG_NAME not in found or SAFETENSORS_NAME in found:
+            if CONFIG_NAME not in found or (name == BIN_NAME and BIN_NAME not in found):
                 break
         return [self._file(folder + name, name, found[name]) for name in wanted_names(list(found), uri)]
 

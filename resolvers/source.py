@@ -12,7 +12,7 @@ from typing import Protocol
 from lorafleet.resolvers.checksum import Checksum
 from lorafleet.resolvers.deadline import Deadline
 from lorafleet.workers.errors import AdapterMissing
-from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME
+from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
 
 SCHEMES = ("s3://", "https://", "http://", "hf://")
 
@@ -49,7 +49,7 @@ class Source(Protocol):
     max_bytes: int
 
     def find(self, uri: str, deadline: Deadline) -> list[RemoteFile]:
-        """The config and the weights; [] where the folder has no adapter_config.json. Forbidden where the
+        """As wanted_names has them; [] where the folder has no adapter_config.json. Forbidden where the
         configuration does not allow the URI."""
         ...
 
@@ -64,10 +64,11 @@ class Source(Protocol):
 
 
 def wanted_names(names: Sequence[str], uri: str) -> list[str]:
-    """The config and the weights that the loader would take, of the names in a folder; [] where it is no adapter's."""
+    """The config, the weights that the loader would take, and what the adapter's requests are written in, of the names
+    in a folder; [] where it is no adapter's."""
     if CONFIG_NAME not in names:
         return []
     for weights in (SAFETENSORS_NAME, BIN_NAME):
         if weights in names:
-            return [CONFIG_NAME, weights]
+            return [CONFIG_NAME, weights, *(name for name in LANGUAGE_NAMES if name in names)]
     raise AdapterMissing(f"{uri} has a {CONFIG_NAME}, but neither {SAFETENSORS_NAME} nor {BIN_NAME}.")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.workers.admission import Admission
 from lorafleet.workers.config import OnLoadFailure
-from lorafleet.workers.errors import ContextOverflow, InvalidRequest, LorafleetError, to_wire
+from lorafleet.workers.errors import AdapterChanged, ContextOverflow, InvalidRequest, LorafleetError, to_wire
 from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.lora.worker_manager import LoadCounts, WorkerLoRAManager
@@ -213,6 +213,20 @@ class Engine:
         if request.lora is not None and self.loras is None:
             raise InvalidRequest("this server runs without LoRA; start it with --enable-lora.", "model")
         assert request.lora is None or request.lora.digest, "adapters are read once before they are requested"
+        self._check_language(request, vocab_size)
+
+    def _check_language(self, request: EngineRequest, vocab_size: int) -> None:
+        """The front reads the adapter's tokenizer by itself, and its folder may have changed since it was loaded. One
+        that is still to be loaded has its digest checked then. A mix has its parts'."""
+        if request.lora is None or request.lora.parts or self.loras is None:
+            return
+        info = self.loras.info(request.lora.digest)
+        if info is None or (info.language, info.vocab_size or self.hello.vocab_size) == (request.language, vocab_size):
+            return
+        raise AdapterChanged(
+            f"adapter {request.lora.lora_name!r}: the tokenizer's files in its folder are others than when it was "
+            "loaded. Load it again (load_inplace) to serve the new version."
+        )
 
     def _may_run_ahead(self) -> bool:
         """Whether the next step can be scheduled without the tokens of the one under way."""

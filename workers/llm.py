@@ -12,6 +12,8 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from lorafleet.resolvers.store import AdapterStore
+from lorafleet.workers.adapter_language import Language, LanguageReader
 from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType
 from lorafleet.workers.errors import ConfigError, InvalidRequest, from_wire
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
@@ -143,7 +145,8 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         self._model = Path(model)
         self._adapters: dict[tuple[int, str], LoRARequest] = {}
-        self._vocabularies: dict[str, Vocabulary] = {}  # by digest, of adapters that have one of their own
+        self._sources = config.sources
+        self._languages: dict[str, Language] = {}  # by digest, of adapters that have one of their own
         self._ids = itertools.count()
 
     @property
@@ -220,26 +223,47 @@ class LLM:
                 self._engine.step()
             info = loading.result()
             self._adapters[key] = msgspec.structs.replace(lora, digest=info.digest)
-            if info.vocab_size is not None:
-                self._vocabularies[info.digest] = Vocabulary(info.vocab_size, self._engine.hello.eos_token_ids)
+            if info.language:
+                self._languages[info.digest] = self._read_language(self._adapters[key])
+            elif info.vocab_size is not None:
+                vocabulary = Vocabulary(info.vocab_size, self._engine.hello.eos_token_ids)
+                self._languages[info.digest] = Language(self.tokenizer, vocabulary)
         return self._adapters[key]
+
+    def _read_language(self, lora: LoRARequest) -> Language:
+        hello = self._engine.hello
+        reader = LanguageReader(self.tokenizer, hello.vocab_size, hello.eos_token_ids)
+        store = AdapterStore(self._sources)
+        try:
+            return store.read(lora.lora_path, lora.digest, reader.read)
+        finally:
+            store.stop()
 
     def _submit(
         self, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None, pending: dict[str, _Pending]
     ) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        language = self._languages.get(lora.digest) if lora is not None else None
+        tokenizer = self.tokenizer if language is None else language.tokenizer
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
         number = next(self._ids)
         result = RequestOutput(str(number), text, ids, [], lora_request=lora)
-        vocabulary = None if lora is None else self._vocabularies.get(lora.digest)
+        vocabulary = None if language is None else language.vocabulary
         for i in range(params.n):
             one = params.of_sample(i)
             request_id = f"{number}-{i}"
             self._engine.add(
-                EngineRequest(request_id=request_id, prompt_token_ids=ids, params=one, lora=lora, vocabulary=vocabulary)
+                EngineRequest(
+                    request_id=request_id,
+                    prompt_token_ids=ids,
+                    params=one,
+                    lora=lora,
+                    vocabulary=vocabulary,
+                    language="" if language is None else language.digest,
+                )
             )
             result.outputs.append(CompletionOutput(i))
-            pending[request_id] = _Pending(result, result.outputs[-1], OutputProcessor(self.tokenizer, ids, one))
+            pending[request_id] = _Pending(result, result.outputs[-1], OutputProcessor(tokenizer, ids, one))
         return result
 
     def _deliver(self, output: TokenOutput, pending: dict[str, _Pending]) -> None:

@@ -28,7 +28,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
 class EngineRequest(msgspec.Struct, kw_only=True):
     """One sequence to generate. `params.n` is 1 here: the front makes one request per sample, with seed + i.
 
-    vocabulary: the adapter's own, which AdapterInfo and its tokenizer's files give; None: the base's. group: what all
+    vocabulary: the adapter's own, which AdapterInfo and its tokenizer's files give; None: the base's. language: that of
+    the files that the prompt was tokenized by (AdapterInfo.language). group: what all
     sequences of one client's request have in common; "" for one that is alone. queue_timeout_s: how long it may wait to
     start; None: as long as it takes.
     """
@@ -38,6 +39,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     params: SamplingParams
     lora: LoRARequest | None = None
     vocabulary: Vocabulary | None = None
+    language: str = ""
     group: str = ""
     queue_timeout_s: float | None = None
 
@@ -186,3 +188,4 @@ class EngineHello(msgspec.Struct, frozen=True):
     max_model_len: int
     kv_cache_tokens: int
     eos_token_ids: list[int]
+    falls_back_to_base: bool = False  # where an adapter fails to load

@@ -86,9 +86,28 @@ class Tokenizer:
         """Ids that the tokenizer does not know decode to nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def does_as(self, other: Tokenizer) -> bool:
+        """Whether both make the same tokens of every text, and the same text of every token; and where it begins and
+        ends, for templates."""
+        return (
+            self._backend.to_str() == other._backend.to_str()
+            and self.special_tokens.get("bos_token") == other.special_tokens.get("bos_token")
+            and self.special_tokens.get("eos_token") == other.special_tokens.get("eos_token")
+        )
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """By name: "eos_token"."""
+        return {name: str(token) for name, token in self._hf.special_tokens_map.items() if isinstance(token, str)}
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its Jinja source; None where there is none, or several."""
+        return self._hf.chat_template if isinstance(self._hf.chat_template, str) else None
 
     def render_chat(
         self,

@@ -13,19 +13,22 @@ from lorafleet.workers.lora.files import (
     folder_digest,
     open_weights,
     read_config,
+    read_language,
     read_through,
 )
 
 
 def stage(path: Path, target: Path) -> str:
-    """Copies config and weights, nothing else, into a folder that exists; returns the digest. Raises AdapterError."""
+    """Copies config, weights and the language's files, nothing else, into a folder that exists; returns the digest.
+    Raises AdapterError."""
     folder = AdapterFolder.at(path)
-    config = read_config(folder)
+    config, language = read_config(folder), read_language(folder)
     with open_weights(folder) as weights, (target / weights.name).open("wb") as copy:
-        digest = read_through(config, weights, copy)
+        digest = read_through(config, language, weights, copy)
         weights.check_unchanged()
     check_same_config(folder, config)
-    (target / CONFIG_NAME).write_bytes(config)
+    for name, content in {CONFIG_NAME: config, **language}.items():
+        (target / name).write_bytes(content)
     return digest
 
 

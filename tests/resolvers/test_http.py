@@ -21,6 +21,7 @@ from lorafleet.workers.errors import (
     Forbidden,
     InvalidRequest,
 )
+from lorafleet.workers.lora.files import LANGUAGE_NAMES
 from stores import kept
 
 Make = Callable[..., dict[str, bytes]]
@@ -43,7 +44,7 @@ def make_store(cache: Path, *allow: str, **fields: Any) -> AdapterStore:
 @pytest.mark.parametrize(
     ("has", "requests"),
     [
-        ({"etags": True}, 2 + 1 + 3),  # two are described, then come in one and three parts
+        ({"etags": True}, 2 + 1 + 3),  # two are described, then come in one and three parts; a language is asked for
         ({"etags": False, "dates": True}, 2 + 1 + 3),
         ({"etags": False}, 2 + 1 + 1),
         ({"ranges": False}, 2 + 1 + 1),
@@ -59,7 +60,20 @@ def test_an_adapter_is_fetched_from_any_server(
     uri = server.put("/a", make_files(1, LARGE))
     with make_store(tmp_path, f"{server.url}/").open(uri) as found:
         assert read_files(found) == make_files(1, LARGE)
-    assert len(server.requests) == requests
+    assert len(server.requests) == requests + len(LANGUAGE_NAMES)
+
+
+def test_the_tokenizer_and_chat_template_come_along_and_count(
+    server: FileServer, make_files: Make, read_files: Read, tmp_path: Path
+) -> None:
+    language = {"tokenizer.json": b"{}", "chat_template.jinja": b"a"}
+    uri = server.put("/a", make_files() | language | {"README.md": b"of no meaning"})
+    store = make_store(tmp_path, f"{server.url}/")
+    first = store.fetch(uri)
+    with store.open(uri, first) as found:
+        assert read_files(found) == make_files() | language
+    server.put("/a", make_files() | language | {"chat_template.jinja": b"b"})
+    assert store.fetch(uri) != first
 
 
 def test_an_unchanged_adapter_is_not_read_again(server: FileServer, make_files: Make, tmp_path: Path) -> None:

@@ -23,13 +23,14 @@ NUM_CUT = 41
 class Maker:
     """Random forms for a vocabulary of this size."""
 
-    def __init__(self, vocab_size: int, hidden: int, seed: int) -> None:
+    def __init__(self, vocab_size: int, hidden: int, seed: int, std: float) -> None:
         self.vocab_size = vocab_size
         self.hidden = hidden
+        self.std = std
         self._generator = torch.Generator().manual_seed(seed)
 
-    def normal(self, *shape: int, std: float = 0.2) -> Tensor:
-        return std * torch.randn(*shape, generator=self._generator)
+    def normal(self, *shape: int) -> Tensor:
+        return self.std * torch.randn(*shape, generator=self._generator)
 
     def table(self, vocab_size: int | None = None) -> Tensor:
         return self.normal(self.vocab_size if vocab_size is None else vocab_size, self.hidden)
@@ -111,9 +112,9 @@ VOCAB_KINDS: dict[str, Callable[[Maker], AdapterForms]] = {
 }
 
 
-def make_vocab_forms(vocab_size: int, hidden: int) -> dict[str, AdapterForms]:
+def make_vocab_forms(vocab_size: int, hidden: int, std: float = 0.2) -> dict[str, AdapterForms]:
     """By kind."""
-    return {kind: make(Maker(vocab_size, hidden, seed)) for seed, (kind, make) in enumerate(VOCAB_KINDS.items())}
+    return {kind: make(Maker(vocab_size, hidden, seed, std)) for seed, (kind, make) in enumerate(VOCAB_KINDS.items())}
 
 
 def whole_table(form: VocabForm | None, base_VD: Tensor, *, is_head: bool) -> Tensor:
@@ -133,6 +134,7 @@ def whole_table(form: VocabForm | None, base_VD: Tensor, *, is_head: bool) -> Te
 def applied_with_tables(folder: Path, forms: AdapterForms) -> Any:
     """The transformers model with the adapter in its weights."""
     model = applied(folder, forms)
+    model.set_attn_implementation("eager")  # the one that caps scores, in every version of transformers
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     base_embedding_VD, base_head_VD = embedding.weight.detach().clone(), head.weight.detach().clone()
     embedding.weight = Parameter(whole_table(forms.embedding, base_embedding_VD, is_head=False).float())

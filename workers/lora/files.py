@@ -10,6 +10,7 @@ import hashlib
 import os
 import stat
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +21,14 @@ from lorafleet.workers.lora.strict_json import shown
 CONFIG_NAME = "adapter_config.json"
 SAFETENSORS_NAME = "adapter_model.safetensors"
 BIN_NAME = "adapter_model.bin"
+# What an adapter's requests are written in, where it brings that: workers/adapter_language.py. And the most bytes.
+LANGUAGE_NAMES = {
+    "chat_template.jinja": 1 << 20,
+    "generation_config.json": 1 << 20,
+    "special_tokens_map.json": 1 << 20,
+    "tokenizer.json": 64 << 20,
+    "tokenizer_config.json": 4 << 20,
+}
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHTS_BYTES = 16 << 30  # rank 64 on every projection of a 405B in float32 is 7.1 GB
@@ -148,7 +157,24 @@ def _check_regular(name: str, opened: os.stat_result, max_bytes: int) -> None:
 
 
 def read_config(folder: AdapterFolder) -> bytes:
-    with folder.open(CONFIG_NAME, MAX_CONFIG_BYTES) as file:
+    return _read_small(folder, CONFIG_NAME, MAX_CONFIG_BYTES)
+
+
+def read_language(folder: AdapterFolder) -> dict[str, bytes]:
+    """Of LANGUAGE_NAMES those that are there, by name; most adapters have none."""
+    return {name: _read_small(folder, name, most) for name, most in LANGUAGE_NAMES.items() if folder.has(name)}
+
+
+def language_digest(language: Mapping[str, bytes]) -> str:
+    """Of what read_language() found; "" for nothing."""
+    digest = hashlib.sha256()
+    for name, content in sorted(language.items()):
+        digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest() if language else ""
+
+
+def _read_small(folder: AdapterFolder, name: str, max_bytes: int) -> bytes:
+    with folder.open(name, max_bytes) as file:
         data = bytearray(file.size)
         file.read_into(memoryview(data), hashlib.sha256())
         file.check_unchanged()
@@ -176,17 +202,20 @@ def open_weights(folder: AdapterFolder) -> OpenFile:
     raise AdapterMissing(f"{shown(str(folder.path))} has neither {SAFETENSORS_NAME} nor {BIN_NAME}.")
 
 
-def new_digest(config: bytes, weights: OpenFile) -> hashlib._Hash:
-    """sha256 of the config and the weights, which the caller adds. Lengths keep the two apart."""
+def new_digest(config: bytes, weights: OpenFile, language: Mapping[str, bytes]) -> hashlib._Hash:
+    """sha256 of the config, of what read_language() found, and of the weights, which the caller adds. Lengths keep them
+    apart. So another tokenizer or chat template makes another adapter, and one without has the digest it always had."""
     digest = hashlib.sha256(b"lorafleet adapter 1\0")
     digest.update(len(config).to_bytes(8, "little") + config)
+    for name, content in sorted(language.items()):
+        digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "little") + content)
     digest.update(weights.name.encode() + b"\0" + weights.size.to_bytes(8, "little"))
     return digest
 
 
-def read_through(config: bytes, weights: OpenFile, copy: BinaryIO | None = None) -> str:
+def read_through(config: bytes, language: Mapping[str, bytes], weights: OpenFile, copy: BinaryIO | None = None) -> str:
     """The digest, of weights that nobody needs in memory; what is read goes into copy too."""
-    digest = new_digest(config, weights)
+    digest = new_digest(config, weights, language)
     buffer = memoryview(bytearray(CHUNK_BYTES))
     for start in range(0, weights.size, CHUNK_BYTES):
         chunk = buffer[: weights.size - start]
@@ -199,6 +228,6 @@ def read_through(config: bytes, weights: OpenFile, copy: BinaryIO | None = None)
 def folder_digest(path: Path) -> str:
     """As an adapter's load computes it (model.py). Raises AdapterError."""
     folder = AdapterFolder.at(path)
-    config = read_config(folder)
+    config, language = read_config(folder), read_language(folder)
     with open_weights(folder) as weights:
-        return read_through(config, weights)
+        return read_through(config, language, weights)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,7 @@ class LoRAModel:
     embedding: VocabWeights | None = None
     head: VocabWeights | None = None
     vocab_size: int | None = None  # None: the base's
+    language: str = ""  # language_digest of its files
 
     @property
     def rank(self) -> int:
@@ -123,7 +124,8 @@ class LoRAModel:
         )
         if sharding is not None:
             check_vocabulary(read.forms, sharding.shard.whole.vocab_size, config, name)
-        return cls.of(read.forms, read.digest, dtype, name, sharding, started, read.read_s)
+        own = cls.of(read.forms, read.digest, dtype, name, sharding, started, read.read_s)
+        return replace(own, language=read.language)
 
     @classmethod
     def of(
@@ -139,7 +141,6 @@ class LoRAModel:
         """This rank's part of the forms. started: perf_counter when reading began."""
         started = time.perf_counter() if started is None else started
         embedding, head = forms.embedding, forms.head
-        assert sharding is not None or embedding is head is None, "what they are parts of is the base's to say"
         shard, tables_dtype = None if sharding is None else sharding.shard, vocab_dtype(dtype)
         modules, affines, kroneckers = {}, {}, {}
         for module, form in giving_way(forms.linears.items()):
@@ -166,8 +167,8 @@ class LoRAModel:
             {norm: _vector(weight_D) for norm, weight_D in forms.norms.items()},
             {module: _experts(form, dtype, sharding) for module, form in giving_way(forms.experts.items())},
             max((stack.rank for form in forms.experts.values() for stack in form.stacks), default=0),
-            None if embedding is None or shard is None else embedding_part(embedding, shard, tables_dtype),
-            None if head is None or shard is None else head_part(head, shard, tables_dtype),
+            None if embedding is None else embedding_part(embedding, shard, tables_dtype),
+            None if head is None else head_part(head, shard, tables_dtype),
             vocab_size_of(forms),
         )
 

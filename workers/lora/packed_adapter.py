@@ -113,7 +113,13 @@ def pack(
     _fill(block, table, linears)
     extra = ExtraBlock.of(tensors, allocate) if tensors else None
     info = AdapterInfo(
-        model.digest, model.rank, model.num_bytes, model.target_modules, model.invocation_tokens, model.vocab_size
+        model.digest,
+        model.rank,
+        model.num_bytes,
+        model.target_modules,
+        model.invocation_tokens,
+        model.vocab_size,
+        model.language,
     )
     times = LoadTimes(model.read_s, model.check_s, time.perf_counter() - started)
     return PackedAdapter(info, block, dtype, table, times, extra)

@@ -21,7 +21,15 @@ from lorafleet.kernels.fp8 import FP8
 from lorafleet.workers.errors import AdapterChanged, AdapterError, AdapterMalformed, RankTooLarge
 from lorafleet.workers.lora.adapter_parts import AdapterParts
 from lorafleet.workers.lora.casting import max_magnitude
-from lorafleet.workers.lora.files import AdapterFolder, check_same_config, new_digest, open_weights, read_config
+from lorafleet.workers.lora.files import (
+    AdapterFolder,
+    check_same_config,
+    language_digest,
+    new_digest,
+    open_weights,
+    read_config,
+    read_language,
+)
 from lorafleet.workers.lora.forms import AdapterForms, LinearForm, VocabForm
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.kinds.kind import Base
@@ -32,11 +40,13 @@ from lorafleet.workers.lora.weight_files import LoadedTensors, read_weights
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """digest: sha256 (hex) of config and weights. read_s: what reading the values took, with the digest."""
+    """digest: sha256 (hex) of config, weights and language. read_s: what reading the values took, with the digest.
+    language: of the files of a tokenizer or chat template beside them, its language_digest."""
 
     forms: AdapterForms
     digest: str
     read_s: float
+    language: str = ""
 
 
 def read_adapter(
@@ -59,7 +69,8 @@ def read_adapter(
         config_bytes = read_config(folder)
         helper = PEFTHelper.from_bytes(config_bytes)
         with open_weights(folder) as file:
-            digest = new_digest(config_bytes, file)
+            language = read_language(folder)
+            digest = new_digest(config_bytes, file, language)
             weights = read_weights(file, digest)
             parts = AdapterParts.of(helper, weights.infos, base, max_rank)
             _check_rank_limit(parts, name, max_rank)
@@ -71,7 +82,7 @@ def read_adapter(
         _check_values(loaded, dtype)
         forms = parts.forms(loaded.by_name)
         _check_forms(forms, loaded, dtype)
-    return ReadAdapter(forms, digest.hexdigest(), read_s)
+    return ReadAdapter(forms, digest.hexdigest(), read_s, language_digest(language))
 
 
 def _range_of(dtype: torch.dtype) -> torch.dtype:

@@ -42,3 +42,4 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     target_modules: list[str]  # leaf names, sorted: ["k_proj", "q_proj"]
     invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA, workers/lora/activation.py
     vocab_size: int | None = None  # where it has a vocabulary of its own; None: the base's
+    language: str = ""  # language_digest of the files of a tokenizer or chat template beside it

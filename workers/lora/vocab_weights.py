@@ -70,11 +70,11 @@ def check_vocabulary(forms: AdapterForms, base_size: int, config: LoRAConfig, na
         )
 
 
-def embedding_part(form: VocabForm, shard: Shard, dtype: torch.dtype) -> VocabWeights:
+def embedding_part(form: VocabForm, shard: Shard | None, dtype: torch.dtype) -> VocabWeights:
     return _part(form, shard, dtype, is_head=False)
 
 
-def head_part(form: VocabForm, shard: Shard, dtype: torch.dtype) -> VocabWeights:
+def head_part(form: VocabForm, shard: Shard | None, dtype: torch.dtype) -> VocabWeights:
     return _part(form, shard, dtype, is_head=True)
 
 
@@ -89,8 +89,8 @@ def vocab_bytes(form: VocabForm | None, dtype: torch.dtype) -> int:
     return total + (0 if form.bias_V is None else form.bias_V.numel() * torch.float32.itemsize)
 
 
-def _part(form: VocabForm, shard: Shard, dtype: torch.dtype, *, is_head: bool) -> VocabWeights:
-    vocab_size, own, num_rows = _place(form, shard)
+def _part(form: VocabForm, shard: Shard | None, dtype: torch.dtype, *, is_head: bool) -> VocabWeights:
+    vocab_size, own, num_rows = _place(form, shard, is_head=is_head)
     table_WD = place_N = row_ND = a = b = bias_W = None
     if form.table_VD is not None:
         table_WD = _padded(cast(form.table_VD[own], dtype), num_rows)
@@ -121,14 +121,29 @@ def _part(form: VocabForm, shard: Shard, dtype: torch.dtype, *, is_head: bool) -
     )
 
 
-def _place(form: VocabForm, shard: Shard) -> tuple[int, slice, int]:
-    """The vocabulary's size, this rank's tokens, and how many rows every rank has for them."""
+def _place(form: VocabForm, shard: Shard | None, *, is_head: bool) -> tuple[int, slice, int]:
+    """The vocabulary's size, this rank's tokens, and how many rows every rank has for them. shard: None for the whole,
+    of a base that is not known: then as many as the form needs."""
+    if shard is None:
+        size = _least_size(form, is_head=is_head)
+        return size, slice(0, size), size
     if form.table_VD is None:
         return shard.whole.vocab_size, shard.vocabulary, shard.vocab_per_rank
     size = form.table_VD.shape[0]
     each = -(-size // shard.size // ROWS_ALIGNMENT) * ROWS_ALIGNMENT
     start = min(shard.rank * each, size)
     return size, slice(start, min(start + each, size)), each
+
+
+def _least_size(form: VocabForm, *, is_head: bool) -> int:
+    sizes = [0]
+    if form.table_VD is not None:
+        sizes.append(form.table_VD.shape[0])
+    if form.low_rank is not None:
+        sizes.append(form.low_rank.b_OR.shape[0] if is_head else form.low_rank.a_RD.shape[1])
+    if form.rows is not None:
+        sizes.append(int(form.rows.token_N[-1]) + 1)
+    return max(sizes)
 
 
 def _padded(x: Tensor, num_rows: int) -> Tensor:

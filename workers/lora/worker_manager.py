@@ -294,6 +294,11 @@ class WorkerLoRAManager:
         adapter = self._cpu.get(digest)
         return set() if adapter is None else {slot.index for slot in self.slots.to_drain(adapter, claimed)}
 
+    def info(self, digest: str) -> AdapterInfo | None:
+        """Of an adapter in host memory or a slot."""
+        resident = self._resident(digest)
+        return None if resident is None else resident.info
+
     def resident_cpu(self) -> list[str]:
         return self._cpu.digests
 

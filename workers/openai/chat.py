@@ -10,7 +10,7 @@ from starlette.responses import Response
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
-from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprobs
 from lorafleet.workers.openai.metrics import label_request
@@ -30,8 +30,8 @@ async def chat(front: Front, request: Request) -> Response:
         model = await front.model(body.model, draw_key(request, body.request_id, body.seed), body.lora_weights)
     label_request(request.scope, front.label(model))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = read_params(front, body, max_tokens=asked, logprobs=_num_logprobs(body))
-    prompt = truncate(front, await _read_prompt(front, body), body.truncate_prompt_tokens, asked)
+    params = read_params(front, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
+    prompt = truncate(front, await _read_prompt(front, model, body), body.truncate_prompt_tokens, asked)
     fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = Envelope(request_id(request, "chatcmpl-", body.request_id), kind, front.config.base_id)
@@ -40,10 +40,10 @@ async def chat(front: Front, request: Request) -> Response:
     return answer.stream() if body.stream else WholeReply(answer.whole)
 
 
-async def _read_prompt(front: Front, body: ChatRequest) -> Prompt:
-    text = render_chat(front, body)
+async def _read_prompt(front: Front, model: ServedModel, body: ChatRequest) -> Prompt:
+    text = await render_chat(front, model, body)
     named = "messages" if body.truncate_prompt_tokens is None else None
-    token_ids = await encode(front, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
+    token_ids = await encode(front, model, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
     if not token_ids:
         raise InvalidRequest("The chat template makes an empty prompt of these messages.", "messages")
     return Prompt(token_ids, text)
@@ -75,7 +75,7 @@ class _Answer:
         }
         if self.body.prompt_logprobs is not None:
             entries = answers[0].prompt_logprobs or []
-            content["prompt_logprobs"] = vllm_prompt_logprobs(self.front.tokenizer, entries)
+            content["prompt_logprobs"] = vllm_prompt_logprobs(self.samples[0].model.tokenizer, entries)
         if self.body.return_token_ids:
             content["prompt_token_ids"] = self.samples[0].prompt.token_ids
         return json_response(content, fallback_headers(self.samples))
@@ -103,7 +103,7 @@ class _Answer:
         if not self.body.logprobs or (delta.logprobs is None and self.body.stream):
             return None
         as_ids = bool(self.body.return_tokens_as_token_ids)
-        return chat_logprobs(self.front.tokenizer, delta.logprobs or [], as_ids=as_ids)
+        return chat_logprobs(self.samples[0].model.tokenizer, delta.logprobs or [], as_ids=as_ids)
 
 
 class _ChoiceStream:

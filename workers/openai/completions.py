@@ -12,12 +12,12 @@ from starlette.responses import Response
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
-from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import completion_logprobs, prompt_offsets, vllm_prompt_logprobs
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.parsing import read_body
-from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, read_prompts, truncate
+from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
 from lorafleet.workers.openai.protocol import CompletionRequest
 from lorafleet.workers.openai.responses import WholeReply, event, json_response
 from lorafleet.workers.openai.sampling import fitted, read_params
@@ -36,8 +36,8 @@ async def completions(front: Front, request: Request) -> Response:
     label_request(request.scope, front.label(model))
     scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only
     asked = 1 if scoring else body.max_tokens
-    params = _read_params(front, body, asked)
-    prompts = await _read_prompts(front, body)
+    params = _read_params(front, model, body, asked)
+    prompts = await _read_prompts(front, model, body)
     fits = [fit_max_tokens(front, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
     envelope = Envelope(request_id(request, "cmpl-", body.request_id), "text_completion", front.config.base_id)
     tasks = [Task(prompt, model, fitted(params, fit), scoring) for prompt, fit in zip(prompts, fits, strict=True)]
@@ -45,16 +45,19 @@ async def completions(front: Front, request: Request) -> Response:
     return answer.stream() if body.stream else WholeReply(answer.whole)
 
 
-def _read_params(front: Front, body: CompletionRequest, max_tokens: int | None) -> SamplingParams:
-    params = read_params(front, body, max_tokens=max_tokens, logprobs=body.logprobs)
+def _read_params(front: Front, model: ServedModel, body: CompletionRequest, max_tokens: int | None) -> SamplingParams:
+    params = read_params(front, model, body, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         return msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     return params
 
 
-async def _read_prompts(front: Front, body: CompletionRequest) -> list[Prompt]:
+async def _read_prompts(front: Front, model: ServedModel, body: CompletionRequest) -> list[Prompt]:
     special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
-    prompts = await read_prompts(front, body.prompt, add_special_tokens=special, must_fit=fits)
+    prompts = [
+        await read_prompt(front, model, given, add_special_tokens=special, param="prompt", must_fit=fits)
+        for given in listed_prompts(body.prompt, "prompt")
+    ]
     return [truncate(front, prompt, body.truncate_prompt_tokens, body.max_tokens) for prompt in prompts]
 
 
@@ -88,7 +91,7 @@ class _Choice:
 
     def __post_init__(self) -> None:
         echo = self.answer.body.echo
-        self.echoed = self.sample.prompt.written(self.answer.front.tokenizer) if echo else ""
+        self.echoed = self.sample.prompt.written(self.sample.model.tokenizer) if echo else ""
 
     def choice(self, delta: Delta, *, first: bool) -> dict[str, object]:
         """The JSON of one choice or of one chunk of it; what is about the prompt comes in the first."""
@@ -101,7 +104,7 @@ class _Choice:
             "stop_reason": delta.stop_reason,
         }
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = vllm_prompt_logprobs(self.answer.front.tokenizer, delta.prompt_logprobs or [])
+            choice["prompt_logprobs"] = vllm_prompt_logprobs(self.sample.model.tokenizer, delta.prompt_logprobs or [])
         if body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if first:
@@ -109,7 +112,7 @@ class _Choice:
         return choice
 
     def _logprobs(self, delta: Delta, first: bool) -> dict[str, object] | None:
-        body, tokenizer = self.answer.body, self.answer.front.tokenizer
+        body, tokenizer = self.answer.body, self.sample.model.tokenizer
         if body.logprobs is None:
             return None
         entries: list[TokenLogprobs | None] = [*(delta.logprobs or [])]

@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from lorafleet.workers.errors import ConfigError, InvalidRequest, ModelNotFound
+from lorafleet.workers.adapter_language import Language, LanguageReader
+from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, ModelNotFound
 from lorafleet.workers.lora import mixing
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
+from lorafleet.workers.openai.languages import AdapterLanguages, OpenFiles, open_local
 from lorafleet.workers.openai.metrics import Metrics
+from lorafleet.workers.template_sandbox import TemplateSandbox
 from lorafleet.workers.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 32 << 20  # token ids take about ten times as much once they are parsed
@@ -45,17 +48,24 @@ class FrontConfig:
 class ServedModel:
     """One request's model. `name` is as the client wrote it, so that its answer carries the same name.
 
-    fetched: its adapter was brought to this node while the request waited for it.
+    language: what it is written in. fetched: its adapter was brought to this node while the request waited for it.
+    fallback_reason: why the base answers in the place of an adapter that cannot be read.
     """
 
     name: str
     lora: LoRARequest | None
+    language: Language
     fetched: bool = False
+    fallback_reason: str | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.language.tokenizer
 
 
 class Front:
     """scrape: the metrics of all replicas; None where there is only this one. fetched_since: whether an adapter, by its
-    digest, was brought to this node since then (time.monotonic)."""
+    digest, was brought to this node since then (time.monotonic). open_files: for its tokenizer's files."""
 
     def __init__(
         self,
@@ -65,6 +75,7 @@ class Front:
         catalog: AdapterCatalog,
         scrape: Callable[[], Awaitable[bytes]] | None = None,
         fetched_since: Callable[[str, float], bool] = lambda _digest, _since_s: False,
+        open_files: OpenFiles = open_local,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -72,6 +83,9 @@ class Front:
         self.catalog = catalog
         self.metrics = Metrics(lambda: engine.stats, config.base_id, config.replica_id)
         self.scrape = scrape
+        self.templates = TemplateSandbox()
+        reader = LanguageReader(tokenizer, engine.hello.vocab_size, engine.hello.eos_token_ids)
+        self._languages = AdapterLanguages(reader, engine, open_files)
         self._fetched_since = fetched_since
         engine.listen_to_loads(self.metrics.count_load)
 
@@ -83,6 +97,15 @@ class Front:
     def context_len(self) -> int:
         """What prompt and answer of one request may have together, in tokens."""
         return min(self.engine.hello.max_model_len, self.engine.hello.kv_cache_tokens)
+
+    def vocab_size(self, model: ServedModel) -> int:
+        own = model.language.vocabulary
+        return self.engine.hello.vocab_size if own is None else own.size
+
+    def close(self) -> None:
+        """Ends the processes that render adapters' templates, and the threads that read their tokenizers."""
+        self.templates.close()
+        self._languages.close()
 
     @property
     def dead(self) -> str | None:
@@ -100,20 +123,29 @@ class Front:
         """
         is_base = name is None or name in self.config.served_model_names
         if not is_base and name is not None and mixing.SIGN in name:
-            return ServedModel(name, await self._mix(name, key, lora_weights))
+            return await self._served(name, await self._mix(name, key, lora_weights))
         if lora_weights is not None:
             raise InvalidRequest(
                 f"`lora_weights` is of mixed adapters, and `model` names none; name them as in 'a{mixing.SIGN}b'.",
                 "lora_weights",
             )
         if name is None or is_base:
-            return ServedModel(name or self.config.base_id, None)
+            return ServedModel(name or self.config.base_id, None, self._languages.base)
         came_s = time.monotonic()
         try:
             lora = await self._adapter(name, key)
-            return ServedModel(name, lora, self._fetched_since(lora.digest, came_s))
         except ModelNotFound:
             raise ModelNotFound(f"The model `{name}` does not exist.", "model") from None
+        served = await self._served(name, lora)
+        return replace(served, fetched=self._fetched_since(lora.digest, came_s))
+
+    async def _served(self, name: str, lora: LoRARequest) -> ServedModel:
+        try:
+            return ServedModel(name, lora, await self._languages.of(lora))
+        except AdapterError as error:
+            if not self.engine.hello.falls_back_to_base:
+                raise
+            return ServedModel(name, None, self._languages.base, fallback_reason=error.message)
 
     async def _mix(self, name: str, key: str | None, weights: Sequence[float] | None) -> LoRARequest:
         bases = self.config.served_model_names

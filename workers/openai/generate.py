@@ -21,7 +21,7 @@ from lorafleet.workers.openai.generation import Answer, Sample, Task, collect, f
 from lorafleet.workers.openai.logprobs import LOWEST
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.parsing import parse_object, read_body
-from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, read_prompts
+from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt
 from lorafleet.workers.openai.protocol import SGLangRequest, SGLangSampling
 from lorafleet.workers.openai.responses import DONE, EventStream, WholeReply, event, json_response
 from lorafleet.workers.openai.sampling import fitted, read_logit_bias
@@ -51,10 +51,14 @@ _SAME_NAMES = (
 async def generate(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, SGLangRequest)
-    prompts, is_batch = await _read_prompts(front, body)
-    sampling = _read_sampling(body, len(prompts))
+    param, given, is_batch = _listed_prompts(body)
+    sampling = _read_sampling(body, len(given))
     async with deadline.while_finding_models():
         models = await _read_models(front, request, body, sampling)
+    prompts = [
+        await read_prompt(front, model, one, add_special_tokens=True, param=param)
+        for model, one in zip(models, given, strict=True)
+    ]
     label_request(request.scope, front.label(models[0]))
     tasks = [_make_task(front, body, *one) for one in zip(prompts, models, sampling, strict=True)]
     rids = _read_rids(request, body, len(prompts))
@@ -63,22 +67,20 @@ async def generate(front: Front, request: Request) -> Response:
     results = [_Result(body, sample, rid) for sample, rid in zip(samples, ids, strict=True)]
     if body.stream:
         headers: dict[str, str] = {}
-        return EventStream(_stream(front, results, len(samples) > 1, headers), headers)
-    return WholeReply(lambda: _whole(front, results, is_batch or len(samples) > 1))
+        return EventStream(_stream(results, len(samples) > 1, headers), headers)
+    return WholeReply(lambda: _whole(results, is_batch or len(samples) > 1))
 
 
-async def _whole(front: Front, results: Sequence[_Result], as_list: bool) -> Response:
+async def _whole(results: Sequence[_Result], as_list: bool) -> Response:
     samples = [result.sample for result in results]
     answers = await collect(samples)
     for result, answer in zip(results, answers, strict=True):
         result.add(answer)
-    content = [result.render(front) for result in results]
+    content = [result.render() for result in results]
     return json_response(content if as_list else content[0], fallback_headers(samples))
 
 
-async def _stream(
-    front: Front, results: Sequence[_Result], indexed: bool, headers: dict[str, str]
-) -> AsyncGenerator[bytes, None]:
+async def _stream(results: Sequence[_Result], indexed: bool, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
     samples = [result.sample for result in results]
     running = len(samples)
     async with aclosing(merged(samples)) as deltas:
@@ -87,11 +89,12 @@ async def _stream(
             result = results[sample.index]
             result.add(delta)
             running -= delta.finish_reason is not None
-            chunk = result.render(front) | ({"index": sample.index} if indexed else {})
+            chunk = result.render() | ({"index": sample.index} if indexed else {})
             yield event(chunk) + (b"" if running else DONE)
 
 
-async def _read_prompts(front: Front, body: SGLangRequest) -> tuple[list[Prompt], bool]:
+def _listed_prompts(body: SGLangRequest) -> tuple[str, list[object], bool]:
+    """The field that has them, each prompt as it was given, and whether they were given in a list."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("Give either `text` or `input_ids`.", "text")
     param, given = ("input_ids", body.input_ids) if body.text is None else ("text", body.text)
@@ -99,7 +102,7 @@ async def _read_prompts(front: Front, body: SGLangRequest) -> tuple[list[Prompt]
     if isinstance(first, str) != (param == "text"):
         raise InvalidRequest(f"`{param}` holds {'strings or lists' if param == 'text' else 'token ids'} only.", param)
     is_batch = isinstance(given, list) and not isinstance(first, int)
-    return await read_prompts(front, given, add_special_tokens=True, param=param), is_batch
+    return param, listed_prompts(given, param), is_batch
 
 
 def _read_sampling(body: SGLangRequest, num_prompts: int) -> list[SGLangSampling]:
@@ -169,10 +172,12 @@ def _make_task(front: Front, body: SGLangRequest, prompt: Prompt, model: ServedM
     scoring = one.max_new_tokens == 0
     asked = 1 if scoring else one.max_new_tokens
     fit = fit_max_tokens(front, len(prompt.token_ids), asked, DEFAULT_MAX_NEW_TOKENS, "max_new_tokens")
-    return Task(prompt, model, fitted(_params_of(front, body, one, asked), fit), scoring)
+    return Task(prompt, model, fitted(_params_of(front, model, body, one, asked), fit), scoring)
 
 
-def _params_of(front: Front, body: SGLangRequest, one: SGLangSampling, max_tokens: int | None) -> SamplingParams:
+def _params_of(
+    front: Front, model: ServedModel, body: SGLangRequest, one: SGLangSampling, max_tokens: int | None
+) -> SamplingParams:
     names = {name: _OUR_NAMES.get(name, name) for name in (*_SAME_NAMES, *_OUR_NAMES)}
     given: dict[str, Any] = {
         ours: value for theirs, ours in names.items() if (value := getattr(one, theirs)) is not None
@@ -182,7 +187,7 @@ def _params_of(front: Front, body: SGLangRequest, one: SGLangSampling, max_token
         if _first_scored(body) >= 0:
             given["prompt_logprobs"] = given["logprobs"]
     params = SamplingParams(**given, max_tokens=max_tokens, logit_bias=read_logit_bias(one.logit_bias))
-    params.check_vocabulary(front.engine.hello.vocab_size)
+    params.check_vocabulary(front.vocab_size(model))
     return params
 
 
@@ -205,7 +210,7 @@ class _Result:
         self._text += delta.text
         self._answer.add(delta)
 
-    def render(self, front: Front) -> dict[str, object]:
+    def render(self) -> dict[str, object]:
         whole = self._answer.whole
         meta: dict[str, object] = {
             "id": self._rid,
@@ -219,7 +224,7 @@ class _Result:
             meta["lora_fallback"] = fallback
         if self._body.return_logprob:
             start = _first_scored(self._body)
-            meta |= _logprobs(front.tokenizer, self._body, whole, self.sample.prompt.token_ids, start)
+            meta |= _logprobs(self.sample.model.tokenizer, self._body, whole, self.sample.prompt.token_ids, start)
         return {"text": self._text, "output_ids": whole.token_ids, "meta_info": meta}
 
 

@@ -60,7 +60,7 @@ class Sample:
         self.params = params
         self.counts_prompt = counts_prompt
         self.num_cached_tokens = 0
-        self.fallback_reason: str | None = None
+        self.fallback_reason = task.model.fallback_reason
         self._scoring = task.scoring
         self._front = front
         self._group = group
@@ -68,7 +68,7 @@ class Sample:
         self._deadline = deadline
         self._label = front.count_sequence(task.model)
         self._ended: FinishReason = "abort"
-        self._processor = OutputProcessor(front.tokenizer, self.prompt.token_ids, params)
+        self._processor = OutputProcessor(task.model.tokenizer, self.prompt.token_ids, params)
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +81,8 @@ class Sample:
             prompt_token_ids=self.prompt.token_ids,
             params=self.params,
             lora=self.model.lora,
+            vocabulary=self.model.language.vocabulary,
+            language=self.model.language.digest,
             group=self._group,
             queue_timeout_s=self._deadline.left_s(),
         )

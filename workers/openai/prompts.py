@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorafleet.workers.errors import ContextOverflow, InvalidRequest
-from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.messages import read_messages
 from lorafleet.workers.openai.protocol import ChatRequest, TokenizeRequest
 from lorafleet.workers.tokenizer import Tokenizer
@@ -28,23 +28,24 @@ class Prompt:
         return tokenizer.decode(self.token_ids) if self.text is None else self.text
 
 
-async def encode(front: Front, text: str, *, add_special_tokens: bool, must_fit: str | None = None) -> list[int]:
+async def encode(
+    front: Front, model: ServedModel, text: str, *, add_special_tokens: bool, must_fit: str | None = None
+) -> list[int]:
     """must_fit: the field to name where the text is so long that it is refused without being tokenized."""
-    fewest = front.tokenizer.fewest_tokens(text)
+    tokenizer = model.tokenizer
+    fewest = tokenizer.fewest_tokens(text)
     if must_fit is not None and fewest >= front.context_len:
         raise ContextOverflow(
             f"{_limit(front)} However, your prompt of {len(text)} characters has at least {fewest} tokens. Shorten it.",
             must_fit,
         )
     if len(text) < LONG_TEXT:
-        return front.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(front.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
-async def read_prompts(
-    front: Front, given: object, *, add_special_tokens: bool, param: str = "prompt", must_fit: bool = True
-) -> list[Prompt]:
-    """A string, token ids, or a list of either. must_fit: false where the prompt will be truncated."""
+def listed_prompts(given: object, param: str) -> list[object]:
+    """Of a string, token ids, or a list of either: each prompt as it was given."""
     if isinstance(given, str) or _is_token_ids(given):
         given = [given]
     if not isinstance(given, list) or not given:
@@ -53,15 +54,18 @@ async def read_prompts(
         )
     if len(given) > MAX_PROMPTS:
         raise InvalidRequest(f"`{param}` has {len(given)} prompts; at most {MAX_PROMPTS} in one request.", param)
-    return [await _read_prompt(front, one, add_special_tokens, param, must_fit) for one in given]
+    return given
 
 
-async def _read_prompt(front: Front, given: object, add_special_tokens: bool, param: str, must_fit: bool) -> Prompt:
+async def read_prompt(
+    front: Front, model: ServedModel, given: object, *, add_special_tokens: bool, param: str, must_fit: bool = True
+) -> Prompt:
+    """must_fit: false where the prompt will be truncated."""
     if isinstance(given, str):
         named = param if must_fit else None
-        prompt = Prompt(await encode(front, given, add_special_tokens=add_special_tokens, must_fit=named), given)
+        prompt = Prompt(await encode(front, model, given, add_special_tokens=add_special_tokens, must_fit=named), given)
     elif _is_token_ids(given):
-        prompt = Prompt(checked_ids(front, given, param), None)
+        prompt = Prompt(checked_ids(front, model, given, param), None)
     else:
         raise InvalidRequest(f"`{param}` mixes kinds or holds something that is no string and no token id.", param)
     if not prompt.token_ids:
@@ -73,9 +77,9 @@ def _is_token_ids(given: object) -> bool:
     return isinstance(given, list) and bool(given) and all(type(i) is int for i in given)
 
 
-def checked_ids(front: Front, given: Any, param: str) -> list[int]:
+def checked_ids(front: Front, model: ServedModel, given: Any, param: str) -> list[int]:
     """Raises InvalidRequest naming an id that the model does not have."""
-    vocab_size = front.engine.hello.vocab_size
+    vocab_size = front.vocab_size(model)
     for token_id in given:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
@@ -85,8 +89,9 @@ def checked_ids(front: Front, given: Any, param: str) -> list[int]:
     return token_ids
 
 
-def render_chat(front: Front, body: ChatRequest | TokenizeRequest) -> str:
-    """The prompt that the chat template makes of the body's messages."""
+async def render_chat(front: Front, model: ServedModel, body: ChatRequest | TokenizeRequest) -> str:
+    """The prompt that the chat template makes of the body's messages: the adapter's own, where it brought one, else the
+    server's."""
     assert body.messages is not None
     generate, go_on = body.add_generation_prompt, bool(body.continue_final_message)
     if go_on and generate:
@@ -94,9 +99,19 @@ def render_chat(front: Front, body: ChatRequest | TokenizeRequest) -> str:
             "`continue_final_message` and `add_generation_prompt` exclude each other; set one of them to false.",
             "continue_final_message",
         )
+    messages = read_messages(body.messages)
+    generates = not go_on if generate is None else generate
+    if model.language.template is not None:
+        return await front.templates.render(
+            model.language.template,
+            messages,
+            add_generation_prompt=generates,
+            continue_final_message=go_on,
+            template_kwargs=body.chat_template_kwargs,
+        )
     return front.tokenizer.render_chat(
-        read_messages(body.messages),
-        add_generation_prompt=not go_on if generate is None else generate,
+        messages,
+        add_generation_prompt=generates,
         continue_final_message=go_on,
         chat_template=front.config.chat_template,
         template_kwargs=body.chat_template_kwargs,

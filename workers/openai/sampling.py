@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
-from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.protocol import GenerationRequest
 from lorafleet.workers.sampling_params import SamplingParams
 
@@ -32,7 +32,7 @@ _SAME_NAMES = (
 
 
 def read_params(
-    front: Front, body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
+    front: Front, model: ServedModel, body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """Of the whole request: `n` is as asked, and max_tokens is not yet fitted to any prompt."""
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
@@ -43,12 +43,12 @@ def read_params(
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` is allowed only where stream is true.", "stream_options")
     given |= {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": read_logit_bias(body.logit_bias)}
-    return make_params(front, given)
+    return make_params(front, model, given)
 
 
-def make_params(front: Front, given: dict[str, Any]) -> SamplingParams:
+def make_params(front: Front, model: ServedModel, given: dict[str, Any]) -> SamplingParams:
     params = SamplingParams(**{**front.config.generation_defaults, **given})
-    params.check_vocabulary(front.engine.hello.vocab_size)
+    params.check_vocabulary(front.vocab_size(model))
     return params
 
 

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
-from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.prompts import checked_ids, encode, render_chat
 from lorafleet.workers.openai.protocol import DetokenizeRequest, TokenizeRequest
@@ -15,20 +15,20 @@ from lorafleet.workers.openai.responses import json_response
 
 async def tokenize(front: Front, request: Request) -> Response:
     body = await read_body(front, request, TokenizeRequest)
-    await front.model(body.model)
-    text, special = _text(front, body)
-    token_ids = await encode(front, text, add_special_tokens=special)
+    model = await front.model(body.model)
+    text, special = await _text(front, model, body)
+    token_ids = await encode(front, model, text, add_special_tokens=special)
     return json_response(
         {
             "count": len(token_ids),
             "max_model_len": front.max_model_len,
             "tokens": token_ids,
-            "token_strs": [front.tokenizer.token_name(i) for i in token_ids] if body.return_token_strs else None,
+            "token_strs": [model.tokenizer.token_name(i) for i in token_ids] if body.return_token_strs else None,
         }
     )
 
 
-def _text(front: Front, body: TokenizeRequest) -> tuple[str, bool]:
+async def _text(front: Front, model: ServedModel, body: TokenizeRequest) -> tuple[str, bool]:
     """(text, whether special tokens are added): the defaults are completions' and chat's."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either `prompt` or `messages`.", "prompt")
@@ -37,11 +37,11 @@ def _text(front: Front, body: TokenizeRequest) -> tuple[str, bool]:
             if getattr(body, name) is not None:
                 raise InvalidRequest(f"`{name}` goes with `messages` only; remove it.", name)
         return body.prompt or "", body.add_special_tokens is not False
-    return render_chat(front, body), bool(body.add_special_tokens)
+    return await render_chat(front, model, body), bool(body.add_special_tokens)
 
 
 async def detokenize(front: Front, request: Request) -> Response:
     body = await read_body(front, request, DetokenizeRequest)
-    await front.model(body.model)
-    tokens = checked_ids(front, body.tokens, "tokens")
-    return json_response({"prompt": front.tokenizer.decode(tokens, skip_special_tokens=False)})
+    model = await front.model(body.model)
+    tokens = checked_ids(front, model, body.tokens, "tokens")
+    return json_response({"prompt": model.tokenizer.decode(tokens, skip_special_tokens=False)})

@@ -100,8 +100,11 @@ class MemoryCatalog:
     """Names in a dict; `hidden` ones are found only when asked for, as by a resolver."""
 
     def __init__(self) -> None:
-        self.loras = {name: LoRARequest(name, i + 1, f"/adapters/{name}") for i, name in enumerate(("sql", "org/json"))}
-        self.hidden = {"found": LoRARequest("found", 9, "/adapters/found")}
+        self.loras = {
+            name: LoRARequest(name, i + 1, f"/adapters/{name}", f"digest of {name}")
+            for i, name in enumerate(("sql", "org/json"))
+        }
+        self.hidden = {"found": LoRARequest("found", 9, "/adapters/found", "digest of found")}
         self.failure: LorafleetError | None = None
         self.keys: list[str | None] = []  # that versions would be drawn by
 
@@ -174,8 +177,10 @@ def config() -> FrontConfig:
 
 
 @pytest.fixture
-def front(config: FrontConfig, tokenizer: Tokenizer, engine: ScriptedEngine, catalog: MemoryCatalog) -> Front:
-    return Front(config, tokenizer, engine, catalog)
+def front(config: FrontConfig, tokenizer: Tokenizer, engine: ScriptedEngine, catalog: MemoryCatalog) -> Iterator[Front]:
+    front = Front(config, tokenizer, engine, catalog)
+    yield front
+    front.close()
 
 
 @pytest.fixture

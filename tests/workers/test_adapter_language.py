@@ -1,0 +1,139 @@
+"""Adapters that bring a tokenizer, a chat template or ends of answers: what their requests are written in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerFast
+
+from lorafleet.workers import adapter_language
+from lorafleet.workers.adapter_language import LanguageReader
+from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
+from lorafleet.workers.lora.files import folder_digest
+from lorafleet.workers.messages import Vocabulary
+from lorafleet.workers.tokenizer import Tokenizer
+
+PADDED = 400  # rows of the base's tables, more than its tokenizer has tokens
+EOS = 0  # <|eos|>
+LORA = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 4)}
+
+
+@pytest.fixture
+def base(byte_tokenizer_folder) -> Tokenizer:
+    return Tokenizer.from_folder(byte_tokenizer_folder)
+
+
+@pytest.fixture
+def reader(base) -> LanguageReader:
+    return LanguageReader(base, PADDED, [EOS])
+
+
+@pytest.fixture
+def adapter(tmp_path) -> Path:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file(LORA, tmp_path / "adapter_model.safetensors")
+    return tmp_path
+
+
+def own_tokenizer(base_folder: Path, folder: Path, *added: str, **special: str) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base_folder)
+    tokenizer.add_tokens(list(added))
+    for name, token in special.items():
+        setattr(tokenizer, name, token)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def test_an_adapter_without_files_of_its_own_has_the_bases_language(reader, adapter):
+    assert reader.read(adapter) == reader.base
+
+
+def test_the_bases_own_tokenizer_beside_an_adapter_is_recognised(reader, adapter, byte_tokenizer_folder, base):
+    """Saved anew, by another version, with a padding that a trainer set."""
+    own_tokenizer(byte_tokenizer_folder, adapter)
+    path = adapter / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 99, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps(content))
+    language = reader.read(adapter)
+    assert language.tokenizer is base and language.vocabulary is None and language.template is None
+
+
+def test_a_tokenizer_with_more_tokens_is_the_adapters_own(reader, adapter, byte_tokenizer_folder, base):
+    own_tokenizer(byte_tokenizer_folder, adapter, "<plan>", "<act>")
+    size = base.vocab_size + 2
+    tables = {"base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.modules_to_save.weight"}
+    save_file(LORA | {name: torch.zeros(size, 4) for name in tables}, adapter / "adapter_model.safetensors")
+    language = reader.read(adapter)
+    assert language.tokenizer.encode("<plan>a<act>") == [size - 2, *base.encode("a"), size - 1]
+    assert language.vocabulary == Vocabulary(size, [EOS])
+    assert reader.read(adapter).tokenizer is language.tokenizer, "it is read once"
+
+
+def test_an_end_of_its_own_stands_beside_the_bases_where_that_means_the_same(
+    reader, adapter, byte_tokenizer_folder, base
+):
+    own_tokenizer(byte_tokenizer_folder, adapter, eos_token="<|im_end|>")
+    im_end = base.encode("<|im_end|>")[0]
+    assert reader.read(adapter).vocabulary == Vocabulary(PADDED, [EOS, im_end])
+    (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert reader.read(adapter).vocabulary == Vocabulary(PADDED, [7, 9])
+    (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": "7"}))
+    with pytest.raises(AdapterMalformed, match="eos_token_id"):
+        reader.read(adapter)
+
+
+def test_a_template_is_the_adapters_own_in_either_file_and_the_bases_where_it_is_the_same(reader, adapter, base):
+    (adapter / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    template = reader.read(adapter).template
+    assert template is not None and template.source == "{{ messages[0].content }}"
+    assert template.special_tokens["eos_token"] == "<|eos|>"
+    (adapter / "chat_template.jinja").write_text(base.chat_template)
+    assert reader.read(adapter).template is None
+    (adapter / "chat_template.jinja").unlink()
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = reader.read(adapter).template
+    assert template is not None and template.source == "yes"
+
+
+def test_programs_and_damage_are_refused(reader, adapter, byte_tokenizer_folder):
+    own_tokenizer(byte_tokenizer_folder, adapter, "<plan>")
+    path = adapter / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))
+    with pytest.raises(AdapterUnsupported, match="auto_map"):
+        reader.read(adapter)
+    path.write_text(json.dumps(config))
+    (adapter / "tokenizer.json").write_text('{"version": "1.0", "model": {}}')
+    with pytest.raises(AdapterMalformed, match="tokenizer cannot be read"):
+        reader.read(adapter)
+
+
+def test_only_so_many_tokenizers_are_kept(reader, tmp_path, byte_tokenizer_folder, monkeypatch):
+    monkeypatch.setattr(adapter_language, "MAX_TOKENIZERS", 2)
+    folders = [tmp_path / str(i) for i in range(3)]
+    for i, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+        save_file(LORA, folder / "adapter_model.safetensors")
+        own_tokenizer(byte_tokenizer_folder, folder, f"<token {i}>")
+    first = reader.read(folders[0]).tokenizer
+    assert [reader.read(folder).tokenizer.vocab_size for folder in folders[1:]] == [first.vocab_size] * 2
+    assert len(reader._tokenizers) == 2
+    assert reader.read(folders[0]).tokenizer is not first
+
+
+def test_another_tokenizer_or_template_makes_another_digest_and_plain_ones_are_unchanged(adapter):
+    plain = folder_digest(adapter)
+    digests = {plain}
+    (adapter / "README.md").write_text("of no meaning")
+    assert folder_digest(adapter) == plain
+    for name, text in (("chat_template.jinja", "a"), ("chat_template.jinja", "b"), ("tokenizer.json", "b")):
+        (adapter / name).write_text(text)
+        digests.add(folder_digest(adapter))
+    assert len(digests) == 4

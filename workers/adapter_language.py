@@ -1,0 +1,166 @@
+"""What an adapter's requests are written in: its own tokenizer, vocabulary, ends of answers and chat template where its
+folder has them, else the base's.
+
+Trainers save the base's tokenizer beside nearly every adapter: one that is the base's is recognised and costs nothing.
+Files are read by lora/files.py's rules; no code of the adapter is ever run here, and its template only by
+template_sandbox.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported, ConfigError
+from lorafleet.workers.lora.files import AdapterFolder, language_digest, open_weights, read_language
+from lorafleet.workers.lora.strict_json import read_json_object, shown
+from lorafleet.workers.lora.weight_files import read_weights
+from lorafleet.workers.messages import Vocabulary
+from lorafleet.workers.template_sandbox import ChatTemplate
+from lorafleet.workers.tokenizer import Tokenizer
+
+MAX_TOKENIZERS = 32  # of adapters, in memory at a time; one of 128 thousand tokens takes about 100 MB
+TOKENIZER_NAME = "tokenizer.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+TEMPLATE_NAME = "chat_template.jinja"
+GENERATION_NAME = "generation_config.json"
+
+# As PEFT names what replaces the tables of the vocabulary.
+_TABLE = re.compile(
+    r"(?:.*\.)?(?:embed_tokens|lm_head)\.(?:(?:modules_to_save|token_adapter|base_layer|default)\.)*weight"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """vocabulary: None where ids and ends of answers are the base's. template: the adapter's own; None: the base's.
+    digest: language_digest of the files that it was read from."""
+
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary | None = None
+    template: ChatTemplate | None = None
+    digest: str = ""
+
+    def does_as(self, other: Language) -> bool:
+        """Whatever the files are that it was read from."""
+        return replace(self, digest="") == replace(other, digest="")
+
+
+class LanguageReader:
+    """Of one base: its tokenizer, the size of its vocabulary (which may be padded beyond the tokenizer's), and the
+    tokens that end its answers. Threads may share it."""
+
+    def __init__(self, base: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.base = Language(base)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokenizers: OrderedDict[str, Tokenizer] = OrderedDict()  # by their files' hash
+
+    def read(self, path: Path) -> Language:
+        """Of the adapter in the folder. Blocks on the disk. Raises AdapterError."""
+        folder = AdapterFolder.at(path)
+        files = read_language(folder)
+        vocab_size = _vocab_size_in(folder) or self._vocab_size
+        tokenizer = self._tokenizer(files)
+        eos = self._ends(files, tokenizer)
+        same = vocab_size == self._vocab_size and sorted(eos) == sorted(self._eos_token_ids)
+        vocabulary = None if same else Vocabulary(vocab_size, eos)
+        return Language(tokenizer, vocabulary, self._template(files, tokenizer), language_digest(files))
+
+    def _tokenizer(self, files: Mapping[str, bytes]) -> Tokenizer:
+        if TOKENIZER_NAME not in files:
+            return self.base.tokenizer
+        own = {name: content for name, content in files.items() if name not in (TEMPLATE_NAME, GENERATION_NAME)}
+        key = language_digest(own)
+        with self._lock:
+            known = self._tokenizers.get(key)
+            if known is not None:
+                self._tokenizers.move_to_end(key)
+                return known
+        tokenizer = _load(own)
+        if tokenizer.does_as(self.base.tokenizer):
+            tokenizer = self.base.tokenizer
+        with self._lock:
+            self._tokenizers[key] = tokenizer
+            while len(self._tokenizers) > MAX_TOKENIZERS:
+                self._tokenizers.popitem(last=False)
+        return tokenizer
+
+    def _ends(self, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:
+        """What its generation_config.json says; else its tokenizer's own, beside those of the base's that mean the same
+        in both."""
+        if GENERATION_NAME in files:
+            given = read_json_object(files[GENERATION_NAME], GENERATION_NAME).get("eos_token_id")
+            if given is not None:
+                ids = [token for token in (given if isinstance(given, list) else [given]) if type(token) is int]
+                if not ids or (isinstance(given, list) and len(ids) < len(given)) or min(ids) < 0:
+                    raise AdapterMalformed(f"{GENERATION_NAME} has the eos_token_id {shown(given)}.")
+                return ids
+        base = self.base.tokenizer
+        if tokenizer is base:
+            return self._eos_token_ids
+        kept = [i for i in self._eos_token_ids if tokenizer.token_name(i) == base.token_name(i) != ""]
+        own = tokenizer.eos_token_id
+        return kept if own is None or own in kept else [*kept, own]
+
+    def _template(self, files: Mapping[str, bytes], tokenizer: Tokenizer) -> ChatTemplate | None:
+        source = _template_in(files)
+        base = self.base.tokenizer
+        if source is None or (source == base.chat_template and tokenizer.special_tokens == base.special_tokens):
+            return None
+        return ChatTemplate(source, tokenizer.special_tokens)
+
+
+def _load(files: Mapping[str, bytes]) -> Tokenizer:
+    """From copies, so that exactly these bytes are read and nothing beside them."""
+    with tempfile.TemporaryDirectory(prefix="lorafleet-tokenizer-") as folder:
+        for name, content in files.items():
+            if name == TOKENIZER_CONFIG_NAME:
+                _refuse_code(content)
+            Path(folder, name).write_bytes(content)
+        try:
+            return Tokenizer.from_folder(folder)
+        except ConfigError as error:
+            raise AdapterMalformed(f"the adapter's tokenizer cannot be read: {error.message}") from None
+
+
+def _refuse_code(config: bytes) -> None:
+    if read_json_object(config, TOKENIZER_CONFIG_NAME).get("auto_map"):
+        raise AdapterUnsupported(
+            f"{TOKENIZER_CONFIG_NAME} has an auto_map: the tokenizer is a program of its own, which is never run. Save "
+            "it as a fast tokenizer (tokenizer.json) and remove auto_map."
+        )
+
+
+def _template_in(files: Mapping[str, bytes]) -> str | None:
+    if TEMPLATE_NAME in files:
+        try:
+            return files[TEMPLATE_NAME].decode()
+        except UnicodeDecodeError:
+            raise AdapterMalformed(f"{TEMPLATE_NAME} is not UTF-8 text.") from None
+    if TOKENIZER_CONFIG_NAME not in files:
+        return None
+    found = read_json_object(files[TOKENIZER_CONFIG_NAME], TOKENIZER_CONFIG_NAME).get("chat_template")
+    if isinstance(found, list):  # several, of which transformers takes the one that is called "default"
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    if found is not None and not isinstance(found, str):
+        raise AdapterMalformed(f"{TOKENIZER_CONFIG_NAME} has the chat_template {shown(found)}; it must be a text.")
+    return found or None
+
+
+def _vocab_size_in(folder: AdapterFolder) -> int | None:
+    """Rows of the tables that the weights file brings; None where it brings none. The loader checks the rest."""
+    with open_weights(folder) as file:
+        infos = read_weights(file, hashlib.sha256()).infos
+    sizes = {info.shape[0] for name, info in infos.items() if _TABLE.fullmatch(name) and len(info.shape) == 2}
+    if len(sizes) > 1:
+        raise AdapterMalformed(f"its tables of the vocabulary have {sorted(sizes)} rows; they must agree.")
+    return next(iter(sizes), None)
