@@ -216,7 +216,8 @@ def embedding_form(table: Table, values: Mapping[str, Tensor], base: Base) -> Vo
     with target.weights.beside_the_steps():
         weight_VD = target.base_weight()
         scale_D = row_scale(weight_VD.T, [low_rank], target.value(MAGNITUDE), EMBEDDING)
-        return VocabForm(table_VD=_computed(weight_VD, LowRank(b_DR.T, a_RV.T, low_rank.scaling), scale_D, None))
+        rows = LowRank(b_DR.T, a_RV.T, low_rank.scaling)
+        return VocabForm(table_VD=_computed(weight_VD, rows, scale_D, None, _served_dtype(target)))
 
 
 def head_form(table: Table, linear: LinearForm | None, values: Mapping[str, Tensor], base: Base) -> VocabForm | None:
@@ -232,8 +233,13 @@ def head_form(table: Table, linear: LinearForm | None, values: Mapping[str, Tens
     if linear.kronecker is not None:
         raise AdapterUnsupported(f"a Kronecker product of high rank on {HEAD} is not served.")
     with table.target.weights.beside_the_steps():
-        table_VD = _computed(table.target.base_weight(), linear.low_rank, None, linear.out_scale_O)
+        weight_VD, dtype = table.target.base_weight(), _served_dtype(table.target)
+        table_VD = _computed(weight_VD, linear.low_rank, None, linear.out_scale_O, dtype)
     return VocabForm(table_VD=table_VD, bias_V=linear.bias_O)
+
+
+def _served_dtype(target: Target) -> torch.dtype:
+    return target.weights.weight(target.module).dtype
 
 
 def _replaced(name: str, table: Table, values: Mapping[str, Tensor], base: Base) -> VocabForm | None:
@@ -258,8 +264,10 @@ def _is_base(table_VD: Tensor, name: str, base: Base) -> bool:
         )
 
 
-def _computed(weight_VD: Tensor, low_rank: LowRank | None, scale_D: Tensor | None, scale_V: Tensor | None) -> Tensor:
-    """(W + s B A) with its columns or rows scaled, in W's dtype."""
+def _computed(
+    weight_VD: Tensor, low_rank: LowRank | None, scale_D: Tensor | None, scale_V: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(W + s B A) with its columns or rows scaled."""
     device = weight_VD.device
     chunks = []
     for rows in row_chunks(weight_VD):
@@ -271,5 +279,5 @@ def _computed(weight_VD: Tensor, low_rank: LowRank | None, scale_D: Tensor | Non
             chunk_VD = chunk_VD * on(scale_D, device)
         if scale_V is not None:
             chunk_VD = chunk_VD * on(scale_V[rows], device).unsqueeze(1)
-        chunks.append(chunk_VD.to(weight_VD.dtype).cpu())
+        chunks.append(chunk_VD.to(dtype).cpu())
     return torch.cat(chunks)

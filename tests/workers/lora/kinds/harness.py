@@ -144,9 +144,9 @@ def _table(table: Tensor, form: VocabForm | None, is_head: bool) -> Tensor:
     if form is None:
         return table
     if form.table_VD is not None:
-        table = form.table_VD.clone()
+        table = form.table_VD.float()
     if form.rows is not None:
-        table[form.rows.token_N] = form.rows.row_ND
+        table = table.index_copy(0, form.rows.token_N, form.rows.row_ND.float())
     if form.low_rank is not None:
         table = table + (_delta(form.low_rank) if is_head else _delta(form.low_rank).T)
     return table

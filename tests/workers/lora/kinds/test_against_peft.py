@@ -158,6 +158,15 @@ def test_the_forms_of_an_adapter_give_peft_s_logits(tmp_path: Path, kind: str, f
     check(make(tmp_path / "a", family, KINDS[kind]))
 
 
+@pytest.mark.parametrize(
+    "kind", ["DoRA on the head", "DoRA on the embedding", "saved head", "trained tokens", "VB-LoRA"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_files_of_other_float_types(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    adapter = make(tmp_path / "a", "llama", KINDS[kind])
+    check(adapter.map(lambda name, tensor: (name, tensor.to(dtype) if tensor.is_floating_point() else tensor)))
+
+
 @pytest.mark.parametrize("kind", ["DoRA", "IA3", "IA3, inputs and outputs meet", "LoKr", "PiSSA", "HRA", "saved norms"])
 def test_fused_linears_are_modules_like_others(tmp_path: Path, kind: str) -> None:
     config: Any = copy.deepcopy(KINDS[kind])
