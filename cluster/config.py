@@ -159,7 +159,7 @@ class AppArgs(BaseModel):
         4.0,
         description="GPU memory for what adapters in slots have besides A and B: vectors, norms, vocabulary tables.",
     )
-    bias_enabled: bool = Field(False, description="Without effect in this version: refused when set.")
+    bias_enabled: bool = Field(False, description="Adapters with biases are served without it; refused when set.")
     lora_extra_vocab_size: int | None = Field(
         None, description="The most tokens that an adapter may add to the base's vocabulary; default: no limit."
     )

@@ -22,7 +22,7 @@ MAX_RANK_BOUND = 4096  # a rank beyond the hidden size is of no use; the kernels
 
 # What can be done instead of setting a field that has no effect.
 _WITHOUT_EFFECT = {
-    "bias_enabled": "adapters with a bias are not served yet. Leave it false.",
+    "bias_enabled": "adapters with biases are served without it. Leave it false.",
     "long_lora_scaling_factors": "the length of the context and the angles of all keys are the base's here, not each "
     "adapter's, as in vLLM since it removed this field. Leave it unset, and serve adapters that were trained with "
     "another rope scaling from a server of their own, with that scaling in the base's config.json.",
