@@ -20,6 +20,7 @@ from lorafleet.kernels.base_weight import QuantisedMatrix
 from lorafleet.kernels.fp8 import FP8, FP8_MAX
 
 FUSED_TOKENS = 16  # for more, rounding x and e4m3 GEMMs are faster
+ROW_WISE_CAPABILITY = (9, 0)  # of the GPUs that multiply e4m3 with scales by row
 GEMM_ALIGNMENT = 16  # of in and out features, for e4m3 GEMMs
 
 
@@ -55,6 +56,12 @@ class FP8Weight(nn.Module):
         weight_OD = torch.zeros(outputs, inputs, dtype=FP8, device=device)
         self.weight_OD = nn.Parameter(weight_OD, requires_grad=False)
         self.scale_O = nn.Parameter(torch.zeros(outputs, dtype=torch.float32, device=device), requires_grad=False)
+        self._multiplies_e4m3 = (
+            device.type == "cuda"
+            and torch.cuda.get_device_capability(device) >= ROW_WISE_CAPABILITY
+            and dtype == torch.bfloat16  # the only one of the row-wise GEMM
+            and outputs % GEMM_ALIGNMENT == inputs % GEMM_ALIGNMENT == 0
+        )
 
     @property
     def num_outputs(self) -> int:
@@ -69,7 +76,7 @@ class FP8Weight(nn.Module):
         self.scale_O.data[own].copy_(matrix.scale_O[place[0]])
 
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
-        if not self._on_tensor_cores(x_TD):
+        if not self._multiplies_e4m3:
             return F.linear(x_TD, self.dequantised(), bias_O)
         from lorafleet.kernels.fp8_linear_triton import fp8_linear_triton, quantise_tokens_triton  # optional on a CPU
 
@@ -91,10 +98,3 @@ class FP8Weight(nn.Module):
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:
         return FP8Matrix(self.weight_OD[rows], self.scale_O[rows]).values().to(self.dtype)
-
-    def _on_tensor_cores(self, x_TD: Tensor) -> bool:
-        return (
-            x_TD.is_cuda
-            and self.dtype == torch.bfloat16  # the only one of the row-wise GEMM
-            and all(size % GEMM_ALIGNMENT == 0 for size in self.weight_OD.shape)
-        )
