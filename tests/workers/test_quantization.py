@@ -195,3 +195,22 @@ def test_the_weights_take_the_bytes_that_the_method_promises(model) -> None:
     }
     assert sizes["fp8"] < sizes[None] / 3.7  # of float32
     assert sizes["nf4"] < sizes[None] / 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("method", "tolerance"), [("nf4", 0.02), ("fp8", 0.06)])
+def test_a_gpu_answers_as_over_the_plain_values(tmp_path, prompt, method, tolerance) -> None:
+    """In bf16, by captured graphs and prompts of all lengths; fp8 rounds the activations of longer steps too."""
+    options = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+    plain = make_model(tmp_path / "model", "qwen3", dtype="bfloat16", initializer_range=0.05, **options)
+    values = with_values(plain, tmp_path / "values", ROUNDED[method])
+    params = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt(n)} for n in (3, 14, 40, 300)]
+    found = []
+    for folder, quantization in ((plain, method), (values, None)):
+        llm = LLM(str(folder), kv_cache_tokens=4096, max_num_seqs=8, quantization=quantization)
+        outputs = llm.generate(prompts, params)
+        found.append(torch.tensor([p.logprob for output in outputs for p in output.prompt_logprobs[1:]]))
+        llm.close()
+    assert (found[0] - found[1]).abs().mean() < tolerance
