@@ -10,13 +10,12 @@ from lorafleet.workers.errors import ConfigError
 
 
 def test_the_engine_and_lora_settings_arrive_by_name() -> None:
-    args = parse_args(
-        {"model": "m", "max_num_seqs": 7, "max_loras": 3, "lora_dtype": "float32", "kv_cache_dtype": "fp8"}
-    )
+    of_dtypes = {"lora_dtype": "float32", "kv_cache_dtype": "fp8", "quantization": "nf4"}
+    args = parse_args({"model": "m", "max_num_seqs": 7, "max_loras": 3} | of_dtypes)
     config = args.engine_config()
     assert config.lora is not None
     assert (config.max_num_seqs, config.lora.max_loras, config.lora.lora_dtype) == (7, 3, "float32")
-    assert config.kv_cache_dtype == "fp8"
+    assert (config.kv_cache_dtype, config.quantization) == ("fp8", "nf4")
 
 
 def test_the_bounds_of_the_queue_arrive_where_they_are_kept() -> None:
