@@ -1,8 +1,8 @@
 """Logits of rows whose adapter has a head of its own: a table in the base's place, replaced rows, a low rank, a bias.
 
 Runs behind the model, whose graphs make the base's logits of all rows: such heads are rare, and steps without one pay
-nothing. Rows of one slot are taken together. Each slot's logits have its own vocabulary's width, divided among the
-ranks as its tables are.
+nothing. Rows on the base's table are taken together, and rows of each other table. Logits have their own vocabulary's
+width, divided among the ranks as its table is.
 """
 
 # B rows · b rows of a slot · D hidden size · W a rank's columns · V vocabulary · N replaced rows · R rank
@@ -39,30 +39,23 @@ class SlotHead:
     scale: float = 1.0
     bias_W: Tensor | None = None
 
-    def logits(self, x_bD: Tensor, base_bW: Tensor | None, softcap: float | None) -> Tensor:
-        """[b, W] in x's dtype. base_bW: of the base's table, before its softcap, a copy; None where a table replaces
-        it."""
-        if self.table_WD is not None:
-            logits_bW = F.linear(x_bD.to(self.table_WD.dtype), self.table_WD).to(x_bD.dtype)
-        else:
-            assert base_bW is not None
-            logits_bW = base_bW
+    def change(self, x_bD: Tensor, logits_bW: Tensor) -> None:
+        """Makes the logits of its table, or of the base's where it has none, its own; in place."""
         if self.place_N is not None and self.row_ND is not None:
-            logits_bW[:, self.place_N] = F.linear(x_bD.to(self.row_ND.dtype), self.row_ND).to(x_bD.dtype)
+            logits_bW[:, self.place_N] = F.linear(x_bD.to(self.row_ND.dtype), self.row_ND).to(logits_bW.dtype)
         if self.a_RD is not None and self.b_WR is not None:
             p_bR = F.linear(x_bD.to(self.a_RD.dtype), self.a_RD)
-            logits_bW = torch.add(logits_bW, F.linear(p_bR, self.b_WR).to(x_bD.dtype), alpha=self.scale)
+            if p_bR.dtype == logits_bW.dtype:
+                logits_bW.addmm_(p_bR, self.b_WR.T, alpha=self.scale)
+            else:
+                logits_bW.add_(F.linear(p_bR, self.b_WR), alpha=self.scale)
         if self.bias_W is not None:
-            logits_bW = logits_bW + self.bias_W.to(x_bD.dtype)
-        if softcap is not None:
-            logits_bW = logits_bW.div(softcap).tanh_().mul_(softcap)
-        logits_bW[:, self.num_tokens :] = NEVER
-        return logits_bW
+            logits_bW += self.bias_W
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLogits:
-    """Of one slot's rows. row_b: int64, on the device."""
+    """Of rows that share a table. row_b: int64, on the device."""
 
     row_b: Tensor
     logits_bW: Tensor
@@ -90,15 +83,36 @@ class SlotHeads:
         for row, slot in enumerate(slots):
             if slot != BASE_SLOT and slot in self._slots:
                 rows.setdefault(slot, []).append(row)
-        return [self._of_slot(self._slots[slot], own, x_BD, base_BW) for slot, own in sorted(rows.items())]
+        heads = [(self._slots[slot], rows[slot]) for slot in sorted(rows)]
+        on_base = [(head, own) for head, own in heads if head.table_WD is None]
+        owned = [self._with_table(head, own, x_BD) for head, own in heads if head.table_WD is not None]
+        return [*owned, self._on_base(on_base, x_BD, base_BW)] if on_base else owned
 
-    def _of_slot(self, head: SlotHead, rows: list[int], x_BD: Tensor, base_BW: Tensor) -> OwnLogits:
+    def _on_base(self, heads: list[tuple[SlotHead, list[int]]], x_BD: Tensor, base_BW: Tensor) -> OwnLogits:
+        """All of them together: each costs no more launches than its changes."""
+        row_b = to_device([row for _, own in heads for row in own], torch.int64, x_BD.device)
+        x_bD = x_BD[row_b]
+        # The base's logits are capped already, where the model caps any.
+        logits_bW = base_BW[row_b] if self._base.softcap is None else self._base.project(x_bD)
+        counts = [len(own) for _, own in heads]
+        for (head, _), own_bD, own_bW in zip(heads, x_bD.split(counts), logits_bW.split(counts), strict=True):
+            head.change(own_bD, own_bW)
+        return OwnLogits(row_b, self._finished(logits_bW, self._base.num_tokens), self._base.vocab_size)
+
+    def _with_table(self, head: SlotHead, rows: list[int], x_BD: Tensor) -> OwnLogits:
+        assert head.table_WD is not None
         row_b = to_device(rows, torch.int64, x_BD.device)
         x_bD = x_BD[row_b]
-        base_bW = None
-        if head.table_WD is None:
-            base_bW = base_BW[row_b] if self._base.softcap is None else self._base.project(x_bD)
-        return OwnLogits(row_b, head.logits(x_bD, base_bW, self._base.softcap), head.vocab_size)
+        logits_bW = F.linear(x_bD.to(head.table_WD.dtype), head.table_WD).to(x_bD.dtype)
+        head.change(x_bD, logits_bW)
+        return OwnLogits(row_b, self._finished(logits_bW, head.num_tokens), head.vocab_size)
+
+    def _finished(self, logits_bW: Tensor, num_tokens: int) -> Tensor:
+        """Capped, and -inf where there are no tokens; in place."""
+        if self._base.softcap is not None:
+            logits_bW.div_(self._base.softcap).tanh_().mul_(self._base.softcap)
+        logits_bW[:, num_tokens:] = NEVER
+        return logits_bW
 
     def choose(self, owned: list[OwnLogits], token_B: Tensor) -> None:
         """Puts the greedy tokens of these rows into token_B, on all ranks."""
