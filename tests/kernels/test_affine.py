@@ -39,22 +39,14 @@ def test_without_vectors_only_the_adapters_part_is_added() -> None:
     assert apply_affine(LinearOutput(y)) is y
 
 
-def test_interpreted_kernel() -> None:
-    run_interpreted("""
-        import torch
-        from tests.kernels.test_affine import check_applied
-
-        for num_tokens, size in ((9, 64), (2, 1100), (1, 1)):
-            check_applied(num_tokens, size, torch.float32)
-    """)
-
-
-def test_interpreted_look_up_by_token_equals_its_twin() -> None:
+def test_interpreted_kernels_of_vectors_and_of_their_look_up_by_token() -> None:
     run_interpreted("""
         import torch
         from lorafleet.kernels.extra_tables_triton import by_token_triton
-        from tests.kernels.test_affine import filled_tables
+        from tests.kernels.test_affine import check_applied, filled_tables
 
+        for num_tokens, size in ((9, 64), (2, 1100), (1, 1)):
+            check_applied(num_tokens, size, torch.float32)
         tables = filled_tables()
         for slots in ([2], [0, -1, 2, 1] * 100):
             slot_T = torch.tensor(slots, dtype=torch.int32)

@@ -15,6 +15,7 @@ from adapter_forms import make_forms
 from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
 from lorafleet.workers.checkpoint import read_model_config
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.forms import AdapterForms
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.packed_adapter import pack
@@ -37,10 +38,12 @@ def _pageable(size: int) -> Tensor:
 
 
 @torch.inference_mode()
-def run(group: TPGroup, folder: Path, fully_sharded: bool) -> tuple[Outputs, list[int], list[tuple[str, Tensor]]]:
+def run(
+    group: TPGroup, folder: Path, forms: dict[str, AdapterForms], fully_sharded: bool
+) -> tuple[Outputs, list[int], list[tuple[str, Tensor]]]:
     """What every packed linear gives for random inputs, summed over the ranks where it is a sum; the bytes of each
     adapter, as all ranks tell them; and what every norm gives."""
-    config, forms = read_model_config(folder), make_forms(folder)
+    config = read_model_config(folder)
     model = DecoderModel(config, group, torch.float32, CPU)
     load_weights(model, folder)
     lora_config = LoRAConfig(max_loras=len(forms), max_lora_rank=16, fully_sharded_loras=fully_sharded)
@@ -65,7 +68,8 @@ def run(group: TPGroup, folder: Path, fully_sharded: bool) -> tuple[Outputs, lis
 
 
 def run_all(group: TPGroup, folders: list[Path]) -> list[Any]:
-    return [run(group, folder, fully) for folder in folders for fully in (False, True)]
+    made = [(folder, make_forms(folder)) for folder in folders]
+    return [run(group, folder, forms, fully) for folder, forms in made for fully in (False, True)]
 
 
 @pytest.fixture(scope="module")
