@@ -71,24 +71,9 @@ class SafetensorsFile:
     def __init__(self, file: OpenFile, digest: _Hash) -> None:
         self._file = file
         self._digest = digest
-        header_bytes = self._header_bytes()
-        self._data_bytes = file.size - 8 - header_bytes
-        header = bytearray(header_bytes)
-        file.read_into(memoryview(header), digest)
-        self.infos: Mapping[str, TensorInfo] = _parse_header(bytes(header), self._data_bytes, file.name)
-
-    def _header_bytes(self) -> int:
-        if self._file.size < 8:
-            raise AdapterMalformed(f"{self._file.name} is truncated: it has {self._file.size} bytes.")
-        prefix = bytearray(8)
-        self._file.read_into(memoryview(prefix), self._digest)
-        (size,) = struct.unpack("<Q", prefix)
-        if size > min(MAX_HEADER_BYTES, self._file.size - 8):
-            raise AdapterMalformed(
-                f"{self._file.name} is not a safetensors file, or truncated: its header would have {size} bytes, "
-                f"the file has {self._file.size}, and a header may have at most {MAX_HEADER_BYTES}."
-            )
-        return int(size)
+        header = read_header(file, digest)
+        self._data_bytes = file.size - 8 - len(header)
+        self.infos: Mapping[str, TensorInfo] = parse_header(header, self._data_bytes, file.name)
 
     def load(self) -> LoadedTensors:
         memory = np.empty(self._data_bytes, np.uint8)  # in huge pages, which torch's memory is not
@@ -101,6 +86,23 @@ class SafetensorsFile:
         return LoadedTensors(by_name, None if dtype is None else data.view(dtype))
 
 
+def read_header(file: OpenFile, digest: _Hash) -> bytes:
+    """Of a safetensors file, from its beginning."""
+    if file.size < 8:
+        raise AdapterMalformed(f"{file.name} is truncated: it has {file.size} bytes.")
+    prefix = bytearray(8)
+    file.read_into(memoryview(prefix), digest)
+    (size,) = struct.unpack("<Q", prefix)
+    if size > min(MAX_HEADER_BYTES, file.size - 8):
+        raise AdapterMalformed(
+            f"{file.name} is not a safetensors file, or truncated: its header would have {size} bytes, "
+            f"the file has {file.size}, and a header may have at most {MAX_HEADER_BYTES}."
+        )
+    header = bytearray(size)
+    file.read_into(memoryview(header), digest)
+    return bytes(header)
+
+
 def _view(data: Tensor, info: TensorInfo) -> Tensor:
     dtype = _DTYPES[info.dtype]
     raw = data[info.start : info.end]
@@ -109,7 +111,7 @@ def _view(data: Tensor, info: TensorInfo) -> Tensor:
     return raw.view(dtype).view(info.shape)
 
 
-def _parse_header(header: bytes, data_bytes: int, name: str) -> dict[str, TensorInfo]:
+def parse_header(header: bytes, data_bytes: int, name: str) -> dict[str, TensorInfo]:
     entries = read_json_object(header, f"{name}'s header")
     metadata = entries.pop("__metadata__", None)
     if metadata is not None and not isinstance(metadata, dict):
