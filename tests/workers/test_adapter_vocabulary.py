@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from adapter_forms import served_from
+from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterChanged, AdapterTooLarge, InvalidRequest
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.forms import AdapterForms
+from lorafleet.workers.messages import EngineRequest, Vocabulary
+from lorafleet.workers.startup import build_engine
 from ranks import start_llm
 from tiny_models import VOCAB, make_model, tokenizer
 from vocab_adapters import VOCAB_ADAPTERS, make_vocab_adapter, peft_logits
@@ -198,6 +201,41 @@ def test_a_token_that_the_model_does_not_have_is_refused_by_number(resized_and_c
         llm.generate({"prompt_token_ids": [size]}, None, loras[index])
     with pytest.raises(InvalidRequest, match=words):
         llm.generate({"prompt_token_ids": [1]}, SamplingParams(logit_bias={size: 1.0}), loras[index])
+
+
+@pytest.mark.parametrize("lora_dtype", ["fp8", "bfloat16"])
+def test_tables_are_in_the_adapters_dtype_or_bfloat16(made, tmp_path, monkeypatch, lora_dtype):
+    """Beside a base in float32: as exact as the rounding of what the adapter has."""
+    folder, forms = made
+    rounded = {kind: forms[kind] for kind in ("both_loras", "everything")}
+    paths = served_from(tmp_path, rounded, monkeypatch)
+    llm = LLM(str(folder), enable_lora=True, lora_config=LoRAConfig(lora_dtype=lora_dtype))
+    for i, (kind, path) in enumerate(paths.items()):
+        tokens = prompt_of(kind, 9, i)
+        request = LoRARequest(kind, i + 1, str(path))
+        [output] = llm.generate({"prompt_token_ids": tokens}, GREEDY, request)
+        want = logits(applied_with_tables(folder, forms[kind]), tokens).log_softmax(-1)
+        found = torch.tensor([p.logprob for p in output.prompt_logprobs[1:]])
+        exact = torch.stack([want[j, t] for j, t in enumerate(tokens[1:])])
+        assert (found - exact).abs().mean() < 0.15
+    llm.close()
+
+
+def test_the_base_never_answers_for_an_adapter_with_a_vocabulary_of_its_own(tmp_path):
+    folder = make_model(tmp_path / "base", "qwen2", num_hidden_layers=1)
+    config = EngineConfig(model=str(folder), lora=LoRAConfig(), on_lora_load_failure="base", kv_cache_tokens=1024)
+    engine = build_engine(config)
+    for name, vocabulary, reason in (("plain", None, "length"), ("own", Vocabulary(VOCAB + 1, [1]), "error")):
+        lora = LoRARequest(name, 1, "/nowhere", f"digest of {name}")
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        engine.add(
+            EngineRequest(request_id=name, prompt_token_ids=[3], params=params, lora=lora, vocabulary=vocabulary)
+        )
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        assert [output.finish_reason for output in outputs] == [reason]
+    engine.close()
 
 
 def test_more_tokens_than_allowed_are_refused(tmp_path, monkeypatch):
