@@ -157,8 +157,8 @@ class AppArgs(BaseModel):
     )
     extra_memory_gib: float = Field(
         4.0,
-        description="GPU memory for what adapters in slots have besides A and B: vectors, norms, vocabulary tables, "
-        "LoRA on the experts of a mixture.",
+        description="GPU memory for what adapters in slots have besides A and B: vectors, norms, vocabulary tables,"
+        " LoRA on the experts of a mixture.",
     )
     bias_enabled: bool = Field(False, description="Adapters with biases are served without it; refused when set.")
     lora_extra_vocab_size: int | None = Field(

@@ -43,7 +43,7 @@ class LoRAConfig:
     # A device then holds 1/N of an adapter, for one small exchange more a linear. On one device it changes nothing.
     # None: on GPUs, where it is as fast (benchmarks/tensor_parallel.py), and not on CPUs, whose collectives are slow.
     fully_sharded_loras: bool | None = None
-    # On each GPU, for what the adapters in slots have besides A and B: vectors, norms, vocabulary tables, LoRA on experts.
+    # On each GPU, for what adapters in slots have besides A and B: vectors, norms, vocabulary tables, LoRA on experts.
     # Taken as they need it, from what gpu_memory_utilization leaves. Raise it if such an adapter is refused or waits.
     extra_memory_gib: float = 4.0
     bias_enabled: bool = False

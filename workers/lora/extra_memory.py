@@ -43,8 +43,8 @@ class ExtraMemory:
         if num_bytes > self.limit:
             raise AdapterTooLarge(
                 f"adapter {adapter!r} needs {num_bytes} bytes on each GPU besides its low-rank matrices (vectors, "
-                f"replaced norms, vocabulary tables, LoRA on experts); lora.extra_memory_gib allows {self.limit} for all adapters in "
-                f"slots. Raise lora.extra_memory_gib to at least {num_bytes / 2**30:.3f} and restart; where it is that "
+                "replaced norms, vocabulary tables, LoRA on experts); "
+                f"lora.extra_memory_gib allows {self.limit} for all adapters in slots. Raise lora.extra_memory_gib to at least {num_bytes / 2**30:.3f} and restart; where it is that "
                 "high already, leave the GPU more memory by a lower gpu_memory_utilization."
             )
 
