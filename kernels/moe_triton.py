@@ -50,8 +50,8 @@ class _Shape:
 
 # By how many pairs an expert has on average, at most.
 _SHAPES = (
-    (16, _Shape(16, 64, 128, 4, 4)),
-    (32, _Shape(32, 64, 128, 4, 4)),
+    (8, _Shape(16, 64, 128, 4, 4)),
+    (48, _Shape(32, 64, 128, 4, 4)),
     (96, _Shape(64, 128, 64, 4, 4)),
     (float("inf"), _Shape(128, 128, 64, 8, 4)),
 )
@@ -116,7 +116,8 @@ def _least_slot(slots: tl.tensor) -> tl.tensor:
     return tl.min(tl.where(slots >= 0, slots, 1 << 30), 0)
 
 
-@triton.jit(do_not_specialize=["pairs_a_row", "pairs_a_token", "num_pairs", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
+# Slots and records begin anywhere in larger tensors: their alignment must not ask for another kernel.
+@triton.jit(do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_row", "pairs_a_token", "num_pairs", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
 def _shrink_kernel(
     x_ptr: tl.tensor,
     p_ptr: tl.tensor,
@@ -221,7 +222,7 @@ def _expanded(
     return acc
 
 
-@triton.jit(do_not_specialize=["pairs_a_row", "pairs_a_token", "num_pairs", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_row", "pairs_a_token", "num_pairs", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
 def _linear_kernel(
     x_ptr: tl.tensor,
     w_ptr: tl.tensor,
