@@ -98,15 +98,16 @@ def test_a_branch_may_have_a_norm_of_its_own(size: int, dtype: torch.dtype, boun
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("size", "dtype", "bound"), [(4096, torch.bfloat16, 0.02), (96, torch.float32, 1e-5)])
 def test_tokens_with_vectors_of_their_own(size: int, dtype: torch.dtype, bound: float) -> None:
-    """Each rank scales and biases its own part; the norm's weights are the same on all."""
+    """Each rank scales and biases its own part; the norm's weights are the same on all. Few rows: both ranks' must find
+    room on this one GPU, and these programs have more registers."""
     torch.manual_seed(3)
-    ranks = Ranks(2, 300 * size * dtype.itemsize)
+    ranks = Ranks(2, 100 * size * dtype.itemsize)
     weight, x = random(1, size, dtype)[0], random(1, size, dtype)
     none_T = torch.zeros(1, dtype=torch.int64, device="cuda")
     one = LinearOutput(x, x, none_T.expand(2, 1).contiguous())
     own_norm = NormWeight(weight, none_T)
     ranks.warm_up(lambda areas: rank_sum_add_rms_norm(one, x.clone(), own_norm, EPS, areas))
-    for rows in (1, 300, 65):
+    for rows in (1, 100, 65):
         xs, deltas = ([random(rows, size, dtype) for _ in range(2)] for _ in range(2))
         affines = [own_affine(rows, size, "cuda", seed) for seed in (1, 4)]
         own = own_vectors(rows, size, 0.0, "cuda", 7)
