@@ -67,6 +67,7 @@ class AdapterParts:
         experts = take_experts(helper, named, infos, base, max_rank)
         targeted = _targeted_linears(helper, named, base)
         vocabulary = take_vocabulary(helper, named, infos, base, max_rank)
+        _check_invocation(helper, vocabulary, base)
         norms = _take_norms(helper, named, infos, base)
         biases = _take_biases(helper, named, infos, base, targeted)
         targets = []
@@ -124,6 +125,16 @@ class AdapterParts:
             self.ranks[EMBEDDING] = check_embedding(embedding)
         if head is not None:
             self.ranks[HEAD] = self.kind.check(head)
+
+
+def _check_invocation(helper: PEFTHelper, vocabulary: Vocabulary, base: Base) -> None:
+    """A token that no prompt can have would leave the adapter without any effect."""
+    tokens = invocation_tokens(helper) if helper.method == "LORA" else ()
+    if tokens and max(tokens) >= vocabulary.size:
+        raise AdapterMismatch(
+            f"alora_invocation_tokens has the token {max(tokens)}; {base.named} has tokens 0 to {vocabulary.size - 1}. "
+            "The adapter was made for another model."
+        )
 
 
 def _does_something(form: LinearForm) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lorafleet.workers.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
+from lorafleet.workers.errors import AdapterMalformed, AdapterMismatch, AdapterTooLarge, AdapterUnsupported
 from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, TABLES, peft_name
 from lorafleet.workers.lora.forms import LinearForm, LowRank, VocabForm
 from lorafleet.workers.lora.kinds.dora import row_scale
@@ -35,6 +35,8 @@ from lorafleet.workers.lora.peft_names import (
 )
 from lorafleet.workers.lora.strict_json import shown
 from lorafleet.workers.lora.weight_files import TensorInfo
+
+MAX_ADDED_TOKENS = 65_536  # a resized vocabulary has some more tokens than the base's, not many times as many
 
 
 @dataclass(slots=True)
@@ -162,6 +164,11 @@ def _check_size(tables: Mapping[str, Table], infos: Mapping[str, TensorInfo], ba
             raise AdapterMismatch(
                 f"the tensor {shown(table.tensor)} has shape {shown(list(shape))}; {base.named} has "
                 f"{layout.vocab_size} tokens of size {layout.hidden_size}. The adapter was made for another model."
+            )
+        if shape[0] > layout.vocab_size + MAX_ADDED_TOKENS:
+            raise AdapterTooLarge(
+                f"the tensor {shown(table.tensor)} has {shape[0]} tokens; {base.named} has {layout.vocab_size}, and an "
+                f"adapter may add at most {MAX_ADDED_TOKENS}."
             )
         sizes[name] = shape[0]
     if sizes[EMBEDDING] != sizes[HEAD]:
