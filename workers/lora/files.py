@@ -72,7 +72,7 @@ class AdapterFolder:
         except OSError as error:
             raise AdapterMissing(f"{name} cannot be opened: {error.strerror}.") from None
         try:
-            opened = _settled(fd)
+            opened = _settled(name, fd)
             _check_regular(name, opened, max_bytes)
             return OpenFile(name, os.fdopen(fd, "rb", buffering=0), opened)
         except BaseException:
@@ -139,13 +139,14 @@ class OpenFile:
         self.close()
 
 
-def _settled(fd: int) -> os.stat_result:
+def _settled(name: str, fd: int) -> os.stat_result:
     """The file's state, from which every later write can be told: if need be after a tick of the clock."""
     state = os.fstat(fd)
     age_s = time.time() - state.st_ctime_ns * 1e-9
     if 0 <= age_s < TICK_S:
         time.sleep(TICK_S - age_s)
-        state = os.fstat(fd)
+        if os.fstat(fd).st_ctime_ns != state.st_ctime_ns:
+            raise AdapterChanged(f"{name} is being written. Write adapters elsewhere, then rename them.")
     return state
 
 

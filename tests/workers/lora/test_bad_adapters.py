@@ -853,6 +853,22 @@ def test_content_changed_under_the_old_time_is_noticed(adapter: Any, monkeypatch
         adapter.load()
 
 
+def test_a_file_that_is_being_written_is_not_begun_with(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sleep = adapter.path / "adapter_model.safetensors", time.sleep
+
+    def sleep_and_write(seconds: float) -> None:
+        sleep(seconds)
+        path.write_bytes(path.read_bytes())
+
+    monkeypatch.setattr("lorafleet.workers.lora.files.time.sleep", sleep_and_write)
+    path.write_bytes(path.read_bytes())
+    with (
+        pytest.raises(AdapterChanged, match=r"safetensors is being written"),
+        AdapterFolder.at(adapter.path).open(path.name, 1 << 20),
+    ):
+        pass
+
+
 def test_a_folder_that_is_replaced_amid_a_load_is_never_mixed(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     other = adapter.path.parent / "other"
     shutil.copytree(adapter.path, other)
