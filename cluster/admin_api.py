@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import io
 import logging
 import shutil
 import tarfile
@@ -38,6 +39,8 @@ from lorafleet.workers.openai.protocol import Strict
 from lorafleet.workers.openai.responses import json_response
 
 MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES
+
+MAX_DESCRIPTION_BYTES = 64 << 10  # of a file in an uploaded tar: its times and owner
 
 logger = logging.getLogger("lorafleet.http")
 
@@ -270,11 +273,24 @@ async def _unpacked(request: Request) -> AsyncIterator[Path]:
         yield Path(folder)
 
 
+def _check_headers(packed: IO[bytes]) -> None:
+    """tarfile reads what describes a file whole into memory, and fills the holes of a sparse one with as many zeros as
+    a header of 512 bytes asks for."""
+    while len(block := packed.read(tarfile.BLOCKSIZE)) == tarfile.BLOCKSIZE and any(block):
+        size = tarfile.nti(block[124:136])  # type: ignore[attr-defined]  # its own reader of numbers, not in the stubs
+        described = block[156:157] in (tarfile.XHDTYPE, tarfile.XGLTYPE) and 0 <= size <= MAX_DESCRIPTION_BYTES
+        if not described and (block[156:157] not in (tarfile.REGTYPE, tarfile.AREGTYPE) or size < 0):
+            raise tarfile.TarError("it has something else than files, or long descriptions of them")
+        packed.seek(-(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE, io.SEEK_CUR)
+    packed.seek(0)
+
+
 def _unpack(packed: IO[bytes], folder: Path) -> None:
     try:
+        _check_headers(packed)
         with tarfile.open(fileobj=packed, mode="r:") as tar:
             for member in tar:
-                content = tar.extractfile(member) if member.isreg() else None
+                content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
                 if content is None or member.name not in (CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME):
                     raise AdapterMalformed(
                         f"the upload holds {member.name!r}; it must be an uncompressed tar of {CONFIG_NAME} and "
