@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lorafleet.workers.checkpoint import read_model_config
 from lorafleet.workers.errors import AdapterError
 from lorafleet.workers.lora.base_layout import BaseLayout
 from lorafleet.workers.lora.config import LoRAConfig
@@ -25,6 +26,9 @@ from lorafleet.workers.lora.forms import AdapterForms, LowRank
 from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.reader import read_adapter
+from lorafleet.workers.tp.adapter_sharding import AdapterSharding
+from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.shard import Shard
 from tests.fuzz.mutations import Draft, draft_of, drafts
 from tests.workers.lora.conftest import base_of
 from tests.workers.lora.kinds.harness import make, make_base
@@ -51,9 +55,10 @@ pytestmark = pytest.mark.timeout(FUZZ_S + 300)
 class Target:
     """Reads one draft after another in the same folder, which keeps the last one for whom a hang ends the process."""
 
-    def __init__(self, folder: Path, base: Base) -> None:
+    def __init__(self, folder: Path, base: Base, sharding: AdapterSharding) -> None:
         self.folder = folder
         self.base = base
+        self.sharding = sharding
         self.num_read = self.num_refused = 0
         self.has_failed = False
 
@@ -89,7 +94,12 @@ class Target:
         check_forms(read.forms, self.base.layout)
         self.num_read += 1
         model = LoRAModel.from_local_checkpoint(
-            self.folder, base=self.base, config=LoRAConfig(max_lora_rank=MAX_RANK), dtype=torch.bfloat16, name="fuzz"
+            self.folder,
+            base=self.base,
+            config=LoRAConfig(max_lora_rank=MAX_RANK),
+            dtype=torch.bfloat16,
+            name="fuzz",
+            sharding=self.sharding,
         )
         assert model.digest == read.digest
 
@@ -156,7 +166,10 @@ def _check_finite(*tensors: Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    target = Target(tmp_path_factory.mktemp("fuzz"), base_of(make_base(FAMILY)))
+    base, folder = make_base(FAMILY), tmp_path_factory.mktemp("base")
+    base.save_pretrained(folder)
+    sharding = AdapterSharding(Shard.of(read_model_config(folder), 0, 1), TPGroup(0, 1))
+    target = Target(tmp_path_factory.mktemp("fuzz"), base_of(base), sharding)
     yield target
     print(f"\n{target.num_read} adapters read, {target.num_refused} refused")
 
