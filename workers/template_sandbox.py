@@ -26,6 +26,7 @@ import msgspec
 
 from lorafleet.workers.errors import AdapterTooLarge, InvalidRequest
 from lorafleet.workers.template_program import LENGTH
+from lorafleet.workers.tokenizer import check_template_kwargs
 
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest of well-known models have 30 KB
 SHUN_S = 60.0  # for how long a template that had to be ended is refused without another try
@@ -80,6 +81,7 @@ class TemplateSandbox:
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """What transformers makes of it. InvalidRequest where the template raises, or costs more than its limits."""
+        check_template_kwargs(template_kwargs)
         job = {
             "template": template.source,
             "special_tokens": dict(template.special_tokens),

@@ -124,9 +124,7 @@ class Tokenizer:
                 "This model has no chat template; use /v1/completions, or start the server with a chat template.",
                 "messages",
             )
-        reserved = _TEMPLATE_ARGUMENTS & set(template_kwargs or ())
-        if reserved:
-            raise InvalidRequest(f"chat_template_kwargs may not set {sorted(reserved)}.", "chat_template_kwargs")
+        check_template_kwargs(template_kwargs)
         try:
             text = self._hf.apply_chat_template(
                 [dict(m) for m in messages],
@@ -179,6 +177,13 @@ class Tokenizer:
             return token.encode() if None in codes else bytes(code for code in codes if code is not None)
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+
+
+def check_template_kwargs(template_kwargs: Mapping[str, object] | None) -> None:
+    """Raises InvalidRequest for what is the server's to say."""
+    reserved = _TEMPLATE_ARGUMENTS & set(template_kwargs or ())
+    if reserved:
+        raise InvalidRequest(f"chat_template_kwargs may not set {sorted(reserved)}.", "chat_template_kwargs")
 
 
 def _byte_of_char() -> dict[str, int]:

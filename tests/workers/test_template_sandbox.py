@@ -150,6 +150,12 @@ async def test_a_format_reaches_no_class(sandbox: TemplateSandbox) -> None:
     assert await rendered(sandbox, "{{ '{a.__class__}'.format_map(dict(a=1)) }}") == ""
 
 
+async def test_what_is_the_servers_to_say_cannot_be_given_beside_the_messages(sandbox: TemplateSandbox) -> None:
+    for name in ("messages", "tokenize", "continue_final_message"):
+        with pytest.raises(InvalidRequest, match=rf"may not set \['{name}'\]"):
+            await rendered(sandbox, "x", template_kwargs={name: []})
+
+
 async def test_a_template_that_had_to_be_ended_is_not_tried_again_for_a_while() -> None:
     sandbox = TemplateSandbox(TemplateLimits(cpu_s=0.2), num_processes=1)
     try:

@@ -146,6 +146,9 @@ def _check_forms(forms: AdapterForms, loaded: LoadedTensors, dtype: torch.dtype)
     for module, experts in forms.experts.items():
         if any(stack.scaling_EG.abs().max() > limit for stack in experts.stacks):
             raise AdapterMalformed(f"{module} has a scaling that overflows {dtype}.")
+    for module, weight_D in forms.norms.items():
+        if id(weight_D) not in read and not weight_D.float().isfinite().all():
+            raise AdapterMalformed(f"{module} has values, once computed, that overflow torch.float32.")
     tables = {"embed_tokens": forms.embedding, "lm_head": forms.head}
     everything: Mapping[str, LinearForm | VocabForm | None] = {**forms.linears, **tables}
     for module, form in giving_way(everything.items()):
@@ -166,6 +169,8 @@ def _tensors(form: LinearForm | VocabForm) -> Iterator[Tensor]:
     if isinstance(form, VocabForm):
         if form.table_VD is not None:
             yield form.table_VD
+        if form.bias_V is not None:
+            yield form.bias_V
         return
     if form.kronecker is not None:
         yield form.kronecker.w1

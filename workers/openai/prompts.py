@@ -39,7 +39,8 @@ async def encode(
             f"{_limit(front)} However, your prompt of {len(text)} characters has at least {fewest} tokens. Shorten it.",
             must_fit,
         )
-    if len(text) < LONG_TEXT:
+    # An adapter's own tokenizer may be slow on purpose.
+    if len(text) < LONG_TEXT and tokenizer is front.tokenizer:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
