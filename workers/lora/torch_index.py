@@ -16,7 +16,7 @@ from lorafleet.workers.errors import AdapterError, AdapterMalformed, AdapterUnsu
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.strict_json import shown
 
-MAX_STEPS = 1_000_000  # of the pickle; a tensor takes about thirty
+MAX_STEPS = 400_000  # of the pickle, half a second; a tensor takes about thirty
 
 STORAGES: Mapping[str, torch.dtype] = {
     "BFloat16Storage": torch.bfloat16,
