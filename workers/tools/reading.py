@@ -5,6 +5,7 @@ Without one the base's shapes are taken from the adapter, so that all but its fi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 from lorafleet.resolvers.config import HTTPConfig, HubConfig, SourcesConfig
 from lorafleet.resolvers.source import is_uri
 from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.lora.config import MAX_RANK_BOUND
+from lorafleet.workers.errors import AdapterUnsupported, RankTooLarge
+from lorafleet.workers.lora.config import MAX_RANK_BOUND, LoRAConfig
 from lorafleet.workers.lora.forms import AdapterForms
 from lorafleet.workers.lora.reader import ReadAdapter, read_adapter
 from lorafleet.workers.tools.base_model import BaseModel
@@ -39,10 +41,16 @@ def adapter_folder(path_or_uri: str) -> Iterator[Path]:
 
 
 def read_forms(folder: Path, base: BaseModel | None, name: str) -> ReadAdapter:
-    """Raises an AdapterError: what serving would say. Any rank is taken. ConfigError where the adapter means something
-    only with a base, and none is given."""
+    """Any rank is taken; a product of Kronecker's that would need a high one keeps its own form, as in a server.
+
+    Raises an AdapterError: what serving would say. ConfigError where the adapter means something only with a base, and
+    none is given.
+    """
     served_on = inferred_base(folder) if base is None else base.for_reader(torch.float32)
-    return read_adapter(folder, base=served_on, max_rank=MAX_RANK_BOUND, dtype=torch.float32, name=name)
+    for max_rank in (LoRAConfig().max_lora_rank, MAX_RANK_BOUND):
+        with contextlib.suppress(RankTooLarge):
+            return read_adapter(folder, base=served_on, max_rank=max_rank, dtype=torch.float32, name=name)
+    raise AdapterUnsupported(f"adapter {name!r} has a rank over {MAX_RANK_BOUND}.")
 
 
 def largest_rank(forms: AdapterForms) -> int:

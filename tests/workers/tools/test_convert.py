@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoKrConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported, ConfigError
 from lorafleet.workers.tools.convert import convert
 from tests.workers.tools.conftest import assert_same_deltas, deltas, load_base, logits, rewrite, set_config
+from tiny_models import make_model
 
 LAYOUTS = {
     "with the adapter's name": lambda name: name.replace(".weight", ".default.weight"),
@@ -146,6 +148,26 @@ def test_rank_reduction_is_the_best_of_its_rank_and_says_what_it_lost(base, make
         assert error.item() == pytest.approx(tail.item(), abs=1e-5)
     assert done.reduced["layers.0.self_attn.o_proj"].relative_error == 0
     assert done.max_rank == 3
+
+
+def test_a_kronecker_product_of_high_rank_is_as_exact_and_can_be_reduced(tmp_path):
+    base = make_model(tmp_path / "base", "llama2", hidden_size=128, intermediate_size=96, num_hidden_layers=1)
+    config = LoKrConfig(r=50, target_modules=["q_proj", "down_proj"], decompose_factor=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(load_base(base), config)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(str(tmp_path / "lokr"))
+    wanted = deltas(base, tmp_path / "lokr")
+    assert convert(tmp_path / "lokr", tmp_path / "whole", None).max_rank == 128
+    assert_same_deltas(wanted, deltas(base, tmp_path / "whole"))
+    done = convert(tmp_path / "lokr", tmp_path / "reduced", None, rank=8)
+    for name, delta in deltas(base, tmp_path / "reduced").items():
+        error = ((wanted[name] - delta).norm() / wanted[name].norm()).item()
+        assert done.reduced[name.removeprefix("model.")].relative_error == pytest.approx(error, rel=1e-4)
 
 
 def test_floats_are_cast_and_what_does_not_fit_is_refused(make_adapter, tmp_path):
