@@ -50,13 +50,17 @@ def tensor_infos(folder: Path) -> Mapping[str, TensorInfo]:
 
 def inferred_base(folder: Path) -> Base:
     """Raises ConfigError where the tensors do not tell the base's shapes."""
-    config = read_json_object(read_config(AdapterFolder.at(folder)), CONFIG_NAME)
+    return base_of(read_json_object(read_config(AdapterFolder.at(folder)), CONFIG_NAME), tensor_infos(folder))
+
+
+def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Base:
+    """As inferred_base, of what is not in files yet."""
     if config.get("use_bdlora"):
         raise ConfigError(
             "blocks of a BD-LoRA do not tell how large the base's modules are; name the base with --model."
         )
     leaves: dict[str, dict[str, Shape]] = {}
-    for name, info in tensor_infos(folder).items():
+    for name, info in infos.items():
         match = _TENSOR.fullmatch(name)
         if match is not None:
             leaf = _ADAPTER_NAME.sub("", match["leaf"]).removesuffix(".weight")
@@ -82,6 +86,8 @@ def _shape_of(module: str, leaves: Leaves) -> tuple[int, int]:
     for a, b in (("lora_A", "lora_B"), ("delora_A", "delora_B"), ("hada_w1_b", "hada_w1_a")):
         if _has(leaves, a, 2) and _has(leaves, b, 2):
             return leaves[a][1], leaves[b][0]
+        if (a in leaves) != (b in leaves):
+            return 1, 1  # the reader says what is missing
     if _has(leaves, "gralora_A", 3) and _has(leaves, "gralora_B", 3):
         return leaves["gralora_A"][0] * leaves["gralora_A"][1], leaves["gralora_B"][0] * leaves["gralora_B"][2]
     factors = [_factor_shape(leaves, name) for name in ("lokr_w1", "lokr_w2")]

@@ -95,13 +95,14 @@ def inspect_folder(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -
     kind = "mlx-lm's layout" if is_mlx(folder, config) else kind_of(config)
     found = dataclasses.replace(found, kind=kind, base_name=base_name if isinstance(base_name, str) else None)
     try:
-        found = dataclasses.replace(_with_tensors(found, path), digest=folder_digest(path))
-        forms = read_forms(path, None, name).forms
+        found = _with_tensors(found, path)
+        read = read_forms(path, None, name)
+        forms, found = read.forms, dataclasses.replace(found, digest=read.digest)
         held = _tensor_bytes(LoRAModel.of(forms, "", dtype, name))
         found = dataclasses.replace(found, bytes_on_one_gpu=held, dtype=_name(dtype))
         return _with_forms(found, forms)
     except ConfigError as error:
-        return dataclasses.replace(found, needs_base=error.message)
+        return dataclasses.replace(found, digest=folder_digest(path), needs_base=error.message)
     except LorafleetError as error:
         return _refused(found, error)
 

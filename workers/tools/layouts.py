@@ -5,16 +5,21 @@ Names, orientation and fields alone: what the tensors mean stays as it is, and i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lorafleet.workers.errors import AdapterMalformed
+from lorafleet.workers.errors import AdapterMalformed, ConfigError
+from lorafleet.workers.lora.adapter_parts import AdapterParts
+from lorafleet.workers.lora.config import MAX_RANK_BOUND
 from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, AdapterFolder, open_weights, read_config
 from lorafleet.workers.lora.peft_fields import FIELDS, is_known, is_unset
+from lorafleet.workers.lora.peft_helper import PEFTHelper
 from lorafleet.workers.lora.strict_json import read_json_object, shown
-from lorafleet.workers.lora.weight_files import read_weights
+from lorafleet.workers.lora.weight_files import TensorInfo, read_weights
+from lorafleet.workers.tools.inferred_base import base_of
 from lorafleet.workers.tools.mlx import is_mlx, read_mlx
 from lorafleet.workers.tools.peft_files import PEFTFiles, load_tensors
 
@@ -41,22 +46,31 @@ def read_layout(path: Path) -> PEFTFiles:
     if is_mlx(folder, config):
         return read_mlx(folder, config)
     with open_weights(folder) as file:
-        tensors = load_tensors(read_weights(file, hashlib.sha256()), file.name)
+        weights = read_weights(file, hashlib.sha256())
         changes = [f"{BIN_NAME} -> safetensors"] if file.name == BIN_NAME else []
-    _check_one_adapter(tensors)
-    names = {name: saved_name(name) for name in tensors}
-    _check_distinct(names)
-    renamed = sum(old != new for old, new in names.items())
+        _check_one_adapter(weights.infos)
+        names = {name: saved_name(name) for name in weights.infos}
+        _check_distinct(names)
+        dropped = [name for name in config if _is_outdated(name, config)]
+        today = {name: value for name, value in config.items() if name not in dropped}
+        if any(_MULTIMODAL in name for name in names):
+            today = _of_the_decoder(today, names.values())
+        _check_header(today, {names[name]: info for name, info in weights.infos.items()})
+        tensors = load_tensors(weights, file.name)
+    renamed = [(old, new) for old, new in names.items() if old != new]
     if renamed:
-        old, new = next((old, new) for old, new in names.items() if old != new)
-        changes.append(f"{renamed} tensors renamed, such as {shown(old)} -> {shown(new)}")
-    dropped = [name for name in config if _is_outdated(name, config)]
+        old, new = renamed[0]
+        changes.append(f"{len(renamed)} tensors renamed, such as {shown(old)} -> {shown(new)}")
     if dropped:
         changes.append(f"adapter_config.json: dropped {', '.join(map(shown, dropped))}")
-    today = {name: value for name, value in config.items() if name not in dropped}
-    if any(_MULTIMODAL in name for name in tensors):
-        today = _of_the_decoder(today, names.values())
     return PEFTFiles(today, {names[name]: tensor for name, tensor in tensors.items()}, changes)
+
+
+def _check_header(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> None:
+    """By shapes, before gigabytes are read that fit nothing; where only a base could tell, the reader does it later."""
+    helper = PEFTHelper.from_dict(config)
+    with contextlib.suppress(ConfigError):
+        AdapterParts.of(helper, infos, base_of(config, infos), MAX_RANK_BOUND)
 
 
 def saved_name(name: str) -> str:
@@ -104,6 +118,6 @@ def _check_distinct(names: Mapping[str, str]) -> None:
 def _is_outdated(name: str, config: Mapping[str, object]) -> bool:
     """A field that PEFT no longer knows and that asks for nothing; one that does is left for the reader to refuse."""
     method = config.get("peft_type")
-    if method not in FIELDS or not is_unset(config[name]):
+    if not isinstance(method, str) or method not in FIELDS or not is_unset(config[name]):
         return False
     return name in REMOVED_FIELDS or not is_known(method, name)
