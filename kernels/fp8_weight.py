@@ -21,6 +21,7 @@ from lorafleet.kernels.fp8 import FP8, FP8_MAX
 
 FUSED_TOKENS = 16  # for more, rounding x and e4m3 GEMMs are faster
 ROW_WISE_CAPABILITY = (9, 0)  # of the GPUs that multiply e4m3 with scales by row
+CHUNK_ROWS = 1024  # dequantised at a time, through float32
 GEMM_ALIGNMENT = 16  # of in and out features, for e4m3 GEMMs
 
 
@@ -97,4 +98,8 @@ class FP8Weight(nn.Module):
         return y_TO.add_(self.linear(x_TD, None))
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:
-        return FP8Matrix(self.weight_OD[rows], self.scale_O[rows]).values().to(self.dtype)
+        weight_OD, scale_O = self.weight_OD[rows], self.scale_O[rows]
+        out_OD = torch.empty(weight_OD.shape, dtype=self.dtype, device=weight_OD.device)
+        for part in (slice(first, first + CHUNK_ROWS) for first in range(0, len(out_OD), CHUNK_ROWS)):
+            out_OD[part].copy_(FP8Matrix(weight_OD[part], scale_O[part]).values())
+        return out_OD

@@ -146,6 +146,12 @@ class NF4Weight(nn.Module):
         return y_TO.addmm_(x_TD, self._values().T)
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:
+        if self.packed_OH.is_cuda:  # the operators below would take many times the values' memory
+            from lorafleet.kernels.nf4_triton import dequantise_triton
+
+            first, end, _ = rows.indices(self.num_outputs)
+            out_OD = torch.empty(end - first, 2 * self.packed_OH.shape[1], dtype=self.dtype, device=self.book.device)
+            return dequantise_triton(self, out_OD, first)
         packed_OH = self.packed_OH[rows]
         code_OD = torch.cat([packed_OH & 15, packed_OH >> 4], dim=1)
         absmax_OD = self.absmax_OG[rows].repeat_interleave(self.group, dim=1)

@@ -144,19 +144,21 @@ def _nf4_linear_kernel(
     tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=o_inside[:, None] & t_inside[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["first_row"])  # type: ignore[untyped-decorator]  # triton has no types
 def _dequantise_kernel(
     packed_ptr: tl.tensor,
     absmax_ptr: tl.tensor,
     book_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    first_row: tl.tensor,
     half: tl.constexpr,
     group: tl.constexpr,
     quantised_from: tl.constexpr,
     block: tl.constexpr,
     lookup: tl.constexpr,
 ) -> None:
-    o = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    o = first_row + row
     k = tl.program_id(1) * block + tl.arange(0, block)
     inside = k < half
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -165,7 +167,7 @@ def _dequantise_kernel(
     absmax_row = absmax_ptr + o * (2 * half // group)
     low = tl.load(absmax_row + k // group, mask=inside, other=0.0)
     high = tl.load(absmax_row + (half + k) // group, mask=inside, other=0.0)
-    out_row = out_ptr + o * (2 * half)
+    out_row = out_ptr + row * (2 * half)
     tl.store(out_row + k, _values(packed, low, book_ptr, own, quantised_from, dtype, lookup), mask=inside)
     tl.store(out_row + half + k, _values(packed >> 4, high, book_ptr, own, quantised_from, dtype, lookup), mask=inside)
 
@@ -214,16 +216,18 @@ def tile_of(num_tokens: int) -> tuple[int, int, int, int]:
     return (64, 64, 4, 4) if num_tokens <= 64 else (64, 128, 4, 3)
 
 
-def dequantise_triton(weight: NF4Weight, out_OD: Tensor) -> Tensor:
-    """Writes W's values into out, and returns it."""
-    outputs, half = weight.packed_OH.shape
-    assert out_OD.shape == (outputs, 2 * half) and out_OD.is_contiguous() and weight.quantised_from is not None
+def dequantise_triton(weight: NF4Weight, out_OD: Tensor, first_row: int = 0) -> Tensor:
+    """Writes the values of as many rows of W into out as it has, and returns it."""
+    outputs, half = len(out_OD), weight.packed_OH.shape[1]
+    assert out_OD.shape[1] == 2 * half and out_OD.is_contiguous() and weight.quantised_from is not None
+    assert first_row + outputs <= weight.num_outputs
     block = min(1024, triton.next_power_of_2(half))
     _dequantise_kernel[(outputs, triton.cdiv(half, block))](
         weight.packed_OH,
         weight.absmax_OG,
         weight.book,
         out_OD,
+        first_row,
         half=half,
         group=weight.group,
         quantised_from=_TL[weight.quantised_from],

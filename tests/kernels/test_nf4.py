@@ -107,6 +107,7 @@ def test_the_kernels_in_the_interpreter() -> None:
                 x, bias = torch.randn(tokens, inputs), torch.randn(outputs) if has_bias else None
                 out = torch.full_like(want, torch.nan)
                 assert torch.equal(nf4_triton.dequantise_triton(weight, out), want)
+                assert torch.equal(nf4_triton.dequantise_triton(weight, out[:7], 3), want[3:10])
                 torch.testing.assert_close(
                     nf4_triton.nf4_linear_triton(x, weight, bias),
                     torch.nn.functional.linear(x, want, bias), rtol=1e-4, atol=1e-4)
@@ -141,3 +142,4 @@ class TestOnGPU:
             weight, matrix = held(torch.randn(shape, device="cuda").bfloat16())
             out = torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16)
             assert torch.equal(dequantise_triton(weight, out), matrix.values())
+            assert torch.equal(weight.dequantised(slice(3, 6)), matrix.values()[3:6])
