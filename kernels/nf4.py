@@ -47,6 +47,7 @@ NF4_BOOK = (
     0.7229568362236023,
     1.0,
 )
+LEAST_GROUP = 16  # of the kernels that read the four bits
 FUSED_TOKENS = 128  # for as many the four bits are read, for more the values are written first
 
 
@@ -134,14 +135,15 @@ class NF4Weight(nn.Module):
         self.book.copy_(matrix.book)
 
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
-        if x_TD.is_cuda and len(x_TD) <= FUSED_TOKENS:
-            from lorafleet.kernels.nf4_triton import nf4_linear_triton  # triton is optional on a CPU
+        if self._is_fused(x_TD):
+            from lorafleet.kernels import nf4_gemv_triton, nf4_triton  # triton is optional on a CPU
 
-            return nf4_linear_triton(x_TD, self, bias_O)
+            one = len(x_TD) == 1
+            return (nf4_gemv_triton.nf4_gemv_triton if one else nf4_triton.nf4_linear_triton)(x_TD, self, bias_O)
         return F.linear(x_TD, self._values(), bias_O)
 
     def add_linear(self, y_TO: Tensor, x_TD: Tensor) -> Tensor:
-        if x_TD.is_cuda and len(x_TD) <= FUSED_TOKENS:
+        if self._is_fused(x_TD):
             return y_TO.add_(self.linear(x_TD, None))
         return y_TO.addmm_(x_TD, self._values().T)
 
@@ -156,6 +158,9 @@ class NF4Weight(nn.Module):
         code_OD = torch.cat([packed_OH & 15, packed_OH >> 4], dim=1)
         absmax_OD = self.absmax_OG[rows].repeat_interleave(self.group, dim=1)
         return (self.book[code_OD.int()] * absmax_OD).to(self.quantised_from).to(self.dtype)
+
+    def _is_fused(self, x_TD: Tensor) -> bool:
+        return x_TD.is_cuda and len(x_TD) <= FUSED_TOKENS and self.group % LEAST_GROUP == 0
 
     def _values(self) -> Tensor:
         """On a GPU in memory that the next weight's overwrite."""

@@ -95,11 +95,11 @@ def test_the_kernels_in_the_interpreter() -> None:
     run_interpreted(
         """
         import torch
-        from lorafleet.kernels import nf4_triton
+        from lorafleet.kernels import nf4_gemv_triton, nf4_triton
         from tests.kernels.test_nf4 import held
         for programs in (1, 64):
             nf4_triton.PROGRAMS = programs
-            cases = ((1, (70, 512), True), (19, (64, 1024), False), (3, (20, 96), True))
+            cases = ((1, (70, 512), True), (19, (64, 1024), False), (3, (20, 96), True), (1, (5, 2048), False))
             for tokens, (outputs, inputs), has_bias in cases:
                 values = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1))
                 weight, _ = held(values)
@@ -108,6 +108,10 @@ def test_the_kernels_in_the_interpreter() -> None:
                 out = torch.full_like(want, torch.nan)
                 assert torch.equal(nf4_triton.dequantise_triton(weight, out), want)
                 assert torch.equal(nf4_triton.dequantise_triton(weight, out[:7], 3), want[3:10])
+                if tokens == 1:
+                    torch.testing.assert_close(
+                        nf4_gemv_triton.nf4_gemv_triton(x, weight, bias),
+                        torch.nn.functional.linear(x, want, bias), rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(
                     nf4_triton.nf4_linear_triton(x, weight, bias),
                     torch.nn.functional.linear(x, want, bias), rtol=1e-4, atol=1e-4)
