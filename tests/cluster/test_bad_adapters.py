@@ -355,3 +355,54 @@ def test_a_path_without_an_adapter_is_refused_whatever_it_is(server: Server, pat
     assert len(answer.content) < 1500
     assert cost.cpu_s < CPU_S
     assert server.ask("stray").status_code == 404
+
+
+# -- languages of their own ---------------------------------------------------------------------------------------
+
+ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}" + "{% endfor %}" * 3
+TEMPLATES = {
+    "without end": (ENDLESS, "processor time"),
+    "a gigabyte": ("{{ 'a' * 10**9 }}", "memory"),
+    "much text": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "characters"),
+    "out of the sandbox": (f"{{{{ cycler.__init__.__globals__.os.system('touch {CANARY}') }}}}", "unsafe"),
+    "of 50 MB": ("a" * (50 << 20), "at most"),
+}
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_a_hostile_chat_template_fails_its_own_requests_alone(server: Server, case: str) -> None:
+    source, words = TEMPLATES[case]
+    name = f"template-{list(TEMPLATES).index(case)}"
+    (server.copy(name).path / "chat_template.jinja").write_text(source)
+    body = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    started_s = time.monotonic()
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert time.monotonic() - started_s < WALL_S
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert len(answer.content) < 1500
+    assert not CANARY.exists()
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"tokenizer.json": "{" * 1000}, "tokenizer"),
+        ({"tokenizer.json": "x" * (65 << 20)}, "at most"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": "evil.T"}}'}, "auto_map"),
+        ({"tokenizer_config.json": '{"chat_template": 7}'}, "chat_template"),
+    ],
+    ids=["no JSON", "65 MB", "code", "a number for a template"],
+)
+def test_a_hostile_tokenizer_is_refused_by_name(server: Server, content: dict[str, str], words: str) -> None:
+    name = f"tokenizer-{words}-{len(content)}".replace(" ", "-")
+    folder = server.copy(name).path
+    for file, text in content.items():
+        (folder / file).write_text(text)
+    (folder / "evil.py").write_text(f"import os\nos.system('touch {CANARY}')\n")
+    answer = server.ask(name)
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert not CANARY.exists()
