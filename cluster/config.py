@@ -20,7 +20,7 @@ from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig,
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
 from lorafleet.workers.openai.front import MAX_BODY_BYTES
-from lorafleet.workers.quantised_tensors import Method
+from lorafleet.workers.quantisation_methods import Method
 
 ALIASES = {  # SGLang's names
     "lora_paths": "lora_modules",

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported, ConfigError
 from lorafleet.workers.lora.files import (
@@ -27,10 +28,12 @@ from lorafleet.workers.lora.files import (
     read_language,
 )
 from lorafleet.workers.lora.strict_json import read_json_object, shown
-from lorafleet.workers.lora.weight_files import TensorInfo, parse_header, read_header, read_weights
 from lorafleet.workers.messages import Vocabulary
 from lorafleet.workers.template_sandbox import ChatTemplate
 from lorafleet.workers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lorafleet.workers.lora.weight_files import TensorInfo
 
 MAX_TOKENIZERS = 32  # of adapters, in memory at a time; one of 128 thousand tokens takes about 100 MB
 TOKENIZER_NAME = "tokenizer.json"
@@ -176,6 +179,9 @@ def _vocab_size_in(folder: AdapterFolder) -> int | None:
 def _infos(file: OpenFile) -> Mapping[str, TensorInfo]:
     """Of a safetensors file that names no such table, none: parsing a header takes milliseconds, and of most adapters
     nothing in it matters here."""
+    # Here, so that reading a command line need not wait for torch.
+    from lorafleet.workers.lora.weight_files import parse_header, read_header, read_weights
+
     if file.name != SAFETENSORS_NAME:
         return read_weights(file, hashlib.sha256()).infos
     header = read_header(file, hashlib.sha256())

@@ -8,7 +8,7 @@ from typing import Literal
 from lorafleet.resolvers.config import SourcesConfig
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.quantised_tensors import Method
+from lorafleet.workers.quantisation_methods import Method
 
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]

@@ -21,7 +21,7 @@ from lorafleet.workers.lora.mixing import mixed
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput, Vocabulary
 from lorafleet.workers.output import OutputProcessor
-from lorafleet.workers.quantised_tensors import Method
+from lorafleet.workers.quantisation_methods import Method
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tokenizer import Tokenizer

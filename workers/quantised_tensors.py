@@ -23,8 +23,7 @@ from lorafleet.kernels.fp8 import FP8
 from lorafleet.kernels.fp8_weight import FP8Matrix, quantise_rows
 from lorafleet.kernels.nf4 import BLOCK, NF4Matrix, quantise
 from lorafleet.workers.errors import ConfigError
-
-Method = Literal["nf4", "fp8"]
+from lorafleet.workers.quantisation_methods import Method
 
 _STATE = r"quant_state\.bitsandbytes__(?:nf4|fp4)"
 MARK = re.compile(rf"(.*)\.weight(?:\.{_STATE}|_scale)")  # what a quantised linear surely has beside its weight

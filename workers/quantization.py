@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.workers.errors import ConfigError, UnsupportedModel
-from lorafleet.workers.quantised_tensors import MARK, Method
+from lorafleet.workers.quantisation_methods import Method
+from lorafleet.workers.quantised_tensors import MARK
 from lorafleet.workers.stored_tensors import StoredTensors
 from lorafleet.workers.text_part import text_name
 

@@ -25,7 +25,8 @@ from lorafleet.workers.expert_names import engine_name
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.layers import RMSNorm
 from lorafleet.workers.models.vocabulary import VocabTable
-from lorafleet.workers.quantised_tensors import BESIDE_WEIGHT, QUANTISE, Method, quantised_matrix
+from lorafleet.workers.quantisation_methods import Method
+from lorafleet.workers.quantised_tensors import BESIDE_WEIGHT, QUANTISE, quantised_matrix
 from lorafleet.workers.stored_tensors import Stored, StoredTensors
 from lorafleet.workers.text_part import is_of_pictures, text_name
 

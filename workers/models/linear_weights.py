@@ -9,7 +9,7 @@ from lorafleet.kernels.fp8_weight import FP8Weight
 from lorafleet.kernels.nf4 import NF4Weight
 from lorafleet.kernels.scratch import Scratch
 from lorafleet.workers.errors import UnsupportedModel
-from lorafleet.workers.quantised_tensors import Method
+from lorafleet.workers.quantisation_methods import Method
 
 
 class LinearWeights:
