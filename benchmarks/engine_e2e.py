@@ -1,13 +1,15 @@
 """The whole engine at 8B shape with random weights: milliseconds a decode step, prefill tokens a second.
 
     python benchmarks/engine_e2e.py [--batches 1 8 64 256] [--adapters 0 8 64] [--mixed-tokens 512]
-        [--kv-cache-dtype auto|fp8] [--lora-dtype auto|fp8] [--json FILE]
+        [--quantization none nf4 fp8] [--kv-cache-dtype auto|fp8] [--lora-dtype auto|fp8] [--json FILE]
 
 Prompts of 512 random tokens, 128 generated, greedy, bf16, adapters of rank 16 on all seven projections; request i uses
 adapter i modulo their number. A step is timed on the host from the scheduler to the tokens, as a server lives through
 it; the median of the steps in which every sequence decodes is given. Beside it stands the byte floor: the weights, the
 batch's distinct adapters and the KV cache, read once at the copy bandwidth measured in the same run. Prefill: from all
 prompts at once to the last one's first token, steps of 8192 tokens whether they decode too or not.
+
+--quantization: everything for each of these in turn, in one run; none is bf16.
 
 --mixed-tokens: then, for each value of max_num_mixed_tokens, a prompt of 8000 tokens comes amid 32 streams, of as many
 adapters. How long until its first token, and what gaps the streams see until then.
@@ -76,6 +78,7 @@ KV_NUMBERS_A_TOKEN = 2 * LAYERS * KV
 
 @dataclass(frozen=True, slots=True)
 class Measured:
+    quantization: str
     batch: int
     adapters: int
     step_ms: float
@@ -83,7 +86,9 @@ class Measured:
     floor_ms: float
 
 
-def measure(engine: Engine, batch: int, loras: list[LoRARequest], bandwidth: float, weights: int) -> Measured:
+def measure(
+    engine: Engine, quantization: str, batch: int, loras: list[LoRARequest], bandwidth: float, weights: int
+) -> Measured:
     repeats = 5 if batch * PROMPT <= PREFILL_TOKENS else 2
     prefill = prefill_tokens_per_s(engine, batch, PROMPT, GENERATED, loras, repeats)
     step_ms = decode_step_ms(engine, batch, PROMPT, GENERATED, loras)
@@ -92,11 +97,12 @@ def measure(engine: Engine, batch: int, loras: list[LoRARequest], bandwidth: flo
     kv = batch * (PROMPT + GENERATED / 2) * kv_bytes
     adapter_bytes = ADAPTER_NUMBERS * (engine.loras.slots.dtype.itemsize if engine.loras is not None else 0)
     floor_ms = (weights + distinct * adapter_bytes + kv) / bandwidth * 1e3
-    return Measured(batch, len(loras), step_ms, prefill, floor_ms)
+    return Measured(quantization, batch, len(loras), step_ms, prefill, floor_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
+    quantization: str
     mixed_tokens: int
     adapters: int
     first_token_ms: float
@@ -104,7 +110,7 @@ class Mixed:
     longest_gap_ms: float
 
 
-def measure_mixed(engine: Engine, mixed_tokens: int, loras: list[LoRARequest]) -> Mixed:
+def measure_mixed(engine: Engine, quantization: str, mixed_tokens: int, loras: list[LoRARequest]) -> Mixed:
     row = None
     for repeat in ("warm-up", "measured"):
         streams, long = f"stream {repeat}", f"long {repeat}"
@@ -118,7 +124,9 @@ def measure_mixed(engine: Engine, mixed_tokens: int, loras: list[LoRARequest]) -
                 times.append(time.perf_counter())
             answered = any(name.startswith(long) for name in asked)
         gaps = [(after - before) * 1e3 for before, after in pairwise(times)]
-        row = Mixed(mixed_tokens, len(loras), (times[-1] - times[0]) * 1e3, statistics.median(gaps), max(gaps))
+        row = Mixed(
+            quantization, mixed_tokens, len(loras), (times[-1] - times[0]) * 1e3, statistics.median(gaps), max(gaps)
+        )
         abort(engine, long, 1)
         abort(engine, streams, STREAMS)
     assert row is not None
@@ -126,7 +134,7 @@ def measure_mixed(engine: Engine, mixed_tokens: int, loras: list[LoRARequest]) -
 
 
 def start(
-    checkpoint: Path, max_num_seqs: int, mixed_tokens: int, args: argparse.Namespace
+    checkpoint: Path, max_num_seqs: int, mixed_tokens: int, quantization: str, args: argparse.Namespace
 ) -> tuple[Engine, list[LoRARequest]]:
     """An engine with as many adapters as are measured."""
     gc.collect()  # the engine before
@@ -136,6 +144,7 @@ def start(
         model=str(checkpoint),
         device="cuda",
         load_format="dummy",
+        quantization=None if quantization == "none" else quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=PREFILL_TOKENS,
@@ -153,20 +162,20 @@ def start(
     return engine, load(engine, paths)
 
 
-def run_batches(checkpoint: Path, args: argparse.Namespace, bandwidth: float) -> list[Measured]:
-    engine, loras = start(checkpoint, max(args.batches), PREFILL_TOKENS, args)
+def run_batches(checkpoint: Path, quantization: str, args: argparse.Namespace, bandwidth: float) -> list[Measured]:
+    engine, loras = start(checkpoint, max(args.batches), PREFILL_TOKENS, quantization, args)
     model = engine.runner.steps.model
     read = sum(p.numel() * p.element_size() for p in model.parameters()) - model.embed_tokens.weight.nbytes
     print(
         f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, "
-        f"weights read a step {read / 2**30:.2f} GiB, "
+        f"quantization {quantization}, weights read a step {read / 2**30:.2f} GiB, "
         f"KV cache {engine.hello.kv_cache_tokens} tokens of {engine.runner.steps.caches[0].k_NPGD.dtype}"
     )
     print("batch  adapters  ms a step   floor ms   prefill tokens/s")
     rows = []
     for count in args.adapters:
         for batch in args.batches:
-            row = measure(engine, batch, loras[:count], bandwidth, read)
+            row = measure(engine, quantization, batch, loras[:count], bandwidth, read)
             rows.append(row)
             print(
                 f"{row.batch:5}  {row.adapters:8}  {row.step_ms:9.2f}  {row.floor_ms:9.2f}  "
@@ -177,14 +186,14 @@ def run_batches(checkpoint: Path, args: argparse.Namespace, bandwidth: float) ->
     return rows
 
 
-def run_mixed(checkpoint: Path, args: argparse.Namespace) -> list[Mixed]:
-    print(f"a prompt of {LONG_PROMPT} tokens amid {STREAMS} streams")
+def run_mixed(checkpoint: Path, quantization: str, args: argparse.Namespace) -> list[Mixed]:
+    print(f"a prompt of {LONG_PROMPT} tokens amid {STREAMS} streams, quantization {quantization}")
     print("mixed tokens  adapters  first token ms  median gap ms  longest gap ms")
     rows = []
     for tokens in args.mixed_tokens:
-        engine, loras = start(checkpoint, STREAMS + 1, tokens, args)
+        engine, loras = start(checkpoint, STREAMS + 1, tokens, quantization, args)
         for count in args.adapters:
-            row = measure_mixed(engine, tokens, loras[:count])
+            row = measure_mixed(engine, quantization, tokens, loras[:count])
             rows.append(row)
             print(
                 f"{row.mixed_tokens:12}  {row.adapters:8}  {row.first_token_ms:14.0f}  {row.median_gap_ms:13.1f}  "
@@ -200,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 64])
+    parser.add_argument("--quantization", nargs="+", choices=["none", "nf4", "fp8"], default=["none"])
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--lora-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--mixed-tokens", type=int, nargs="+", default=[])
@@ -210,8 +220,10 @@ def main() -> None:
         checkpoint = Path(folder, "model")
         checkpoint.mkdir()
         (checkpoint / "config.json").write_text(json.dumps(CONFIG))
-        rows = run_batches(checkpoint, args, bandwidth) if args.batches else []
-        mixed = run_mixed(checkpoint, args) if args.mixed_tokens else []
+        rows, mixed = [], []
+        for quantization in args.quantization:
+            rows += run_batches(checkpoint, quantization, args, bandwidth) if args.batches else []
+            mixed += run_mixed(checkpoint, quantization, args) if args.mixed_tokens else []
     if args.json:
         results = {"bandwidth": bandwidth, "results": [asdict(r) for r in rows], "mixed": [asdict(r) for r in mixed]}
         args.json.write_text(json.dumps(results, indent=1))
