@@ -60,6 +60,7 @@ class Layers:
         self.elements = 0 if not rank else EXPERTS * rank * (HIDDEN + 2 * INNER + INNER + HIDDEN)
         self.adapters = [[self._blocks(random, rank) for _ in range(ADAPTERS if rank else 0)] for _ in range(count)]
         self.rank = rank
+        self.side = torch.cuda.Stream()
 
     @staticmethod
     def _blocks(random: Callable[..., Tensor], rank: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +81,9 @@ class Layers:
             routing = route(F.linear(x_TD, gate_ED), PER_TOKEN, sums_to_one=True)
             own = None
             if slot_T is not None:
-                to_gate_up, to_down = (StepExperts(slot_T, (), record_S, self.rank, DTYPE) for record_S in records)
+                to_gate_up, to_down = (
+                    StepExperts(slot_T, (), record_S, self.rank, DTYPE, self.side) for record_S in records
+                )
                 own = to_gate_up, to_down
             out_TD = experts_mlp(x_TD, routing, gate_up_E2ID, down_EDI, own)
         return out_TD

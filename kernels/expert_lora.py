@@ -52,13 +52,15 @@ class ExpertWeights:
 @dataclass(frozen=True, slots=True)
 class StepExperts:
     """The adapters of a step on one linear. slot_T: int32, each token's slot, or -1. slots: for the torch twin.
-    record_S: int64, addresses, 0 where a slot has nothing there. max_rank: of any slot. dtype: of A and B."""
+    record_S: int64, addresses, 0 where a slot has nothing there. max_rank: of any slot. dtype: of A and B. side_stream:
+    to compute beside the base's linear on; None on a CPU."""
 
     slot_T: Tensor
     slots: Sequence[ExpertWeights | None]
     record_S: Tensor
     max_rank: int
     dtype: torch.dtype
+    side_stream: torch.cuda.Stream | None = None
 
     @property
     def columns(self) -> int:
@@ -77,7 +79,7 @@ class ExpertLoRA:
 
     def in_step(self, batch: LoRABatch) -> StepExperts:
         max_rank = padded_rank(self._max_rank if batch.max_rank is None else batch.max_rank)
-        return StepExperts(batch.plan.slot_T, self.slots, self._record_S, max_rank, self._dtype)
+        return StepExperts(batch.plan.slot_T, self.slots, self._record_S, max_rank, self._dtype, batch.side_stream)
 
 
 def padded_rank(rank: int) -> int:

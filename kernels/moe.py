@@ -49,26 +49,26 @@ def experts_mlp(
     adapters: what they add to gate_up and to down; None where no token has one on the experts.
     """
     to_gate_up, to_down = (None, None) if adapters is None else adapters
-    pairs = _grouped(routing.expert_TK, len(down_EDI))
-    gate_up_N2I = pairs.linear(x_TD, gate_up_E2ID, to_gate_up)
-    down_ND = pairs.linear(gated_mul(LinearOutput(gate_up_N2I)), down_EDI, to_down)
+    pairs = _grouped(routing.expert_TK, len(down_EDI), adapters is not None)
+    gate_up = pairs.linear(x_TD, gate_up_E2ID, to_gate_up)
+    down = pairs.linear(gated_mul(gate_up), down_EDI, to_down)
     if x_TD.is_cuda:
         from lorafleet.kernels.moe_route_triton import combine_triton
 
-        return combine_triton(down_ND, routing.weight_TK)
-    return combine_torch(down_ND, routing.weight_TK)
+        return combine_triton(down, routing.weight_TK)
+    return combine_torch(down.y_TO, routing.weight_TK)
 
 
 class _Pairs(Protocol):
     """All pairs of a step, grouped by expert."""
 
-    def linear(self, x: Tensor, w_EOD: Tensor, adapters: StepExperts | None) -> Tensor:
+    def linear(self, x: Tensor, w_EOD: Tensor, adapters: StepExperts | None) -> LinearOutput:
         """[N, O]: of each pair x times its expert's w, and what its token's adapter adds. x is [T, D], or [N, D]."""
 
 
-def _grouped(expert_TK: Tensor, num_experts: int) -> _Pairs:
+def _grouped(expert_TK: Tensor, num_experts: int, with_adapters: bool) -> _Pairs:
     if expert_TK.is_cuda:
-        from lorafleet.kernels.moe_triton import ExpertTiles
+        from lorafleet.kernels.moe_triton import PairTiles
 
-        return ExpertTiles.of(expert_TK, num_experts)
+        return PairTiles.of(expert_TK, num_experts, with_adapters)
     return PairsByExpert.of(expert_TK)

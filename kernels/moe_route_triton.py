@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.linear_output import LinearOutput
+
 BLOCK_D = 512
 
 
@@ -71,10 +73,12 @@ def route_triton(logits_TE: Tensor, per_token: int, sums_to_one: bool) -> tuple[
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _combine_kernel(
     y_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     size: tl.constexpr,
     per_token: tl.constexpr,
+    has_delta: tl.constexpr,
     block_d: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -84,16 +88,29 @@ def _combine_kernel(
     for i in tl.static_range(per_token):
         pair = token * per_token + i
         y = tl.load(y_ptr + pair * size + d, mask=inside, other=0.0).to(tl.float32)
+        if has_delta:
+            y += tl.load(delta_ptr + pair * size + d, mask=inside, other=0.0).to(tl.float32)
         acc += tl.load(weight_ptr + pair) * y
     tl.store(out_ptr + token * size + d, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def combine_triton(y_ND: Tensor, weight_TK: Tensor) -> Tensor:
+def combine_triton(y: LinearOutput, weight_TK: Tensor) -> Tensor:
+    """y: [N, D], without a scale or bias."""
+    y.check()
+    y_ND, delta_ND, affine = y
     num_tokens, per_token = weight_TK.shape
     num_pairs, size = y_ND.shape
-    assert y_ND.is_contiguous() and num_pairs == num_tokens * per_token
+    assert affine is None and num_pairs == num_tokens * per_token
     out_TD = torch.empty(num_tokens, size, dtype=y_ND.dtype, device=y_ND.device)
     _combine_kernel[(num_tokens, triton.cdiv(size, BLOCK_D))](
-        y_ND, weight_TK, out_TD, size=size, per_token=per_token, block_d=BLOCK_D, num_warps=4
+        y_ND,
+        delta_ND,
+        weight_TK,
+        out_TD,
+        size=size,
+        per_token=per_token,
+        has_delta=delta_ND is not None,
+        block_d=BLOCK_D,
+        num_warps=4,
     )
     return out_TD

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.expert_lora import StepExperts
+from lorafleet.kernels.linear_output import LinearOutput
 
 
 def route_torch(logits_TE: Tensor, per_token: int, sums_to_one: bool) -> tuple[Tensor, Tensor]:
@@ -34,14 +35,14 @@ class PairsByExpert:
         pairs = expert_N.argsort(stable=True).split(counts.tolist())
         return cls(len(expert_N), list(zip(chosen.tolist(), pairs, strict=True)))
 
-    def linear(self, x: Tensor, w_EOD: Tensor, adapters: StepExperts | None = None) -> Tensor:
+    def linear(self, x: Tensor, w_EOD: Tensor, adapters: StepExperts | None = None) -> LinearOutput:
         out_NO = x.new_empty(self.num_pairs, w_EOD.shape[1])
         pairs_a_row = self.num_pairs // max(len(x), 1)
         for expert, pairs in self.groups:
             out_NO[pairs] = F.linear(x[pairs // pairs_a_row], w_EOD[expert])
             if adapters is not None:
                 _add_adapters(out_NO, x, expert, pairs, pairs_a_row, adapters)
-        return out_NO
+        return LinearOutput(out_NO)
 
 
 def _add_adapters(

@@ -341,7 +341,15 @@ def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec
     torch.cuda.empty_cache()
     # Sampling copies the logits a few times over (sort, softmax in float64, cumulative sum).
     sampling = config.max_num_seqs * model.config.vocab_size * 32
-    return peak + sampling + (256 << 20)
+    return peak + sampling + _expert_delta_bytes(config, model, num_tokens * spec.dtype.itemsize) + (256 << 20)
+
+
+def _expert_delta_bytes(config: EngineConfig, model: DecoderModel, token_bytes: int) -> int:
+    """Of what adapters add to experts, which the measured step does without. token_bytes: of one number a token."""
+    experts = model.shard.local.experts
+    if experts is None or config.lora is None:
+        return 0
+    return token_bytes * experts.per_token * max(2 * experts.intermediate_size, model.config.hidden_size)
 
 
 def _kv_scales(config: EngineConfig, model: ModelConfig, spec: AttentionSpec) -> list[tuple[float, float]]:

@@ -60,13 +60,14 @@ def make_adapters(
 
     to_gate_up = [weights(8, 2, hidden, 2 * inner), weights(40, 1, hidden, 2 * inner), None, None]
     to_down = [weights(8, 1, inner, hidden), None, weights(16, 1, inner, hidden), None]
+    side = torch.cuda.Stream() if device == "cuda" else None
     blocks: list[Tensor] = []
     made = []
     for slots, max_rank in ((to_gate_up, 40), (to_down, 16)):
         blocks += [torch.zeros(0, dtype=torch.uint8) if one is None else with_record(one) for one in slots]
         records = [0 if one is None else block.data_ptr() for one, block in zip(slots, blocks[-4:], strict=True)]
         record_S = torch.tensor(records, dtype=torch.int64, device=device)
-        made.append(StepExperts(slot_T, slots, record_S, max_rank, dtype))
+        made.append(StepExperts(slot_T, slots, record_S, max_rank, dtype, side))
     return (made[0], made[1]), blocks
 
 
@@ -160,27 +161,26 @@ def test_the_router_on_a_cpu(sums_to_one: bool) -> None:
 def test_interpreted_kernels() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels import moe_triton
+        from lorafleet.kernels import expert_lora_triton, moe_tiles_triton, moe_triton
         from lorafleet.kernels.gated_mul import gated_mul
-        from lorafleet.kernels.linear_output import LinearOutput
         from lorafleet.kernels.moe import Routing
         from lorafleet.kernels.moe_route_triton import combine_triton, route_triton
         from tests.kernels.test_moe import SMALL, check, check_route, make_adapters, make_case, normal
 
-        moe_triton.BLOCK_N = 16  # several turns of each loop
-        moe_triton.SPLIT_FEATURES, moe_triton.SHRINK_D = 16, 4
-        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, 16, 8, 1, 1)),)
+        moe_tiles_triton.BLOCK_N = 16  # several turns of each loop
+        expert_lora_triton.SPLIT_FEATURES, expert_lora_triton.SHRINK_D, expert_lora_triton.EXPAND_O = 16, 4, 16
+        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, 16, 8, 1, 1, lora_pairs=32)),)
         for sums_to_one in (True, False):
             logits = normal(7, 6, dtype=torch.float32, device="cpu", seed=1)
             check_route(logits, 3, sums_to_one, Routing(*route_triton(logits, 3, sums_to_one)))
         for sizes in SMALL.values():
             case = x, routing, gate_up, down = make_case(sizes, torch.float32)
-            tiles = moe_triton.ExpertTiles.of(routing.expert_TK, len(down))
+            pairs = moe_triton.PairTiles.of(routing.expert_TK, len(down), True)
             own, blocks = make_adapters(sizes, torch.float32)
             for adapters in (None, own):
                 to_gate_up, to_down = adapters or (None, None)
-                hidden = gated_mul(LinearOutput(tiles.linear(x, gate_up, to_gate_up)))
-                out = combine_triton(tiles.linear(hidden, down, to_down), routing.weight_TK)
+                hidden = gated_mul(pairs.linear(x, gate_up, to_gate_up))
+                out = combine_triton(pairs.linear(hidden, down, to_down), routing.weight_TK)
                 check(case, out, adapters)
     """)
 
