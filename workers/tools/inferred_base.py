@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
-from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.errors import AdapterTooLarge, ConfigError
 from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, BaseLayout
 from lorafleet.workers.lora.files import CONFIG_NAME, AdapterFolder, open_weights, read_config
 from lorafleet.workers.lora.kinds.kind import Base
@@ -19,6 +19,8 @@ from lorafleet.workers.lora.weight_files import TensorInfo, read_weights
 
 Shape = tuple[int, ...]
 Leaves = Mapping[str, Shape]
+
+MAX_TOKENS = 1 << 20  # several times the largest vocabulary in use
 
 _TENSOR = re.compile(
     r"(?P<module>.+?)\.(?P<leaf>(?:lora|hada|lokr|gralora|delora|vera|ia3|hra|miss|vblora|token_adapter|base_layer)[_.].*"
@@ -75,6 +77,11 @@ def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Ba
         if module not in (EMBEDDING, HEAD, *norms) and module.startswith("layers.")
     }
     vocab_size, hidden_size = _vocabulary(leaves)
+    if vocab_size > MAX_TOKENS:  # before anything of such a table is read
+        raise AdapterTooLarge(
+            f"the adapter's tables have {vocab_size} tokens; without a base at most {MAX_TOKENS} are believed. Name "
+            "the base with --model."
+        )
     # Any of them may have a bias: who wants to know it, is told to name the base.
     biased = frozenset(linears)
     layout = BaseLayout(linears, vocab_size, hidden_size or _hidden_size(linears), (1, 1), biased=biased, norms=norms)
