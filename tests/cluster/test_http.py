@@ -408,13 +408,19 @@ BAD_ADAPTERS = {
     "truncated": (lambda p, made: _damage(make_adapter(p / "a", made.base), lambda b: b[:-100]), "truncated|damaged"),
     "garbage": (lambda p, made: _damage(make_adapter(p / "a", made.base), lambda _: b"\xff" * 64), "safetensors"),
     "rank": (lambda p, made: make_adapter(p / "a", made.base, r=65), "65.*max_lora_rank=64"),
-    "dora": (lambda p, made: make_adapter(p / "a", made.base, use_dora=True), "DoRA"),
+    "method": (lambda p, made: _called(make_adapter(p / "a", made.base), "OFT"), "'OFT'.*not served"),
 }
 
 
 def _damage(folder, change):
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(change(weights.read_bytes()))
+    return folder
+
+
+def _called(folder, method):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"peft_type": method}))
     return folder
 
 
