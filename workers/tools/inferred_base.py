@@ -23,7 +23,7 @@ Leaves = Mapping[str, Shape]
 MAX_TOKENS = 1 << 20  # several times the largest vocabulary in use
 
 _TENSOR = re.compile(
-    r"(?P<module>.+?)\.(?P<leaf>(?:lora|hada|lokr|gralora|delora|vera|ia3|hra|miss|vblora|token_adapter|base_layer)[_.].*"
+    r"(?P<module>.+?)\.(?P<leaf>(?:lora|hada|lokr|gralora|delora|vera|ia3|hra|miss|vblora|token_adapter|trainable|base_layer)[_.].*"
     r"|weight|bias)"
 )
 _ADAPTER_NAME = re.compile(r"\.default(?=\.|$)")
@@ -82,9 +82,13 @@ def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Ba
             f"the adapter's tables have {vocab_size} tokens; without a base at most {MAX_TOKENS} are believed. Name "
             "the base with --model."
         )
-    # Any of them may have a bias: who wants to know it, is told to name the base.
-    biased = frozenset(linears)
-    layout = BaseLayout(linears, vocab_size, hidden_size or _hidden_size(linears), (1, 1), biased=biased, norms=norms)
+    # An adapter of biases has saved all that there are. Else any linear may have one: who wants to know it, is told to
+    # name the base.
+    saved = frozenset(m for m in linears if _has(leaves[m], "base_layer.bias", 1) or _has(leaves[m], "bias", 1))
+    biased = frozenset(linears) if config.get("bias", "none") == "none" else saved
+    layout = BaseLayout(
+        linears, vocab_size or MAX_TOKENS, hidden_size or _hidden_size(linears), (1, 1), biased=biased, norms=norms
+    )
     return Base(layout, NoWeights())
 
 
@@ -123,6 +127,10 @@ def _vocabulary(leaves: Mapping[str, Leaves]) -> tuple[int, int]:
         for leaf in ("weight", "base_layer", "token_adapter.base_layer"):
             if _has(table, leaf, 2):
                 return table[leaf][0], table[leaf][1]
+    for table in (embedding, head):
+        for leaf in ("trainable_tokens_delta", "token_adapter.trainable_tokens_delta"):
+            if _has(table, leaf, 2):
+                return 0, table[leaf][1]
     return 0, 0
 
 
