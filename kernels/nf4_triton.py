@@ -75,15 +75,6 @@ def values(
             is_pure=True,
             pack=1,
         )
-    elif lookup == 2:
-        value = tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];",
-            "=f,l",
-            [(book_ptr + (code & 15)).to(tl.int64)],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
     else:
         value = tl.load(book_ptr + (code & 15))
     return (value * absmax).to(quantised_from).to(dtype)

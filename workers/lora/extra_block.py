@@ -16,7 +16,12 @@ from torch import Tensor
 
 from lorafleet.workers.lora.giving_way import giving_way
 
-ALIGNMENT = 256  # bytes; kernels may load 16 at a time
+ALIGNMENT = 256  # bytes; what the GPU's allocator gives, so that kernels may load 16 bytes at a time
+
+
+def aligned(offset: int) -> int:
+    """Where the next tensor of a block may begin."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,5 +91,5 @@ def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
     places, end = {}, 0
     for name, tensor in tensors.items():
         places[name] = place = Place(end, tuple(tensor.shape), tensor.dtype)
-        end += -(-place.num_bytes // ALIGNMENT) * ALIGNMENT
+        end += aligned(place.num_bytes)
     return places, end

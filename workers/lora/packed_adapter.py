@@ -26,15 +26,13 @@ from lorafleet.kernels.packed_lora import (
     scales_offset,
 )
 from lorafleet.workers.lora.base_parts import BaseParts
-from lorafleet.workers.lora.extra_block import ExtraBlock
+from lorafleet.workers.lora.extra_block import ExtraBlock, aligned
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.linear_extras import extra_tensors
 from lorafleet.workers.lora.model import LoRAModel
 from lorafleet.workers.lora.request import AdapterInfo
 from lorafleet.workers.lora.vocab_extras import vocab_tensors
-
-ALIGNMENT = 256  # bytes; what the GPU's allocator gives, so that kernels may load 16 bytes at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +129,9 @@ def slot_bytes(linears: Sequence[PackedLoRA], rank: int, dtype: torch.dtype) -> 
     for linear in linears:
         # The largest part, not this rank's own of exactly that rank: a smaller rank may divide otherwise.
         rows = len(linear.out_features) * linear.layout.columns(rank)
-        end = _aligned(end + bytes_of_a(rows, linear.in_features, dtype))
+        end = aligned(end + bytes_of_a(rows, linear.in_features, dtype))
         for out in linear.out_features:
-            end = _aligned(end + rank * out * dtype.itemsize)
+            end = aligned(end + rank * out * dtype.itemsize)
     return end
 
 
@@ -146,12 +144,12 @@ def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtyp
         if not present:
             continue
         table.offset_LA[i, 0] = end
-        end = _aligned(end + bytes_of_a(sum(len(s.a_RD) for s in present), present[0].in_features, dtype))
+        end = aligned(end + bytes_of_a(sum(len(s.a_RD) for s in present), present[0].in_features, dtype))
         for p, s in enumerate(slices):
             if s is not None:
                 table.offset_LA[i, 1 + p] = end
                 table.rank_LP[i, p], table.scale_LP[i, p] = s.rank, s.scaling
-                end = _aligned(end + s.b_OR.numel() * dtype.itemsize)
+                end = aligned(end + s.b_OR.numel() * dtype.itemsize)
     return table, end
 
 
@@ -175,7 +173,3 @@ def _copy(matrix: Tensor, block: Tensor, start: int) -> int:
     end: int = start + rows.size
     block.numpy()[start:end].reshape(rows.shape)[:] = rows
     return end
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
