@@ -210,6 +210,8 @@ class Engine:
                 f"the prompt has token id {wrong}; this model's vocabulary has ids 0 to {vocab_size - 1}.", "prompt"
             )
         request.params.check_vocabulary(vocab_size)
+        if request.params.structured_outputs is not None:
+            raise InvalidRequest("this engine has no structured output yet.", request.params.structured_outputs.param)
         if request.lora is not None and self.loras is None:
             raise InvalidRequest("this server runs without LoRA; start it with --enable-lora.", "model")
         assert request.lora is None or request.lora.digest, "adapters are read once before they are requested"

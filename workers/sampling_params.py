@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.structured.spec import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -20,6 +21,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     is in the batch. stop: the text ends before the first of them. max_tokens: None means up to the context's end.
     logprobs: k asks for the sampled token's logprob and the k best, of the raw model distribution (before penalties
     and temperature, as in vLLM and transformers). prompt_logprobs: the same for each prompt token but the first.
+    structured_outputs: what the whole answer must match (workers/structured/spec.py).
     """
 
     n: int = 1
@@ -41,6 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _between("n", self.n, 1, MAX_N)
@@ -69,6 +72,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"stop has {len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS}.", "stop")
         if any(not s for s in self.stop_strings):
             raise InvalidRequest("stop has an empty string, which would end every answer at once; remove it.", "stop")
+        if self.structured_outputs is not None and self.min_tokens:
+            # A grammar may leave nothing but the end of the answer.
+            raise InvalidRequest("`min_tokens` cannot be kept beside structured output; leave it out.", "min_tokens")
         for token, bias in (self.logit_bias or {}).items():
             _between(f"logit_bias[{token}]", bias, -100.0, 100.0, param="logit_bias")
 
