@@ -1,4 +1,4 @@
-"""/v1/adapters: administration over HTTP, with a key of its own. What each call does is in administration.py.
+"""/v1/adapters: administration over HTTP, for keys with the scope admin. What each call does is in administration.py.
 
 GET    /v1/adapters?after=&limit=     a page, in the order of names
 POST   /v1/adapters                   push from a folder of the server or a URI
@@ -11,7 +11,6 @@ POST   /v1/adapters/NAME/VERB         alias, rollback, pin, unpin, prefetch, ver
 from __future__ import annotations
 
 import asyncio
-import hmac
 import io
 import logging
 import shutil
@@ -30,7 +29,7 @@ from starlette.responses import Response
 from lorafleet.cluster.administration import REMOVE_S
 from lorafleet.cluster.catalogue.records import Adapter, Move, Share
 from lorafleet.cluster.pushing import AdapterAdmin
-from lorafleet.workers.errors import AdapterMalformed, BodyTooLarge, Forbidden, InvalidRequest, Unauthorized
+from lorafleet.workers.errors import AdapterMalformed, BodyTooLarge, InvalidRequest
 from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, MAX_CONFIG_BYTES, MAX_WEIGHTS_BYTES, SAFETENSORS_NAME
 from lorafleet.workers.openai.api import Handler, Route
 from lorafleet.workers.openai.front import Front
@@ -99,8 +98,7 @@ class EmptyRequest(Strict):
     pass
 
 
-def admin_routes(admin: AdapterAdmin, key: str | None) -> list[Route]:
-    """key: None refuses every call."""
+def admin_routes(admin: AdapterAdmin) -> list[Route]:
     api = _AdminApi(admin)
     verbs = {name: getattr(api, name) for name in ("alias", "rollback", "pin", "unpin", "prefetch", "verify")}
     name = "/v1/adapters/{name:path}"
@@ -112,33 +110,17 @@ def admin_routes(admin: AdapterAdmin, key: str | None) -> list[Route]:
         ("GET", name, api.show),
         ("DELETE", name, api.remove),
     ]
-    return [(method, path, _guarded(handler, key)) for method, path, handler in routes]
+    return [(method, path, "admin", _logged(handler)) for method, path, handler in routes]
 
 
-def _guarded(handler: Administer, key: str | None) -> Handler:
-    async def guarded(front: Front, request: Request) -> Response:
-        check_key(request, key)
+def _logged(handler: Administer) -> Handler:
+    async def logged(front: Front, request: Request) -> Response:
         answer = await handler(front, request)
         if request.method != "GET":
             logger.info("admin: %s %s", request.method, request.url.path)
         return json_response(answer)
 
-    return guarded
-
-
-def check_key(request: Request, key: str | None) -> None:
-    if key is None:
-        raise Forbidden(
-            "Administration is off: this server was started without an admin key. Start it with --admin-key, or with "
-            "LORAFLEET_ADMIN_KEY in its environment."
-        )
-    given = request.headers.get("authorization", "")
-    if not given:
-        raise Unauthorized("You did not provide the admin key. Send it as `Authorization: Bearer KEY`.")
-    if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-        raise Unauthorized(
-            "Incorrect admin key provided. Send the server's --admin-key as `Authorization: Bearer KEY`."
-        )
+    return logged
 
 
 class _AdminApi:

@@ -13,6 +13,7 @@ from lorafleet.resolvers.registry import LoRAResolverRegistry
 from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.openai.front import Front, FrontConfig, read_generation_defaults
+from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
 
@@ -25,9 +26,10 @@ def make_front(
     catalog: DirectoryCatalog,
     store: AdapterStore,
     scrape: Callable[[], Awaitable[bytes]],
+    gate: Gate,
 ) -> Front:
     config, fetched_since = front_config(args, replica_id), store.metrics.fetched_since
-    front = Front(config, tokenizer, engine, catalog, scrape, fetched_since, store.open)
+    front = Front(config, tokenizer, engine, catalog, scrape, fetched_since, store.open, gate)
     front.metrics.add(store.metrics)
     return front
 

@@ -41,6 +41,7 @@ from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import EngineClient, ipc_address
@@ -143,9 +144,16 @@ class EngineReplica:
         cpu_loras = self._config.lora.cpu_loras if self._config.lora is not None else 0
         self._keep(keep_reporting(engine, self._membership, cpu_loras, self._config.max_num_seqs))
         self._front = make_front(
-            self._args, self._replica_id, await tokenizer, engine, catalog, self._adapter_store, self._scrape
+            self._args,
+            self._replica_id,
+            await tokenizer,
+            engine,
+            catalog,
+            self._adapter_store,
+            self._scrape,
+            Gate(self._args.admin_key),
         )
-        return build_api(lambda: self._front, admin_routes(admin, self._args.admin_key))
+        return build_api(lambda: self._front, admin_routes(admin))
 
     def _start_order(self, address: str) -> StartOrder:
         size = self._config.tensor_parallel_size

@@ -22,6 +22,7 @@
     │   └── InvalidAdapterName   empty, too long, path parts, control characters, the base's own name
     ├── Overloaded               try again later; `retry_after_s` says when
     │   ├── QueueFull            too many requests wait already
+    │   ├── QuotaExceeded        the caller's key or tenant has used up what it may ask for
     │   └── QueueTimeout         the request could not start in the time that it had
     ├── StoreError               the catalogue's store does not answer, or refuses
     │   └── CatalogueDamaged     an object of the catalogue is lost or has other bytes than were written
@@ -32,6 +33,9 @@ is in workers/openai/errors.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -139,6 +143,23 @@ class QueueFull(Overloaded):
 
 class QueueTimeout(Overloaded):
     pass
+
+
+class QuotaExceeded(Overloaded):
+    """headers: of the answer, OpenAI's x-ratelimit ones."""
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        retry_after_s: float = 1.0,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(message, param, retry_after_s)
+        self.headers = headers
+
+    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, float, dict[str, str]]]:  # type: ignore[override]  # wider
+        return type(self), (self.message, self.param, self.retry_after_s, dict(self.headers))
 
 
 class StoreError(LorafleetError):

@@ -1,4 +1,5 @@
-"""Assembles the HTTP API of a replica: routes, error handlers, and the one layer around them that counts requests.
+"""Assembles the HTTP API of a replica: routes and what each needs of a caller's key, error handlers, and the one layer
+around them that counts requests.
 
 Pure: all state comes from the Front that `get_front` gives at each request; None means that the replica is starting.
 """
@@ -16,6 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet import __version__
 from lorafleet.workers.errors import LorafleetError, Overloaded
+from lorafleet.workers.openai.admission import admission_of
+from lorafleet.workers.openai.caller import Needed, sent_key, set_caller
 from lorafleet.workers.openai.chat import chat
 from lorafleet.workers.openai.completions import completions
 from lorafleet.workers.openai.errors import internal_error_response, on_http_exception, on_lorafleet_error
@@ -28,24 +31,24 @@ from lorafleet.workers.openai.service import health, metrics, version
 from lorafleet.workers.openai.tokenize import detokenize, tokenize
 
 Handler = Callable[[Front, Request], Awaitable[Response]]
-Route = tuple[str, str, Handler]
+Route = tuple[str, str, Needed, Handler]  # method, path, what a key must open, handler
 GetFront = Callable[[], Front | None]
 
 ROUTES: tuple[Route, ...] = (
-    ("POST", "/v1/completions", completions),
-    ("POST", "/v1/chat/completions", chat),
-    ("POST", "/generate", generate),
-    ("GET", "/v1/models", list_models),
-    ("GET", "/v1/models/{model:path}", show_model),
-    ("POST", "/tokenize", tokenize),
-    ("POST", "/detokenize", detokenize),
-    ("POST", "/v1/load_lora_adapter", load_lora_adapter),
-    ("POST", "/v1/unload_lora_adapter", unload_lora_adapter),
-    ("GET", "/health", health),
-    ("GET", "/ping", health),
-    ("POST", "/ping", health),
-    ("GET", "/version", version),
-    ("GET", "/metrics", metrics),
+    ("POST", "/v1/completions", "infer", completions),
+    ("POST", "/v1/chat/completions", "infer", chat),
+    ("POST", "/generate", "infer", generate),
+    ("GET", "/v1/models", "infer", list_models),
+    ("GET", "/v1/models/{model:path}", "infer", show_model),
+    ("POST", "/tokenize", "infer", tokenize),
+    ("POST", "/detokenize", "infer", detokenize),
+    ("POST", "/v1/load_lora_adapter", "loading", load_lora_adapter),
+    ("POST", "/v1/unload_lora_adapter", "loading", unload_lora_adapter),
+    ("GET", "/health", "open", health),
+    ("GET", "/ping", "open", health),
+    ("POST", "/ping", "open", health),
+    ("GET", "/version", "open", version),
+    ("GET", "/metrics", "metrics", metrics),
 )
 CLIENT_LEFT = 499  # nginx's status for a client that went away before its answer
 
@@ -56,28 +59,32 @@ logger = logging.getLogger("lorafleet.http")
 
 def build_api(get_front: GetFront, more_routes: Sequence[Route] = ()) -> FastAPI:
     api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False, openapi_url=None)
-    for method, path, handler in (*ROUTES, *more_routes):
+    for method, path, needed, handler in (*ROUTES, *more_routes):
         # Plain routes: a handler reads its body itself, so FastAPI's own parsing would be work done twice.
-        api.add_route(path, _endpoint(handler, path, get_front), methods=[method], name=handler.__name__)
+        api.add_route(path, _endpoint(handler, path, needed, get_front), methods=[method], name=handler.__name__)
     api.add_exception_handler(LorafleetError, on_lorafleet_error)
     api.add_exception_handler(HTTPException, on_http_exception)
     api.add_middleware(CountRequests, get_front=get_front)
     return api
 
 
-def _endpoint(handler: Handler, path: str, get_front: GetFront) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    handler: Handler, path: str, needed: Needed, get_front: GetFront
+) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         request.scope[_ENDPOINT] = path
         front = get_front()
         if front is None:
             raise Overloaded("This replica is starting; try again in a moment.")
+        set_caller(request.scope, front.gate.caller(sent_key(request.headers), needed))
         return await handler(front, request)
 
     return endpoint
 
 
 class CountRequests:
-    """Around every request: counts it by its status, and turns an unforeseen exception into a 500 with a body."""
+    """Around every request: counts it by its status, ends its admission, and turns an unforeseen exception into a 500
+    with a body."""
 
     def __init__(self, app: ASGIApp, get_front: GetFront) -> None:
         self._app = app
@@ -93,6 +100,10 @@ class CountRequests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                admission = admission_of(scope)
+                if admission is not None:
+                    headers = [(name.encode(), value.encode()) for name, value in admission.headers.items()]
+                    message = {**message, "headers": [*message["headers"], *headers]}
             await send(message)
 
         try:
@@ -105,6 +116,9 @@ class CountRequests:
                 raise  # the answer has begun: only breaking the connection tells the client
             await internal_error_response()(scope, receive, noting_status)
         finally:
+            admission = admission_of(scope)
+            if admission is not None:
+                admission.end()
             front = self._get_front()
             if front is not None:
                 front.metrics.count_request(scope.get(_ENDPOINT, "unknown"), label_of_request(scope), status)

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
 from lorafleet.workers.openai.front import Front, ServedModel
@@ -27,7 +28,9 @@ async def chat(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, ChatRequest)
     async with deadline.while_finding_models():
-        model = await front.model(body.model, draw_key(request, body.request_id, body.seed), body.lora_weights)
+        model = await front.model(
+            caller_of(request), body.model, draw_key(request, body.request_id, body.seed), body.lora_weights
+        )
     label_request(request.scope, front.label(model))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = read_params(front, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
@@ -35,7 +38,7 @@ async def chat(front: Front, request: Request) -> Response:
     fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = Envelope(request_id(request, "chatcmpl-", body.request_id), kind, front.config.base_id)
-    samples = make_samples(front, envelope.id, [Task(prompt, model, fitted(params, fit))], deadline)
+    samples = await make_samples(front, request, envelope.id, [Task(prompt, model, fitted(params, fit))], deadline)
     answer = _Answer(front, body, samples, envelope)
     return answer.stream() if body.stream else WholeReply(answer.whole)
 

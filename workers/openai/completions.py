@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
 from lorafleet.workers.openai.front import Front, ServedModel
@@ -32,7 +33,9 @@ async def completions(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, CompletionRequest)
     async with deadline.while_finding_models():
-        model = await front.model(body.model, draw_key(request, body.request_id, body.seed), body.lora_weights)
+        model = await front.model(
+            caller_of(request), body.model, draw_key(request, body.request_id, body.seed), body.lora_weights
+        )
     label_request(request.scope, front.label(model))
     scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only
     asked = 1 if scoring else body.max_tokens
@@ -41,7 +44,7 @@ async def completions(front: Front, request: Request) -> Response:
     fits = [fit_max_tokens(front, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
     envelope = Envelope(request_id(request, "cmpl-", body.request_id), "text_completion", front.config.base_id)
     tasks = [Task(prompt, model, fitted(params, fit), scoring) for prompt, fit in zip(prompts, fits, strict=True)]
-    answer = _Answer(front, body, make_samples(front, envelope.id, tasks, deadline), envelope)
+    answer = _Answer(front, body, await make_samples(front, request, envelope.id, tasks, deadline), envelope)
     return answer.stream() if body.stream else WholeReply(answer.whole)
 
 

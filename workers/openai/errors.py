@@ -32,6 +32,7 @@ from lorafleet.workers.errors import (
     Overloaded,
     QueueFull,
     QueueTimeout,
+    QuotaExceeded,
     RankTooLarge,
     StoreError,
     Unauthorized,
@@ -66,6 +67,7 @@ TABLE: dict[type[LorafleetError], HttpError] = {
     InvalidAdapterName: HttpError(400, _INVALID, "invalid_adapter_name"),
     Overloaded: HttpError(503, "server_error", "overloaded"),
     QueueFull: HttpError(429, "rate_limit_error", "queue_full"),
+    QuotaExceeded: HttpError(429, "rate_limit_error", "rate_limit_exceeded"),
     QueueTimeout: HttpError(429, "rate_limit_error", "queue_timeout"),
     StoreError: HttpError(503, "server_error", "store_error"),
     CatalogueDamaged: HttpError(500, "server_error", "catalogue_damaged"),
@@ -88,6 +90,8 @@ def error_response(error: LorafleetError) -> Response:
     headers = None
     if isinstance(error, Overloaded):
         headers = {"retry-after": str(math.ceil(error.retry_after_s))}
+        if isinstance(error, QuotaExceeded):
+            headers |= error.headers
     elif status == 401:
         headers = {"www-authenticate": "Bearer"}
     elif status == 503:

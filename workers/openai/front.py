@@ -16,7 +16,10 @@ from lorafleet.workers.adapter_language import Language, LanguageReader
 from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, ModelNotFound
 from lorafleet.workers.lora import mixing
 from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.openai.admission import Quotas
 from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
+from lorafleet.workers.openai.caller import Caller
+from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.openai.languages import AdapterLanguages, OpenFiles, open_local
 from lorafleet.workers.openai.metrics import Metrics
 from lorafleet.workers.template_sandbox import TemplateSandbox
@@ -46,7 +49,8 @@ class FrontConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One request's model. `name` is as the client wrote it, so that its answer carries the same name.
+    """One request's model, for the caller that named it. `name` is as the client wrote it, so that its answer carries
+    the same name.
 
     language: what it is written in. fetched: its adapter was brought to this node while the request waited for it.
     fallback_reason: why the base answers in the place of an adapter that cannot be read.
@@ -55,6 +59,7 @@ class ServedModel:
     name: str
     lora: LoRARequest | None
     language: Language
+    caller: Caller
     fetched: bool = False
     fallback_reason: str | None = None
 
@@ -65,7 +70,8 @@ class ServedModel:
 
 class Front:
     """scrape: the metrics of all replicas; None where there is only this one. fetched_since: whether an adapter, by its
-    digest, was brought to this node since then (time.monotonic). open_files: for its tokenizer's files."""
+    digest, was brought to this node since then (time.monotonic). open_files: for its tokenizer's files. gate: knows
+    whom a request comes from. quotas: what callers may ask for; None limits nobody."""
 
     def __init__(
         self,
@@ -76,6 +82,8 @@ class Front:
         scrape: Callable[[], Awaitable[bytes]] | None = None,
         fetched_since: Callable[[str, float], bool] = lambda _digest, _since_s: False,
         open_files: OpenFiles = open_local,
+        gate: Gate | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -83,6 +91,8 @@ class Front:
         self.catalog = catalog
         self.metrics = Metrics(lambda: engine.stats, config.base_id, config.replica_id)
         self.scrape = scrape
+        self.gate = Gate() if gate is None else gate
+        self.quotas = quotas
         self.templates = TemplateSandbox()
         reader = LanguageReader(tokenizer, engine.hello.vocab_size, engine.hello.eos_token_ids)
         self._languages = AdapterLanguages(reader, engine, open_files)
@@ -113,7 +123,7 @@ class Front:
         return self.engine.dead
 
     async def model(
-        self, name: str | None, key: str | None = None, lora_weights: Sequence[float] | None = None
+        self, caller: Caller, name: str | None, key: str | None = None, lora_weights: Sequence[float] | None = None
     ) -> ServedModel:
         """A base name, an adapter's name, several joined by "+", or SGLang's `base:adapter`; no name means the base
         model, as in vLLM.
@@ -123,29 +133,29 @@ class Front:
         """
         is_base = name is None or name in self.config.served_model_names
         if not is_base and name is not None and mixing.SIGN in name:
-            return await self._served(name, await self._mix(name, key, lora_weights))
+            return await self._served(caller, name, await self._mix(name, key, lora_weights))
         if lora_weights is not None:
             raise InvalidRequest(
                 f"`lora_weights` is of mixed adapters, and `model` names none; name them as in 'a{mixing.SIGN}b'.",
                 "lora_weights",
             )
         if name is None or is_base:
-            return ServedModel(name or self.config.base_id, None, self._languages.base)
+            return ServedModel(name or self.config.base_id, None, self._languages.base, caller)
         came_s = time.monotonic()
         try:
             lora = await self._adapter(name, key)
         except ModelNotFound:
             raise ModelNotFound(f"The model `{name}` does not exist.", "model") from None
-        served = await self._served(name, lora)
+        served = await self._served(caller, name, lora)
         return replace(served, fetched=self._fetched_since(lora.digest, came_s))
 
-    async def _served(self, name: str, lora: LoRARequest) -> ServedModel:
+    async def _served(self, caller: Caller, name: str, lora: LoRARequest) -> ServedModel:
         try:
-            return ServedModel(name, lora, await self._languages.of(lora))
+            return ServedModel(name, lora, await self._languages.of(lora), caller)
         except AdapterError as error:
             if not self.engine.hello.falls_back_to_base:
                 raise
-            return ServedModel(name, None, self._languages.base, fallback_reason=error.message)
+            return ServedModel(name, None, self._languages.base, caller, fallback_reason=error.message)
 
     async def _mix(self, name: str, key: str | None, weights: Sequence[float] | None) -> LoRARequest:
         bases = self.config.served_model_names

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import draw_key, request_id
 from lorafleet.workers.openai.front import Front, ServedModel
@@ -62,7 +63,7 @@ async def generate(front: Front, request: Request) -> Response:
     label_request(request.scope, front.label(models[0]))
     tasks = [_make_task(front, body, *one) for one in zip(prompts, models, sampling, strict=True)]
     rids = _read_rids(request, body, len(prompts))
-    samples = make_samples(front, rids[0], tasks, deadline)
+    samples = await make_samples(front, request, rids[0], tasks, deadline)
     ids = [rid for rid, task in zip(rids, tasks, strict=True) for _ in range(task.params.n)]
     results = [_Result(body, sample, rid) for sample, rid in zip(samples, ids, strict=True)]
     if body.stream:
@@ -136,7 +137,7 @@ async def _read_models(
         asked.append((body.model if name is None else name, key))
     for name, key in asked:
         if (name, key) not in models:
-            models[name, key] = await front.model(name, key)
+            models[name, key] = await front.model(caller_of(request), name, key)
     return [models[one] for one in asked]
 
 

@@ -12,8 +12,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from starlette.requests import Request
+
 from lorafleet.workers.errors import EngineDead, InvalidRequest, LorafleetError
 from lorafleet.workers.messages import EngineRequest, FinishReason
+from lorafleet.workers.openai.admission import set_admission
+from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.metrics import Stopwatch
@@ -115,6 +119,8 @@ class Sample:
         self.fallback_reason = delta.fallback_reason or self.fallback_reason
 
     def _count(self, watch: Stopwatch) -> None:
+        if self._front.quotas is not None:
+            self._front.quotas.charge(self.model.caller, self.num_tokens)
         num_prompt = len(self.prompt.token_ids) if self.counts_prompt else 0
         self._front.metrics.count_sequence(self._label, num_prompt, self.num_tokens, watch, self._ended)
 
@@ -195,10 +201,18 @@ def fallback_of(samples: Sequence[Sample]) -> dict[str, str] | None:
     return None
 
 
-def make_samples(front: Front, request_id: str, tasks: Sequence[Task], deadline: Deadline) -> list[Sample]:
+async def make_samples(
+    front: Front, request: Request, request_id: str, tasks: Sequence[Task], deadline: Deadline
+) -> list[Sample]:
+    """Raises QuotaExceeded where the caller has used up what it may ask for."""
     total = sum(task.params.n for task in tasks)
     if total > MAX_SAMPLES:
         raise InvalidRequest(f"prompts x n is {total}; at most {MAX_SAMPLES} answers in one request.", "n")
+    if front.quotas is not None:
+        num_prompt_tokens = sum(len(task.prompt.token_ids) for task in tasks)
+        admission = await front.quotas.admit(caller_of(request), num_prompt_tokens)
+        if admission is not None:
+            set_admission(request.scope, admission)
     samples: list[Sample] = []
     group = f"{request_id}-{next(_numbers)}"
     for task in tasks:

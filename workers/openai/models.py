@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.responses import json_response
 
@@ -18,7 +19,7 @@ async def list_models(front: Front, _: Request) -> Response:
 
 async def show_model(front: Front, request: Request) -> Response:
     """Any name that a request could give, listed or not."""
-    model = await front.model(request.path_params["model"])
+    model = await front.model(caller_of(request), request.path_params["model"])
     if model.lora is None:
         return json_response(_base_card(front, model.name))
     return json_response(_adapter_card(front, model.lora, model.name))

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.prompts import checked_ids, encode, render_chat
@@ -15,7 +16,7 @@ from lorafleet.workers.openai.responses import json_response
 
 async def tokenize(front: Front, request: Request) -> Response:
     body = await read_body(front, request, TokenizeRequest)
-    model = await front.model(body.model)
+    model = await front.model(caller_of(request), body.model)
     text, special = await _text(front, model, body)
     token_ids = await encode(front, model, text, add_special_tokens=special)
     return json_response(
@@ -42,6 +43,6 @@ async def _text(front: Front, model: ServedModel, body: TokenizeRequest) -> tupl
 
 async def detokenize(front: Front, request: Request) -> Response:
     body = await read_body(front, request, DetokenizeRequest)
-    model = await front.model(body.model)
+    model = await front.model(caller_of(request), body.model)
     tokens = checked_ids(front, model, body.tokens, "tokens")
     return json_response({"prompt": model.tokenizer.decode(tokens, skip_special_tokens=False)})
