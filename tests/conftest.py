@@ -1,4 +1,4 @@
-"""Fixtures that several folders share. Models and adapters are made once a session."""
+"""Fixtures that several folders share, and which tests run in one process: see README.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing by more, and threads that spin cost the others
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -46,6 +47,15 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
     },
     "router": {"target_modules": [], "target_parameters": ["gate.weight", "gate_up_proj"], "use_rslora": True},
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests stay together, as they share its fixtures; xdist_group joins files that share a server."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            file = item.path.relative_to(Path(__file__).parent).with_suffix("")
+            item.add_marker(pytest.mark.xdist_group(str(file)))
 
 
 class Fleet:

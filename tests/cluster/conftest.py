@@ -1,10 +1,15 @@
-"""A model small enough to be made on the spot, and adapters for it."""
+"""A model small enough to be made on the spot, adapters for it, and a server of them that several files share."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+
+from tests.cluster.harness import ADMIN_KEY, SharedServer, serving
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +50,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         get_peft_model(base, wanted).save_pretrained(folder / f"a{number}")
     return folder / "model"
+
+
+@pytest.fixture(scope="session")
+def shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """Two replicas of `base` behind HAProxy. ref0, ref1 and ref2 are adapters of its own, `cold` one that a resolver
+    finds. Who asks for it says `pytestmark = pytest.mark.xdist_group("shared_server")`, and changes none of these."""
+    folder = tmp_path_factory.mktemp("shared")
+    resolver_dir = folder / "resolved"
+    shutil.copytree(tiny_model.parent / "a2", resolver_dir / "cold")
+    modules = [f"ref{i}={tiny_model.parent / f'a{i}'}" for i in range(3)]
+    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--num-replicas", "2"]
+    arguments += ["--kv-cache-tokens", "8192", "--max-loras", "4", "--lora-modules", *modules]
+    arguments += ["--lora-resolver-dir", str(resolver_dir)]
+    arguments += ["--admin-key", ADMIN_KEY, "--allow-runtime-lora-updating"]
+    with (
+        serving(arguments, folder / "serve.log") as running,
+        httpx.Client(base_url=running.url, timeout=120, headers={"authorization": f"Bearer {ADMIN_KEY}"}) as http,
+    ):
+        yield SharedServer(running, http, folder / "state", resolver_dir)

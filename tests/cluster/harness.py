@@ -5,29 +5,60 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 from openai import AsyncOpenAI
 
 START_S = 300.0  # Ray, torch and transformers are imported by several processes on few cores; FlashInfer may compile
-STOP_S = 30.0
+STOP_S = 60.0
+ADMIN_KEY = "the admin key"
 
 
 class ServerFailed(AssertionError):
     """The server ended, or was not ready in time; the message has what it printed."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    url: str
+    pid: int
+
+    def processes(self, name: str) -> list[int]:
+        """Process ids of its descendants, see descendants_named."""
+        return descendants_named(self.pid, name)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedServer:
+    """See conftest.py."""
+
+    running: RunningServer
+    http: httpx.Client  # with the admin key
+    state_dir: Path
+    resolver_dir: Path
+
+
 @contextlib.contextmanager
 def running_server(arguments: Sequence[str], log_file: Path, stop_signal: int = signal.SIGINT) -> Iterator[str]:
-    """`lorafleet serve` with these arguments on a free port; yields its URL.
+    """As serving() does; yields the URL."""
+    with serving(arguments, log_file, stop_signal) as server:
+        yield server.url
+
+
+@contextlib.contextmanager
+def serving(arguments: Sequence[str], log_file: Path, stop_signal: int = signal.SIGINT) -> Iterator[RunningServer]:
+    """`lorafleet serve` with these arguments on a free port.
 
     Afterwards: exit status 0, and none of its processes left. log_file gets what it printed.
     """
@@ -35,7 +66,7 @@ def running_server(arguments: Sequence[str], log_file: Path, stop_signal: int = 
     process = start_server([*arguments, "--port", str(port)], log_file)
     try:
         wait_until_ready(process, log_file)
-        yield f"http://127.0.0.1:{port}"
+        yield RunningServer(f"http://127.0.0.1:{port}", process.pid)
     finally:
         status, left = stop_server(process, stop_signal)
     assert left == [], f"processes left: {left}"
@@ -61,7 +92,8 @@ async def greedy_answers(url: str, jobs: Sequence[tuple[list[int], str | None]])
 
 def start_server(arguments: Sequence[str], log_file: Path) -> subprocess.Popen[bytes]:
     """In a session of its own, so that a signal to the test does not reach it; its catalogue is beside the log."""
-    command = [sys.executable, "-c", "from lorafleet.cluster.cli import main; main()", "serve", *arguments]
+    program = "from lorafleet.cluster.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", "--cpu-threads", "1", *arguments]
     environment = os.environ | {"LORAFLEET_STATE_DIR": str(log_file.parent / "state")}
     with log_file.open("wb") as log:
         return subprocess.Popen(
@@ -98,9 +130,14 @@ def stop_server(process: subprocess.Popen[bytes], stop_signal: int) -> tuple[int
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Of those that nobody is given without asking: between now and the server's start others connect and listen."""
+    ports = list(range(30_000, 32_768))
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def descendants_named(pid: int, name: str) -> list[int]:

@@ -12,7 +12,6 @@ from tests.workers.lora.kinds.harness import TOKENS, make, make_base, peft_logit
 from tests.workers.lora.kinds.test_against_peft import KINDS
 from tiny_models import tokenizer
 
-pytestmark = pytest.mark.timeout(300)
 FAMILY = "qwen2 with text"
 SERVED = (
     "DoRA", "DoRA on the embedding", "PiSSA", "all biases, on B too", "AdaLoRA", "LoHa", "LoKr, none factored", "IA3",

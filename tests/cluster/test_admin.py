@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,17 @@ from openai import AsyncOpenAI
 from typer.testing import CliRunner
 
 from lorafleet.cluster.cli import app
-from tests.cluster.harness import descendants_named, running_server
+from tests.cluster.harness import ADMIN_KEY, SharedServer
 
-pytestmark = pytest.mark.timeout(600)
-KEY = "the admin key"
-HEADERS = {"authorization": f"Bearer {KEY}"}
+pytestmark = pytest.mark.xdist_group("shared_server")
 PROMPT = [40, 41, 42, 43, 44, 45]
 NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("log")
-
-
-@pytest.fixture(scope="module")
-def http(tiny_model: Path, state_dir: Path) -> Iterator[httpx.Client]:
+def http(shared_server: SharedServer) -> httpx.Client:
     """ref0, ref1 and ref2 say what the adapters answer."""
-    modules = [f"ref{i}={tiny_model.parent / f'a{i}'}" for i in range(3)]
-    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--num-replicas", "2"]
-    arguments += ["--kv-cache-tokens", "8192", "--max-loras", "4", "--admin-key", KEY, "--allow-runtime-lora-updating"]
-    arguments += ["--lora-modules", *modules]
-    with (
-        running_server(arguments, state_dir / "serve.log") as url,
-        httpx.Client(base_url=url, timeout=120, headers=HEADERS) as client,
-    ):
-        yield client
+    return shared_server.http
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +62,7 @@ def error_of(response: httpx.Response) -> tuple[int, str]:
 
 
 def cli(http: httpx.Client, *arguments: str) -> Any:
-    done = CliRunner().invoke(app, ["adapters", *arguments, "--url", str(http.base_url), "--admin-key", KEY])
+    done = CliRunner().invoke(app, ["adapters", *arguments, "--url", str(http.base_url), "--admin-key", ADMIN_KEY])
     assert done.exit_code == 0, done.output
     return json.loads(done.output)
 
@@ -99,7 +83,7 @@ def test_without_the_key_nothing_is_told_or_done(http: httpx.Client) -> None:
 
 
 def test_the_command_line_pushes_a_folder_moves_rolls_back_and_removes(
-    http: httpx.Client, tiny_model: Path, answers: list[list[int]], state_dir: Path
+    http: httpx.Client, tiny_model: Path, answers: list[list[int]], shared_server: SharedServer
 ) -> None:
     for number in (0, 1):
         shown = cli(http, "push", "org/tool", str(tiny_model.parent / f"a{number}"), "--replicas", "2")
@@ -115,7 +99,7 @@ def test_the_command_line_pushes_a_folder_moves_rolls_back_and_removes(
     assert len(cli(http, "prefetch", "org/tool", "--replicas", "2")["replicas"]) == 2
     assert "org/tool" in [one["id"] for one in cli(http, "list")["data"]]
     digests = {one["digest"] for one in cli(http, "show", "org/tool")["versions"]}
-    [stored] = (state_dir / "state" / "catalogues").glob("*/adapters")
+    [stored] = (shared_server.state_dir / "catalogues").glob("*/adapters")
     assert digests <= set(os.listdir(stored))
     assert cli(http, "remove", "org/tool")["removed"]
     assert digests.isdisjoint(os.listdir(stored))
@@ -244,11 +228,11 @@ async def test_a_canary_gets_its_share_of_openais_clients_until_it_is_everything
 
 
 def test_a_directory_killed_at_any_moment_loses_nothing_that_was_acknowledged(
-    http: httpx.Client, tiny_model: Path, answers: list[list[int]]
+    http: httpx.Client, tiny_model: Path, answers: list[list[int]], shared_server: SharedServer
 ) -> None:
     for delay_s in (0.0, 0.05, 0.3):
         push(http, tiny_model, "kept", 0)
-        [directory] = descendants_named(os.getpid(), "DirectoryActor")
+        [directory] = shared_server.running.processes("DirectoryActor")
         time.sleep(delay_s)
         os.kill(directory, signal.SIGKILL)
         killed = time.monotonic()

@@ -48,7 +48,6 @@ def test_less_than_num_replicas_is_refused() -> None:
         parse_args({"model": "m", "num_replicas": 3, "max_replicas": 2})
 
 
-@pytest.mark.timeout(600)
 def test_replicas_come_under_load_and_go_after_it(tiny_model: Path, tmp_path: Path) -> None:
     arguments = [
         "--model",

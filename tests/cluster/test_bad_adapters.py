@@ -33,7 +33,6 @@ from tests.cluster.harness import descendants_named, running_server
 from tests.workers.lora.conftest import AdapterDir, make_base, peft_warnings_ignored
 from tests.workers.lora.test_bad_adapters import CANARY, CASES, SECRET
 
-pytestmark = pytest.mark.timeout(600)
 WALL_S = 10.0  # a refusal takes some hundredths of a second; the machine may have other work
 CPU_S = 2.0  # of all processes together, for the same adapter twice and the neighbour's tokens
 READ_BYTES = 48 << 20  # by all of them, sockets included

@@ -23,7 +23,7 @@ from lorafleet.cluster.routing import ReplicaChooser, Tier
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import EngineStats
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("_cluster")]
+pytestmark = pytest.mark.usefixtures("_cluster")
 NUM_REPLICAS = 8
 PATIENCE_S = 60.0
 

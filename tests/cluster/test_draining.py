@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.cluster.harness import descendants_named
 from tests.cluster.nodes import Nodes, running_nodes
 
-pytestmark = pytest.mark.timeout(600)
 NAMES = [f"t{i}" for i in range(12)]
 
 

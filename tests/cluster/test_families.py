@@ -10,7 +10,6 @@ from openai import AsyncOpenAI
 from tests.cluster.harness import running_server
 from tiny_models import has_experts
 
-pytestmark = pytest.mark.timeout(300)
 KINDS = ("all", "rslora", "regex")
 EXPERT_KINDS = ("layered", "router", "down")
 

@@ -21,7 +21,6 @@ from openai import OpenAI
 from tests.cluster.harness import greedy_answers, running_server
 from tiny_models import ALL_TARGETS, make_adapter, tokenizer
 
-pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-3
 KINDS = ["all", "qv", "rslora", "patterns", "layers", "regex", "linear", "large"]
 TEXT = "the answer of the harbour "

@@ -10,8 +10,6 @@ import pytest
 
 from tests.cluster.harness import running_server
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize("policy", ["error", "base"])
 def test_a_lost_adapter_is_an_error_or_says_that_the_base_answered(tiny_model: Path, tmp_path: Path, policy: str):

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.harness import running_server
 
-pytestmark = pytest.mark.timeout(600)
 LONG = 900  # tokens: seconds on a CPU
 REPLICAS, RUNNING, WAITING = 2, 2, 1
 

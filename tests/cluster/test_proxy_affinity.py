@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lorafleet.cluster.proxy_affinity import SESSION_HEADER, TellRoute
@@ -84,7 +83,6 @@ async def test_a_client_that_leaves_and_what_is_no_post_are_passed_on() -> None:
     assert len(app.headers) == 1
 
 
-@pytest.mark.timeout(400)
 def test_behind_serves_own_proxy_each_adapter_is_read_by_one_replica_only(tiny_model: Path, tmp_path: Path) -> None:
     for i, name in enumerate(NAMES):
         shutil.copytree(tiny_model.parent / "a0", tmp_path / "adapters" / name)

@@ -16,8 +16,6 @@ from lorafleet.workers.lora.files import folder_digest
 from s3_server import BUCKET, KEY, SECRET, RadosGateway
 from tests.cluster.harness import running_server
 
-pytestmark = pytest.mark.timeout(400)
-
 
 def metrics_of(url: str) -> dict[tuple[str, str], float]:
     """By name and outcome."""

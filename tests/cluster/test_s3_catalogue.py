@@ -26,7 +26,6 @@ from lorafleet.cluster.cli import app
 from s3_server import BUCKET, KEY, SECRET, RadosGateway, write_credentials
 from tests.cluster.harness import running_server
 
-pytestmark = pytest.mark.timeout(600)
 ADMIN_KEY = "the admin key"
 CATALOGUE = f"s3://{BUCKET}/catalogue"
 PROMPT = [40, 41, 42, 43, 44, 45]

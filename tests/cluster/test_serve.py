@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,32 +13,19 @@ import pytest
 
 from lorafleet.workers.openai.front import MAX_BODY_BYTES
 from tests.cluster.harness import (
-    descendants_named,
+    SharedServer,
     free_port,
     running_server,
     start_server,
     stop_server,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.xdist_group("shared_server")
 
 
 @pytest.fixture(scope="module")
-def resolver_dir(tiny_model: Path) -> Path:
-    folder = tiny_model.parent / "resolved"
-    shutil.copytree(tiny_model.parent / "a2", folder / "cold")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def client(tiny_model: Path, resolver_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Two replicas, one adapter from the start, direct streaming."""
-    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--num-replicas", "2"]
-    arguments += ["--lora-modules", f"a0={tiny_model.parent / 'a0'}", "--allow-runtime-lora-updating"]
-    arguments += ["--lora-resolver-dir", str(resolver_dir), "--kv-cache-tokens", "4096"]
-    log_file = tmp_path_factory.mktemp("log") / "serve.log"
-    with running_server(arguments, log_file) as url, httpx.Client(base_url=url, timeout=60) as http:
-        yield http
+def client(shared_server: SharedServer) -> httpx.Client:
+    return shared_server.http
 
 
 def answer(client: httpx.Client, model: str) -> httpx.Response:
@@ -60,7 +45,7 @@ def logprobs(client: httpx.Client, model: str) -> list[float]:
 
 
 def test_adapters_answer_differently_from_the_base(client: httpx.Client) -> None:
-    assert logprobs(client, "base") != logprobs(client, "a0")
+    assert logprobs(client, "base") != logprobs(client, "ref0")
 
 
 def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
@@ -69,7 +54,7 @@ def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
 
 
 def test_a_resolved_adapter_is_served_when_first_asked_for(client: httpx.Client) -> None:
-    assert logprobs(client, "cold") not in (logprobs(client, "base"), logprobs(client, "a0"))
+    assert logprobs(client, "cold") not in (logprobs(client, "base"), logprobs(client, "ref0"))
 
 
 def test_loading_replacing_and_unloading_reach_every_replica_before_they_return(
@@ -96,7 +81,7 @@ def test_loading_replacing_and_unloading_reach_every_replica_before_they_return(
 
 
 def test_a_body_over_the_proxys_buffer_is_answered(client: httpx.Client) -> None:
-    response = client.post("/v1/completions", json={"prompt": "x" * (9 << 20), "model": "a0"})
+    response = client.post("/v1/completions", json={"prompt": "x" * (9 << 20), "model": "ref0"})
     assert response.status_code == 400 and "token" in response.text, response.text[:300]
 
 
@@ -106,25 +91,25 @@ def test_a_body_over_the_limit_is_413_through_the_proxy(client: httpx.Client, de
 
 
 def check_body_limit(client: httpx.Client, declared: bool) -> None:
-    body = b'{"model": "a0", "prompt": "%s"}' % (b"x" * MAX_BODY_BYTES)
+    body = b'{"model": "base", "prompt": "%s"}' % (b"x" * MAX_BODY_BYTES)
     pieces = (body[start : start + (1 << 20)] for start in range(0, len(body), 1 << 20))
     response = client.post("/v1/completions", content=body if declared else pieces)
     assert response.status_code == 413, response.text[:300]
     assert response.json()["error"]["code"] == "body_too_large"
     assert str(MAX_BODY_BYTES) in response.json()["error"]["message"]
-    assert answer(client, "a0").status_code == 200
+    assert answer(client, "base").status_code == 200
 
 
-def test_a_dead_worker_is_replaced(client: httpx.Client) -> None:
-    workers = descendants_named(os.getpid(), "WorkerActor")
+def test_a_dead_worker_is_replaced(client: httpx.Client, shared_server: SharedServer) -> None:
+    workers = shared_server.running.processes("WorkerActor")
     assert len(workers) == 2
-    before = logprobs(client, "a0")
+    before = logprobs(client, "ref0")
     os.kill(workers[0], signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while len(set(descendants_named(os.getpid(), "WorkerActor")) - {workers[0]}) < 2:
+    while len(set(shared_server.running.processes("WorkerActor")) - {workers[0]}) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert logprobs(client, "a0") == before
+    assert logprobs(client, "ref0") == before
 
 
 def test_a_bad_adapter_fails_the_start_in_one_line(tiny_model: Path, tmp_path: Path) -> None:

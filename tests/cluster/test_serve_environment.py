@@ -10,9 +10,10 @@ def test_two_servers_on_one_machine_take_different_replica_ports():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         assert not serve_environment._is_free(taken.getsockname()[1])
-    first = serve_environment._free_range()
     with socket.socket() as replica:
         replica.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        replica.bind(("127.0.0.1", first))
+        replica.bind(("127.0.0.1", 0))
         replica.listen()
-        assert all(serve_environment._free_range() != first for _ in range(50))
+        assert not serve_environment._is_free(replica.getsockname()[1])
+    held = serve_environment._hold_range()
+    assert not serve_environment._is_free(held), "long before a replica listens there"

@@ -27,7 +27,6 @@ from tests.cluster.harness import (
     stop_server,
 )
 
-pytestmark = pytest.mark.timeout(300)
 KINDS = ("all", "qv", "large")
 
 

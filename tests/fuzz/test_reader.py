@@ -49,7 +49,7 @@ SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-pytestmark = pytest.mark.timeout(FUZZ_S + 300)
+pytestmark = pytest.mark.timeout(FUZZ_S + 600)
 
 
 class Target:

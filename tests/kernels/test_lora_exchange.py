@@ -17,7 +17,6 @@ pytestmark = needs_gpu
 SHAPES = [(8, 1, 12), (8, 64, 12), (2, 1, 16), (2, 64, 16), (1, 300, 7), (3, 1000, 48), (8, 64, 48)]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("exchange", ["gather", "reduce"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_equals_all_ranks_sums_over_splits(num_ranks: int, exchange: Literal["gather", "reduce"]) -> None:

@@ -35,7 +35,6 @@ def sums(
     return rank_sum_add_rms_norm(LinearOutput(x, delta), residual, NormWeight(weight), EPS, areas, branch)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("size", "dtype", "bound"),
     [(4096, torch.bfloat16, 0.01), (4096, torch.float16, 0.002), (96, torch.float32, 1e-5), (77, torch.bfloat16, 0.01)],
@@ -70,7 +69,6 @@ def test_equals_the_sum_of_all_ranks_rows(num_ranks: int, size: int, dtype: torc
     assert ranks.is_empty
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("size", "dtype", "bound"), [(2304, torch.bfloat16, 0.02), (96, torch.float32, 1e-5)])
 def test_a_branch_may_have_a_norm_of_its_own(size: int, dtype: torch.dtype, bound: float) -> None:
     torch.manual_seed(2)
@@ -95,7 +93,6 @@ def test_a_branch_may_have_a_norm_of_its_own(size: int, dtype: torch.dtype, boun
     assert ranks.is_empty
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("size", "dtype", "bound"), [(4096, torch.bfloat16, 0.02), (96, torch.float32, 1e-5)])
 def test_tokens_with_vectors_of_their_own(size: int, dtype: torch.dtype, bound: float) -> None:
     """Each rank scales and biases its own part; the norm's weights are the same on all. Few rows: both ranks' must find

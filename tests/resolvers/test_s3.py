@@ -39,8 +39,6 @@ Read = Callable[[Path], dict[str, bytes]]
 WEIGHTS = "adapter_model.safetensors"
 LARGE = 20_000_000  # three parts
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:

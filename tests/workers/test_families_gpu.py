@@ -81,7 +81,6 @@ def save_adapter(folder: Path, base: Path) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_base_and_adapters_agree_with_transformers_in_bf16(tmp_path, prompt, family, backend):
@@ -113,7 +112,6 @@ def test_base_and_adapters_agree_with_transformers_in_bf16(tmp_path, prompt, fam
     assert mean(ours) < 1.5 * mean(theirs) + 0.002
 
 
-@pytest.mark.timeout(300)
 def test_graphs_turn_by_each_sequences_length(tmp_path, prompt):
     """Dynamic NTK, whose angles change with every token past the trained length."""
     pytest.importorskip("flashinfer")

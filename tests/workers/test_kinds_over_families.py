@@ -55,7 +55,6 @@ def save(folder: Path, base: Path, config: PeftConfig) -> Path:
     return folder
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi3_partial"])
 def test_adapters_of_all_kinds_answer_in_one_batch_as_peft_does(tmp_path, prompt, family):
     base = make_model(tmp_path / "base", family, num_hidden_layers=2, initializer_range=0.1)

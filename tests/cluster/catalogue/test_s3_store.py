@@ -17,7 +17,7 @@ from lorafleet.cluster.catalogue.s3_store import S3Store
 from lorafleet.workers.errors import AdapterMissing, StoreError
 from s3_server import BUCKET, RadosGateway, why_not, write_credentials
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,6 @@ def alone(errors):
     return errors(1, False)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fully", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_logprobs_are_as_near_to_float32_as_those_of_one_gpu(alone, errors, size, fully):
@@ -103,7 +102,6 @@ def test_logprobs_are_as_near_to_float32_as_those_of_one_gpu(alone, errors, size
         assert error < 1.5 * alone[name] + 0.002
 
 
-@pytest.mark.timeout(300)
 def test_a_process_may_have_one_replica_after_another(base, prompt):
     params = [SamplingParams(max_tokens=4, temperature=0, logprobs=0)]
     with ProcessPoolExecutor(1, get_context("spawn")) as process:

@@ -73,7 +73,6 @@ def sums(group: TPGroup, size: int, dtype: torch.dtype) -> list[float]:
     return errors
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("size", "dtype", "bound"), [(4096, torch.bfloat16, 0.01), (96, torch.float32, 1e-5)])
 def test_equals_the_sum_of_all_ranks_rows(size: int, dtype: torch.dtype, bound: float) -> None:
     found = on_ranks(2, sums, size, dtype, device="cuda")
