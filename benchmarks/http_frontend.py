@@ -32,7 +32,7 @@ from fastapi.responses import StreamingResponse
 from local_server import cpu_s
 from lorafleet.workers.errors import ModelNotFound
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import AdapterLoaded, EngineHello, EngineRequest, EngineStats, TokenOutput
+from lorafleet.workers.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, TokenOutput
 
 NUM_TOKENS = 100
 ROLES = ("InstantReplica", "AdapterRouter", "haproxy")
@@ -57,7 +57,7 @@ class InstantEngine:
         self.stats = EngineStats()
         self.dead: str | None = None
 
-    def listen_to_loads(self, _: Callable[[AdapterLoaded], None]) -> None:
+    def listen_to_moves(self, _: Callable[[AdapterMove], None]) -> None:
         """Nothing is loaded here."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:

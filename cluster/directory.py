@@ -226,7 +226,10 @@ class AdapterDirectory:
         if not self._loaded:
             return
         async with self._placing_now:
-            await in_slices(self._placer.round(self._clock()))
+            began_s = self._clock()
+            await in_slices(self._placer.round(began_s))
+            self._placer.counts.rounds += 1
+            self._placer.counts.round_seconds += self._clock() - began_s
         self._tell_routers()
 
     # -- replicas -----------------------------------------------------------------------------------------------------
@@ -369,6 +372,10 @@ class AdapterDirectory:
             replicas=len(self.live()),
             placed_adapters=placed.placed,
             homes=placed.homes,
+            placement_rounds=placed.rounds,
+            placement_round_seconds=placed.round_seconds,
+            rebalances=placed.rebalances,
+            placements=placed.placements,
             moves=placed.moves,
             moved_bytes=placed.moved_bytes,
             reads_ahead=placed.reads_ahead + (self._filler.num_told if self._filler is not None else 0),

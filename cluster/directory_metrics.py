@@ -16,6 +16,10 @@ _GAUGES = {
     "homes": "Homes of all placed adapters together.",
 }
 _COUNTERS = {
+    "placement_rounds": "Rounds of placement.",
+    "placement_round_seconds": "Seconds that they took.",
+    "rebalances": "Rounds that gave an adapter another home than those it had.",
+    "placements": "Adapters that were given homes and had none.",
     "moves": "Homes that an adapter was given beside or instead of those it had.",
     "moved_bytes": "Bytes of the adapters at these homes.",
     "reads_ahead": "Adapters that replicas were told to read before they are asked for.",
@@ -30,6 +34,10 @@ class DirectoryCounts(msgspec.Struct, frozen=True):
     replicas: int
     placed_adapters: int
     homes: int
+    placement_rounds: int
+    placement_round_seconds: float
+    rebalances: int
+    placements: int
     moves: int
     moved_bytes: int
     reads_ahead: int

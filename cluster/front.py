@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from lorafleet.cluster.catalog import DirectoryCatalog
+from lorafleet.cluster.client_metrics import ClientMetrics
 from lorafleet.cluster.config import AppArgs
-from lorafleet.resolvers.base import LoRAResolver
 from lorafleet.resolvers.filesystem import FilesystemResolver
 from lorafleet.resolvers.registry import LoRAResolverRegistry
 from lorafleet.resolvers.remote import RemoteResolver
@@ -25,12 +25,16 @@ def make_front(
     engine: EngineClient,
     catalog: DirectoryCatalog,
     store: AdapterStore,
+    resolver: LoRAResolverRegistry | None,
     scrape: Callable[[], Awaitable[bytes]],
     gate: Gate,
 ) -> Front:
     config, fetched_since = front_config(args, replica_id), store.metrics.fetched_since
     front = Front(config, tokenizer, engine, catalog, scrape, fetched_since, store.open, gate)
     front.metrics.add(store.metrics)
+    front.metrics.add(ClientMetrics(engine))
+    if resolver is not None:
+        front.metrics.add(resolver.metrics)
     return front
 
 
@@ -47,7 +51,7 @@ def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
     )
 
 
-def make_resolver(args: AppArgs, store: AdapterStore) -> LoRAResolver | None:
+def make_resolver(args: AppArgs, store: AdapterStore) -> LoRAResolverRegistry | None:
     """In the order of lora_resolvers; those that it does not name come first. None where there is none."""
     registry = LoRAResolverRegistry()
     names = [args.model, *args.base_names]

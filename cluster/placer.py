@@ -36,6 +36,10 @@ class PlacerCounts:
 
     placed: int = 0  # adapters that have homes now
     homes: int = 0  # of them all together, now
+    rounds: int = 0
+    round_seconds: float = 0.0  # with what ran between their slices
+    rebalances: int = 0  # rounds that gave an adapter another home
+    placements: int = 0  # adapters that got homes and had none
     moves: int = 0  # homes of adapters that had some before
     moved_bytes: int = 0
     reads_ahead: int = 0  # that replicas were told of
@@ -133,11 +137,12 @@ class Placer:
                 self._residency.set_placed(one, Placed())
             if at % STEP == 0:
                 yield
-        num_homes = 0
+        num_homes, moves_before = 0, self.counts.moves
         for at, (one, now_at) in enumerate(homes.items()):
             num_homes += len(now_at)
             was_at = before.get(one, ())
             if was_at != now_at:
+                self.counts.placements += not was_at
                 new = len(set(now_at).difference(was_at)) if was_at else 0
                 self.counts.moves += new
                 self.counts.moved_bytes += new * adapters[one].num_bytes
@@ -145,6 +150,7 @@ class Placer:
             if at % STEP == 0:
                 yield
         self.counts.placed, self.counts.homes = len(homes), num_homes
+        self.counts.rebalances += self.counts.moves > moves_before
 
     def _read_ahead(self, adapters: Mapping[str, Adapter]) -> Iterator[None]:
         """Second homes that do not have their adapter yet; the first one is read by the request that makes it one. The

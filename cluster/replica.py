@@ -150,6 +150,7 @@ class EngineReplica:
             engine,
             catalog,
             self._adapter_store,
+            resolver,
             self._scrape,
             Gate(self._args.admin_key),
         )

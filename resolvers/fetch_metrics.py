@@ -55,6 +55,13 @@ class FetchMetrics(Collector):
             registry=self._registry,
         )
 
+    def expect(self, source: str) -> None:
+        """Shown with zeros before it is asked, so that rates begin with its first failure."""
+        for outcome in ("fetched", "cached", "absent", "failed"):
+            self._outcomes.labels(source, outcome)
+        for metric in (self._bytes, self._retries, self._seconds):
+            metric.labels(source)
+
     def told(self, source: str) -> ToldOfSource:
         return ToldOfSource(self._bytes.labels(source), self._retries.labels(source))
 

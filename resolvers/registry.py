@@ -6,11 +6,13 @@ that makes one without arguments. Sharing downloads and remembering misses is th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from lorafleet.resolvers.base import LoRAResolver
-from lorafleet.workers.errors import ConfigError
+from lorafleet.resolvers.resolver_metrics import ResolverMetrics
+from lorafleet.workers.errors import ConfigError, InvalidAdapterName
 from lorafleet.workers.lora.request import LoRARequest
 
 ENTRY_POINT_GROUP = "lorafleet.resolvers"
@@ -20,12 +22,14 @@ class LoRAResolverRegistry:
     """Resolvers by name, asked in the order of their registration: the first hit wins."""
 
     def __init__(self) -> None:
+        self.metrics = ResolverMetrics()
         self._resolvers: dict[str, LoRAResolver] = {}
 
     def register(self, name: str, resolver: LoRAResolver) -> None:
         if name in self._resolvers:
             raise ConfigError(f"two LoRA resolvers are called {name!r}; give one of them another name.")
         self._resolvers[name] = resolver
+        self.metrics.expect(name)
 
     def get(self, name: str) -> LoRAResolver:
         if name not in self._resolvers:
@@ -42,11 +46,23 @@ class LoRAResolverRegistry:
             self.register(name, _load(name))
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        for resolver in self._resolvers.values():
-            found = await resolver.resolve_lora(base_model_name, lora_name)
+        for name, resolver in self._resolvers.items():
+            found = await self._ask(name, resolver, base_model_name, lora_name)
             if found is not None:
                 return found
         return None
+
+    async def _ask(self, name: str, resolver: LoRAResolver, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        started, outcome = time.monotonic(), "failed"
+        try:
+            found = await resolver.resolve_lora(base_model_name, lora_name)
+            outcome = "absent" if found is None else "found"
+            return found
+        except InvalidAdapterName:
+            outcome = "absent"
+            raise
+        finally:
+            self.metrics.asked(name, outcome, time.monotonic() - started)
 
     def _listed(self) -> str:
         return ", ".join(self._resolvers) or "none"

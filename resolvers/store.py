@@ -62,6 +62,8 @@ class AdapterStore:
         if config.hub is not None:
             self._sources["hf"] = HubSource(config.hub)
         self.metrics = FetchMetrics(lambda: self._cache)
+        for scheme in self._sources:
+            self.metrics.expect(scheme)
 
     @property
     def cache(self) -> AdapterCache:

@@ -19,18 +19,22 @@ from lorafleet.workers.errors import AdapterChanged, ContextOverflow, InvalidReq
 from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.lora.worker_manager import LoadCounts, WorkerLoRAManager
+from lorafleet.workers.memory import fixed_memory
 from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, FinishReason, TokenOutput
 from lorafleet.workers.runner import LaunchedStep, ModelRunner, Sampled
 from lorafleet.workers.scheduler import Chunk, Scheduler
 from lorafleet.workers.sequence import UNKNOWN, Sequence
+from lorafleet.workers.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A launched step. ends: how many tokens of each chunk's sequence are computed after it."""
+    """A launched step. ends: how many tokens of each chunk's sequence are computed after it. began_s: of
+    time.perf_counter."""
 
     step: LaunchedStep
     ends: list[int]
+    began_s: float
 
 
 class Engine:
@@ -59,8 +63,8 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._steps = 0
-        self._step_seconds = 0.0
+        self._step_metrics = StepMetrics()
+        self._fixed_memory = fixed_memory(runner.steps, None if scheduler.loras is None else scheduler.loras.slots)
 
     @property
     def has_work(self) -> bool:
@@ -117,7 +121,7 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Launches a step and gives the tokens of the one before, where steps overlap, else its own."""
-        started = time.perf_counter()
+        began_s = time.perf_counter()
         outputs = self._take_in_loads()
         if self._under_way is not None and not self._may_run_ahead():
             outputs += self._collect()
@@ -128,13 +132,11 @@ class Engine:
         self.stalled = not chunks and self._under_way is None
         if self.stalled:
             return outputs
-        launched = self._launch(chunks) if chunks else None
+        launched = self._launch(chunks, began_s) if chunks else None
         outputs += self._collect()
         self._under_way = launched
         if not self._overlap or any(chunk.sequence.needs_history for chunk in chunks):
             outputs += self._collect()
-        self._steps += launched is not None
-        self._step_seconds += time.perf_counter() - started
         return outputs
 
     @property
@@ -163,11 +165,13 @@ class Engine:
             prefix_cache_hits_total=self._kv.hit_tokens,
             preemptions_total=self.scheduler.num_preemptions,
             refused_total=dict(self._admission.refused),
-            steps_total=self._steps,
-            step_seconds_total=self._step_seconds,
+            steps_total=self._step_metrics.num_steps,
+            steps=self._step_metrics.told(self.runner.steps_on_gpu()),
+            memory_bytes=self._memory(),
             lora_slots_total=len(slots.slots) if slots is not None else 0,
             lora_slots_used=len(resident),
             lora_slots_idle=slots.num_idle if slots is not None else 0,
+            lora_slots_pinned=slots.num_pinned if slots is not None else 0,
             lora_adapters_wanted=len({s.lora.digest for s in self._sequences.values() if s.lora is not None}),
             lora_cpu_adapters=len(cpu),
             lora_loads_total=counts.loads,
@@ -185,6 +189,12 @@ class Engine:
             resident_slots=resident,
             resident_cpu=cpu,
         )
+
+    def _memory(self) -> dict[str, int]:
+        if self.loras is None:
+            return self._fixed_memory
+        extra = self.loras.slots.extra_memory.num_bytes * self.runner.steps.model.group.size
+        return self._fixed_memory | {"lora_extra": extra, "lora_cpu": self.loras.cpu_bytes}
 
     def close(self) -> None:
         if self.loras is not None:
@@ -236,11 +246,11 @@ class Engine:
             return False
         return not any(sequence.needs_history for sequence in self.scheduler.running)
 
-    def _launch(self, chunks: list[Chunk]) -> _UnderWay:
+    def _launch(self, chunks: list[Chunk], began_s: float) -> _UnderWay:
         step = self.runner.launch(chunks, self._under_way.step if self._under_way is not None else None)
         for chunk in chunks:
             self.scheduler.launched(chunk)
-        return _UnderWay(step, [chunk.sequence.num_computed for chunk in chunks])
+        return _UnderWay(step, [chunk.sequence.num_computed for chunk in chunks], began_s)
 
     def _collect(self) -> list[TokenOutput]:
         """The tokens of the step under way. What came for sequences that have ended meanwhile is dropped."""
@@ -253,6 +263,7 @@ class Engine:
                 output = self._advance(chunk.sequence, end, sampled)
                 if output is not None:
                     outputs.append(output)
+        self._step_metrics.ended(under_way.step.shape, under_way.began_s)
         return outputs
 
     def _take_in_loads(self) -> list[TokenOutput]:
@@ -297,6 +308,7 @@ class Engine:
             output.num_cached_tokens = sequence.num_cached
             output.queue_s = sequence.started_s - sequence.queued_s
             output.tier = sequence.tier
+            output.lora_rank = self._rank_of(sequence)
             output.fallback_reason = sequence.fallback_reason
             if sequence.prompt_logprobs is not None:
                 output.prompt_logprobs = [None, *sequence.prompt_logprobs]
@@ -305,6 +317,14 @@ class Engine:
                 output.stop_token_id = sampled.token
             self.abort(sequence.request_id)
         return output
+
+    def _rank_of(self, sequence: Sequence) -> int:
+        """Of its adapter; 0 of the base."""
+        if sequence.slot is None or self.loras is None:
+            return 0
+        adapter = self.loras.slots.slots[sequence.slot].adapter
+        assert adapter is not None, "a sequence holds its slot until it ends"
+        return adapter.info.rank
 
     def _finish_reason(self, sequence: Sequence, token: int, num_generated: int) -> FinishReason | None:
         if token in sequence.stop_ids and num_generated >= sequence.params.min_tokens:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from lorafleet.workers.errors import WireError
+from lorafleet.workers.histogram import Distribution
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.sampling_params import SamplingParams
 
@@ -59,8 +60,8 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     stop_token_id: the eos or stop_token_ids entry that ended it; it is in token_ids too.
     prompt_logprobs: once, with the first token; None stands for the first prompt token, which has no predecessor.
-    queue_s, tier: once, with the first token: how long the sequence waited to start, and where its adapter was when it
-    was queued ("" of the base).
+    queue_s, tier, lora_rank: once, with the first token: how long the sequence waited to start, where its adapter was
+    when it was queued ("" of the base), and that adapter's rank (0 of the base).
     fallback_reason: set when on_lora_load_failure=base answered in the failed adapter's place: why it failed.
     """
 
@@ -75,6 +76,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     fallback_reason: str | None = None
     queue_s: float = 0.0
     tier: Tier | Literal[""] = ""
+    lora_rank: int = 0
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
@@ -114,13 +116,41 @@ class AdapterReply(msgspec.Struct):
     error: WireError | None = None
 
 
-class AdapterLoaded(msgspec.Struct, frozen=True):
-    """An adapter came one tier nearer: into host memory, from files of this node ("disk") or from elsewhere ("remote"),
-    or from there into a slot ("cpu")."""
+class AdapterMove(msgspec.Struct, frozen=True):
+    """An adapter came one tier nearer (remote to disk, disk to cpu, cpu to gpu), or was dropped and has left the tier
+    where it was nearest, for "none": from the order on, with the wait for its requests in flight.
+
+    lora_name: "" of one that was dropped. error: why a load failed, an error's class name; "" where it did not.
+    """
 
     lora_name: str
-    tier: Tier
+    source: Tier
+    target: Tier | Literal["none"]
     seconds: float
+    error: str = ""
+
+
+class GPUSteps(msgspec.Struct, frozen=True, array_like=True):
+    """Those that were timed on the GPU, of one kind: "decode" or "prefill", with adapters or without, with up to so
+    many tokens. count, seconds: of all of them."""
+
+    kind: str
+    adapters: bool
+    tokens: int
+    count: int
+    seconds: float
+
+
+class StepStats(msgspec.Struct, frozen=True):
+    """Of all steps so far; see step_metrics.py, which has the bounds of the distributions. seconds: by kind."""
+
+    seconds: dict[str, Distribution] = {}
+    tokens: Distribution = Distribution()
+    sequences: Distribution = Distribution()
+    base_tokens: int = 0
+    adapter_tokens: int = 0
+    adapter_steps: int = 0
+    on_gpu: list[GPUSteps] = []
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -139,10 +169,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions_total: int = 0
     refused_total: dict[str, int] = {}  # by the bound that they hit: requests, tokens, deadline
     steps_total: int = 0
-    step_seconds_total: float = 0.0
+    steps: StepStats = StepStats()
+    memory_bytes: dict[str, int] = {}  # by kind, see memory.py; over all GPUs of the replica
     lora_slots_total: int = 0
     lora_slots_used: int = 0
     lora_slots_idle: int = 0  # empty, or no running sequence needs what they hold
+    lora_slots_pinned: int = 0
     lora_adapters_wanted: int = 0  # by running and waiting requests
     lora_cpu_adapters: int = 0
     lora_loads_total: int = 0  # disk to CPU
@@ -176,7 +208,7 @@ class StepBatch(msgspec.Struct):
     acknowledged: int
     outputs: list[TokenOutput] = []
     adapter_replies: list[AdapterReply] = []
-    adapters_loaded: list[AdapterLoaded] = []
+    adapter_moves: list[AdapterMove] = []
     stats: EngineStats | None = None
     fatal: str | None = None
 

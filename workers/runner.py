@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora_batch import BASE_SLOT
+from lorafleet.workers.gpu_step_clock import GPUStepClock
 from lorafleet.workers.host_copy import Download, to_device
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
-from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.messages import GPUSteps, TokenLogprobs
 from lorafleet.workers.planner import plan_step, predicted_tokens
 from lorafleet.workers.sampler import PendingLogprobs, Row, sample
 from lorafleet.workers.scheduler import Chunk
 from lorafleet.workers.sequence import Sequence
+from lorafleet.workers.step_metrics import StepShape
 from lorafleet.workers.step_runner import StepRunner
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.messages import RunStep
@@ -45,6 +47,7 @@ class LaunchedStep:
     """
 
     chunks: list[Chunk]
+    shape: StepShape
     row_of: dict[str, int]
     sampled: Tensor
     asked: list[int]
@@ -77,6 +80,7 @@ class ModelRunner:
         self._block_size = block_size
         self._inputs = steps.inputs
         self._device = steps.device
+        self._clock = GPUStepClock() if steps.device.type == "cuda" else None
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], last: LaunchedStep | None) -> LaunchedStep:
@@ -91,7 +95,11 @@ class ModelRunner:
         if self._others is not None:
             self._others.check()
             self._others.send(RunStep.of(plan, self._block_size, self._generations(plan.slots)))
+        shape = plan.shape
+        is_timed = self._clock is not None and self._clock.begin()
         logits = self.steps.run(plan)
+        if is_timed and self._clock is not None:
+            self._clock.end(shape)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled_B = self._inputs.sampled_B[: len(sampling)]
         # A peer that is gone leaves the device waiting for it in a collective for ever.
@@ -105,7 +113,11 @@ class ModelRunner:
         row_of = {sequence.request_id: i for i, sequence in enumerate(sampling)}
         sampled = download.add(sampled_B)
         download.close()
-        return LaunchedStep(chunks, row_of, sampled, asked, found, prompt, download)
+        return LaunchedStep(chunks, shape, row_of, sampled, asked, found, prompt, download)
+
+    def steps_on_gpu(self) -> list[GPUSteps]:
+        """Those that were timed; none on a CPU."""
+        return [] if self._clock is None else self._clock.told()
 
     def close(self) -> None:
         """Ends the other ranks."""

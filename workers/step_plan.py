@@ -13,6 +13,7 @@ import numpy as np
 
 from lorafleet.kernels.lora_batch import BASE_SLOT
 from lorafleet.workers.attention.base import AttentionBatch
+from lorafleet.workers.step_metrics import StepShape
 
 FIELDS = 5  # token, source, position, rope length, KV slot
 Rows = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -44,6 +45,15 @@ class StepPlan:
     def is_decode(self) -> bool:
         """Every sequence computes one token and wants the next."""
         return len(self.sampling) == len(self.slots) == self.num_tokens and not self.prompts
+
+    @property
+    def shape(self) -> StepShape:
+        if self.is_decode:
+            adapted = len(self.slots) - self.slots.count(BASE_SLOT)
+            return StepShape("decode", len(self.slots), self.num_tokens, adapted)
+        spans = zip(self.slots, self.base_lens, self.attention.query_lens, strict=True)
+        adapted = sum(count - num_base for slot, num_base, count in spans if slot != BASE_SLOT)
+        return StepShape("prefill", len(self.slots), self.num_tokens, adapted)
 
     @property
     def lora_slots(self) -> list[int]:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
@@ -23,7 +24,7 @@ from lorafleet.workers.errors import EngineDead, from_wire
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import (
     AdapterCall,
-    AdapterLoaded,
+    AdapterMove,
     AdapterReply,
     ClientBatch,
     DropAdapter,
@@ -95,6 +96,7 @@ class EngineClient:
     def __init__(self, address: str, hello: EngineHello) -> None:
         self.hello = hello
         self.stats = EngineStats()
+        self._stats_s = time.monotonic()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -114,8 +116,8 @@ class EngineClient:
         self._unacknowledged = False
         self._flush_planned = False
         self._dead: EngineDead | None = None
-        self._loaded_before: list[AdapterLoaded] = []  # before somebody listened
-        self._on_adapter_loaded: Callable[[AdapterLoaded], None] = self._loaded_before.append
+        self._moves_before: list[AdapterMove] = []  # before somebody listened
+        self._on_adapter_move: Callable[[AdapterMove], None] = self._moves_before.append
         self._stats_came = asyncio.Event()
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
@@ -127,6 +129,21 @@ class EngineClient:
     def dead(self) -> str | None:
         """Why nothing can be generated any more; None while the worker lives."""
         return None if self._dead is None else self._dead.message
+
+    @property
+    def num_streams(self) -> int:
+        """Sequences whose last token has not come."""
+        return len(self._streams)
+
+    @property
+    def num_batches(self) -> int:
+        """Sent."""
+        return self._sequence
+
+    @property
+    def stats_age_s(self) -> float:
+        """Since `stats` came. The worker tells them ten times a second while it works, and once a second at least."""
+        return time.monotonic() - self._stats_s
 
     async def next_stats(self) -> EngineStats:
         """Waits for those that come next; for one caller."""
@@ -193,12 +210,12 @@ class EngineClient:
         while digest in self._in_flight:
             await self._drained.setdefault(digest, asyncio.Event()).wait()
 
-    def listen_to_loads(self, listener: Callable[[AdapterLoaded], None]) -> None:
-        """Gets every load, those first that have ended before."""
-        for loaded in self._loaded_before:
-            listener(loaded)
-        self._loaded_before.clear()
-        self._on_adapter_loaded = listener
+    def listen_to_moves(self, listener: Callable[[AdapterMove], None]) -> None:
+        """Gets every move of an adapter, those first that have ended before."""
+        for move in self._moves_before:
+            listener(move)
+        self._moves_before.clear()
+        self._on_adapter_move = listener
 
     async def close(self) -> None:
         self._receiver.cancel()
@@ -257,7 +274,7 @@ class EngineClient:
         while self._dead is None:
             batch = self._decoder.decode(await self._socket.recv())
             if batch.stats is not None:
-                self.stats = batch.stats
+                self.stats, self._stats_s = batch.stats, time.monotonic()
                 self._stats_came.set()
             if batch.acknowledged == self._sequence:
                 self._unacknowledged = False
@@ -266,8 +283,8 @@ class EngineClient:
                 stream = self._streams.get(output.request_id)
                 if stream is not None:
                     stream.put_nowait(output)
-            for loaded in batch.adapters_loaded:
-                self._on_adapter_loaded(loaded)
+            for move in batch.adapter_moves:
+                self._on_adapter_move(move)
             for reply in batch.adapter_replies:
                 self._answer(reply)
             if batch.fatal is not None:

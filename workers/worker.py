@@ -159,7 +159,7 @@ class EngineLoop(threading.Thread):
         if stats_due or self._replies:
             batch.stats = self._engine.stats()
             if self._engine.loras is not None:
-                batch.adapters_loaded = self._engine.loras.take_loaded()
+                batch.adapter_moves = self._engine.loras.take_moves()
             self._stats_due_s, self._told_moves = now + STATS_PERIOD_S, moves
         self._socket.send(batch)
         self._replies = []

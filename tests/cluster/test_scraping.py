@@ -11,7 +11,7 @@ from lorafleet.cluster.scraping import merge, scrape_all
 from lorafleet.workers.messages import EngineStats
 from lorafleet.workers.openai.metrics import Metrics, Stopwatch, text_of
 
-COUNTS = DirectoryCounts(5, 2, 3, 4, 6, 7_000_000, 1, 9)
+COUNTS = DirectoryCounts(5, 2, 3, 4, 60, 0.5, 2, 3, 6, 7_000_000, 1, 9)
 
 
 def rendered(replica: str, adapter: str) -> bytes:

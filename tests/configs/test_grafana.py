@@ -11,57 +11,17 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster.directory_metrics import DirectoryCounts, render
-from lorafleet.cluster.scraping import scrape_all
-from lorafleet.resolvers.cache import AdapterCache
-from lorafleet.resolvers.fetch_metrics import FetchMetrics
-from lorafleet.workers.messages import AdapterLoaded, EngineStats
-from lorafleet.workers.openai.metrics import Metrics, Stopwatch
+from exposition import FROM_PROMETHEUS, shown
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "grafana").glob("*.json"))
-SUFFIXES = {
-    "counter": ["_total"],
-    "gauge": [""],
-    "histogram": ["_bucket", "_sum", "_count"],
-    "summary": ["_sum", "_count"],
-}
 WORDS = {"sum", "rate", "by", "topk", "count", "histogram_quantile", "ignoring", "group_left"}
-FROM_PROMETHEUS = {"job", "instance", "le"}
 
 
-class OneReplica:
-    def __init__(self, text: bytes) -> None:
-        self._text = text
-
-    def broadcast(self, _: str) -> OneReplica:
-        return self
-
-    async def results_async(self, **_: object) -> list[bytes]:
-        return [self._text]
-
-
-async def shown(cache_dir: Path) -> tuple[set[str], set[str]]:
-    """Names of all series, and of all labels, once something of each kind has happened."""
-    metrics = Metrics(EngineStats, "base", "r1")
-    metrics.count_request("/v1/completions", "sql", 200)
-    metrics.count_start("sql", 0.1, "disk")
-    metrics.count_sequence("sql", 3, 2, Stopwatch(), "stop")
-    metrics.count_load(AdapterLoaded("sql", "disk", 1.0))
-    cache = AdapterCache(cache_dir, 1 << 20)
-    fetches = FetchMetrics(lambda: cache)
-    fetches.ended("s3", "fetched", 1.0, "digest", 1000)
-    metrics.add(fetches)
-
-    async def none() -> bytes:
-        raise AssertionError
-
-    async def directory() -> bytes:
-        return render(DirectoryCounts(5, 2, 3, 4, 6, 7_000_000, 1, 9))
-
-    text = (await scrape_all(OneReplica(await metrics.render()), none, directory)).decode()
-    types = re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M)
-    names = {name.removesuffix("_total") + suffix for name, kind in types for suffix in SUFFIXES[kind]}
-    return names, set(re.findall(r'(\w+)="', text)) | FROM_PROMETHEUS
+async def known(folder: Path) -> tuple[set[str], set[str]]:
+    """Names of all series, and of all labels."""
+    metrics = await shown(folder)
+    labels = {label for metric in metrics for label in metric.labels}
+    return {series for metric in metrics for series in metric.series}, labels | FROM_PROMETHEUS
 
 
 def queries(dashboard: Any) -> Iterator[str]:
@@ -84,7 +44,7 @@ def asked(query: str) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
 def test_every_query_names_metrics_and_labels_that_exist(path: Path, tmp_path: Path) -> None:
-    names, labels = asyncio.run(shown(tmp_path))
+    names, labels = asyncio.run(known(tmp_path))
     found = list(queries(json.loads(path.read_text())))
     assert len(found) > 20
     for query in found:

@@ -136,6 +136,16 @@ class LoRAModelManager:
         return sum(1 for slot in self.slots if slot.holders == 0 and not slot.pinned)
 
     @property
+    def num_pinned(self) -> int:
+        return sum(1 for slot in self.slots if slot.pinned)
+
+    @property
+    def arena_bytes(self) -> int:
+        """That this rank's GPU keeps for slots, whether they are full or not; none on a CPU, where they are views of
+        host memory."""
+        return 0 if self._arena is None else self._arena.numel()
+
+    @property
     def digests(self) -> KeysView[str]:
         """Of the adapters in slots, those among them whose copies are under way."""
         return self._of_digest.keys()

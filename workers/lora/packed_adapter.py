@@ -37,11 +37,13 @@ from lorafleet.workers.lora.vocab_extras import vocab_tensors
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Seconds, one after the other. read: with the digest. check: names, shapes, values. pack: with the casts."""
+    """Seconds, one after the other. fetch: until the files were on this node, 0 where they were. read: with the digest.
+    check: names, shapes, values. pack: with the casts."""
 
     read_s: float
     check_s: float
     pack_s: float
+    fetch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

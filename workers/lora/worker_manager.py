@@ -22,7 +22,7 @@ from lorafleet.workers.lora.loader import AdapterLoader
 from lorafleet.workers.lora.model_manager import LoRAModelManager, Slot
 from lorafleet.workers.lora.packed_adapter import PackedAdapter
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import AdapterLoaded, Tier
+from lorafleet.workers.messages import AdapterMove, Tier
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.messages import EmptySlot, FillSlot, ForgetShard, LoadShard, Order
 
@@ -46,6 +46,14 @@ class _Copy:
     name: str
     slot: Slot
     generation: int
+    started_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    """Ordered, until no sequence holds the adapter. source: the nearest tier that has it."""
+
+    source: Tier
     started_s: float
 
 
@@ -97,7 +105,7 @@ class WorkerLoRAManager:
         self.config = config
         self.slots = slots
         self.counts = LoadCounts()
-        self._loaded: deque[AdapterLoaded] = deque(maxlen=MAX_UNTAKEN)
+        self._moves: deque[AdapterMove] = deque(maxlen=MAX_UNTAKEN)
         self._copies: list[_Copy] = []
         self._wake = wake
         self._loader = loader
@@ -107,7 +115,7 @@ class WorkerLoRAManager:
         self._cpu = CPUTier(config.cpu_loras, slots.demand)
         self._loads: dict[tuple[str, str], _Load] = {}
         self._wanted: frozenset[str] = frozenset()
-        self._doomed: set[str] = set()
+        self._doomed: dict[str, _Drop] = {}  # by digest
         self._pins: dict[str, LoRARequest] = {}  # by digest
         self._kept_out: list[tuple[str, LorafleetError]] = []  # by pinned adapters; digest and why
 
@@ -116,7 +124,7 @@ class WorkerLoRAManager:
     def load(self, lora: LoRARequest) -> Future[AdapterInfo]:
         """Reads and checks the adapter into the CPU tier. The future ends in poll(), in the engine loop's thread."""
         caller: Future[AdapterInfo] = Future()
-        self._doomed.discard(lora.digest)
+        self._doomed.pop(lora.digest, None)
         known = self._resident(lora.digest) if lora.digest else None
         if known is not None:
             caller.set_result(known.info)
@@ -127,8 +135,9 @@ class WorkerLoRAManager:
     def drop(self, digest: str) -> None:
         """Forgets the adapter in every tier, its slot as soon as no sequence holds it."""
         self.unpin(digest)
+        source: Tier = "gpu" if self.slots.find(digest) is not None else "cpu" if digest in self._cpu else "disk"
+        self._doomed.setdefault(digest, _Drop(source, time.monotonic()))
         self._forget(digest)
-        self._doomed.add(digest)
         self._sweep()
 
     def pin(self, lora: LoRARequest) -> Future[AdapterInfo]:
@@ -164,7 +173,7 @@ class WorkerLoRAManager:
             self.counts.seconds += seconds
             outcome = load.outcome()
             if isinstance(outcome, PackedAdapter):
-                self._loaded.append(AdapterLoaded(load.name, load.tier, seconds))
+                self._note_load(load, outcome.times.fetch_s, seconds)
                 self._admit(outcome)
                 for caller in load.callers:
                     caller.set_result(outcome.info)
@@ -173,6 +182,7 @@ class WorkerLoRAManager:
                 if digest not in self._cpu:
                     self._tell(ForgetShard(digest))
             self.counts.failures += 1
+            self._moves.append(AdapterMove(load.name, load.tier, "cpu", seconds, type(outcome).__name__))
             failed.append((key[0], outcome))
             for caller in load.callers:
                 caller.set_exception(outcome)
@@ -259,12 +269,18 @@ class WorkerLoRAManager:
             if given_away or self.slots.is_ready(copy.slot):
                 self._copies.remove(copy)
                 if not given_away:
-                    self._loaded.append(AdapterLoaded(copy.name, "cpu", time.monotonic() - copy.started_s))
+                    self._moves.append(AdapterMove(copy.name, "cpu", "gpu", time.monotonic() - copy.started_s))
 
-    def take_loaded(self) -> list[AdapterLoaded]:
+    def _note_load(self, load: _Load, fetch_s: float, seconds: float) -> None:
+        """fetch_s: of all its seconds, those until its files were on this node."""
+        if load.tier == "remote":
+            self._moves.append(AdapterMove(load.name, "remote", "disk", fetch_s))
+        self._moves.append(AdapterMove(load.name, "disk", "cpu", seconds - fetch_s))
+
+    def take_moves(self) -> list[AdapterMove]:
         """Those since the last call."""
-        taken = list(self._loaded)
-        self._loaded.clear()
+        taken = list(self._moves)
+        self._moves.clear()
         return taken
 
     def count_request(self, lora: LoRARequest) -> Tier:
@@ -362,11 +378,16 @@ class WorkerLoRAManager:
             self._forget(digest)
             if slot is None:
                 if all(asked != digest for asked, _ in self._loads):  # what is being read now must not come after all
-                    self._doomed.discard(digest)
+                    self._note_dropped(digest)
             elif slot.holders == 0:
                 self.slots.deactivate(slot)
                 self._tell(EmptySlot(slot.index))
-                self._doomed.discard(digest)
+                self._note_dropped(digest)
+
+    def _note_dropped(self, digest: str) -> None:
+        drop = self._doomed.pop(digest)
+        if drop.source != "disk":  # else it was in no tier of this worker
+            self._moves.append(AdapterMove("", drop.source, "none", time.monotonic() - drop.started_s))
 
     def _forget(self, digest: str) -> None:
         """In host memory, on all ranks."""

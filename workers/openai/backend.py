@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import AdapterLoaded, EngineHello, EngineRequest, EngineStats, TokenOutput
+from lorafleet.workers.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, TokenOutput
 
 
 class EngineClient(Protocol):
@@ -26,8 +26,8 @@ class EngineClient(Protocol):
         """Why the engine stopped; None while it runs."""
         ...
 
-    def listen_to_loads(self, listener: Callable[[AdapterLoaded], None]) -> None:
-        """Gets every load of an adapter from now on, and those before it if nobody listened then."""
+    def listen_to_moves(self, listener: Callable[[AdapterMove], None]) -> None:
+        """Gets every move of an adapter between tiers from now on, and those before it if nobody listened then."""
         ...
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:

@@ -97,7 +97,7 @@ class Front:
         reader = LanguageReader(tokenizer, engine.hello.vocab_size, engine.hello.eos_token_ids)
         self._languages = AdapterLanguages(reader, engine, open_files)
         self._fetched_since = fetched_since
-        engine.listen_to_loads(self.metrics.count_load)
+        engine.listen_to_moves(self.metrics.count_move)
 
     @property
     def max_model_len(self) -> int:

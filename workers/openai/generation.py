@@ -98,6 +98,7 @@ class Sample:
                     if output.token_ids:
                         if watch.first is None:
                             tier = "remote" if self.model.fetched and output.tier else output.tier
+                            watch.lora_rank = output.lora_rank
                             self._front.metrics.count_start(self._label, output.queue_s, tier)
                         watch.tick()
                     delta = push(output)

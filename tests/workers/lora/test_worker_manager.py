@@ -235,6 +235,39 @@ def broken_later(engine: Engine, source: Path, folder: Path) -> LoRARequest:
     return lora
 
 
+def test_stats_tell_what_steps_were_made_of_how_adapters_moved_and_whose_tokens_used_one(
+    engine, adapters, prompt, tmp_path
+):
+    made = engine(max_num_mixed_tokens=64)
+    lora = loaded(made, adapters[1])
+    made.loras.take_moves()
+    submit(made, "base", None, prompt(10), 4)
+    submit(made, "own", lora, prompt(20), 6)
+    first = {one.request_id: one for one in reversed(run(made))}  # of each the first output
+    assert (first["base"].lora_rank, first["own"].lora_rank) == (0, 3)
+    stats = made.stats()
+    steps = stats.steps
+    assert (steps.base_tokens, steps.adapter_tokens) == (10 + 3, 20 + 5), "all but each one's last token"
+    assert steps.tokens.total == 38 and sum(steps.tokens.counts) == stats.steps_total
+    assert sum(map(sum, (one.counts for one in steps.seconds.values()))) == stats.steps_total
+    assert sum(steps.seconds["decode"].counts) >= 3 and steps.seconds["decode"].total > 0
+    assert steps.on_gpu == []
+    assert stats.memory_bytes["weights"] == sum(p.nbytes for p in made.runner.steps.model.parameters())
+    cache = made.runner.steps.caches[0]
+    assert stats.memory_bytes["kv_cache"] == 2 * cache.k_NPGD.nbytes * len(made.runner.steps.caches)
+    assert stats.memory_bytes["lora_cpu"] == stats.lora_cpu_bytes > 0
+    made.loras.drop(lora.digest)
+    missing = made.load_adapter(LoRARequest("gone", 9, str(tmp_path / "nowhere")))
+    while not missing.done():
+        made.step()
+    moves = {(one.lora_name, one.source, one.target, one.error) for one in made.loras.take_moves()}
+    assert moves == {
+        ("a1", "cpu", "gpu", ""),
+        ("", "gpu", "none", ""),
+        ("gone", "disk", "cpu", "AdapterMissing"),
+    }
+
+
 def test_an_adapter_that_fails_to_load_is_an_error_for_its_requests_only(engine, adapters, prompt, tmp_path):
     small = engine()
     gone = broken_later(small, adapters[0], tmp_path / "gone")

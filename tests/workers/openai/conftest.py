@@ -16,7 +16,7 @@ import uvicorn
 from lorafleet.workers.errors import AdapterExists, LorafleetError, ModelNotFound
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import (
-    AdapterLoaded,
+    AdapterMove,
     EngineHello,
     EngineRequest,
     EngineStats,
@@ -47,8 +47,8 @@ class ScriptedEngine:
         self.fallback_reason: str | None = None
         self.pause_s = 0.0
 
-    def listen_to_loads(self, listener: Callable[[AdapterLoaded], None]) -> None:
-        self.loaded = listener
+    def listen_to_moves(self, listener: Callable[[AdapterMove], None]) -> None:
+        self.moved = listener
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         self.requests.append(request)
@@ -74,7 +74,7 @@ class ScriptedEngine:
                 output.logprobs = [self._logprobs(token, params.logprobs)]
             if i == 0:
                 output.num_cached_tokens = 1
-                output.queue_s, output.tier = 0.2, "cpu" if request.lora else ""
+                output.queue_s, output.tier, output.lora_rank = (0.2, "cpu", 9) if request.lora else (0.2, "", 0)
                 output.fallback_reason = self.fallback_reason
                 if params.prompt_logprobs is not None:
                     k = params.prompt_logprobs

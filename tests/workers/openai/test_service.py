@@ -9,9 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from lorafleet.workers.messages import AdapterLoaded, EngineStats
+from lorafleet.workers.histogram import Distribution
+from lorafleet.workers.messages import AdapterMove, EngineStats, GPUSteps, StepStats
 from lorafleet.workers.openai.adapter_labels import MAX_LABELS, AdapterLabels
 from lorafleet.workers.openai.metrics import Metrics, Stopwatch, text_of
+from lorafleet.workers.step_metrics import STEP_S
 
 
 async def test_health_follows_the_engine(http: httpx.AsyncClient, engine: Any) -> None:
@@ -39,8 +41,10 @@ async def test_metrics_count_requests_tokens_and_times(http: httpx.AsyncClient, 
     await http.get("/nowhere")
     engine.fail_after = 1
     await http.post("/v1/completions", json={"model": "sql", "prompt": "a"})
-    engine.loaded(AdapterLoaded("sql", "disk", 0.25))
-    engine.loaded(AdapterLoaded("sql", "disk", 0.5))
+    engine.moved(AdapterMove("sql", "disk", "cpu", 0.25))
+    engine.moved(AdapterMove("sql", "disk", "cpu", 0.5))
+    engine.moved(AdapterMove("json", "disk", "cpu", 0.1, "AdapterMalformed"))
+    engine.moved(AdapterMove("", "gpu", "none", 3.0))
     assert (await http.get("/metrics")).headers["content-type"].startswith("text/plain; version=")
     values = await scraped(http)
     requests = 'lorafleet_requests_total{endpoint="/v1/completions",model_name="%s",replica="",status="%s"}'
@@ -60,8 +64,15 @@ async def test_metrics_count_requests_tokens_and_times(http: httpx.AsyncClient, 
     assert values[f'lorafleet_adapter_hits_total{{{sql},tier="cpu"}}'] == 3
     assert values[f'lorafleet_adapter_load_seconds_count{{{sql},tier="disk"}}'] == 2
     assert values[f'lorafleet_adapter_load_seconds_sum{{{sql},tier="disk"}}'] == 0.75
-    assert values['vllm:inter_token_latency_seconds_count{kind="adapter",replica=""}'] == 4
-    assert values['vllm:e2e_request_latency_seconds_bucket{kind="base",le="+Inf",replica=""}'] == 1
+    assert values[f"vllm:inter_token_latency_seconds_count{{{sql}}}"] == 4
+    assert values['vllm:e2e_request_latency_seconds_bucket{le="+Inf",model_name="llama",replica=""}'] == 1
+    for rank, sequences, gaps in ((0, 1, 2), (16, 3, 4)):
+        assert values[f'lorafleet_rank_time_to_first_token_seconds_count{{rank="{rank}",replica=""}}'] == sequences
+        assert values[f'lorafleet_rank_inter_token_latency_seconds_count{{rank="{rank}",replica=""}}'] == gaps
+    moves = 'lorafleet_adapter_move_seconds_sum{replica="",source="%s",target="%s"}'
+    assert (values[moves % ("disk", "cpu")], values[moves % ("gpu", "none")]) == (0.75, 3)
+    assert values[moves % ("remote", "disk")] == 0, "shown before the first"
+    assert values['lorafleet_adapter_load_failures_total{error="AdapterMalformed",replica=""}'] == 1
     assert not any("lorafleet_adapter_hits" in name and "llama" in name for name in values)
 
 
@@ -80,6 +91,13 @@ async def test_metrics_show_what_the_engine_tells(http: httpx.AsyncClient, engin
         lora_slot_bytes=1000,
         lora_cpu_bytes=3000,
         lora_load_failures_total=9,
+        steps=StepStats(
+            seconds={"decode": Distribution([0, 2] + [0] * (len(STEP_S) - 1), 0.003)},
+            base_tokens=30,
+            adapter_tokens=10,
+            on_gpu=[GPUSteps("decode", True, 8, 3, 0.015)],
+        ),
+        memory_bytes={"weights": 5000},
     )
     engine.stats = told
     values = await scraped(http)
@@ -90,6 +108,13 @@ async def test_metrics_show_what_the_engine_tells(http: httpx.AsyncClient, engin
     assert values['lorafleet_engine_refused_total{bound="tokens",replica=""}'] == 9
     assert (values["lorafleet_engine_lora_slots" + at], values["lorafleet_engine_lora_slots_used" + at]) == (8, 5)
     assert values["lorafleet_engine_lora_load_failures_total" + at] == 9
+    steps = 'lorafleet_engine_step_seconds_bucket{kind="%s",le="%s",replica=""}'
+    assert [values[steps % ("decode", le)] for le in ("0.001", "0.002", "+Inf")] == [0, 2, 2]
+    assert values[steps % ("prefill", "+Inf")] == 0, "shown before the first"
+    assert values['lorafleet_engine_step_tokens_total{lora="adapter",replica=""}'] == 10
+    gpu = 'lorafleet_engine_gpu_step_seconds_%s{kind="decode",lora="adapter",replica="",tokens="8"}'
+    assert (values[gpu % "count"], values[gpu % "sum"]) == (3, 0.015)
+    assert values['lorafleet_engine_memory_bytes{kind="weights",replica=""}'] == 5000
     for tier, size, gone in (("gpu", 1000, 6), ("cpu", 3000, 7)):
         assert values[f'lorafleet_engine_lora_bytes{{replica="",tier="{tier}"}}'] == size
         assert values[f'lorafleet_engine_lora_evictions_total{{replica="",tier="{tier}"}}'] == gone

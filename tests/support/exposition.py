@@ -1,0 +1,96 @@
+"""All that a cluster's /metrics shows once something of each kind has happened, made in this process: a front's counts,
+an engine's, the sources', the resolvers' and the directory's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lorafleet.cluster.client_metrics import ClientMetrics
+from lorafleet.cluster.directory_metrics import DirectoryCounts, render
+from lorafleet.cluster.scraping import scrape_all
+from lorafleet.resolvers.cache import AdapterCache
+from lorafleet.resolvers.fetch_metrics import FetchMetrics
+from lorafleet.resolvers.resolver_metrics import ResolverMetrics
+from lorafleet.workers.messages import AdapterMove, EngineStats, GPUSteps, StepStats
+from lorafleet.workers.openai.metrics import Metrics, Stopwatch
+
+FROM_PROMETHEUS = {"job", "instance", "le"}
+_SUFFIXES = {
+    "counter": [""],
+    "gauge": [""],
+    "histogram": ["_bucket", "_sum", "_count"],
+    "summary": ["_sum", "_count"],
+}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One metric, as the text format has it: a counter's name ends with _total."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+    @property
+    def series(self) -> list[str]:
+        return [self.name + suffix for suffix in _SUFFIXES[self.kind]]
+
+
+class _OneReplica:
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+
+    def broadcast(self, _: str) -> _OneReplica:
+        return self
+
+    async def results_async(self, **_: object) -> list[bytes]:
+        return [self._text]
+
+
+def _metrics(folder: Path) -> Metrics:
+    stats = EngineStats(
+        steps=StepStats(on_gpu=[GPUSteps("decode", True, 8, 1, 0.005)]), memory_bytes={"weights": 1, "kv_cache": 1}
+    )
+    metrics = Metrics(lambda: stats, "base", "r1")
+    metrics.count_request("/v1/completions", "sql", 200)
+    metrics.count_start("sql", 0.1, "disk")
+    metrics.count_sequence("sql", 3, 2, Stopwatch(), "stop")
+    metrics.count_move(AdapterMove("sql", "disk", "cpu", 1.0))
+    metrics.count_move(AdapterMove("sql", "disk", "cpu", 1.0, "AdapterMalformed"))
+    cache = AdapterCache(folder, 1 << 20)
+    fetches = FetchMetrics(lambda: cache)
+    fetches.expect("s3")
+    metrics.add(fetches)
+    resolvers = ResolverMetrics()
+    resolvers.expect("s3")
+    metrics.add(resolvers)
+    engine: Any = SimpleNamespace(num_streams=1, stats_age_s=0.1, dead=None, num_batches=2)
+    metrics.add(ClientMetrics(engine))
+    return metrics
+
+
+async def shown(folder: Path) -> list[Shown]:
+    async def none() -> bytes:
+        raise AssertionError
+
+    async def directory() -> bytes:
+        return render(DirectoryCounts(5, 2, 3, 4, 60, 0.5, 2, 3, 6, 7_000_000, 1, 9))
+
+    text = (await scrape_all(_OneReplica(await _metrics(folder).render()), none, directory)).decode()
+    helps = dict(re.findall(r"^# HELP (\S+) (.+)$", text, re.M))
+    return [
+        Shown(name, kind, _labels(text, name, kind), helps[name])
+        for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M)
+    ]
+
+
+def _labels(text: str, name: str, kind: str) -> tuple[str, ...]:
+    """In the order of their names, but for a bucket's bound."""
+    found = re.findall(rf"^{re.escape(name)}(?:{'|'.join(_SUFFIXES[kind])})(?:\{{(.*)\}})? ", text, re.M)
+    assert found, f"nothing of {name} has happened in {__name__}: make it happen there"
+    return tuple(sorted({label for labels in found for label in re.findall(r'(\w+)="', labels)} - FROM_PROMETHEUS))
