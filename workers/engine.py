@@ -90,6 +90,7 @@ class Engine:
             own_vocabulary=own is not None,
             group=self._admission.join(request),
             tier=self.loras.count_request(request.lora) if self.loras and request.lora else "",
+            cache_salt=request.cache_salt,
         )
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)

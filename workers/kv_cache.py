@@ -1,15 +1,15 @@
 """Hands out KV blocks and remembers which hold a known prefix. Knows tokens and block numbers, not tensors.
 
 A full block is known by (the node before it, whose it is, its tokens): comparing these exactly, not by a hash, so that
-no two prefixes can be confused. Whose: a root belongs to one adapter digest, so that a reload of the same bytes keeps
-its prefixes and other weights never see them. The blocks before an activated LoRA begins to work are the base's.
+no two prefixes can be confused. Whose: a root belongs to one adapter digest and one tenant (or a client's own salt), so
+that a reload of the same bytes keeps its prefixes, and neither other weights nor other tenants ever see them. The blocks before an activated LoRA begins to work are the base's.
 Blocks that nobody uses stay known until they are needed; the least recently used go first.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -23,7 +23,7 @@ class SequenceBlocks:
     blocks, as far as it has been committed. The first num_shared blocks belong to shared_root, the others to root."""
 
     root: int
-    shared_root: int = -1
+    shared_root: int
     num_shared: int = 0
     table: array[int] = field(default_factory=lambda: array("i"))
     nodes: list[int] = field(default_factory=list)
@@ -52,6 +52,8 @@ class KVCacheManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._known: dict[_Key, tuple[int, int]] = {}  # -> (node, block)
         self._roots: dict[Hashable, int] = {}
+        self._salts: dict[int, Hashable] = {}
+        self._root_users: Counter[int] = Counter()  # sequences that are open and blocks that are known
         self._next_node = count()
 
     @property
@@ -62,16 +64,26 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def open(self, salt: Hashable, shared_salt: Hashable = None, num_shared_tokens: int = 0) -> SequenceBlocks:
-        """salt: what besides the tokens determines the keys and values: the adapter's digest. shared_salt: the same of
-        the first num_shared_tokens."""
-        root = self._root(salt)
+        """salt: what besides the tokens a block must have in common to be shared: the adapter's digest, the tenant.
+        shared_salt: the same of the first num_shared_tokens. To be given back with release()."""
+        root = self._use_root(salt)
         num_shared = num_shared_tokens // self.block_size
-        return SequenceBlocks(root, self._root(shared_salt) if num_shared else root, num_shared)
+        return SequenceBlocks(root, self._use_root(shared_salt if num_shared else salt), num_shared)
 
-    def _root(self, salt: Hashable) -> int:
+    def _use_root(self, salt: Hashable) -> int:
         if salt not in self._roots:
             self._roots[salt] = next(self._next_node)
-        return self._roots[salt]
+            self._salts[self._roots[salt]] = salt
+        root = self._roots[salt]
+        self._root_users[root] += 1
+        return root
+
+    def _leave_root(self, root: int) -> None:
+        """Salts may be of clients' choosing: one that nothing is known of takes no memory."""
+        self._root_users[root] -= 1
+        if not self._root_users[root]:
+            del self._root_users[root]
+            del self._roots[self._salts.pop(root)]
 
     def reuse_prefix(self, blocks: SequenceBlocks, tokens: Sequence[int]) -> int:
         """Takes over the known blocks at the start of `tokens`; returns how many tokens they hold.
@@ -119,6 +131,7 @@ class KVCacheManager:
                 # A block that another sequence computed at the same time stays the known one; ours stays private.
                 found = (next(self._next_node), blocks.table[i])
                 self._known[key] = found
+                self._root_users[key[1]] += 1
                 self._blocks[blocks.table[i]].key = key
             blocks.nodes.append(found[0])
 
@@ -132,6 +145,8 @@ class KVCacheManager:
                     self._free.move_to_end(block, last=False)
         del blocks.table[:]
         blocks.nodes.clear()
+        self._leave_root(blocks.root)
+        self._leave_root(blocks.shared_root)
 
     def _take(self, block: int) -> None:
         self._blocks[block].users += 1
@@ -142,3 +157,4 @@ class KVCacheManager:
         if key is not None:
             del self._known[key]
             self._blocks[block].key = None
+            self._leave_root(key[1])

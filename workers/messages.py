@@ -32,7 +32,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     vocabulary: the adapter's own, which AdapterInfo and its tokenizer's files give; None: the base's. language: that of
     the files that the prompt was tokenized by (AdapterInfo.language). group: what all
     sequences of one client's request have in common; "" for one that is alone. queue_timeout_s: how long it may wait to
-    start; None: as long as it takes.
+    start; None: as long as it takes. cache_salt: only requests with the same one share keys and values.
     """
 
     request_id: str
@@ -43,6 +43,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     language: str = ""
     group: str = ""
     queue_timeout_s: float | None = None
+    cache_salt: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

@@ -231,10 +231,11 @@ class Scheduler:
         return True
 
     def _cache_salt(self, sequence: Sequence, digest: str) -> Hashable:
-        """Keys and values depend on the adapter, and under some rope scalings on the sequence's length too."""
+        """Keys and values depend on the adapter, and under some rope scalings on the sequence's length too; and nobody
+        may tell by the time a prompt takes that another tenant has sent it."""
         if not self._rope.depends_on_length:
-            return digest
-        return digest, self._rope.key_variant(sequence.num_rotated, len(sequence.tokens))
+            return sequence.cache_salt, digest
+        return sequence.cache_salt, digest, self._rope.key_variant(sequence.num_rotated, len(sequence.tokens))
 
     def _turns_anew(self, sequence: Sequence) -> bool:
         return self._rope.turns_anew(sequence.num_rotated, len(sequence.tokens))

@@ -44,7 +44,7 @@ class Sequence:
     the first token that it works on (workers/lora/activation.py), known from when the slot is. blocks: None while
     waiting. lane: its adapter's, from add() on. queued_s, started_s: monotonic; 0 before. prompt_logprobs fill up chunk
     by chunk and go out with the first token. own_vocabulary: its adapter has another vocabulary than the base, which
-    could not answer in its place.
+    could not answer in its place. cache_salt: its blocks are shared only with sequences that have the same one.
     """
 
     request_id: str
@@ -69,6 +69,7 @@ class Sequence:
     tier: Tier | Literal[""] = ""  # where its adapter was when it was queued
     queued_s: float = 0.0
     started_s: float = 0.0
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         self.num_rotated = self.num_prompt

@@ -162,3 +162,15 @@ def test_a_preempted_sequence_starts_again_before_those_whose_turn_it_would_be()
     assert [one.request_id for one in s.running] == ["first"]
     finish(s, "first")
     assert next(iter(step(s))) == "second"
+
+
+def test_a_prefix_is_found_by_the_same_tenant_and_salt_only():
+    """Where it were found by others, the time a prompt takes would tell what they have sent."""
+    s = scheduler(caching=True)
+    for number, (salt, cached) in enumerate([("acme", 0), ("rival", 0), ("", 0), ("acme", 32), ("rival", 32)]):
+        one = sequence(str(number), 40)
+        one.cache_salt = salt
+        s.add(one)
+        assert step(s) == {str(number): 40 - cached}
+        assert one.num_cached == cached
+        s.finish(one)

@@ -38,7 +38,9 @@ async def chat(front: Front, request: Request) -> Response:
     fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = Envelope(request_id(request, "chatcmpl-", body.request_id), kind, front.config.base_id)
-    samples = await make_samples(front, request, envelope.id, [Task(prompt, model, fitted(params, fit))], deadline)
+    samples = await make_samples(
+        front, request, envelope.id, [Task(prompt, model, fitted(params, fit), cache_salt=body.cache_salt)], deadline
+    )
     answer = _Answer(front, body, samples, envelope)
     return answer.stream() if body.stream else WholeReply(answer.whole)
 

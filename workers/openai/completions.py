@@ -43,7 +43,10 @@ async def completions(front: Front, request: Request) -> Response:
     prompts = await _read_prompts(front, model, body)
     fits = [fit_max_tokens(front, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
     envelope = Envelope(request_id(request, "cmpl-", body.request_id), "text_completion", front.config.base_id)
-    tasks = [Task(prompt, model, fitted(params, fit), scoring) for prompt, fit in zip(prompts, fits, strict=True)]
+    tasks = [
+        Task(prompt, model, fitted(params, fit), scoring, body.cache_salt)
+        for prompt, fit in zip(prompts, fits, strict=True)
+    ]
     answer = _Answer(front, body, await make_samples(front, request, envelope.id, tasks, deadline), envelope)
     return answer.stream() if body.stream else WholeReply(answer.whole)
 

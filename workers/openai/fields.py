@@ -57,7 +57,6 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     "structural_tag": (),
     "logits_processors": ([],),
     "priority": (0,),
-    "cache_salt": (),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     "documents": ([],),

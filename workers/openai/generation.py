@@ -7,11 +7,13 @@ its sequences.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
 from starlette.requests import Request
 
 from lorafleet.workers.errors import EngineDead, InvalidRequest, LorafleetError
@@ -32,7 +34,7 @@ _numbers = itertools.count()  # clients may give two requests one id; the engine
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt and what to do with it. params.n: how many samples to make of it.
+    """One prompt and what to do with it. params.n: how many samples to make of it. cache_salt: the client's own.
 
     scoring: only the prompt's logprobs are wanted. The engine makes one token, which is not shown.
     """
@@ -41,6 +43,15 @@ class Task:
     model: ServedModel
     params: SamplingParams
     scoring: bool = False
+    cache_salt: str | None = None
+
+    @property
+    def salt(self) -> str:
+        """What the engine salts the prefix cache with: no two tenants share a block, nor two salts of one tenant."""
+        tenant = self.model.caller.tenant
+        if tenant is None and self.cache_salt is None:
+            return ""
+        return hashlib.sha256(msgspec.json.encode((tenant, self.cache_salt))).hexdigest()
 
 
 class Sample:
@@ -66,6 +77,7 @@ class Sample:
         self.num_cached_tokens = 0
         self.fallback_reason = task.model.fallback_reason
         self._scoring = task.scoring
+        self._cache_salt = task.salt
         self._front = front
         self._group = group
         self._engine_id = f"{group}-{index}"
@@ -89,6 +101,7 @@ class Sample:
             language=self.model.language.digest,
             group=self._group,
             queue_timeout_s=self._deadline.left_s(),
+            cache_salt=self._cache_salt,
         )
         push = self._processor.push
         watch = Stopwatch()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Strict(BaseModel):
@@ -52,6 +52,7 @@ class GenerationRequest(Strict):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
+    cache_salt: str | None = Field(None, min_length=1)
 
 
 class CompletionRequest(GenerationRequest):
