@@ -15,6 +15,7 @@ from lorafleet.cluster.cli_adapters import adapters
 from lorafleet.cluster.cli_compare import compare
 from lorafleet.cluster.cli_convert import convert
 from lorafleet.cluster.cli_inspect import inspect as inspect_adapter
+from lorafleet.cluster.cli_keys import keys
 from lorafleet.cluster.cli_merge import merge
 from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
 from lorafleet.resolvers.config import HTTPConfig, HubConfig, S3Config
@@ -97,6 +98,7 @@ def _with_options(function: Any) -> Any:
 
 
 app.add_typer(adapters, name="adapters")
+app.add_typer(keys, name="keys")
 app.command("serve")(_with_options(_serve))
 app.command("inspect")(inspect_adapter)
 app.command("convert")(convert)

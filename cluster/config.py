@@ -14,6 +14,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.resolvers.config import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
 from lorafleet.resolvers.source import is_uri
 from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType, LoadFormat, OnLoadFailure
@@ -30,6 +31,7 @@ ALIASES = {  # SGLang's names
 
 
 ADMIN_KEY_VARIABLE = "LORAFLEET_ADMIN_KEY"
+API_KEYS_VARIABLE = "LORAFLEET_API_KEYS"
 
 
 class LoRAModule(BaseModel):
@@ -217,6 +219,14 @@ class AppArgs(BaseModel):
         "LORAFLEET_ADMIN_KEY. Without it nobody administers over HTTP.",
     )
 
+    api_keys: str | None = Field(
+        None,
+        repr=False,
+        description="YAML or JSON file of API keys and tenants, which every node has at this path; `lorafleet keys` "
+        "writes it, and servers read it again when it changes. Its content may also be in the environment, as "
+        "LORAFLEET_API_KEYS. Without it everybody may infer.",
+    )
+
     num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
     max_replicas: int | None = Field(
         None, ge=1, description="More than num_replicas are started under load, up to so many; default: never."
@@ -267,6 +277,8 @@ class AppArgs(BaseModel):
             return data
         if ADMIN_KEY_VARIABLE in os.environ:
             data = {"admin_key": os.environ[ADMIN_KEY_VARIABLE]} | data
+        if API_KEYS_VARIABLE in os.environ:
+            data = {"api_keys": os.environ[API_KEYS_VARIABLE]} | data
         renamed: dict[str, Any] = {str(ALIASES.get(name, name)): value for name, value in data.items()}
         if len(renamed) < len(data):
             both = next(alias for alias, name in ALIASES.items() if alias in data and name in data)
@@ -389,6 +401,8 @@ def check_paths(args: AppArgs) -> None:
         _require(Path(module.path) / "adapter_config.json", f"adapter {module.name!r} cannot be served")
     if args.lora_resolver_dir is not None:
         _require(Path(args.lora_resolver_dir), f"lora_resolver_dir {args.lora_resolver_dir!r} does not exist")
+    if args.api_keys is not None:
+        KeyRing(args.api_keys)
     if args.chat_template is not None:
         _require(Path(args.chat_template), f"chat_template {args.chat_template!r} does not exist")
 

@@ -34,6 +34,7 @@ from lorafleet.cluster.ranks import ReplicaRanks
 from lorafleet.cluster.reporting import keep_reporting
 from lorafleet.cluster.resources import with_cpu_threads
 from lorafleet.cluster.scraping import scrape_all
+from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.worker_actor import StartOrder
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.config import EngineConfig
@@ -65,6 +66,7 @@ class EngineReplica:
         self._config = with_cpu_threads(config, args.most_replicas)
         self._engine: EngineClient | None = None
         self._adapter_store = AdapterStore(args.sources)
+        self._keys = None if args.api_keys is None else KeyRing(args.api_keys)
         self._front: Front | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
@@ -152,9 +154,16 @@ class EngineReplica:
             self._adapter_store,
             resolver,
             self._scrape,
-            Gate(self._args.admin_key),
+            self._open_gate(),
         )
+        if self._keys is not None:
+            self._front.metrics.add(self._keys)
+            self._keep(self._keys.follow())
         return build_api(lambda: self._front, admin_routes(admin))
+
+    def _open_gate(self) -> Gate:
+        keys = self._keys
+        return Gate(self._args.admin_key, None if keys is None else lambda: keys.keys)
 
     def _start_order(self, address: str) -> StartOrder:
         size = self._config.tensor_parallel_size

@@ -2,7 +2,8 @@
 
 A full block is known by (the node before it, whose it is, its tokens): comparing these exactly, not by a hash, so that
 no two prefixes can be confused. Whose: a root belongs to one adapter digest and one tenant (or a client's own salt), so
-that a reload of the same bytes keeps its prefixes, and neither other weights nor other tenants ever see them. The blocks before an activated LoRA begins to work are the base's.
+that a reload of the same bytes keeps its prefixes, and neither other weights nor other tenants ever see them. The
+blocks before an activated LoRA begins to work are the base's.
 Blocks that nobody uses stay known until they are needed; the least recently used go first.
 """
 

@@ -3,6 +3,9 @@
 A name is made of segments, parted by "/" as in "org/adapter"; each is ASCII letters, digits and "._-@", and begins with
 a letter, a digit or "_". So a name is never a way out of a folder, hidden, an option of a command line, or a look-alike
 of another; ":" is left to "base:adapter", "+" to mixing adapters, "=" and "," to lists on the command line.
+
+An adapter that belongs to a tenant has "~tenant/" before its name wherever names of all tenants meet: in the catalogue,
+in logs and metrics. No client can ask for a name that begins so: each speaks of its own adapters by their bare names.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from lorafleet.workers.errors import InvalidAdapterName
 from lorafleet.workers.lora.strict_json import shown
 
 MAX_NAME_CHARS = 256
+OWNED = "~"
 
+_TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]*")
 
 
@@ -32,6 +37,35 @@ def check_adapter_name(name: str, base_names: Collection[str] = ()) -> None:
         raise InvalidAdapterName(
             f"the adapter's name {shown(name)} is the base model's own. Choose another.", "lora_name"
         )
+
+
+def check_full_name(name: str, base_names: Collection[str] = ()) -> None:
+    """Of an adapter that may be a tenant's."""
+    tenant = tenant_of(name)
+    if tenant is not None:
+        check_tenant(tenant)
+    check_adapter_name(bare_name(name), base_names)
+
+
+def check_tenant(tenant: str) -> None:
+    if not _TENANT.fullmatch(tenant):
+        raise InvalidAdapterName(
+            f"the tenant's name {shown(tenant)} must be 1 to 64 lower-case letters, digits, '_' and '-', the first of "
+            "them a letter or a digit.",
+            "tenant",
+        )
+
+
+def full_name(tenant: str | None, name: str) -> str:
+    return name if tenant is None else f"{OWNED}{tenant}/{name}"
+
+
+def tenant_of(full: str) -> str | None:
+    return full[1:].partition("/")[0] if full.startswith(OWNED) else None
+
+
+def bare_name(full: str) -> str:
+    return full.partition("/")[2] if full.startswith(OWNED) else full
 
 
 def _fault(name: str) -> str:

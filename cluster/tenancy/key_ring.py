@@ -1,0 +1,106 @@
+"""The keys and tenants that are in force in this process: read at the start, and again when the file changes.
+
+A file that cannot be read or is wrong changes nothing: the keys read before stay in force, and log and metrics say so.
+Looked at by its inode, times and size, and read once these have stayed for one look, so not in the middle of a write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lorafleet.cluster.tenancy.key_file import HASH_PREFIX, KeyEntry, KeyFile, TenantEntry, owners_of, parse, read
+from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.openai.gate import KnownKey
+
+POLL_S = 0.5
+
+_Signature = tuple[int, int, int, int]
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class KeyRing(Collector):
+    """source: a path, or the content of such a file, which is never read again."""
+
+    def __init__(self, source: str) -> None:
+        self._path = None if source.lstrip().startswith(("{", "keys:", "tenants:")) else Path(source)
+        self._seen = self._read_signature()
+        self._settling: _Signature | None = None
+        self._num_reloads = {"ok": 0, "failed": 0}
+        self.broken = ""  # why the file as it is now is not in force
+        self._adopt(parse(source, "LORAFLEET_API_KEYS") if self._path is None else read(self._path))
+
+    def _adopt(self, file: KeyFile) -> None:
+        self.keys: Mapping[str, KnownKey] = {
+            key.hash.removeprefix(HASH_PREFIX): KnownKey(key.caller, key.expires_s) for key in file.keys
+        }
+        self.entries: Mapping[str, KeyEntry] = {key.id: key for key in file.keys}
+        self.tenants: Mapping[str, TenantEntry] = file.tenants
+        self._owners = tuple(owners_of(file.tenants))
+
+    def tenant(self, name: str | None) -> TenantEntry:
+        return self.tenants.get(name or "", _NOTHING_SAID)
+
+    def owner_of_name(self, name: str) -> str | None:
+        """The tenant that all names of this beginning are kept for; None: everybody's."""
+        return next((tenant for prefix, tenant in self._owners if name.startswith(prefix)), None)
+
+    async def follow(self) -> None:
+        """Never ends."""
+        while self._path is not None:
+            await asyncio.sleep(POLL_S)
+            await asyncio.to_thread(self.look)
+
+    def look(self) -> None:
+        """Reads the file again where it has changed, and has not gone on changing since the last look."""
+        signature = self._read_signature()
+        if signature == self._seen and not self._settling:
+            return
+        if signature != self._settling:
+            self._settling = signature
+            return
+        self._seen, self._settling = signature, None
+        assert self._path is not None
+        try:
+            self._adopt(read(self._path))
+        except ConfigError as error:
+            self._num_reloads["failed"] += 1
+            self.broken = error.message
+            logger.error("the API keys stay as they were: %s", error.message)
+            return
+        self._num_reloads["ok"] += 1
+        self.broken = ""
+        logger.info("API keys: %d keys of %d tenants are in force", len(self.keys), len(self.tenants))
+
+    def _read_signature(self) -> _Signature:
+        if self._path is None:
+            return 0, 0, 0, 0
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return -1, 0, 0, 0
+        return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("lorafleet_api_keys", "API keys in force.", len(self.keys))
+        yield GaugeMetricFamily(
+            "lorafleet_api_keys_broken",
+            "Whether the file of API keys is wrong, so that older keys are in force: 1, else 0.",
+            int(bool(self.broken)),
+        )
+        reloads = CounterMetricFamily(
+            "lorafleet_api_keys_reloads", "Readings of a changed file of API keys.", None, ["outcome"]
+        )
+        for outcome, count in self._num_reloads.items():
+            reloads.add_metric([outcome], count)
+        yield reloads
+
+
+_NOTHING_SAID = TenantEntry()

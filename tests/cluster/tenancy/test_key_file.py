@@ -1,0 +1,171 @@
+"""The file of keys: what is accepted, what is refused and how, and that a change takes effect without a restart."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lorafleet.cluster.cli import app
+from lorafleet.cluster.tenancy.key_file import parse, read
+from lorafleet.cluster.tenancy.key_ring import KeyRing
+from lorafleet.cluster.tenancy.key_text import check_key, digest_of, make_key
+from lorafleet.workers.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
+from lorafleet.workers.openai.gate import Gate
+
+HASH = "sha256:" + "0" * 64
+
+
+def lorafleet(*arguments: str, text: str | None = None) -> str:
+    result = CliRunner().invoke(app, ["keys", *arguments], input=text)
+    assert result.exit_code == 0, result.output
+    return result.output.strip()
+
+
+def refused(*arguments: str, text: str | None = None) -> str:
+    result = CliRunner().invoke(app, ["keys", *arguments], input=text)
+    assert result.exit_code == 1 and not isinstance(result.exception, ValueError)
+    return result.output
+
+
+def gate_of(ring: KeyRing, now_s: float = 0.0) -> Gate:
+    return Gate("the operator's own", lambda: ring.keys, lambda: now_s)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.yaml"
+
+
+def test_a_key_opens_what_its_scopes_say_and_nothing_else(file: Path) -> None:
+    key = lorafleet("create", str(file), "--id", "app", "--tenant", "acme", "--scope", "infer", "--scope", "metrics")
+    gate = gate_of(KeyRing(str(file)))
+    assert gate.caller(key, "infer").tenant == gate.caller(key, "metrics").tenant == "acme"
+    for needed in ("admin", "loading"):
+        with pytest.raises(Forbidden, match="'app' has the scopes infer, metrics; this needs admin"):
+            gate.caller(key, needed)
+    for wrong in (None, "", "lf-" + "a" * 46, key[:-1], key + " "):
+        for needed in ("infer", "metrics", "admin", "loading"):
+            with pytest.raises(Unauthorized):
+                gate.caller(wrong, needed)
+        assert gate.caller(wrong, "open").scopes
+    assert gate.caller("the operator's own", "admin").is_operator
+
+
+def test_no_secret_is_in_the_file_and_only_its_owner_reads_it(file: Path) -> None:
+    key = lorafleet("create", str(file), "--id", "app")
+    assert key not in file.read_text() and digest_of(key) in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert lorafleet("hash", text=key) == "sha256:" + digest_of(key)
+
+
+def test_keys_differ_and_a_mistyped_one_is_told_from_a_wrong_one() -> None:
+    made = {make_key() for _ in range(100)}
+    assert len(made) == 100
+    for key in made:
+        check_key(key)
+        typo = key[:10] + ("a" if key[10] != "a" else "b") + key[11:]
+        with pytest.raises(InvalidRequest) as error:
+            check_key(typo)
+        assert typo not in error.value.message
+    assert "no key of lorafleet's" in refused("hash", text="hunter2")
+
+
+def test_a_key_expires_by_itself(file: Path) -> None:
+    key = lorafleet("create", str(file), "--id", "app", "--expires", "2027-01-31")
+    ring = KeyRing(str(file))
+    expires_s = 1801353600.0  # midnight, UTC
+    assert gate_of(ring, expires_s - 1).caller(key, "infer").key_id == "app"
+    with pytest.raises(Unauthorized, match="'app' has expired"):
+        gate_of(ring, expires_s).caller(key, "infer")
+    assert "expires=2027-01-31T00:00:00+00:00" in lorafleet("list", str(file))
+    assert "expires" in refused("create", str(file), "--id", "b", "--expires", "tomorrow")
+
+
+def test_making_and_revoking_keys_takes_effect_without_a_restart(file: Path) -> None:
+    first = lorafleet("create", str(file), "--id", "first")
+    ring = KeyRing(str(file))
+    gate = gate_of(ring)
+    second = lorafleet("create", str(file), "--id", "second")
+    with pytest.raises(Unauthorized):
+        gate.caller(second, "infer")
+    ring.look()
+    ring.look()
+    assert gate.caller(second, "infer").key_id == "second"
+    lorafleet("revoke", str(file), "first")
+    ring.look()
+    assert gate.caller(first, "infer").key_id == "first", "it may still be being written"
+    ring.look()
+    with pytest.raises(Unauthorized, match="revoked"):
+        gate.caller(first, "infer")
+    assert "has no key 'first'; it has second" in refused("revoke", str(file), "first")
+
+
+@pytest.mark.parametrize("wrong", ["keys: [", "[]", "keys: [{id: a}]", "", None, b"\xff\xfe"])
+def test_a_broken_file_keeps_the_keys_and_says_so(file: Path, wrong: str | bytes | None, caplog) -> None:
+    key = lorafleet("create", str(file), "--id", "app")
+    good = file.read_bytes()
+    ring = KeyRing(str(file))
+
+    def metrics() -> dict[str, float]:
+        return {f"{s.name}{s.labels.get('outcome', '')}": s.value for metric in ring.collect() for s in metric.samples}
+
+    if wrong is None:
+        file.unlink()
+    else:
+        file.write_bytes(wrong if isinstance(wrong, bytes) else wrong.encode())
+    for _ in range(4):
+        ring.look()
+    assert gate_of(ring).caller(key, "infer").key_id == "app"
+    assert ring.broken and "the API keys stay as they were" in caplog.text
+    assert metrics()["lorafleet_api_keys_broken"] == metrics()["lorafleet_api_keys_reloads_totalfailed"] == 1
+    file.write_bytes(good)
+    ring.look()
+    ring.look()
+    assert not ring.broken and metrics()["lorafleet_api_keys_broken"] == 0
+    assert metrics()["lorafleet_api_keys"] == 1
+
+
+def test_a_file_that_is_replaced_within_one_tick_of_the_clock_is_seen(file: Path) -> None:
+    lorafleet("create", str(file), "--id", "app")
+    ring, times = KeyRing(str(file)), file.stat()
+    lorafleet("revoke", str(file), "app")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    ring.look()
+    ring.look()
+    assert not ring.keys
+
+
+def test_keys_may_come_from_the_environment() -> None:
+    ring = KeyRing(f"keys: [{{id: a, hash: '{HASH}', scopes: [infer]}}]")
+    assert list(ring.entries) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (f"keys: [{{id: a, hash: '{HASH}', scopes: [infr]}}]", "keys.0.scopes"),
+        (f"keys: [{{id: a, hash: '{HASH}', scopes: []}}]", "keys.0.scopes"),
+        ("keys: [{id: a, hash: secret, scopes: [infer]}]", "64 hexadecimal digits"),
+        (f"keys: [{{id: a, hash: '{HASH}', scopes: [infer], expire: 2027-01-01}}]", "keys.0.expire"),
+        (f"keys: [{{id: a, hash: '{HASH}', scopes: [infer], tenant: ../x}}]", "tenant's name"),
+        (f"keys: [{{id: 'a b', hash: '{HASH}', scopes: [infer]}}]", "'a b' is no id"),
+        (f"keys: [{{id: a, hash: '{HASH}', scopes: [infer]}}, {{id: b, hash: '{HASH}', scopes: [infer]}}]", "two keys"),
+        ("tenants: {acme: {limits: {requests_per_minute: 0}}}", "greater than or equal to 1"),
+        ("tenants: {a: {name_prefixes: [x-]}, b: {name_prefixes: [x-y]}}", "lies within"),
+        ("tenants: {a: {name_prefixes: ['../']}}", "name_prefixes"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(content: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=r"keys\.yaml: ") as error:
+        parse(content, "keys.yaml")
+    assert complaint in error.value.message and "secret" not in error.value.message
+
+
+def test_what_is_written_reads_the_same(file: Path) -> None:
+    file.write_text("tenants: {acme: {limits: {requests_per_minute: 5, adapters: 2}, name_prefixes: [acme-]}}")
+    before = read(file).tenants
+    lorafleet("create", str(file), "--id", "app", "--tenant", "acme")
+    assert read(file).tenants == before
