@@ -21,6 +21,7 @@ from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig,
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
 from lorafleet.workers.openai.front import MAX_BODY_BYTES
+from lorafleet.workers.openai.tool_calls.known import ToolCallFormat
 from lorafleet.workers.quantisation_methods import Method
 
 ALIASES = {  # SGLang's names
@@ -102,6 +103,11 @@ class AppArgs(BaseModel):
         [], description='Adapters served from the start: name=path, or JSON with "name", "path", "base_model_name".'
     )
     chat_template: str | None = Field(None, description="File with a Jinja chat template; default: the tokenizer's.")
+
+    tool_call_parser: ToolCallFormat = Field(
+        "auto",
+        description="How models write tool calls: auto tells it from each model's chat template; none reads no calls.",
+    )
 
     device: Device = Field("auto", description="auto takes a GPU where the cluster has one.")
     dtype: DType = Field("auto", description="auto is the checkpoint's own.")

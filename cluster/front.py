@@ -47,6 +47,7 @@ def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
         max_body_bytes=args.max_body_bytes,
         replica_id=replica_id,
         chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
+        tool_call_parser=args.tool_call_parser,
         generation_defaults=read_generation_defaults(args.model),
     )
 

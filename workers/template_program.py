@@ -113,7 +113,7 @@ def render(job: dict[str, Any], output_chars: int) -> str:
     for part in template.generate(
         **job["special_tokens"] | job["template_kwargs"],
         messages=messages,
-        tools=None,
+        tools=job["tools"],
         documents=None,
         add_generation_prompt=job["add_generation_prompt"],
     ):

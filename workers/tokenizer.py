@@ -55,6 +55,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eos_token_id: int | None = hf.eos_token_id
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.special_texts = frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special)
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._bytes = [self._bytes_of(i) for i in range(self.vocab_size)]
         self._visible_bytes = [b"" if i in self.special_ids else b for i, b in enumerate(self._bytes)]
@@ -109,10 +110,19 @@ class Tokenizer:
         """Its Jinja source; None where there is none, or several."""
         return self._hf.chat_template if isinstance(self._hf.chat_template, str) else None
 
+    @property
+    def tool_template(self) -> str | None:
+        """The one that is used where there are tools: some tokenizers have a template of its own for them."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            return template.get("tool_use", template.get("default"))
+        return template or None
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, object]],
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -128,6 +138,7 @@ class Tokenizer:
         try:
             text = self._hf.apply_chat_template(
                 [dict(m) for m in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=chat_template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,

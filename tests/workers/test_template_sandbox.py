@@ -221,3 +221,8 @@ def test_no_process_runs_before_it_is_needed_nor_after_the_end() -> None:
 def test_a_long_template_is_refused_before_it_is_read() -> None:
     with pytest.raises(AdapterTooLarge, match=f"{MAX_TEMPLATE_BYTES + 1} bytes; at most {MAX_TEMPLATE_BYTES}"):
         ChatTemplate("x" * (MAX_TEMPLATE_BYTES + 1), {})
+
+
+async def test_tools_reach_an_adapters_template(sandbox: TemplateSandbox) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert await rendered(sandbox, "{{ tools[0].function.name }}", tools=tools) == "f"

@@ -21,6 +21,7 @@ from lorafleet.workers.openai.protocol import ChatRequest
 from lorafleet.workers.openai.responses import WholeReply, event, json_response
 from lorafleet.workers.openai.sampling import fitted, read_params
 from lorafleet.workers.openai.streaming import StreamUsage, TextChunk, event_stream, fallback_headers
+from lorafleet.workers.openai.tools import AnswerReader, ToolUse, delta_of, read_answer, read_tools
 from lorafleet.workers.output import Delta
 
 
@@ -33,20 +34,22 @@ async def chat(front: Front, request: Request) -> Response:
         )
     label_request(request.scope, front.label(model))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    tools = read_tools(front, model, body.tools, body.tool_choice, body.parallel_tool_calls)
     params = read_params(front, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
-    prompt = truncate(front, await _read_prompt(front, model, body), body.truncate_prompt_tokens, asked)
+    params = tools.params(params, model.tokenizer)
+    prompt = truncate(front, await _read_prompt(front, model, body, tools), body.truncate_prompt_tokens, asked)
     fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = Envelope(request_id(request, "chatcmpl-", body.request_id), kind, front.config.base_id)
     samples = await make_samples(
         front, request, envelope.id, [Task(prompt, model, fitted(params, fit), cache_salt=body.cache_salt)], deadline
     )
-    answer = _Answer(front, body, samples, envelope)
+    answer = _Answer(front, body, samples, envelope, tools)
     return answer.stream() if body.stream else WholeReply(answer.whole)
 
 
-async def _read_prompt(front: Front, model: ServedModel, body: ChatRequest) -> Prompt:
-    text = await render_chat(front, model, body)
+async def _read_prompt(front: Front, model: ServedModel, body: ChatRequest, tools: ToolUse) -> Prompt:
+    text = await render_chat(front, model, body, tools.shown)
     named = "messages" if body.truncate_prompt_tokens is None else None
     token_ids = await encode(front, model, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
     if not token_ids:
@@ -70,6 +73,7 @@ class _Answer:
     body: ChatRequest
     samples: list[Sample]
     envelope: Envelope
+    tools: ToolUse
 
     async def whole(self) -> Response:
         answers = await collect(self.samples)
@@ -90,14 +94,22 @@ class _Answer:
         return event_stream(self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage))
 
     def _choice(self, sample: Sample, delta: Delta) -> dict[str, object]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        return {"index": sample.index, "message": message, **self.extras(delta)}
+        content, calls = (
+            read_answer(self.tools.reader(eager=False), delta.text) if self.tools.calls else (delta.text, [])
+        )
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return {"index": sample.index, "message": message, **self.extras(delta, has_called=bool(calls))}
 
-    def extras(self, delta: Delta) -> dict[str, object]:
+    def extras(self, delta: Delta, *, has_called: bool) -> dict[str, object]:
         """What a choice has beside its text, whole or in a chunk."""
         fields: dict[str, object] = {
             "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": "tool_calls" if has_called and delta.finish_reason == "stop" else delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         if self.body.return_token_ids:
@@ -112,7 +124,7 @@ class _Answer:
 
 
 class _ChoiceStream:
-    """One choice's chunks: the role first, then its text as it comes."""
+    """One choice's chunks: the role first, then its text and its calls as they come."""
 
     def __init__(self, answer: _Answer, sample: Sample, usage: StreamUsage) -> None:
         body = answer.body
@@ -120,17 +132,30 @@ class _ChoiceStream:
         self._sample = sample
         self._usage = usage
         self._opened = False
+        self._reader = answer.tools.reader(eager=True) if answer.tools.calls else None
         self._text_only = not body.logprobs and not body.return_token_ids and not usage.continuous
         self._envelope = answer.envelope.chunk(sample)
         self._text = TextChunk(self._chunk({"content": TextChunk.mark}, Delta()))
 
     def write(self, delta: Delta) -> bytes:
         opening = b"" if self._opened else self._open()
+        if self._reader is not None:
+            return opening + self._write_read(self._reader, delta)
         if delta.finish_reason is None and self._text_only:
             return opening + (self._text.with_text(delta.text) if delta.text else b"")
         if not (delta.text or delta.token_ids or delta.finish_reason):
             return opening
         return opening + event(self._chunk({"content": delta.text} if delta.text else {}, delta))
+
+    def _write_read(self, reader: AnswerReader, delta: Delta) -> bytes:
+        """A chunk for each piece of text or of a call; what else the delta has goes with the last."""
+        pieces = [delta_of(event) for event in reader.push(delta.text)]
+        if delta.finish_reason is not None:
+            pieces += [*map(delta_of, reader.finish()), {}]
+        elif delta.token_ids and not self._text_only and not pieces:
+            pieces = [{}]
+        chunks = [self._chunk(piece, Delta()) for piece in pieces[:-1]]
+        return b"".join(map(event, [*chunks, *(self._chunk(piece, delta) for piece in pieces[-1:])]))
 
     def _open(self) -> bytes:
         self._opened = True
@@ -141,6 +166,7 @@ class _ChoiceStream:
         return event(chunk)
 
     def _chunk(self, content: dict[str, object], delta: Delta) -> dict[str, object]:
-        choice = {"index": self._sample.index, "delta": content, **self._answer.extras(delta)}
+        has_called = self._reader is not None and self._reader.has_called
+        choice = {"index": self._sample.index, "delta": content, **self._answer.extras(delta, has_called=has_called)}
         usage = self._usage.field(self._sample if self._usage.continuous else None)
         return {**self._envelope, "choices": [choice], **usage}

@@ -15,7 +15,6 @@ NO_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",  # there are no tool calls to be parallel
         "include_reasoning",  # no answer is split into reasoning and content
     }
 )
@@ -25,8 +24,6 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     # OpenAI
     "suffix": ("",),
     "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -96,6 +93,12 @@ def without_no_ops(body: dict[str, object], known: set[str], where: str = "") ->
     return rest
 
 
+# What does the same.
+INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+
+
 def _refusal(name: str, allowed: tuple[object, ...]) -> str:
     remedy = f"leave it out or set it to {allowed[0]!r}" if allowed else "leave it out"
+    if name in INSTEAD:
+        remedy = f"use `{INSTEAD[name]}`"
     return f"`{name}` is not supported by this server; {remedy}."

@@ -22,6 +22,7 @@ from lorafleet.workers.openai.caller import Caller
 from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.openai.languages import AdapterLanguages, OpenFiles, open_local
 from lorafleet.workers.openai.metrics import Metrics
+from lorafleet.workers.openai.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
 from lorafleet.workers.template_sandbox import TemplateSandbox
 from lorafleet.workers.tokenizer import Tokenizer
 
@@ -36,6 +37,7 @@ class FrontConfig:
     model_path: str  # shown as the base model's `root`
     allow_runtime_lora_updating: bool = False  # opens /v1/load_lora_adapter and /v1/unload_lora_adapter
     chat_template: str | None = None  # Jinja source; None: the tokenizer's own
+    tool_call_parser: ToolCallFormat = "auto"  # how models write their calls; auto: as each one's template tells
     queue_timeout_s: float | None = None  # how long a request may wait to start where it does not say; None: ever
     max_body_bytes: int = MAX_BODY_BYTES  # of a request; a larger one is refused with 413
     generation_defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # see below
@@ -111,6 +113,20 @@ class Front:
     def vocab_size(self, model: ServedModel) -> int:
         own = model.language.vocabulary
         return self.engine.hello.vocab_size if own is None else own.size
+
+    def tool_format(self, model: ServedModel) -> KnownFormat | None:
+        """How the model writes its calls; None where that is not known."""
+        if self.config.tool_call_parser != "auto":
+            return FORMATS.get(self.config.tool_call_parser)
+        return detect(self._tool_template(model))
+
+    def shows_tools(self, model: ServedModel) -> bool:
+        return "tools" in self._tool_template(model)
+
+    def _tool_template(self, model: ServedModel) -> str:
+        if model.language.template is not None:
+            return model.language.template.source
+        return self.config.chat_template or self.tokenizer.tool_template or ""
 
     def close(self) -> None:
         """Ends the processes that render adapters' templates, and the threads that read their tokenizers."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from lorafleet.workers.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _PASSED_ON = ("role", "name", "tool_call_id")
-_ALWAYS_EMPTY = ("tool_calls", "function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content")
+_ALWAYS_EMPTY = ("function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content")
 
 
 def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -26,12 +27,46 @@ def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         elif name in _PASSED_ON:
             if value is not None:
                 read[name] = _string(value, f"{where}.{name}")
+        elif name == "tool_calls":
+            if value:
+                read[name] = _read_calls(value, f"{where}.{name}")
         elif name != "content":
             raise InvalidRequest(f"`{where}.{name}` is no field of a message; remove it.", f"{where}.{name}")
     if read.get("role") not in ROLES:
         raise InvalidRequest(f"`{where}.role` must be one of {', '.join(ROLES)}.", f"{where}.role")
+    if "tool_calls" in read and read["role"] != "assistant":
+        raise InvalidRequest(f"`{where}.tool_calls` is the assistant's alone; remove it.", f"{where}.tool_calls")
     read["content"] = _read_content(message.get("content"), read["role"], f"{where}.content")
     return read
+
+
+def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(given, list):
+        raise InvalidRequest(f"`{where}` must be a list of calls.", where)
+    return [_read_call(call, f"{where}.{i}") for i, call in enumerate(given)]
+
+
+def _read_call(call: object, where: str) -> dict[str, Any]:
+    """Its arguments as an object: templates write them out themselves."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or call.get("type", "function") != "function" or not isinstance(function, dict):
+        raise InvalidRequest(f"`{where}` must be a call of a function, with a `function` of name and arguments.", where)
+    read: dict[str, Any] = {"type": "function"}
+    if call.get("id") is not None:
+        read["id"] = _string(call["id"], f"{where}.id")
+    name = _string(function.get("name"), f"{where}.function.name")
+    arguments = _read_arguments(function.get("arguments"), f"{where}.function.arguments")
+    return read | {"function": {"name": name, "arguments": arguments}}
+
+
+def _read_arguments(given: object, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(_string(given, where) or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"`{where}` must be a JSON object, as text.", where)
+    return arguments
 
 
 def _read_content(content: object, role: str, where: str) -> str:

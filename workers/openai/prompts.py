@@ -90,9 +90,11 @@ def checked_ids(front: Front, model: ServedModel, given: Any, param: str) -> lis
     return token_ids
 
 
-async def render_chat(front: Front, model: ServedModel, body: ChatRequest | TokenizeRequest) -> str:
-    """The prompt that the chat template makes of the body's messages: the adapter's own, where it brought one, else the
-    server's."""
+async def render_chat(
+    front: Front, model: ServedModel, body: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None
+) -> str:
+    """The prompt that the chat template makes of the body's messages and of `tools`: the adapter's own template, where
+    it brought one, else the server's."""
     assert body.messages is not None
     generate, go_on = body.add_generation_prompt, bool(body.continue_final_message)
     if go_on and generate:
@@ -106,12 +108,14 @@ async def render_chat(front: Front, model: ServedModel, body: ChatRequest | Toke
         return await front.templates.render(
             model.language.template,
             messages,
+            tools=tools,
             add_generation_prompt=generates,
             continue_final_message=go_on,
             template_kwargs=body.chat_template_kwargs,
         )
     return front.tokenizer.render_chat(
         messages,
+        tools=tools,
         add_generation_prompt=generates,
         continue_final_message=go_on,
         chat_template=front.config.chat_template,

@@ -34,11 +34,12 @@ async def _text(front: Front, model: ServedModel, body: TokenizeRequest) -> tupl
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either `prompt` or `messages`.", "prompt")
     if body.messages is None:
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name) is not None:
                 raise InvalidRequest(f"`{name}` goes with `messages` only; remove it.", name)
         return body.prompt or "", body.add_special_tokens is not False
-    return await render_chat(front, model, body), bool(body.add_special_tokens)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
+    return await render_chat(front, model, body, tools), bool(body.add_special_tokens)
 
 
 async def detokenize(front: Front, request: Request) -> Response:

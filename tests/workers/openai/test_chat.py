@@ -167,7 +167,7 @@ async def test_an_adapter_that_fell_back_to_the_base_says_so(http: httpx.AsyncCl
             "messages.0.content.0.type",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
-        ([*HI, {"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "messages.1.tool_calls"),
+        ([*HI, {"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "messages.1.tool_calls.0"),
         ([{"role": "user", "content": "hi", "mood": "good"}], "messages.0.mood"),
     ],
 )

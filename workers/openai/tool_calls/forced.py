@@ -1,0 +1,45 @@
+"""What the server makes the model write where the request demands a call: of a named function its arguments alone, else
+an array of calls. The constraint (tools.py) leaves nothing else to be written."""
+
+from __future__ import annotations
+
+from lorafleet.workers.openai.tool_calls.call_array import CallArray
+from lorafleet.workers.openai.tool_calls.json_scanner import BLANKS
+from lorafleet.workers.openai.tool_calls.parser import CallArguments, Calls, Event, Text
+
+
+class NamedCallParser:
+    def __init__(self, calls: Calls, name: str) -> None:
+        self._start = calls.start(name)
+        self._opened = False
+
+    def push(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        opening: list[Event] = [] if self._opened else [self._start]
+        self._opened = True
+        return [*opening, CallArguments(self._start.index, text)]
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+class RequiredCallsParser:
+    """calls: eager. A call that the answer's length cuts off is shown as far as it came."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._array: CallArray | None = None
+
+    def push(self, text: str) -> list[Event]:
+        if self._array is None:
+            text = text.lstrip(BLANKS)
+            if not text:
+                return []
+            self._array = CallArray(self._calls, text[:1])
+            text = text[1:]
+        return self._array.push(text)[0]
+
+    def finish(self) -> list[Event]:
+        events = [] if self._array is None else self._array.finish()
+        return [event for event in events if not isinstance(event, Text)]
