@@ -18,6 +18,7 @@ from lorafleet.cluster.cli_inspect import inspect as inspect_adapter
 from lorafleet.cluster.cli_keys import keys
 from lorafleet.cluster.cli_merge import merge
 from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
+from lorafleet.cluster.tls import tls_files
 from lorafleet.resolvers.config import HTTPConfig, HubConfig, S3Config
 from lorafleet.workers.errors import LorafleetError
 
@@ -42,6 +43,13 @@ def _serve(
     direct_streaming: Annotated[
         bool, typer.Option(help="Tokens go from the replica through HAProxy; off: through Serve's own slower proxy.")
     ] = True,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(help="PEM file with the server's certificate and its issuers': HTTPS instead of HTTP.")
+    ] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="PEM file with its key, without a password.")] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="PEM file; clients must show a certificate of one of these issuers.")
+    ] = None,
     **options: Any,
 ) -> None:
     """Start a local Ray, the replicas and the HTTP server; Ctrl-C stops them all."""
@@ -49,9 +57,11 @@ def _serve(
         args = parse_args({name: value for name, value in options.items() if value not in (None, [])})
         args.engine_config()
         check_paths(args)
-        from lorafleet.cluster.local import serve_locally  # here, so that --help and mistakes need not wait for Ray
+        from lorafleet.cluster.local import Listener, serve_locally  # here, so that --help need not wait for them
 
-        serve_locally(args, host, port, direct_streaming=direct_streaming)
+        host = "127.0.0.1" if host == "localhost" else host
+        tls = tls_files(ssl_certfile, ssl_keyfile, ssl_ca_certs)
+        serve_locally(args, Listener(host, port, tls, direct_streaming))
     except LorafleetError as error:
         typer.echo(f"lorafleet: {error.message}", err=True)
         raise typer.Exit(1) from None

@@ -7,11 +7,16 @@ minor version because of these names.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+import ray
 from ray.serve import Application
-from ray.serve._private import constants
+from ray.serve._private import constants, replica
+from ray.serve.context import _get_global_client
 
+from lorafleet.cluster import haproxy, tls
 from lorafleet.cluster.route import Route
 from lorafleet.cluster.serve_environment import PROXY_MIDDLEWARES
 
@@ -39,3 +44,34 @@ async def choose(handle: Any, route: Route) -> str:
     """The full id of the replica that AffinityRouter picks. Reserves nothing: the request itself goes by HAProxy."""
     async with handle.choose_replica(route=route, _reserve=False) as chosen:
         return str(chosen._replica.replica_id.to_full_id_str())
+
+
+def listen_on_node_address() -> None:
+    """In a process of a replica, before it is up: the gRPC server that Serve starts in each, for calls by handle, is
+    bound to the node's own address, where handles look for it, and not to all interfaces."""
+    name = "add_port_to_grpc_server"
+    add_port = vars(replica)[name]
+    host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's
+    address = f"[{host}]:0" if ":" in host else f"{host}:0"
+    vars(replica)[name] = lambda server, _all_interfaces: add_port(server, address)
+
+
+def http_options() -> Any:
+    """Serve's: where it listens. None where Serve does not run."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.http_config
+
+
+async def keep_certificate() -> None:
+    """On each node with an HAProxy of ours that serves TLS: renews its certificate. Returns where there is none."""
+    files = tls.files_from_environment(os.environ)
+    if files is None or not direct_streaming():
+        return
+    node = ray.get_runtime_context().get_node_id()
+    pem = _of_node(constants.RAY_SERVE_HAPROXY_CONFIG_FILE_LOC, node).with_name(haproxy.PEM_NAME)
+    await tls.keep_renewing(files, str(_of_node(constants.RAY_SERVE_HAPROXY_SOCKET_PATH, node)), str(pem))
+
+
+def _of_node(path: str, node: str) -> Path:
+    """Serve keeps the files of each node's HAProxy in a folder of its own."""
+    return Path(path).parent / node / Path(path).name

@@ -11,12 +11,11 @@ import socket
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-import msgspec
+import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -24,6 +23,7 @@ from lorafleet.cluster import serve_environment
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.processes import adopt_orphans, end_descendants
 from lorafleet.cluster.resources import replica_bundles
+from lorafleet.cluster.tls import TLSFiles
 from lorafleet.workers.errors import ConfigError, LorafleetError
 
 APP_NAME = "lorafleet"
@@ -38,18 +38,51 @@ class Stopped(BaseException):
     """SIGINT or SIGTERM came."""
 
 
-def serve_locally(args: AppArgs, host: str, port: int, *, direct_streaming: bool) -> NoReturn:
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """What clients reach."""
+
+    host: str
+    port: int
+    tls: TLSFiles | None
+    direct_streaming: bool  # through HAProxy; else through Serve's own proxy
+
+    def __post_init__(self) -> None:
+        if self.tls is not None and self.tls.ca_certs is not None and not self.direct_streaming:
+            raise ConfigError(
+                f"ssl_ca_certs={self.tls.ca_certs!r}: Serve's own proxy asks clients for no certificate. Leave it out, "
+                "or leave out --no-direct-streaming."
+            )
+
+    @property
+    def url(self) -> str:
+        """For a client on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http{'' if self.tls is None else 's'}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def http_options(self) -> dict[str, Any]:
+        """Serve's. With direct streaming HAProxy alone listens elsewhere: see serve_environment.open_ingress."""
+        if self.direct_streaming:
+            return {"host": "127.0.0.1", "port": self.port}
+        files = {} if self.tls is None else {"ssl_certfile": self.tls.cert, "ssl_keyfile": self.tls.key}
+        return {"host": self.host, "port": self.port, **files}
+
+
+def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
     """Runs until SIGINT or SIGTERM, and ends the process. Raises ConfigError before anything was started."""
-    host = _check_address(host, port, direct_streaming)
+    _check_address(listener)
     adopt_orphans()
     run_dir = tempfile.mkdtemp(prefix="lf-", dir="/tmp")
     status = 0
     try:
         _catch_signals()
         os.environ["LORAFLEET_RUN_DIR"] = run_dir  # the replicas' sockets go there
-        serve_environment.prepare(run_dir, direct_streaming=direct_streaming)
-        _start(args, host, port)
-        _announce(args, host, port)
+        serve_environment.prepare(run_dir, direct_streaming=listener.direct_streaming)
+        if listener.direct_streaming:
+            serve_environment.open_ingress(run_dir, listener.host, listener.tls)
+        _start(args, listener, run_dir)
+        _announce(args, listener)
         while True:
             time.sleep(3600)
     except Stopped:
@@ -62,25 +95,19 @@ def serve_locally(args: AppArgs, host: str, port: int, *, direct_streaming: bool
         _exit(status, run_dir)
 
 
-def _check_address(host: str, port: int, direct_streaming: bool) -> str:
-    host = "127.0.0.1" if host == "localhost" else host
-    if direct_streaming and host not in ("127.0.0.1", "0.0.0.0"):
-        raise ConfigError(
-            f"host={host}: with direct streaming the replicas listen where the server does, and are reached over the "
-            "loopback interface. Use 127.0.0.1 or 0.0.0.0, or --no-direct-streaming."
-        )
-    with socket.socket() as probe:
+def _check_address(listener: Listener) -> None:
+    family = socket.AF_INET6 if ":" in listener.host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind((listener.host, listener.port))
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port or --host."
+                f"cannot listen on {listener.host}:{listener.port}: {error.strerror}. Choose another --port or --host."
             ) from None
-    return host
 
 
-def _start(args: AppArgs, host: str, port: int) -> None:
+def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     console.print("starting Ray")
     import ray  # these read the environment when they are imported
     from ray import serve
@@ -101,12 +128,13 @@ def _start(args: AppArgs, host: str, port: int) -> None:
     _catch_signals()  # ray.init puts its own handlers in place
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     console.print(f"starting {args.num_replicas} replica{'s' if args.num_replicas > 1 else ''} of {args.model}")
-    serve.start(http_options={"host": host, "port": port})
+    serve.start(http_options=listener.http_options)
     target = serve.RunTarget(build(args), name=APP_NAME, route_prefix="/")
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     _wait_for_replicas(DirectoryPlace(APP_NAME, **args.directory_place()).actor_name)
     console.print("starting HTTP")
-    _wait_for_http(args, host, port)
+    with _own_client(listener, run_dir) as client:
+        _wait_for_http(args, client)
 
 
 def _wait_for_replicas(directory: str) -> None:
@@ -150,46 +178,46 @@ class _Show:
         self._bars.update(self._bar_of[replica_id], completed=float(percent))
 
 
-def _wait_for_http(args: AppArgs, host: str, port: int) -> None:
+def _own_client(listener: Listener, run_dir: str) -> httpx.Client:
+    """Behind the ingress's TLS where that asks clients for a certificate; else it takes this server's, for any name."""
+    if listener.direct_streaming:
+        transport = httpx.HTTPTransport(uds=serve_environment.ingress_socket(run_dir))
+        return httpx.Client(transport=transport, base_url="http://lorafleet", timeout=HTTP_S, trust_env=False)
+    verify = True if listener.tls is None else listener.tls.own_context()
+    return httpx.Client(base_url=listener.url, timeout=HTTP_S, trust_env=False, verify=verify)
+
+
+def _wait_for_http(args: AppArgs, client: httpx.Client) -> None:
     """Until one token has come the whole way: HAProxy hears of new replicas only after they are up."""
     body = {"model": args.base_names[0], "prompt": "a", "max_tokens": 1}
     deadline = time.monotonic() + HTTP_S
     while True:
         try:
-            request = urllib.request.Request(
-                f"{_url(host, port)}/v1/completions",
-                msgspec.json.encode(body),
-                {"content-type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=HTTP_S):
+            answer = client.post("/v1/completions", json=body)
+            if answer.is_success:
                 return
-        except urllib.error.HTTPError as error:
-            cause = f"{error.code} {error.read(500).decode(errors='replace')}"
-        except OSError as error:
+            cause = f"{answer.status_code} {answer.text[:500]}"
+        except httpx.HTTPError as error:
             cause = str(error)
         if time.monotonic() > deadline:
-            raise ConfigError(f"the replicas are up, but {_url(host, port)} did not answer in {HTTP_S:.0f} s: {cause}")
+            raise ConfigError(f"the replicas are up, but HTTP did not answer in {HTTP_S:.0f} s: {cause}")
         time.sleep(POLL_S)
 
 
-def _announce(args: AppArgs, host: str, port: int) -> None:
+def _announce(args: AppArgs, listener: Listener) -> None:
     names = [module.name for module in args.lora_modules]
-    console.print(f"ready: {_url(host, port)}")
+    console.print(f"ready: {listener.url}")
     console.print(f"base model: {', '.join(args.base_names)}")
     console.print(f"adapters: {', '.join(names) or 'none'}")
-    if host == "0.0.0.0":
-        console.print("0.0.0.0 is open to the network, and so are the replicas' own ports from 30000 on")
+    if listener.host in ("0.0.0.0", "::"):
+        console.print(f"{listener.host} is open to the network")
     model = names[0] if names else args.base_names[0]
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What colour is a lime?"}}]}}'
     console.print("try:")
     console.print(
-        f"  curl {_url(host, port)}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", markup=False
+        f"  curl {listener.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", markup=False
     )
     console.print("Ctrl-C stops everything")
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
 
 def _exit(status: int, run_dir: str) -> NoReturn:

@@ -19,7 +19,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from lorafleet.cluster import directory_metrics
+from lorafleet.cluster import directory_metrics, ingress
 from lorafleet.cluster.admin_api import admin_routes
 from lorafleet.cluster.autoscaling import load_of
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
@@ -61,6 +61,7 @@ class EngineReplica:
 
     def __init__(self, args: AppArgs, config: EngineConfig, deployment: str) -> None:
         """deployment: alike for all replicas that one `serve run` started, however often each is replaced."""
+        ingress.listen_on_node_address()
         self._args = args
         self._deployment = deployment
         self._config = with_cpu_threads(config, args.most_replicas)

@@ -130,6 +130,8 @@ class AdapterRouter:
 
     def __init__(self, replicas: DeploymentHandle[Any]) -> None:
         self._replicas = replicas
+        self._renewing = asyncio.get_event_loop().create_task(ingress.keep_certificate())
+        ingress.listen_on_node_address()
         ingress.start_handle(replicas)
 
     def __serve_build_asgi_app__(self) -> RouteApp:

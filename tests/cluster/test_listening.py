@@ -1,0 +1,58 @@
+"""What a server, started as `make demo` starts it, opens to the network: nothing. With two ranks, and TLS in front."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from openai import DefaultHttpxClient, OpenAI
+
+from tests.cluster.certificates import Authority, serial_seen
+from tests.cluster.harness import descendants_named, running_server
+from tests.cluster.sockets import reachable_from_elsewhere
+
+pytestmark = pytest.mark.timeout(600)
+DEMO = Path(__file__).parents[2] / "demo"
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("tls") / "ca")
+
+
+@pytest.fixture(scope="module")
+def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    cert, key = authority.issue("server", "localhost")
+    arguments = ["--model", str(DEMO / "model"), "--served-model-name", "demo", "--tp", "2"]
+    arguments += ["--lora-modules", f"shout={DEMO / 'adapters' / 'shout'}", "--kv-cache-tokens", "4096"]
+    arguments += ["--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
+    with running_server(arguments, tmp_path_factory.mktemp("log") / "serve.log") as url:
+        yield int(url.rpartition(":")[2])
+
+
+@pytest.mark.usefixtures("port")
+def test_nothing_listens_beyond_the_loopback_interface() -> None:
+    assert len(descendants_named(os.getpid(), "WorkerActor")) == 2  # these are the processes that are looked at
+    assert reachable_from_elsewhere(os.getpid()) == []
+
+
+def test_openais_client_speaks_tls_with_a_private_authority(port: int, authority: Authority) -> None:
+    url = f"https://localhost:{port}/v1"
+    with OpenAI(base_url=url, api_key="none", http_client=DefaultHttpxClient(verify=authority.client())) as client:
+        stream = client.completions.create(model="shout", prompt="hello", max_tokens=4, stream=True)
+        assert len(list(stream)) >= 4
+    with OpenAI(base_url=url, api_key="none", max_retries=0) as stranger, pytest.raises(openai.APIConnectionError):
+        stranger.models.list()
+
+
+def test_the_running_server_takes_a_renewed_certificate(port: int, authority: Authority) -> None:
+    first = serial_seen(port, authority.client())
+    authority.issue("server", "localhost")
+    deadline = time.monotonic() + 120
+    while serial_seen(port, authority.client()) == first:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
