@@ -19,6 +19,7 @@ from tests.cluster.harness import (
     start_server,
     stop_server,
 )
+from tests.cluster.sockets import reachable_from_elsewhere
 
 pytestmark = pytest.mark.xdist_group("shared_server")
 
@@ -152,5 +153,6 @@ def test_the_plain_path_answers_too(tiny_model: Path, tmp_path: Path) -> None:
     ):
         assert logprobs(client, "base") != logprobs(client, "a0")
         assert "lorafleet_scrape_complete 1" in client.get("/metrics").text
+        assert reachable_from_elsewhere(os.getpid()) == []
         for declared in (True, False):
             check_body_limit(client, declared)
