@@ -15,6 +15,7 @@ from ray.serve.schema import LoggingConfig
 
 from lorafleet.cluster import ingress
 from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.exposure import check_exposure, check_tls
 from lorafleet.cluster.replica import EngineReplica
 from lorafleet.cluster.resources import FRONT_CPUS, check_gpus, replica_bundles
 from lorafleet.cluster.router import AdapterRouter, AffinityRouter
@@ -33,6 +34,10 @@ logger = logging.getLogger("lorafleet.cluster")
 
 def build(args: AppArgs) -> Application:
     """Replicas of one base model and, with direct streaming, the router before them."""
+    options = ingress.http_options()
+    if options is not None and options.host is not None:
+        check_exposure(options.host, args)
+        check_tls(options.ssl_certfile is not None, ingress.direct_streaming())
     config = dataclasses.replace(args.engine_config(), device=_device(args))
     replicas = _replicas(args, config).bind(args, config, uuid.uuid4().hex)
     if not ingress.direct_streaming():

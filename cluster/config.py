@@ -232,6 +232,12 @@ class AppArgs(BaseModel):
         "writes it, and servers read it again when it changes. Its content may also be in the environment, as "
         "LORAFLEET_API_KEYS. Without it everybody may infer.",
     )
+    insecure_without_keys: bool = Field(
+        False, description="Start on an address that is open to the network though there are no API keys."
+    )
+    insecure_without_ray_token: bool = Field(
+        False, description="Start on an address that is open to the network though Ray checks no token."
+    )
 
     num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
     max_replicas: int | None = Field(

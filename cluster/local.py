@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from lorafleet.cluster import serve_environment
 from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.exposure import check_exposure
 from lorafleet.cluster.processes import adopt_orphans, end_descendants
 from lorafleet.cluster.resources import replica_bundles
 from lorafleet.cluster.tls import TLSFiles
@@ -28,6 +29,7 @@ from lorafleet.workers.errors import ConfigError, LorafleetError
 
 APP_NAME = "lorafleet"
 OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
+UNAUTHORIZED = 401
 HTTP_S = 60.0  # how long HTTP may take after the replicas are up
 POLL_S = 0.2
 
@@ -79,6 +81,7 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
         _catch_signals()
         os.environ["LORAFLEET_RUN_DIR"] = run_dir  # the replicas' sockets go there
         serve_environment.prepare(run_dir, direct_streaming=listener.direct_streaming)
+        check_exposure(listener.host, args)
         if listener.direct_streaming:
             serve_environment.open_ingress(run_dir, listener.host, listener.tls)
         _start(args, listener, run_dir)
@@ -194,7 +197,7 @@ def _wait_for_http(args: AppArgs, client: httpx.Client) -> None:
     while True:
         try:
             answer = client.post("/v1/completions", json=body)
-            if answer.is_success:
+            if answer.is_success or answer.status_code == UNAUTHORIZED:  # a replica that wants a key
                 return
             cause = f"{answer.status_code} {answer.text[:500]}"
         except httpx.HTTPError as error:
@@ -213,9 +216,10 @@ def _announce(args: AppArgs, listener: Listener) -> None:
         console.print(f"{listener.host} is open to the network")
     model = names[0] if names else args.base_names[0]
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What colour is a lime?"}}]}}'
+    key = "" if args.api_keys is None else "-H 'authorization: Bearer KEY' "
     console.print("try:")
     console.print(
-        f"  curl {listener.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", markup=False
+        f"  curl {listener.url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'", markup=False
     )
     console.print("Ctrl-C stops everything")
 

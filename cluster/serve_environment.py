@@ -17,7 +17,7 @@ from lorafleet.cluster import haproxy
 from lorafleet.cluster.tls import TLSFiles
 from lorafleet.workers.errors import ConfigError
 
-PORTS = 100  # of a range: one that is only held, HAProxy's two, and one for each replica on this machine
+PORTS = 100  # of a range: one only held, HAProxy's two, Serve's proxy's, one for each replica on this machine
 PROXY_MIDDLEWARES = "lorafleet.cluster.proxy_affinity:middlewares"
 ROUTED_BODY_BYTES = 1 << 20  # of a request that the router may see; a name behind them costs affinity only
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from openai import DefaultHttpxClient, OpenAI
 
 from tests.cluster.certificates import Authority, serial_seen
-from tests.cluster.harness import descendants_named, running_server
+from tests.cluster.harness import RunningServer, serving
 from tests.cluster.sockets import reachable_from_elsewhere
 
 pytestmark = pytest.mark.timeout(600)
@@ -25,19 +24,23 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="module")
-def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def server(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     cert, key = authority.issue("server", "localhost")
     arguments = ["--model", str(DEMO / "model"), "--served-model-name", "demo", "--tp", "2"]
     arguments += ["--lora-modules", f"shout={DEMO / 'adapters' / 'shout'}", "--kv-cache-tokens", "4096"]
     arguments += ["--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
-    with running_server(arguments, tmp_path_factory.mktemp("log") / "serve.log") as url:
-        yield int(url.rpartition(":")[2])
+    with serving(arguments, tmp_path_factory.mktemp("log") / "serve.log") as running:
+        yield running
 
 
-@pytest.mark.usefixtures("port")
-def test_nothing_listens_beyond_the_loopback_interface() -> None:
-    assert len(descendants_named(os.getpid(), "WorkerActor")) == 2  # these are the processes that are looked at
-    assert reachable_from_elsewhere(os.getpid()) == []
+@pytest.fixture(scope="module")
+def port(server: RunningServer) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+def test_nothing_listens_beyond_the_loopback_interface(server: RunningServer) -> None:
+    assert len(server.processes("WorkerActor")) == 2  # these are the processes that are looked at
+    assert reachable_from_elsewhere(server.pid) == []
 
 
 def test_openais_client_speaks_tls_with_a_private_authority(port: int, authority: Authority) -> None:

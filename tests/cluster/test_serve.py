@@ -15,7 +15,7 @@ from lorafleet.workers.openai.front import MAX_BODY_BYTES
 from tests.cluster.harness import (
     SharedServer,
     free_port,
-    running_server,
+    serving,
     start_server,
     stop_server,
 )
@@ -148,11 +148,11 @@ def test_the_plain_path_answers_too(tiny_model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--no-direct-streaming"]
     arguments += ["--lora-modules", f"a0={tiny_model.parent / 'a0'}"]
     with (
-        running_server(arguments, tmp_path / "serve.log", signal.SIGTERM) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        serving(arguments, tmp_path / "serve.log", signal.SIGTERM) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         assert logprobs(client, "base") != logprobs(client, "a0")
         assert "lorafleet_scrape_complete 1" in client.get("/metrics").text
-        assert reachable_from_elsewhere(os.getpid()) == []
+        assert reachable_from_elsewhere(server.pid) == []
         for declared in (True, False):
             check_body_limit(client, declared)
