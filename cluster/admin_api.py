@@ -1,5 +1,8 @@
 """/v1/adapters: administration over HTTP, for keys with the scope admin. What each call does is in administration.py.
 
+A tenant's key administers the tenant's own adapters, by their bare names. The operator's administers all, a tenant's by
+their full names (`~tenant/name`, workers/lora/names.py).
+
 GET    /v1/adapters?after=&limit=     a page, in the order of names
 POST   /v1/adapters                   push from a folder of the server or a URI
 PUT    /v1/adapters/NAME/files        push the files in the body, a tar of config and weights
@@ -29,13 +32,16 @@ from starlette.responses import Response
 from lorafleet.cluster.administration import REMOVE_S
 from lorafleet.cluster.catalogue.records import Adapter, Move, Share
 from lorafleet.cluster.pushing import AdapterAdmin
-from lorafleet.workers.errors import AdapterMalformed, BodyTooLarge, InvalidRequest
+from lorafleet.workers.errors import AdapterMalformed, BodyTooLarge, Forbidden, InvalidRequest
 from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, MAX_CONFIG_BYTES, MAX_WEIGHTS_BYTES, SAFETENSORS_NAME
+from lorafleet.workers.lora.names import bare_name, check_adapter_name, check_tenant, full_name, tenant_of
 from lorafleet.workers.openai.api import Handler, Route
+from lorafleet.workers.openai.caller import Caller, caller_of
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.parsing import parse_json, parse_object, parse_query, read_body
 from lorafleet.workers.openai.protocol import Strict
 from lorafleet.workers.openai.responses import json_response
+from lorafleet.workers.openai.visibility import check_source
 
 MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES
 
@@ -54,7 +60,7 @@ class PushOptions(Strict):
     replicas: int = 1
     pin: int | None = None  # to so many replicas
     base_model_name: str | None = None
-    tenant: str | None = None
+    tenant: str | None = None  # whose it will be; the operator may name any
     metadata: dict[str, str] = Field(default_factory=dict)
 
 
@@ -128,87 +134,108 @@ class _AdminApi:
         self._admin = admin
 
     async def list_page(self, _: Front, request: Request) -> object:
-        query = parse_query(request, ListQuery)
-        adapters = await self._admin.list_adapters(query.after, query.limit)
+        query, tenant = parse_query(request, ListQuery), caller_of(request).tenant
+        after = full_name(tenant, query.after)
+        data = [shown(one, caller_of(request)) for one in await self._admin.list_adapters(after, query.limit, tenant)]
         return {
             "object": "list",
-            "data": [shown(one) for one in adapters],
-            "has_more": len(adapters) == query.limit,
-            "last_id": adapters[-1].name if adapters else None,
+            "data": data,
+            "has_more": len(data) == query.limit,
+            "last_id": data[-1]["id"] if data else None,
         }
 
     async def push(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, PushRequest)
-        return await self._push(body.name, body.source, body.source, body)
+        check_source(front.tenants, caller_of(request), body.source)
+        return await self._push(front, request, body.name, body.source, body.source, body)
 
-    async def upload(self, _: Front, request: Request) -> object:
+    async def upload(self, front: Front, request: Request) -> object:
         query = parse_query(request, UploadQuery)
         options = _parse_options(query.options)
         async with _unpacked(request) as folder:
-            return await self._push(_name(request), str(folder), query.source, options)
+            return await self._push(
+                front, request, str(request.path_params["name"]), str(folder), query.source, options
+            )
 
-    async def show(self, _: Front, request: Request) -> object:
-        return shown(await self._admin.show(_name(request)))
+    async def show(self, front: Front, request: Request) -> object:
+        return shown(await self._admin.show(_name(front, request)), caller_of(request))
 
-    async def remove(self, _: Front, request: Request) -> object:
-        query, name = parse_query(request, RemoveQuery), _name(request)
+    async def remove(self, front: Front, request: Request) -> object:
+        query, name = parse_query(request, RemoveQuery), _name(front, request)
         if query.alias is not None:
-            return shown(await self._admin.unalias(name, query.alias))
+            adapter = await self._admin.unalias(name, _alias_name(front, request, query.alias) or name)
+            return shown(adapter, caller_of(request))
         await self._admin.remove(name, query.wait_s)
-        return {"object": "adapter", "id": name, "removed": True}
+        return {"object": "adapter", "id": request.path_params["name"], "removed": True}
 
     async def alias(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, AliasRequest)
-        return shown(await self._admin.alias(_name(request), _shares(body), body.alias))
+        alias = _alias_name(front, request, body.alias)
+        return shown(await self._admin.alias(_name(front, request), _shares(body), alias), caller_of(request))
 
     async def rollback(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, RollbackRequest)
-        return shown(await self._admin.rollback(_name(request), body.alias))
+        alias = _alias_name(front, request, body.alias)
+        return shown(await self._admin.rollback(_name(front, request), alias), caller_of(request))
 
     async def pin(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, ReplicasRequest)
-        return shown(await self._admin.pin(_name(request), body.replicas))
+        _check_may_pin(request)
+        return shown(await self._admin.pin(_name(front, request), body.replicas), caller_of(request))
 
     async def unpin(self, front: Front, request: Request) -> object:
         await read_body(front, request, EmptyRequest)
-        return shown(await self._admin.unpin(_name(request)))
+        _check_may_pin(request)
+        return shown(await self._admin.unpin(_name(front, request)), caller_of(request))
 
     async def prefetch(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, ReplicasRequest)
-        return {"id": _name(request), "replicas": await self._admin.prefetch(_name(request), body.replicas)}
+        replicas = await self._admin.prefetch(_name(front, request), body.replicas)
+        return {"id": request.path_params["name"], "replicas": replicas}
 
     async def verify(self, front: Front, request: Request) -> object:
         await read_body(front, request, EmptyRequest)
-        versions = await self._admin.verify(_name(request))
-        return {"id": _name(request), "verified": [version.number for version in versions]}
+        versions = await self._admin.verify(_name(front, request))
+        return {"id": request.path_params["name"], "verified": [version.number for version in versions]}
 
-    async def _push(self, name: str, path: str, source: str, options: PushOptions) -> object:
+    async def _push(
+        self, front: Front, request: Request, name: str, path: str, source: str, options: PushOptions
+    ) -> object:
+        if options.pin is not None:
+            _check_may_pin(request)
+        full = _pushed_name(front, request, name, options.tenant)
+        limits = front.tenants.storage_limits(tenant_of(full))
         adapter = await self._admin.push_folder(
-            name,
+            full,
             path,
             source=source,
             activate=options.activate,
             num_replicas=options.replicas,
             base_model_name=options.base_model_name,
-            tenant=options.tenant,
             metadata=options.metadata,
+            max_adapters=limits.adapters,
+            max_bytes=limits.num_bytes,
         )
         if options.pin is not None:
-            adapter = await self._admin.pin(name, options.pin)
-        return shown(adapter)
+            adapter = await self._admin.pin(full, options.pin)
+        return shown(adapter, caller_of(request))
 
 
-def shown(adapter: Adapter) -> dict[str, Any]:
+def shown(adapter: Adapter, caller: Caller) -> dict[str, Any]:
     """An adapter for people and clients."""
+    naming = bare_name if caller.tenant is not None else str
     return {
-        "id": adapter.name,
+        "id": naming(adapter.name),
         "object": "adapter",
         "tenant": adapter.tenant,
         "pinned_replicas": adapter.pinned_replicas,
         "removing": adapter.removing,
         "versions": [msgspec.to_builtins(one) for one in adapter.versions],
         "aliases": {
-            alias: {"split": _split(moves[-1]), "history": [{"at_s": one.at_s, "split": _split(one)} for one in moves]}
+            naming(alias): {
+                "split": _split(moves[-1]),
+                "history": [{"at_s": one.at_s, "split": _split(one)} for one in moves],
+            }
             for alias, moves in adapter.aliases.items()
         },
     }
@@ -218,8 +245,34 @@ def _split(move: Move) -> dict[str, float]:
     return {str(share.version): share.weight for share in move.shares}
 
 
-def _name(request: Request) -> str:
-    return str(request.path_params["name"])
+def _name(front: Front, request: Request) -> str:
+    """The full name of the adapter that the path names."""
+    return front.catalog_of(caller_of(request)).to_change(str(request.path_params["name"]))
+
+
+def _alias_name(front: Front, request: Request, alias: str | None) -> str | None:
+    """In the namespace of the adapter itself, also where the operator moves a tenant's."""
+    if alias is None:
+        return None
+    check_adapter_name(bare_name(alias))
+    return full_name(tenant_of(_name(front, request)), bare_name(alias))
+
+
+def _pushed_name(front: Front, request: Request, name: str, tenant: str | None) -> str:
+    """tenant: in whose name the operator pushes."""
+    caller = caller_of(request)
+    if tenant is None or tenant == caller.tenant:
+        return front.catalog_of(caller).to_change(name)
+    if not caller.is_operator:
+        raise Forbidden(f"The API key {caller.key_id!r} is tenant {caller.tenant!r}'s; it cannot push for {tenant!r}.")
+    check_tenant(tenant)
+    return full_name(tenant, name)
+
+
+def _check_may_pin(request: Request) -> None:
+    """A pinned adapter takes a slot from everybody."""
+    if not caller_of(request).is_operator:
+        raise Forbidden("Pinning takes slots from all tenants: it needs the operator's key, one of no tenant.")
 
 
 def _shares(body: AliasRequest) -> list[Share]:

@@ -28,6 +28,7 @@ from lorafleet.cluster.catalogue.records import (
     Version,
     moved,
     next_number,
+    num_bytes_of,
     rolled_back,
     taken,
     with_version,
@@ -45,9 +46,10 @@ from lorafleet.workers.errors import (
     LorafleetError,
     ModelNotFound,
     Overloaded,
+    QuotaExceeded,
 )
 from lorafleet.workers.lora.files import folder_digest
-from lorafleet.workers.lora.names import check_adapter_name
+from lorafleet.workers.lora.names import check_full_name, tenant_of
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 MAX_VERSIONS = 10  # kept of an adapter; the oldest that no alias stands for goes when one more is pushed
@@ -62,7 +64,8 @@ class Pushed(msgspec.Struct, frozen=True):
     """An adapter whose files are in the store by digest already, and how it is to be served.
 
     replace: a name that is there gets a new version, else that is AdapterExists. activate: its alias moves to it.
-    num_replicas: how many must have loaded it before the call returns.
+    num_replicas: how many must have loaded it before the call returns. name: full, with the tenant that owns it; then
+    max_adapters and max_bytes are what that tenant may have of both.
     """
 
     name: str
@@ -72,8 +75,9 @@ class Pushed(msgspec.Struct, frozen=True):
     activate: bool = True
     num_replicas: int = 1
     base_model_name: str | None = None
-    tenant: str | None = None
     metadata: dict[str, str] = {}
+    max_adapters: int | None = None
+    max_bytes: int | None = None
 
 
 class Administration:
@@ -99,12 +103,13 @@ class Administration:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    async def list_adapters(self, after: str = "", limit: int = 100) -> list[Adapter]:
-        """In the order of names, from behind `after`."""
+    async def list_adapters(self, after: str = "", limit: int = 100, tenant: str | None = None) -> list[Adapter]:
+        """In the order of names, from behind `after`. tenant: only what it owns."""
         if not 1 <= limit <= MAX_LISTED:
             raise InvalidRequest(f"limit is {limit}; it must be 1 to {MAX_LISTED}. Ask for more with `after`.", "limit")
         adapters = self._catalogue.state.adapters
-        return [adapters[name] for name in heapq.nsmallest(limit, (name for name in adapters if name > after))]
+        names = adapters if tenant is None else self._catalogue.state.owned(tenant)
+        return [adapters[name] for name in heapq.nsmallest(limit, (name for name in names if name > after))]
 
     async def show(self, name: str) -> Adapter:
         return self._adapter(name)
@@ -130,13 +135,17 @@ class Administration:
 
     async def push(self, pushed: Pushed) -> Adapter:
         """Loads it on some replicas, then registers it and moves its alias. The same push twice changes nothing."""
-        check_adapter_name(pushed.name, self._base_names)
+        check_full_name(pushed.name, self._base_names)
         while (freeing := self._freeing.get(pushed.name)) is not None:
             await asyncio.wait([freeing], timeout=REMOVE_S)
             if not freeing.done():
                 raise Overloaded(f"adapter {pushed.name!r} is being removed: requests for it still run. Try again.")
         async with self._using(pushed.digest):
-            adapter = await self._push(pushed)
+            try:
+                adapter = await self._push(pushed)
+            except LorafleetError:
+                await self._forget_files(pushed.digest, num_pushes=1)
+                raise
         await self._prune(adapter)
         logger.info("adapter %s: %s pushed from %s", pushed.name, pushed.digest[:12], pushed.source)
         return self._adapter(pushed.name)
@@ -158,7 +167,7 @@ class Administration:
                 self._catalogue.store.put_files(digest, Path(folder))
                 return digest
 
-        check_adapter_name(name, self._base_names)
+        check_full_name(name, self._base_names)
         return await self.push(Pushed(name, await asyncio.to_thread(put_files), **options))
 
     async def _push(self, pushed: Pushed) -> Adapter:
@@ -168,24 +177,23 @@ class Administration:
         version = Version(0, pushed.digest, pushed.source, 0, 0, time.time(), metadata=pushed.metadata)
         version = msgspec.structs.replace(version, base_model_name=pushed.base_model_name)
         lora = self._catalogue.state.request(pushed.name, version)
-        try:
-            [info, *_] = await self._order_all("load", lora, await self._homes(pushed.name, pushed.num_replicas))
-        except LorafleetError:
-            await self._forget_files(pushed.digest, num_pushes=1)
-            raise
+        [info, *_] = await self._order_all("load", lora, await self._homes(pushed.name, pushed.num_replicas))
         assert info is not None
         version = msgspec.structs.replace(version, rank=info.rank, num_bytes=info.num_bytes)
 
         def decide(present: Adapter | None) -> Adapter | None:
             self._check_free(pushed.name, pushed.replace)
-            adapter = present or self._new(pushed.name, pushed.tenant)
+            adapter = present or self._new(pushed.name)
             known = next((one for one in adapter.versions if one.digest == pushed.digest), None)
             if known is None:
                 known = msgspec.structs.replace(version, number=next_number(adapter))
                 adapter = with_version(adapter, known)
             if pushed.activate or pushed.name not in adapter.aliases:
                 adapter = _moved_unless_there(adapter, pushed.name, (Share(known.number, 1.0),))
-            return None if adapter == present else adapter
+            if adapter == present:
+                return None
+            self._check_quota(pushed, adapter)
+            return adapter
 
         return await self._change(pushed.name, decide)
 
@@ -228,7 +236,7 @@ class Administration:
     async def alias(self, name: str, shares: list[Share], alias: str | None = None) -> Adapter:
         """The alias (the adapter's own name where none is given) stands for these shares of its versions."""
         alias = alias or name
-        check_adapter_name(alias, self._base_names)
+        check_full_name(alias, self._base_names)
         return await self._change(name, lambda present: self._moved(self._present(name, present), alias, tuple(shares)))
 
     async def unalias(self, name: str, alias: str) -> Adapter:
@@ -309,9 +317,9 @@ class Administration:
             raise ModelNotFound(f"There is no adapter `{name}` in the catalogue.", "name")
         return adapter
 
-    def _new(self, name: str, tenant: str | None) -> Adapter:
+    def _new(self, name: str) -> Adapter:
         removed = self._catalogue.state.removed(name)
-        return Adapter(name, tenant=tenant, seeded_by=removed.seeded_by if removed else None)
+        return Adapter(name, tenant=tenant_of(name), seeded_by=removed.seeded_by if removed else None)
 
     def _check_free(self, name: str, replace: bool) -> None:
         owner = self._catalogue.state.owner(name)
@@ -319,6 +327,26 @@ class Administration:
             raise taken(name, owner.name)
         if not replace and self._directory.served(name) is not None:
             raise AdapterExists(f"There is an adapter {name!r} already; allow `replace` for a new version.", "name")
+
+    def _check_quota(self, pushed: Pushed, adapter: Adapter) -> None:
+        """Of the tenant that owns it, once the adapter were as given."""
+        tenant = tenant_of(pushed.name)
+        if tenant is None:
+            return
+        others = {name: size for name, size in self._catalogue.state.owned(tenant).items() if name != pushed.name}
+        num_bytes = sum(others.values()) + num_bytes_of(adapter)
+        if pushed.max_adapters is not None and len(others) + 1 > pushed.max_adapters:
+            raise QuotaExceeded(
+                f"Tenant {tenant!r} would have {len(others) + 1} adapters; its limit is {pushed.max_adapters}. Remove "
+                "one, or ask the operator for a higher `adapters`.",
+                "name",
+            )
+        if pushed.max_bytes is not None and num_bytes > pushed.max_bytes:
+            raise QuotaExceeded(
+                f"Tenant {tenant!r} would have {num_bytes} bytes of adapters; its limit is {pushed.max_bytes}. Remove "
+                "adapters that are not needed, or ask the operator for a higher `adapter_bytes`.",
+                "name",
+            )
 
     def _moved(self, adapter: Adapter, alias: str, shares: tuple[Share, ...]) -> Adapter | None:
         owner = self._catalogue.state.owner(alias)

@@ -18,7 +18,7 @@ from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.resolvers.base import LoRAResolver
 from lorafleet.workers.errors import AdapterExists, InvalidAdapterName, ModelNotFound
-from lorafleet.workers.lora.names import check_adapter_name
+from lorafleet.workers.lora.names import check_adapter_name, check_full_name
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 MISS_S = 2.0  # how long it is remembered that no resolver knows a name
@@ -95,7 +95,7 @@ class DirectoryCatalog:
 
     async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
         """Registers the adapter with its files, and makes it known to every replica."""
-        check_adapter_name(name, self._base_names)
+        check_full_name(name, self._base_names)
         if not load_inplace and await self.known(name) is not None:
             raise AdapterExists(
                 f"There is an adapter {name!r} already; allow `replace` for a new version.", "lora_name"

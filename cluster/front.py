@@ -14,6 +14,7 @@ from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.openai.front import Front, FrontConfig, read_generation_defaults
 from lorafleet.workers.openai.gate import Gate
+from lorafleet.workers.openai.visibility import Tenants
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
 
@@ -28,9 +29,10 @@ def make_front(
     resolver: LoRAResolverRegistry | None,
     scrape: Callable[[], Awaitable[bytes]],
     gate: Gate,
+    tenants: Tenants | None,
 ) -> Front:
     config, fetched_since = front_config(args, replica_id), store.metrics.fetched_since
-    front = Front(config, tokenizer, engine, catalog, scrape, fetched_since, store.open, gate)
+    front = Front(config, tokenizer, engine, catalog, scrape, fetched_since, store.open, gate, tenants=tenants)
     front.metrics.add(store.metrics)
     front.metrics.add(ClientMetrics(engine))
     if resolver is not None:

@@ -16,6 +16,7 @@ from lorafleet.cluster.catalogue.state import Served
 from lorafleet.cluster.directory import LEASE_S, Changes, Directory, Found, Order, Progress, StaleEpoch
 from lorafleet.cluster.residency import Report
 from lorafleet.workers.errors import LorafleetError, Overloaded, to_wire
+from lorafleet.workers.lora.names import tenant_of
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 RETRY_S = 0.1
@@ -43,6 +44,7 @@ class Membership:
         self._version = -1
         self._order = 0
         self._copies: dict[str, Served] = {}
+        self._absent: dict[str, None] = {}  # of tenants: their requests for public adapters ask for these first
         self._lease_until = 0.0
         self._following: asyncio.Task[None] | None = None
         self._obeying: set[asyncio.Task[None]] = set()
@@ -75,7 +77,7 @@ class Membership:
     async def lookup(self, name: str) -> Served | None:
         """What the name stands for, from the copy while it may be trusted, else from the directory."""
         copy = self._copies.get(name)
-        if copy is not None and self.fresh:
+        if self.fresh and (copy is not None or name in self._absent):
             return copy
         return self._keep(name, await self.call(lambda epoch: self.directory.lookup(epoch, name)))
 
@@ -117,6 +119,10 @@ class Membership:
         """Takes a copy, unless the answer is older than what this replica has heard since."""
         if answer.version >= self._version:
             self._copy(name, answer.served)
+            if answer.served is None and tenant_of(name) is not None:
+                self._absent[name] = None
+                if len(self._absent) > MAX_COPIES:
+                    del self._absent[next(iter(self._absent))]
         return answer.served
 
     def _copy(self, name: str, served: Served | None) -> None:
@@ -150,6 +156,7 @@ class Membership:
         sent = self._clock()
         found = [copy.loras[0] for copy in self._copies.values() if copy.found]
         changes = await self.directory.join(self.replica_id, self._epoch, list(self._copies), found, self._ready)
+        self._absent.clear()  # the answer is of copies only
         if changes.epoch != self._epoch:
             self._epoch, self._version, self._order = changes.epoch, -1, 0
         self._adopt(changes, sent)
@@ -159,6 +166,7 @@ class Membership:
         if changes.epoch != self._epoch or changes.version < self._version:
             return  # another call's answer has overtaken this one
         for name, served in changes.served.items():
+            self._absent.pop(name, None)
             if name in self._copies:
                 self._copy(name, served)
         self._version = changes.version

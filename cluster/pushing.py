@@ -16,7 +16,7 @@ from lorafleet.cluster.administration import REMOVE_S, Pushed
 from lorafleet.cluster.catalogue.files import stage
 from lorafleet.cluster.catalogue.records import Adapter, Share, Version
 from lorafleet.cluster.catalogue.store import Store
-from lorafleet.workers.lora.names import check_adapter_name
+from lorafleet.workers.lora.names import check_full_name
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 Administer = Callable[[str, dict[str, Any]], Awaitable[Any]]
@@ -43,7 +43,7 @@ class AdapterAdmin:
 
     async def push_folder(self, name: str, path: str, **options: Any) -> Adapter:
         """From a folder that this process sees, or a URI. options: of Pushed. Raises AdapterError."""
-        check_adapter_name(name, self._base_names)
+        check_full_name(name, self._base_names)
         digest = await asyncio.to_thread(self._put_files, path)
         pushed = Pushed(name, digest, **{"source": path, **options})
         adapter: Adapter = await self._administer("push", {"pushed": pushed})
@@ -61,8 +61,9 @@ class AdapterAdmin:
         )
         return seeded
 
-    async def list_adapters(self, after: str, limit: int) -> list[Adapter]:
-        adapters: list[Adapter] = await self._administer("list_adapters", {"after": after, "limit": limit})
+    async def list_adapters(self, after: str, limit: int, tenant: str | None) -> list[Adapter]:
+        arguments = {"after": after, "limit": limit, "tenant": tenant}
+        adapters: list[Adapter] = await self._administer("list_adapters", arguments)
         return adapters
 
     async def show(self, name: str) -> Adapter:

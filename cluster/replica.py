@@ -156,6 +156,7 @@ class EngineReplica:
             resolver,
             self._scrape,
             self._open_gate(),
+            self._keys,
         )
         if self._keys is not None:
             self._front.metrics.add(self._keys)

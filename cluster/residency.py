@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from lorafleet.cluster.routing import TYPICAL_BYTES, ReplicaChooser, ReplicaLoad, Tier
+from lorafleet.workers.lora.names import bare_name, tenant_of
 
 MAX_CHANGES = 200_000  # remembered for routers that are behind
 
@@ -256,6 +257,7 @@ class RouteView:
         self._names: dict[str, tuple[str, ...]] = {}
         self._held: dict[str, set[str]] = {}  # by replica
         self._carried: set[str] = set()  # replicas of which an earlier epoch has told
+        self._owned: dict[str, str] = {}  # of a bare name: the full one, of a tenant's adapter, that was told last
 
     def apply(self, routes: Routes) -> None:
         chooser = self.chooser
@@ -281,12 +283,15 @@ class RouteView:
         for name, adapters in routes.names.items():
             if adapters:
                 self._names[name] = adapters
+                if tenant_of(name) is not None:
+                    self._owned[bare_name(name)] = name
             elif not (self._carried and self._is_held(name)):  # else who holds it may not have said so yet
                 self._names.pop(name, None)
         if routes.full:
             self._names = {
                 name: adapters for name, adapters in self._names.items() if name in routes.names or self._is_held(name)
             }
+            self._owned = {bare: name for bare, name in self._owned.items() if name in self._names}
         for adapter, placed in routes.placed.items():
             chooser.set_homes(adapter, placed.homes, placed.num_bytes)
         self.epoch, self.version = routes.epoch, routes.version
@@ -295,5 +300,7 @@ class RouteView:
         return any(map(self.chooser.is_held, self._names.get(name, ())))
 
     def adapter(self, name: str) -> str:
-        """The digest to route by. Of several versions behind one name the first: they share their homes' queue."""
-        return self._names.get(name, (name,))[0]
+        """The digest to route by. Of several versions behind one name the first: they share their homes' queue. A
+        router does not know whose a request is: a name that is nobody's is taken for the tenant's who has it."""
+        known = self._names.get(name) or self._names.get(self._owned.get(name, ""), (name,))
+        return known[0]

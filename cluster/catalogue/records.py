@@ -45,8 +45,10 @@ class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Adapter(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="adapter"):
     """aliases: name -> its moves, the present one last.
 
-    seeded_by: the application that listed it in lora_modules, so that a restarting replica of the same one leaves
-    alone what was done since. removing: no name stands for it any more; replicas are freeing it.
+    name: full, see workers/lora/names.py. It alone says whose the adapter is; tenant repeats it (of a name that is
+    nobody's it is a note from before tenants owned anything). seeded_by: the application that listed it in
+    lora_modules, so that a restarting replica of the same one leaves alone what was done since. removing: no name
+    stands for it any more; replicas are freeing it.
     """
 
     name: str
@@ -84,6 +86,11 @@ Entry = Adapter | Removed  # of the log: what a name is from then on
 
 def with_version(adapter: Adapter, version: Version) -> Adapter:
     return msgspec.structs.replace(adapter, versions=(*adapter.versions, version))
+
+
+def num_bytes_of(adapter: Adapter) -> int:
+    """Of all its versions, those with the same bytes once."""
+    return sum({version.digest: version.num_bytes for version in adapter.versions}.values())
 
 
 def next_number(adapter: Adapter) -> int:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from lorafleet.cluster.catalogue.packed import Packed, PackedAdapters, unpack
-from lorafleet.cluster.catalogue.records import Adapter, Removed, Version
+from lorafleet.cluster.catalogue.records import Adapter, Removed, Version, num_bytes_of
+from lorafleet.workers.lora.names import tenant_of
 from lorafleet.workers.lora.request import LoRARequest
 
 
@@ -48,6 +49,7 @@ class CatalogueState:
         self.adapters = PackedAdapters()
         self.pinned: set[str] = set()  # names
         self.removing: set[str] = set()  # names
+        self._owned: dict[str, dict[str, int]] = {}  # by tenant: of each adapter, its bytes
         self._files_uri = files_uri
         self._removed: dict[str, Removed] = {}
         self._owner: dict[str, str] = {}  # of an alias: its adapter
@@ -66,6 +68,9 @@ class CatalogueState:
         self.pinned.discard(name)
         self.removing.discard(name)
         self._removed.pop(name, None)
+        tenant = tenant_of(name)
+        if tenant is not None:
+            self.owned(tenant).pop(name, None)
         if isinstance(entry, Removed):
             self._removed[name] = entry
             return changed
@@ -74,6 +79,8 @@ class CatalogueState:
             self._owner[name if alias == name else alias] = name  # one string for both
         for digest in _digests(entry):
             self._set_users(digest, (*self._users_of(digest), name))
+        if tenant is not None and not entry.removing:
+            self._owned.setdefault(tenant, {})[name] = num_bytes_of(entry)
         if entry.pinned_replicas:
             self.pinned.add(name)
         if entry.removing:
@@ -83,6 +90,10 @@ class CatalogueState:
     def owner(self, alias: str) -> Adapter | None:
         name = self._owner.get(alias)
         return None if name is None else self.adapters[name]
+
+    def owned(self, tenant: str) -> dict[str, int]:
+        """The tenant's adapters, by their full names, with their bytes."""
+        return self._owned.get(tenant, {})
 
     def aliases(self) -> Iterator[str]:
         return iter(self._owner)

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from lorafleet.cluster.tenancy.key_file import HASH_PREFIX, KeyEntry, KeyFile, TenantEntry, owners_of, parse, read
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.openai.gate import KnownKey
+from lorafleet.workers.openai.visibility import StorageLimits
 
 POLL_S = 0.5
 
@@ -49,8 +50,20 @@ class KeyRing(Collector):
         return self.tenants.get(name or "", _NOTHING_SAID)
 
     def owner_of_name(self, name: str) -> str | None:
-        """The tenant that all names of this beginning are kept for; None: everybody's."""
         return next((tenant for prefix, tenant in self._owners if name.startswith(prefix)), None)
+
+    def may_read(self, tenant: str, source: str) -> bool:
+        """Where its entry in the file says so: by beginnings of URIs, and folders with all that is in them."""
+        allowed = self.tenant(tenant).sources
+        if "://" in source:
+            steps_out = ".." in source or "%" in source
+            return not steps_out and any(source.startswith(one.rstrip("/") + "/") for one in allowed if "://" in one)
+        real = Path(os.path.realpath(source))
+        return any(real.is_relative_to(os.path.realpath(one)) for one in allowed if "://" not in one)
+
+    def storage_limits(self, tenant: str | None) -> StorageLimits:
+        limits = self.tenant(tenant).limits
+        return StorageLimits(limits.adapters, limits.adapter_bytes)
 
     async def follow(self) -> None:
         """Never ends."""

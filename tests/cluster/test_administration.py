@@ -117,12 +117,12 @@ async def test_a_push_that_fails_says_where_and_why_and_leaves_nothing(cluster: 
 async def test_a_restart_brings_back_versions_aliases_history_and_pins(cluster: Cluster, make: Any) -> None:
     async with cluster.replicas(Engine()):
         for name in ("x", "y"):
-            await cluster.push("sql", make(name), tenant="acme", metadata={"run": name})
+            await cluster.push("sql", make(name), metadata={"run": name})
         await cluster.admin.alias("sql", [Share(1, 3.0), Share(2, 1.0)], "sql-canary")
         before = await cluster.admin.pin("sql")
     await cluster.restart()
     assert await cluster.admin.show("sql") == before
-    assert before.versions[1].metadata == {"run": "y"} and before.tenant == "acme"
+    assert before.versions[1].metadata == {"run": "y"}
     engine = Engine()
     async with cluster.replicas(engine):
         await asyncio.sleep(0.2)

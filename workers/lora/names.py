@@ -20,6 +20,7 @@ MAX_NAME_CHARS = 256
 OWNED = "~"
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_FULL = re.compile(rf"{OWNED}([a-z0-9][a-z0-9_-]{{0,63}})/([A-Za-z0-9_][A-Za-z0-9._@/-]*)")
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]*")
 
 
@@ -66,6 +67,12 @@ def tenant_of(full: str) -> str | None:
 
 def bare_name(full: str) -> str:
     return full.partition("/")[2] if full.startswith(OWNED) else full
+
+
+def in_the_words_of(tenant: str | None, text: str) -> str:
+    """A message with full names in it, for a caller of that tenant: its own adapters by their bare names, nobody
+    else's by any."""
+    return _FULL.sub(lambda found: found[2] if found[1] == tenant else "(not yours)", text)
 
 
 def _fault(name: str) -> str:

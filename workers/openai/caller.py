@@ -50,3 +50,9 @@ def set_caller(scope: AsgiScope, caller: Caller) -> None:
 def caller_of(request: Request) -> Caller:
     caller: Caller = request.scope[_CALLER]
     return caller
+
+
+def caller_in(scope: AsgiScope) -> Caller:
+    """Also of a request that was refused before it was known whose it is."""
+    caller: Caller = scope.get(_CALLER, ANONYMOUS)
+    return caller

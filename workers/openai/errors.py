@@ -9,6 +9,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from lorafleet.workers.errors import (
     AdapterChanged,
@@ -37,6 +38,8 @@ from lorafleet.workers.errors import (
     StoreError,
     Unauthorized,
 )
+from lorafleet.workers.lora.names import in_the_words_of
+from lorafleet.workers.openai.caller import caller_in
 
 
 class HttpError(NamedTuple):
@@ -80,12 +83,14 @@ def http_error(error: LorafleetError) -> HttpError:
     return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
 
 
-def error_body(error: LorafleetError) -> bytes:
-    kind = http_error(error)
-    return _body(error.message, kind.type, error.param, kind.code)
+def error_body(error: LorafleetError, scope: Scope) -> bytes:
+    """scope: the request's, which says whom it is told."""
+    kind, caller = http_error(error), caller_in(scope)
+    message = error.message if caller.is_operator else in_the_words_of(caller.tenant, error.message)
+    return _body(message, kind.type, error.param, kind.code)
 
 
-def error_response(error: LorafleetError) -> Response:
+def error_response(error: LorafleetError, scope: Scope) -> Response:
     status = http_error(error).status
     headers = None
     if isinstance(error, Overloaded):
@@ -96,7 +101,7 @@ def error_response(error: LorafleetError) -> Response:
         headers = {"www-authenticate": "Bearer"}
     elif status == 503:
         headers = {"retry-after": "1"}
-    return Response(error_body(error), status, headers, media_type="application/json")
+    return Response(error_body(error, scope), status, headers, media_type="application/json")
 
 
 def internal_error_response() -> Response:
@@ -104,9 +109,9 @@ def internal_error_response() -> Response:
     return Response(body, 500, media_type="application/json")
 
 
-async def on_lorafleet_error(_: Request, error: Exception) -> Response:
+async def on_lorafleet_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, LorafleetError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

@@ -23,6 +23,7 @@ from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.openai.languages import AdapterLanguages, OpenFiles, open_local
 from lorafleet.workers.openai.metrics import Metrics
 from lorafleet.workers.openai.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
+from lorafleet.workers.openai.visibility import CallersCatalog, NoTenants, Tenants
 from lorafleet.workers.template_sandbox import TemplateSandbox
 from lorafleet.workers.tokenizer import Tokenizer
 
@@ -73,7 +74,8 @@ class ServedModel:
 class Front:
     """scrape: the metrics of all replicas; None where there is only this one. fetched_since: whether an adapter, by its
     digest, was brought to this node since then (time.monotonic). open_files: for its tokenizer's files. gate: knows
-    whom a request comes from. quotas: what callers may ask for; None limits nobody."""
+    whom a request comes from. quotas: what callers may ask for; None limits nobody. tenants: whose
+    adapters are whose."""
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class Front:
         open_files: OpenFiles = open_local,
         gate: Gate | None = None,
         quotas: Quotas | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -95,6 +98,7 @@ class Front:
         self.scrape = scrape
         self.gate = Gate() if gate is None else gate
         self.quotas = quotas
+        self.tenants: Tenants = NoTenants() if tenants is None else tenants
         self.templates = TemplateSandbox()
         reader = LanguageReader(tokenizer, engine.hello.vocab_size, engine.hello.eos_token_ids)
         self._languages = AdapterLanguages(reader, engine, open_files)
@@ -138,6 +142,10 @@ class Front:
         """Why the engine stopped; None while it runs."""
         return self.engine.dead
 
+    def catalog_of(self, caller: Caller) -> CallersCatalog:
+        """All that the caller may use or change."""
+        return CallersCatalog(self.catalog, self.tenants, caller)
+
     async def model(
         self, caller: Caller, name: str | None, key: str | None = None, lora_weights: Sequence[float] | None = None
     ) -> ServedModel:
@@ -147,9 +155,10 @@ class Front:
         key: where versions share a name, requests with one key get the same version; None draws one. lora_weights: of
         a mix, see mixing.py. Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served.
         """
+        catalog = self.catalog_of(caller)
         is_base = name is None or name in self.config.served_model_names
         if not is_base and name is not None and mixing.SIGN in name:
-            return await self._served(caller, name, await self._mix(name, key, lora_weights))
+            return await self._served(caller, name, await self._mix(catalog, name, key, lora_weights))
         if lora_weights is not None:
             raise InvalidRequest(
                 f"`lora_weights` is of mixed adapters, and `model` names none; name them as in 'a{mixing.SIGN}b'.",
@@ -159,7 +168,7 @@ class Front:
             return ServedModel(name or self.config.base_id, None, self._languages.base, caller)
         came_s = time.monotonic()
         try:
-            lora = await self._adapter(name, key)
+            lora = await self._adapter(catalog, name, key)
         except ModelNotFound:
             raise ModelNotFound(f"The model `{name}` does not exist.", "model") from None
         served = await self._served(caller, name, lora)
@@ -173,7 +182,9 @@ class Front:
                 raise
             return ServedModel(name, None, self._languages.base, caller, fallback_reason=error.message)
 
-    async def _mix(self, name: str, key: str | None, weights: Sequence[float] | None) -> LoRARequest:
+    async def _mix(
+        self, catalog: CallersCatalog, name: str, key: str | None, weights: Sequence[float] | None
+    ) -> LoRARequest:
         bases = self.config.served_model_names
         base = next((base for base in bases if name.startswith(base + ":")), None)
         names = (name if base is None else name.removeprefix(base + ":")).split(mixing.SIGN)
@@ -183,19 +194,19 @@ class Front:
             if part in bases:
                 raise InvalidRequest(f"`model` mixes in {part!r}, the base, which every adapter adds to.", "model")
             try:
-                loras.append(await self._adapter(part, key))
+                loras.append(await self._adapter(catalog, part, key))
             except ModelNotFound:
                 raise ModelNotFound(f"The model `{part}` does not exist.", "model") from None
         return mixing.mixed(loras, weights)
 
-    async def _adapter(self, name: str, key: str | None) -> LoRARequest:
+    async def _adapter(self, catalog: CallersCatalog, name: str, key: str | None) -> LoRARequest:
         for base in self.config.served_model_names:
-            if name.startswith(base + ":") and await self.catalog.known(name) is None:
+            if name.startswith(base + ":") and await catalog.known(name) is None:
                 try:
-                    return await self.catalog.resolve(name.removeprefix(base + ":"), key)
+                    return await catalog.resolve(name.removeprefix(base + ":"), key)
                 except ModelNotFound:
                     continue
-        return await self.catalog.resolve(name, key)
+        return await catalog.resolve(name, key)
 
     def label(self, model: ServedModel) -> str:
         """The model's name in metrics."""

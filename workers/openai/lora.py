@@ -11,9 +11,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from lorafleet.workers.errors import AdapterExists, Forbidden, InvalidRequest, ModelNotFound
+from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.protocol import LoadAdapterRequest, UnloadAdapterRequest
+from lorafleet.workers.openai.visibility import CallersCatalog
 
 logger = logging.getLogger("lorafleet.http")
 
@@ -26,7 +28,7 @@ async def load_lora_adapter(front: Front, request: Request) -> Response:
         missing = "lora_path" if name else "lora_name"
         raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", missing)
     try:
-        await front.catalog.add(name, path, load_inplace=bool(body.load_inplace))
+        await front.catalog_of(caller_of(request)).add(name, path, load_inplace=bool(body.load_inplace))
     except AdapterExists:
         raise AdapterExists(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
@@ -44,17 +46,18 @@ async def unload_lora_adapter(front: Front, request: Request) -> Response:
     if not name:
         raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
     try:
-        await _check_number(front, name, body.lora_int_id)
-        await front.catalog.remove(name)
+        catalog = front.catalog_of(caller_of(request))
+        await _check_number(catalog, name, body.lora_int_id)
+        await catalog.remove(name)
     except ModelNotFound:
         raise ModelNotFound(f"The lora adapter '{name}' cannot be found.", "lora_name") from None
     logger.info("adapter %s unloaded", name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-async def _check_number(front: Front, name: str, number: int | None) -> None:
+async def _check_number(catalog: CallersCatalog, name: str, number: int | None) -> None:
     """Where the client also says which number it means, no other adapter of that name is unloaded."""
-    known = None if number is None else await front.catalog.known(name)
+    known = None if number is None else await catalog.known(name)
     if number is not None and (known is None or known.lora_int_id != number):
         raise ModelNotFound(name)
 

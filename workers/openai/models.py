@@ -11,9 +11,10 @@ from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.responses import json_response
 
 
-async def list_models(front: Front, _: Request) -> Response:
+async def list_models(front: Front, request: Request) -> Response:
     bases = [_base_card(front, name) for name in front.config.served_model_names]
-    adapters = [_adapter_card(front, lora, lora.lora_name) for lora in await front.catalog.entries()]
+    entries = await front.catalog_of(caller_of(request)).entries()
+    adapters = [_adapter_card(front, lora, name) for name, lora in entries]
     return json_response({"object": "list", "data": bases + adapters})
 
 

@@ -46,7 +46,7 @@ class EventStream(Response):
         self._events = events
         self._late_headers = {} if headers is None else headers
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with _while_client_stays(receive), aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self._raw_headers()})
@@ -57,11 +57,11 @@ class EventStream(Response):
                     more = not body.endswith(DONE)
                     await send({"type": "http.response.body", "body": body, "more_body": more})
             except LorafleetError as error:
-                await send({"type": "http.response.body", "body": _last_words(error), "more_body": False})
+                await send({"type": "http.response.body", "body": _last_words(error, scope), "more_body": False})
             except Exception:
                 logger.exception("a stream broke")
                 broken = LorafleetError("The server failed to answer; its log says why.")
-                await send({"type": "http.response.body", "body": _last_words(broken), "more_body": False})
+                await send({"type": "http.response.body", "body": _last_words(broken, scope), "more_body": False})
 
     def _raw_headers(self) -> list[tuple[bytes, bytes]]:
         return [
@@ -88,8 +88,8 @@ def json_response(body: object, headers: dict[str, str] | None = None) -> Respon
     return Response(msgspec.json.encode(body), headers=headers, media_type="application/json")
 
 
-def _last_words(error: LorafleetError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n" + DONE
+def _last_words(error: LorafleetError, scope: Scope) -> bytes:
+    return b"data: " + error_body(error, scope) + b"\n\n" + DONE
 
 
 @asynccontextmanager

@@ -1,0 +1,122 @@
+"""The catalogue as one caller sees it: a tenant's own adapters first, then public ones, and nothing of other tenants'.
+
+What is another tenant's is never looked up, so that neither an answer nor its time tells of it. Names in the catalogue
+are full (workers/lora/names.py); those of clients are bare. The operator sees all, by full names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from lorafleet.workers.errors import Forbidden, ModelNotFound
+from lorafleet.workers.lora.names import OWNED, bare_name, check_adapter_name, full_name, tenant_of
+from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.openai.backend import AdapterCatalog
+from lorafleet.workers.openai.caller import Caller
+
+
+@dataclass(frozen=True, slots=True)
+class StorageLimits:
+    """None: no limit. num_bytes: of all versions, in the serving dtype."""
+
+    adapters: int | None = None
+    num_bytes: int | None = None
+
+
+class Tenants(Protocol):
+    def owner_of_name(self, name: str) -> str | None:
+        """The tenant that public names which begin so are kept for; None: they are everybody's."""
+        ...
+
+    def may_read(self, tenant: str, source: str) -> bool:
+        """Whether the tenant may have an adapter read from this folder or URI by the server."""
+        ...
+
+    def storage_limits(self, tenant: str | None) -> StorageLimits:
+        """Of all that the tenant pushes."""
+        ...
+
+
+class NoTenants:
+    """Without keys there are none."""
+
+    def owner_of_name(self, _: str) -> None:
+        return None
+
+    def may_read(self, _: str, __: str) -> bool:
+        return False
+
+    def storage_limits(self, _: str | None) -> StorageLimits:
+        return StorageLimits()
+
+
+class CallersCatalog:
+    def __init__(self, catalog: AdapterCatalog, tenants: Tenants, caller: Caller) -> None:
+        self._catalog = catalog
+        self._tenants = tenants
+        self._caller = caller
+
+    def sees(self, full: str) -> bool:
+        """Whether a name as the catalogue has it stands for something that the caller may use."""
+        tenant = tenant_of(full)
+        if tenant is None:
+            tenant = self._tenants.owner_of_name(full)
+        return tenant is None or tenant == self._caller.tenant or self._caller.is_operator
+
+    async def entries(self) -> list[tuple[str, LoRARequest]]:
+        """By the names that the caller uses; one that is both its own and public is its own."""
+        seen: dict[str, LoRARequest] = {}
+        for lora in await self._catalog.entries():
+            if self.sees(lora.lora_name):
+                name = lora.lora_name if self._caller.is_operator else bare_name(lora.lora_name)
+                if name not in seen or tenant_of(lora.lora_name) is not None:
+                    seen[name] = lora
+        return list(seen.items())
+
+    async def known(self, name: str) -> LoRARequest | None:
+        """None where only a resolver might know it."""
+        own = await self._own(name)
+        if own is not None or not self._may_ask_for(name):
+            return own
+        return await self._catalog.known(name)
+
+    async def resolve(self, name: str, key: str | None = None) -> LoRARequest:
+        if await self._own(name) is not None:
+            return await self._catalog.resolve(full_name(self._caller.tenant, name), key)
+        if not self._may_ask_for(name):
+            raise ModelNotFound(f"The model `{name}` does not exist.", "model")
+        return await self._catalog.resolve(name, key)
+
+    async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
+        check_source(self._tenants, self._caller, path)
+        return await self._catalog.add(self.to_change(name), path, load_inplace=load_inplace)
+
+    async def remove(self, name: str) -> None:
+        await self._catalog.remove(self.to_change(name))
+
+    def to_change(self, name: str) -> str:
+        """The full name of what the caller administers: a tenant its own adapters only. Raises InvalidAdapterName."""
+        if self._caller.is_operator:
+            return name
+        check_adapter_name(name)
+        return full_name(self._caller.tenant, name)
+
+    async def _own(self, name: str) -> LoRARequest | None:
+        if self._caller.tenant is None or name.startswith(OWNED):
+            return None
+        return await self._catalog.known(full_name(self._caller.tenant, name))
+
+    def _may_ask_for(self, name: str) -> bool:
+        if name.startswith(OWNED):
+            return self._caller.is_operator
+        return self.sees(name)
+
+
+def check_source(tenants: Tenants, caller: Caller, source: str) -> None:
+    """A server reads more places than a tenant may see. Raises Forbidden."""
+    if caller.tenant is not None and not tenants.may_read(caller.tenant, source):
+        raise Forbidden(
+            f"Tenant {caller.tenant!r} may not have {source!r} read by the server. Upload the adapter's files, as "
+            "`lorafleet adapters push NAME FOLDER` does, or have the operator add the place to the tenant's `sources`."
+        )
