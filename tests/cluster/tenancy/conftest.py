@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.transport import ipc_address
+from lorafleet.workers.worker import GPUWorker
+from tests.cluster.tenancy.house import House
+from tests.cluster.test_directory import _quick
+
+_quick = _quick  # a second of the directory's is 50 ms
+
+
+@pytest.fixture(scope="session")
+def tenants_engine(fleet: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str]]:
+    address = ipc_address(str(tmp_path_factory.mktemp("ipc")))
+    lora = LoRAConfig(max_loras=4, max_cpu_loras=8)
+    worker = GPUWorker(EngineConfig(model=str(fleet("llama3").base), kv_cache_tokens=4096, lora=lora), address)
+    yield worker, address
+    worker.shutdown()
+
+
+@pytest.fixture
+def house(tenants_engine: tuple[Any, str], fleet: Callable[[str], Any], tmp_path: Path) -> House:
+    return House(tmp_path, *tenants_engine, fleet("llama3").base)

@@ -1,0 +1,125 @@
+"""Everything of a replica but Ray and HTTP's socket, in one process: a real engine, directory, catalogue and API, and
+keys of two tenants, of the public and of the operator."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from lorafleet.cluster.admin_api import admin_routes
+from lorafleet.cluster.administration import Administration
+from lorafleet.cluster.catalog import DirectoryCatalog, obey
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.directory import AdapterDirectory
+from lorafleet.cluster.membership import Membership
+from lorafleet.cluster.pushing import AdapterAdmin
+from lorafleet.cluster.tenancy.key_file import HASH_PREFIX
+from lorafleet.cluster.tenancy.key_ring import KeyRing
+from lorafleet.cluster.tenancy.key_text import digest_of, make_key
+from lorafleet.resolvers.base import LoRAResolver
+from lorafleet.workers.openai.api import build_api
+from lorafleet.workers.openai.front import Front, FrontConfig
+from lorafleet.workers.openai.gate import Gate
+from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.transport import EngineClient
+from lorafleet.workers.worker import GPUWorker
+
+OPERATOR = "the operator's key"
+KEYS = {
+    "acme": ("acme", ["infer", "admin", "metrics"]),
+    "rival": ("rival", ["infer", "admin", "metrics"]),
+    "public": (None, ["infer"]),
+}
+PROMPT = [7, 8, 9, 10, 11, 12, 13, 14] * 5
+
+
+class House:
+    """One replica in it. Callers are named as in KEYS, or "operator"."""
+
+    def __init__(self, folder: Path, worker: GPUWorker, address: str, base: Path) -> None:
+        self.folder = folder
+        self.keys = {name: make_key() for name in KEYS} | {"operator": OPERATOR}
+        self.tenants: dict[str, Any] = {}
+        self.resolver: LoRAResolver | None = None
+        self.options: Callable[[], dict[str, Any]] = dict  # of the Front
+        self._worker, self._address, self._base = worker, address, base
+
+    def ring(self) -> KeyRing:
+        entries = [
+            {"id": name, "hash": HASH_PREFIX + digest_of(self.keys[name]), "tenant": tenant, "scopes": scopes}
+            for name, (tenant, scopes) in KEYS.items()
+        ]
+        return KeyRing("keys: " + repr(entries).replace("None", "null") + f"\ntenants: {self.tenants!r}")
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[House]:
+        engine = await EngineClient.connect(self._address, self._worker.hello())
+        self.directory = AdapterDirectory(Catalogue(FolderStore(self.folder / "catalogue")))
+        await self.directory.load()
+        self.administration = Administration(self.directory, ["base"])
+        membership = Membership(self.directory, "r", lambda order: obey(engine, order))
+        await membership.start()
+        await membership.become_ready()
+        store = self.directory.catalogue.store
+        admin = AdapterAdmin(self._administer, store, ["base"], "run", lambda path: nullcontext(Path(path)))
+        catalog = DirectoryCatalog(membership, admin, engine, ["base"], self.resolver)
+        ring = self.ring()
+        config = FrontConfig(("base",), "/models/base", allow_runtime_lora_updating=True)
+        self.front = Front(
+            config,
+            Tokenizer.from_folder(self._base),
+            engine,
+            catalog,
+            gate=Gate(OPERATOR, lambda: ring.keys),
+            tenants=ring,
+            **self.options(),
+        )
+        transport = httpx.ASGITransport(build_api(lambda: self.front, admin_routes(admin)))
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://house", timeout=60) as self.http:
+                yield self
+        finally:
+            await membership.stop()
+            self.front.close()
+            await engine.close()
+
+    async def _administer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        return await getattr(self.administration, verb)(**arguments)
+
+    async def ask(self, caller: str | None, method: str, path: str, body: Any = None, **more: Any) -> httpx.Response:
+        headers = {} if caller is None else {"authorization": f"Bearer {self.keys[caller]}"}
+        if body is not None:
+            more["json"] = body
+        return await self.http.request(method, path, headers=headers, **more)
+
+    async def complete(self, caller: str, model: str, **fields: Any) -> httpx.Response:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        return await self.ask(caller, "POST", "/v1/completions", body | {"return_token_ids": True} | fields)
+
+    async def push(self, caller: str, name: str, folder: Path, **query: str) -> httpx.Response:
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            for file in ("adapter_config.json", "adapter_model.safetensors"):
+                tar.add(folder / file, file)
+        return await self.ask(caller, "PUT", f"/v1/adapters/{name}/files", content=packed.getvalue(), params=query)
+
+    async def models(self, caller: str) -> list[str]:
+        return [one["id"] for one in (await self.ask(caller, "GET", "/v1/models")).json()["data"]]
+
+
+def tokens_of(response: httpx.Response) -> list[int]:
+    assert response.status_code == 200, response.text
+    tokens: list[int] = response.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def error_of(response: httpx.Response, name: str) -> tuple[int, bytes]:
+    """Status and body, as they would be had the name been another."""
+    return response.status_code, response.content.replace(name.encode(), b"NAME")

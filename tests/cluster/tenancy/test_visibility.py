@@ -1,0 +1,223 @@
+"""What is a tenant's own is for its callers alone: whatever route, name or state it is asked for by."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorafleet.workers.lora.request import LoRARequest
+from tests.cluster.tenancy.house import House, error_of, tokens_of
+
+KINDS = ("all", "qv", "regex", "layers")
+
+
+@pytest.fixture
+def adapters(fleet: Callable[[str], Any]) -> dict[str, Path]:
+    return {kind: fleet("llama3").adapters[kind] for kind in KINDS}
+
+
+async def answers(house: House, adapters: dict[str, Path]) -> dict[str | None, list[int]]:
+    """Of each kind, and of the base: all differ."""
+    found: dict[str | None, list[int]] = {None: tokens_of(await house.complete("public", "base"))}
+    for kind in KINDS:
+        assert (await house.push("operator", f"reference-{kind}", adapters[kind])).status_code == 200
+        found[kind] = tokens_of(await house.complete("public", f"reference-{kind}"))
+    assert len(set(map(tuple, found.values()))) == len(found)
+    return found
+
+
+def asked_for(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
+    """Every way to name an adapter. Routes for administration come last."""
+    chat = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    return [
+        ("POST", "/v1/completions", {"model": name, "prompt": "hi", "max_tokens": 1}),
+        ("POST", "/v1/completions", {"model": f"base:{name}", "prompt": "hi", "max_tokens": 1}),
+        ("POST", "/v1/completions", {"model": f"{name}+{name}", "prompt": "hi", "max_tokens": 1}),
+        ("POST", "/v1/completions", {"model": f"reference-all+{name}", "prompt": "hi", "lora_weights": [1, 1]}),
+        ("POST", "/v1/completions", {"model": name, "prompt": "hi", "max_tokens": 1, "stream": True}),
+        ("POST", "/v1/chat/completions", chat),
+        ("POST", "/generate", {"text": "hi", "lora_path": name}),
+        ("POST", "/tokenize", {"model": name, "prompt": "hi"}),
+        ("POST", "/detokenize", {"model": name, "tokens": [5]}),
+        ("GET", f"/v1/models/{name}", None),
+        ("GET", f"/v1/models/base:{name}", None),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": name}),
+        ("GET", f"/v1/adapters/{name}", None),
+        ("DELETE", f"/v1/adapters/{name}", None),
+        ("DELETE", f"/v1/adapters/{name}?alias={name}", None),
+        ("POST", f"/v1/adapters/{name}/alias", {"version": 1, "alias": "stolen"}),
+        ("POST", f"/v1/adapters/{name}/rollback", {}),
+        ("POST", f"/v1/adapters/{name}/prefetch", {}),
+        ("POST", f"/v1/adapters/{name}/verify", {}),
+    ]
+
+
+async def test_another_tenant_s_adapter_is_as_one_that_never_was(house: House, adapters: dict[str, Path]) -> None:
+    async with house.open():
+        await answers(house, adapters)
+        assert (await house.push("acme", "secret", adapters["qv"])).status_code == 200
+        alias = {"version": 1, "alias": "secret-alias"}
+        assert (await house.ask("acme", "POST", "/v1/adapters/secret/alias", alias)).status_code == 200
+        await house.complete("acme", "secret")  # resident from now on
+        for caller in ("rival", "public"):
+            for name in ("secret", "secret-alias", "~acme/secret", "~acme/secret-alias"):
+                never = name.replace("secret", "nobody")
+                for got, other in zip(asked_for(name), asked_for(never), strict=True):
+                    answer = error_of(await house.ask(caller, *got), name)
+                    assert answer == error_of(await house.ask(caller, *other), never), (caller, got)
+                    assert answer[0] in (400, 403, 404), (caller, got, answer)
+                    assert b"acme" not in answer[1].replace(b"NAME", b"")
+            shown = json.dumps((await house.ask(caller, "GET", "/v1/models")).json())
+            assert "secret" not in shown and "acme" not in shown
+        assert (await house.ask("rival", "GET", "/v1/adapters")).json()["data"] == []
+        for got in asked_for("secret")[:11]:
+            if "+" not in json.dumps(got[2]) or "reference" in json.dumps(got[2]):
+                assert (await house.ask("acme", *got)).status_code == 200, got
+
+
+async def test_two_tenants_have_the_same_name_and_neither_learns_of_it(house: House, adapters: dict[str, Path]) -> None:
+    async with house.open():
+        expected = await answers(house, adapters)
+        for caller, kind in (("acme", "all"), ("rival", "regex"), ("operator", "qv")):
+            pushed = await house.push(caller, "sql", adapters[kind])
+            assert pushed.status_code == 200 and [one["number"] for one in pushed.json()["versions"]] == [1]
+            assert pushed.json()["id"] == "sql" and list(pushed.json()["aliases"]) == ["sql"]
+        for caller, kind in (("acme", "all"), ("rival", "regex"), ("public", "qv")):
+            assert tokens_of(await house.complete(caller, "sql")) == expected[kind]
+            assert tokens_of(await house.complete(caller, "base:sql")) == expected[kind]
+            assert (await house.models(caller)).count("sql") == 1
+        assert (await house.ask("acme", "DELETE", "/v1/adapters/sql")).status_code == 200
+        assert tokens_of(await house.complete("acme", "sql")) == expected["qv"], "its own is gone: the public one"
+        assert tokens_of(await house.complete("rival", "sql")) == expected["regex"]
+        assert (await house.ask("acme", "DELETE", "/v1/adapters/sql")).status_code == 404, "not its own"
+        assert {"sql", "~rival/sql"} <= set(await house.models("operator"))
+        assert (await house.ask("operator", "DELETE", "/v1/adapters/~rival/sql")).status_code == 200
+        assert tokens_of(await house.complete("rival", "sql")) == expected["qv"]
+
+
+async def test_names_of_resolvers_are_one_tenant_s_where_their_beginning_says_so(
+    house: House, adapters: dict[str, Path]
+) -> None:
+    asked: list[str] = []
+
+    class Folder:
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+            asked.append(lora_name)
+            found = lora_name in ("acme-sql", "team/sql", "sql")
+            return LoRARequest(lora_name, 1, str(adapters["qv"]), base_model_name=base_model_name) if found else None
+
+    house.resolver, house.tenants = Folder(), {"acme": {"name_prefixes": ["acme-", "team/"]}}
+    async with house.open():
+        for name in ("acme-sql", "team/sql"):
+            for again in range(2):  # also once it is resident
+                never = error_of(await house.complete("rival", name.replace("sql", "x")), name.replace("sql", "x"))
+                assert error_of(await house.complete("rival", name), name) == never, again
+                assert asked.count(name) == again, "nobody looked for it"
+                assert (await house.complete("acme", name)).status_code == 200
+            assert name in await house.models("acme") and name not in await house.models("rival")
+        assert (await house.complete("rival", "sql")).status_code == 200
+
+
+async def test_a_tenant_has_the_server_read_only_what_is_its_own(house: House, adapters: dict[str, Path]) -> None:
+    """The server sees folders and buckets of all tenants."""
+    shared = house.folder / "acme-shared"
+    shared.mkdir()
+    (shared / "out").symlink_to(adapters["qv"].parent)
+    house.tenants = {"acme": {"sources": [str(shared), "s3://bucket/acme"]}}
+    async with house.open():
+        for source in (
+            str(adapters["qv"]),
+            str(shared / "out" / adapters["qv"].name),
+            f"{shared}/../{adapters['qv'].name}",
+            str(house.folder / "catalogue"),
+            "s3://bucket/acme/../rival/sql",
+            "s3://bucket/acme-2/sql",
+            "s3://bucket/rival/sql",
+        ):
+            for path, body in (
+                ("/v1/adapters", {"name": "sql", "source": source}),
+                ("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": source}),
+            ):
+                refused = await house.ask("acme", "POST", path, body)
+                assert refused.status_code == 403 and "`sources`" in refused.json()["error"]["message"], source
+        (shared / "sql").mkdir()
+        for file in adapters["qv"].iterdir():
+            (shared / "sql" / file.name).write_bytes(file.read_bytes())
+        body = {"lora_name": "sql", "lora_path": str(shared / "sql")}
+        assert (await house.ask("acme", "POST", "/v1/load_lora_adapter", body)).status_code == 200
+        assert "sql" in await house.models("acme") and "sql" not in await house.models("public")
+        assert (await house.ask("acme", "POST", "/v1/unload_lora_adapter", {"lora_name": "sql"})).status_code == 200
+
+
+async def test_what_takes_from_all_tenants_or_is_another_s_needs_the_operator(
+    house: House, adapters: dict[str, Path]
+) -> None:
+    async with house.open():
+        assert (await house.push("acme", "sql", adapters["qv"])).status_code == 200
+        assert (await house.ask("acme", "POST", "/v1/adapters/sql/pin", {})).status_code == 403
+        assert (await house.push("acme", "sql", adapters["qv"], options='{"pin": 1}')).status_code == 403
+        assert (await house.push("acme", "x", adapters["qv"], options='{"tenant": "rival"}')).status_code == 403
+        assert (await house.push("operator", "x", adapters["qv"], options='{"tenant": "rival"}')).status_code == 200
+        assert (await house.ask("operator", "POST", "/v1/adapters/~acme/sql/pin", {})).json()["pinned_replicas"] == 1
+        assert [one["id"] for one in (await house.ask("rival", "GET", "/v1/adapters")).json()["data"]] == ["x"]
+        listed = (await house.ask("operator", "GET", "/v1/adapters")).json()["data"]
+        assert [(one["id"], one["tenant"]) for one in listed] == [("~acme/sql", "acme"), ("~rival/x", "rival")]
+        assert (await house.ask("public", "GET", "/v1/adapters")).status_code == 403
+        assert (await house.ask(None, "GET", "/v1/models")).status_code == 401
+
+
+async def test_what_a_tenant_may_store_is_bounded(house: House, adapters: dict[str, Path]) -> None:
+    house.tenants = {"acme": {"limits": {"adapters": 1}}, "rival": {"limits": {"adapter_bytes": 1}}}
+    async with house.open():
+        assert (await house.push("acme", "one", adapters["qv"])).status_code == 200
+        assert (await house.push("acme", "one", adapters["all"])).status_code == 200, "a version is no other adapter"
+        before = set((house.folder / "catalogue" / "adapters").iterdir())
+        refused = await house.push("acme", "two", adapters["regex"])
+        assert refused.status_code == 429 and "2 adapters; its limit is 1" in refused.json()["error"]["message"]
+        refused = await house.push("rival", "one", adapters["regex"])
+        assert refused.status_code == 429 and "its limit is 1." in refused.json()["error"]["message"]
+        assert set((house.folder / "catalogue" / "adapters").iterdir()) == before, "and nothing of it stays"
+        assert (await house.ask("acme", "DELETE", "/v1/adapters/one")).status_code == 200
+        assert (await house.push("acme", "two", adapters["regex"])).status_code == 200
+    async with house.open():  # of the catalogue that is on disk
+        assert (await house.push("acme", "three", adapters["qv"])).status_code == 429
+
+
+async def test_whatever_two_tenants_do_nobody_is_answered_with_another_s_adapter(
+    house: House, adapters: dict[str, Path]
+) -> None:
+    rng, names = random.Random(7), ("a", "b")
+    held: dict[str, dict[str, str]] = {"acme": {}, "rival": {}, "operator": {}}  # caller -> name -> kind
+
+    def seen(caller: str, name: str) -> str | None:
+        return held.get(caller, {}).get(name) or held["operator"].get(name)
+
+    async with house.open():
+        expected = await answers(house, adapters)
+        for _ in range(30):
+            caller, name = rng.choice(("acme", "rival", "operator")), rng.choice(names)
+            match rng.choice(("push", "push", "remove", "ask", "ask", "ask", "list")):
+                case "push":
+                    kind = rng.choice(KINDS)
+                    assert (await house.push(caller, name, adapters[kind])).status_code == 200
+                    held[caller][name] = kind
+                case "remove":
+                    status = (await house.ask(caller, "DELETE", f"/v1/adapters/{name}")).status_code
+                    assert status == (200 if held[caller].pop(name, None) else 404)
+                case "ask":
+                    for asker in ("acme", "rival", "public"):
+                        answer = await house.complete(asker, rng.choice((name, f"base:{name}")))
+                        kind = seen(asker, name)
+                        if kind is None:
+                            assert answer.status_code == 404
+                        else:
+                            assert tokens_of(answer) == expected[kind], (asker, name)
+                case "list":
+                    for asker in ("acme", "rival", "public"):
+                        shown = {one for one in await house.models(asker) if one in names}
+                        assert shown == {name for name in names if seen(asker, name)}
