@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from lorafleet.cluster.cli_adapters import adapters
 from lorafleet.cluster.cli_compare import compare
+from lorafleet.cluster.cli_config import config
 from lorafleet.cluster.cli_convert import convert
 from lorafleet.cluster.cli_inspect import inspect as inspect_adapter
 from lorafleet.cluster.cli_keys import keys
@@ -109,6 +110,7 @@ def _with_options(function: Any) -> Any:
 
 app.add_typer(adapters, name="adapters")
 app.add_typer(keys, name="keys")
+app.add_typer(config, name="config")
 app.command("serve")(_with_options(_serve))
 app.command("inspect")(inspect_adapter)
 app.command("convert")(convert)

@@ -1,0 +1,103 @@
+"""Checks values against JSON schemas: Ray's own, pydantic's, and those of shapes.py.
+
+Ray leaves most of its schemas open, so that old versions read new files. Here an object whose properties are listed has
+no others, unless it says so: a misspelt key is a mistake, shown with the nearest right one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jsonschema
+
+from lorafleet.cluster.checking.source import Place, Problem, Source
+
+Schema = dict[str, Any]
+MAX_KNOWN = 12  # keys that a message lists where none is near
+
+
+def check_keys(source: Source, place: Place, value: Any, schema: Schema) -> list[Problem]:
+    """value: what the source has at that place."""
+    return [
+        source.problem((*place, *at, key), f"unknown key {key!r}{nearest(str(key), known)}")
+        for at, key, known in _unknown(schema, schema, value, ())
+    ]
+
+
+def check_values(source: Source, place: Place, value: Any, schema: Schema) -> list[Problem]:
+    """What JSON schema says of types, bounds and keys that are missing."""
+    return [
+        source.problem((*place, *error.absolute_path), error.message)
+        for error in jsonschema.Draft202012Validator(schema).iter_errors(value)
+        if error.validator != "additionalProperties"  # check_keys says it better
+    ]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that is not known."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    if not names:
+        return "; none is taken here."
+    return f". Known: {', '.join(names[:MAX_KNOWN])}{', …' if len(names) > MAX_KNOWN else ''}."
+
+
+def _unknown(root: Schema, schema: Schema, value: Any, at: Place) -> Iterator[tuple[Place, Any, list[str]]]:
+    branches = [one for one in _branches(root, schema) if _may_be(one, value)]
+    if isinstance(value, list):
+        for branch in branches[:1]:
+            for number, item in enumerate(value):
+                yield from _unknown(root, branch.get("items", {}), item, (*at, number))
+    if not isinstance(value, dict):
+        return
+    closed = [one for one in branches if "properties" in one and not one.get("additionalProperties")]
+    if not closed and any(not _is_listed(one) for one in branches):
+        return
+    properties: Schema = {}
+    for branch in closed or branches:
+        properties |= branch.get("properties", {})
+    for key, inner in value.items():
+        if key in properties:
+            yield from _unknown(root, properties[key], inner, (*at, key))
+        elif (others := _others(closed or branches)) is not None:
+            yield from _unknown(root, others, inner, (*at, key))
+        else:
+            yield at, key, list(properties)
+
+
+def _branches(root: Schema, schema: Schema) -> list[Schema]:
+    if "$ref" in schema:
+        target: Any = root
+        for part in schema["$ref"].removeprefix("#/").split("/"):
+            target = target[part]
+        return _branches(root, target)
+    if "anyOf" in schema:
+        return [branch for one in schema["anyOf"] for branch in _branches(root, one)]
+    return [schema]
+
+
+def _may_be(schema: Schema, value: Any) -> bool:
+    kind = "object" if isinstance(value, dict) else "array" if isinstance(value, list) else "other"
+    types = schema.get("type", kind)
+    return kind in ([types] if isinstance(types, str) else types)
+
+
+def _is_listed(schema: Schema) -> bool:
+    return (
+        "properties" in schema or "patternProperties" in schema or isinstance(schema.get("additionalProperties"), dict)
+    )
+
+
+def _others(branches: list[Schema]) -> Schema | None:
+    """The schema of keys that are not listed; None where there may be none."""
+    for branch in branches:
+        for inner in branch.get("patternProperties", {}).values():  # Ray has only ".*"
+            return dict(inner)
+        inner = branch.get("additionalProperties")
+        if inner is True or isinstance(inner, dict):
+            return {} if inner is True else inner
+    return None

@@ -1,0 +1,212 @@
+"""Checks a cluster for `ray up`, and the Serve configuration that its head deploys."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import jsonschema
+
+from lorafleet.cluster import cluster_environment
+from lorafleet.cluster.checking.keys import Schema, check_keys, check_values
+from lorafleet.cluster.checking.nodes import Cluster, NodeGroup, check_fit
+from lorafleet.cluster.checking.provider_shapes import node_schema, provider_schema
+from lorafleet.cluster.checking.serve_file import Serving, check_serve
+from lorafleet.cluster.checking.source import Place, Problem, Source, read
+from lorafleet.workers.errors import ConfigError
+
+ENVIRONMENT_COMMAND = "lorafleet config environment"
+TOKEN_FILE = ".ray/auth_token"
+STARTS = ("head_start_ray_commands", "worker_start_ray_commands")
+NEEDED_FLAGS = {STARTS[0]: ("--head", "--autoscaling-config"), STARTS[1]: ("--address",)}
+
+
+def check_ray_up(source: Source) -> tuple[list[Problem], Serving | None, Cluster | None]:
+    kind = _provider(source.value)
+    schema = _schema(kind)
+    problems = check_keys(source, (), source.value, schema) + check_values(source, (), source.value, schema)
+    if problems:  # Ray's own checks stop at the first, and expect what these have looked at
+        prepared = None
+    else:
+        prepared, message = _prepare(source.value)
+        problems += [source.problem((), message)] if message else []
+    problems += _check_starts(source) + _check_token(source)
+    cluster = None if prepared is None else _cluster(source.value, prepared)
+    found, serving = _check_served(source, cluster)
+    return problems + found, serving, cluster
+
+
+def _provider(value: Any) -> str:
+    provider = value.get("provider")
+    return str(provider.get("type", "")) if isinstance(provider, dict) else ""
+
+
+def _schema(kind: str) -> Schema:
+    import ray.autoscaler
+
+    schema: Schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+    properties = schema["properties"]
+    properties["provider"] = provider_schema(kind)
+    properties["available_node_types"]["patternProperties"][".*"]["properties"]["node_config"] = node_schema(kind)
+    if kind == "local":
+        properties["min_workers"] = {"type": "integer", "minimum": 0}  # Ray takes it away before it looks
+        del properties["available_node_types"], properties["head_node_type"]
+    return schema
+
+
+def _prepare(value: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """As `ray up` fills it in, or what Ray says against it. Asks no cloud."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    said = io.StringIO()
+    logging.getLogger("ray.autoscaler._private.util").setLevel(logging.WARNING)  # it tells what it fills in
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            prepared: dict[str, Any] = prepare_config(copy.deepcopy(value))
+            validate_config(prepared)
+    except jsonschema.ValidationError as error:
+        return None, f"Ray refuses this: {error.message}"
+    except (ValueError, KeyError, AssertionError, RuntimeError, click.ClickException) as error:
+        return None, f"Ray refuses this: {' '.join(said.getvalue().split()) or error}"
+    return prepared, ""
+
+
+def _check_starts(source: Source) -> list[Problem]:
+    problems = []
+    for name in STARTS:
+        commands = source.value.get(name)
+        if not isinstance(commands, list) or not all(isinstance(one, str) for one in commands):
+            message = f"is missing: Ray's own command sets no environment. Begin it with `{ENVIRONMENT_COMMAND}`."
+            problems.append(source.problem((name,), f"{name} {message}"))
+            continue
+        starts = [number for number, command in enumerate(commands) if "ray start" in command]
+        if not starts:
+            problems.append(source.problem((name,), "no command has `ray start`: Ray would not be started."))
+        for number in starts:
+            problems += _check_start(source, (name, number), commands[number], NEEDED_FLAGS[name])
+    return problems
+
+
+def _check_start(source: Source, place: Place, command: str, flags: tuple[str, ...]) -> list[Problem]:
+    problems = [
+        source.problem(place, f"`ray start` needs {flag} here.")
+        for flag in flags
+        if not re.search(rf"{flag}\b", command)
+    ]
+    if ENVIRONMENT_COMMAND in command:
+        return problems
+    return problems + [
+        source.problem(place, message) for message in missing_environment(_assigned(command), "in this command")
+    ]
+
+
+def missing_environment(given: dict[str, str | None], where: str) -> list[str]:
+    """given: None as a value that only the node knows. What direct streaming needs of it and is not there."""
+    messages = []
+    for name, value in (cluster_environment.NEEDED | {cluster_environment.HAPROXY: None}).items():
+        if name not in given:
+            wanted = value or "the path of lorafleet-haproxy"
+            messages.append(f"{name} is not set {where}, which direct streaming needs: {wanted}.")
+        elif value is not None and given[name] not in (value, None):
+            messages.append(f"{name}={given[name]}: direct streaming needs {value}.")
+    return messages
+
+
+def _assigned(command: str) -> dict[str, str | None]:
+    return {name: value.strip("'\"") for name, value in re.findall(r"\b([A-Z][A-Z0-9_]*)=([^\s;&]*)", command)}
+
+
+def _check_token(source: Source) -> list[Problem]:
+    mounts = source.value.get("file_mounts")
+    commands = [one for name in STARTS for one in _strings(source.value.get(name)) if "ray start" in one]
+    if any(str(remote).endswith(TOKEN_FILE) for remote in (mounts if isinstance(mounts, dict) else {})):
+        guarded = [
+            one for one in commands if ENVIRONMENT_COMMAND in one or _assigned(one).get("RAY_AUTH_MODE") == "token"
+        ]
+        if len(guarded) == len(commands):
+            return []
+        return [
+            source.problem(("file_mounts",), "there is a token, but RAY_AUTH_MODE=token is not set where Ray starts.")
+        ]
+    if commands and all("RAY_AUTH_TOKEN" in one for one in commands):
+        return []
+    message = (
+        f"Ray's token is nowhere: whoever reaches Ray's ports could run code. Mount ~/{TOKEN_FILE}, which "
+        "`ray get-auth-token --generate` makes, on every node."
+    )
+    return [source.problem(("file_mounts",), message)]
+
+
+def _cluster(value: dict[str, Any], prepared: dict[str, Any]) -> Cluster:
+    types, head = prepared["available_node_types"], prepared["head_node_type"]
+    if _provider(value) == "local":
+        workers = types[head]
+        groups = [
+            NodeGroup("head", True, 1, 1, None, _flag_gpus(value, STARTS[0])),
+            NodeGroup(
+                "workers", False, workers["min_workers"], workers["max_workers"], None, _flag_gpus(value, STARTS[1])
+            ),
+        ]
+    else:
+        groups = [NodeGroup(head, True, 1, 1, *_resources(types[head]))]
+        groups += [
+            NodeGroup(name, False, int(one["min_workers"]), int(one["max_workers"]), *_resources(one))
+            for name, one in types.items()
+            if int(one["max_workers"]) > 0
+        ]
+    return Cluster(tuple(groups), most_workers=int(prepared["max_workers"]))
+
+
+def _resources(node_type: dict[str, Any]) -> tuple[float | None, int | None]:
+    """CPUs and GPUs: what is told; where nothing is, Ray asks the cloud."""
+    resources = node_type.get("resources") or {}
+    return resources.get("CPU"), int(resources.get("GPU", 0)) if resources else None
+
+
+def _flag_gpus(value: dict[str, Any], name: str) -> int | None:
+    found = re.search(r"--num-gpus[= ](\d+)", " ".join(_strings(value.get(name))))
+    return None if found is None else int(found[1])
+
+
+def _check_served(source: Source, cluster: Cluster | None) -> tuple[list[Problem], Serving | None]:
+    place, remote = _served(source.value)
+    if place is None:
+        return [], None
+    local = _local(source.value.get("file_mounts"), remote)
+    if local is None:
+        return [source.problem(place, f"{remote} is on no file_mount: the head would not have it.")], None
+    try:
+        served = read(local)
+    except ConfigError as error:
+        return [source.problem(place, f"{error.message} Local paths of file_mounts start where `ray up` is run.")], None
+    problems, serving = check_serve(served)
+    if serving is not None and cluster is not None:
+        problems += check_fit(serving, cluster)
+    return problems, serving
+
+
+def _served(value: dict[str, Any]) -> tuple[Place | None, str]:
+    for number, command in enumerate(_strings(value.get(STARTS[0]))):
+        found = re.search(r"\bserve (?:deploy|run)\b[^;&|]*?(\S+\.ya?ml)", command)
+        if found is not None:
+            return (STARTS[0], number), found[1]
+    return None, ""
+
+
+def _local(mounts: Any, remote: str) -> Path | None:
+    """The local file behind a path of a node."""
+    for there, here in sorted((mounts if isinstance(mounts, dict) else {}).items(), key=lambda one: -len(str(one[0]))):
+        if isinstance(here, str) and (remote == there or remote.startswith(f"{str(there).rstrip('/')}/")):
+            return Path(here).expanduser() / remote[len(str(there)) :].lstrip("/")
+    return None
+
+
+def _strings(value: Any) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []

@@ -1,0 +1,188 @@
+"""Checks a Ray Serve configuration: what `serve run`, `serve deploy` and a RayService take."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import AliasChoices, ValidationError
+
+from lorafleet.cluster.checking.keys import Schema, check_keys, nearest
+from lorafleet.cluster.checking.source import Place, Problem, Source
+from lorafleet.cluster.config import ALIASES, AppArgs, LoRAModule
+from lorafleet.workers.errors import ConfigError
+
+BUILDER = "lorafleet.cluster.app:build"
+DEPLOYMENTS = ("EngineReplica", "AdapterRouter")
+FROM_ARGS = {  # of a deployment -> what to set in args in its place
+    "num_replicas": "num_replicas",
+    "autoscaling_config": "max_replicas, target_load, upscale_delay_s, downscale_delay_s",
+    "max_ongoing_requests": "max_ongoing_requests",
+    "max_queued_requests": "max_queued_requests",
+    "ray_actor_options": "num_cpus, device",
+    "placement_group_bundles": "tensor_parallel_size, num_cpus, device",
+    "placement_group_strategy": "tensor_parallel_size",
+    "request_router_config": "served_model_name, catalog_uri",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """One of ours, with args that are right."""
+
+    name: str
+    place: Place
+    args: AppArgs
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    source: Source
+    host: str
+    port: int
+    every_node: bool  # proxies on all of them, not on the head alone
+    applications: tuple[Application, ...]
+    others: tuple[str, ...]  # applications that are not ours: their args are not looked at
+
+
+def check_serve(source: Source) -> tuple[list[Problem], Serving | None]:
+    """None where a mistake leaves nothing to say about what would run."""
+    from ray.serve.config import ProxyLocation
+    from ray.serve.schema import ServeDeploySchema
+
+    problems = check_keys(source, (), source.value, _serve_schema())
+    schema: ServeDeploySchema | None = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DeprecationWarning)
+            schema = ServeDeploySchema.model_validate(source.value)
+    except ValidationError as error:
+        problems += _of_pydantic(source, (), error)
+    except DeprecationWarning as error:
+        problems.append(source.problem((), str(error)))
+    applications, others = [], []
+    for place, one in _applications(source.value):
+        if one.get("import_path") == BUILDER:
+            found, args = _check_args(source, (*place, "args"), one.get("args"))
+            problems += found + _check_deployments(source, place, one)
+            if args is not None:
+                applications.append(Application(str(one.get("name", "default")), place, args))
+        elif isinstance(one.get("import_path"), str):
+            problems += _check_import(source, (*place, "import_path"), one["import_path"])
+            others.append(str(one.get("name", "default")))
+    if schema is None:
+        return problems, None
+    if not schema.applications:
+        problems.append(source.problem(("applications",), "there is no application."))
+    every_node = schema.proxy_location == ProxyLocation.EveryNode
+    host, port = schema.http_options.host, schema.http_options.port
+    return problems, Serving(source, host, port, every_node, tuple(applications), tuple(others))
+
+
+def _applications(value: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Whatever else is wrong with the file."""
+    found = value.get("applications") if isinstance(value, dict) else None
+    for number, one in enumerate(found if isinstance(found, list) else []):
+        if isinstance(one, dict):
+            yield ("applications", number), one
+
+
+@functools.cache
+def _serve_schema() -> Schema:
+    from ray.runtime_env import RuntimeEnv
+    from ray.serve.schema import ServeDeploySchema
+
+    schema = ServeDeploySchema.model_json_schema()
+    runtime_env = {
+        "type": "object",
+        "properties": {name: {} for name in RuntimeEnv.known_fields if not name.startswith("_")},
+    }
+    for name in ("ServeApplicationSchema", "RayActorOptionsSchema"):
+        schema["$defs"][name]["properties"]["runtime_env"] = runtime_env
+    return schema
+
+
+@functools.cache
+def _args_schema() -> Schema:
+    schema = AppArgs.model_json_schema()
+    properties = schema["properties"]
+    properties |= {alias: properties[name] for alias, name in ALIASES.items()}
+    module = schema["$defs"]["LoRAModule"]["properties"]
+    for name, field in LoRAModule.model_fields.items():
+        if isinstance(field.validation_alias, AliasChoices):
+            module |= {str(alias): module[name] for alias in field.validation_alias.choices}
+    return schema
+
+
+def _check_args(source: Source, place: Place, values: Any) -> tuple[list[Problem], AppArgs | None]:
+    """AppArgs and the engine stop at the first contradiction: what is wrong is left out, and the rest tried again."""
+    if not isinstance(values, dict):
+        return [source.problem(place, "args must name a model, at least.")], None
+    problems = check_keys(source, place, values, _args_schema())
+    rest = {name: value for name, value in values.items() if name in AppArgs.model_fields or name in ALIASES}
+    while True:
+        try:
+            args = AppArgs.model_validate(rest)
+            args.engine_config()
+            return problems, args if rest == values else None
+        except ValidationError as error:
+            wrong = _of_pydantic(source, place, error, rest)
+            names = {one["loc"][0] if one["loc"] else _named(one["msg"], rest) for one in error.errors()}
+        except ConfigError as error:
+            name = _named(error.message, rest)
+            wrong, names = [source.problem((*place, name) if name else place, error.message)], {name}
+        problems += wrong
+        if not names & rest.keys():
+            return problems, None
+        rest = {name: value for name, value in rest.items() if name not in names}
+
+
+def _named(message: str, values: dict[str, Any]) -> str:
+    """The first argument that a message names, if any."""
+    return next((word for word in re.findall(r"[a-z_][a-z0-9_]*", message) if word in values), "")
+
+
+def _of_pydantic(
+    source: Source, place: Place, error: ValidationError, values: dict[str, Any] | None = None
+) -> list[Problem]:
+    problems = []
+    for one in error.errors():
+        if one["type"] != "extra_forbidden":  # check_keys says it better
+            message = str(one["msg"]).removeprefix("Value error, ")
+            name = "" if one["loc"] else _named(message, values or {})
+            problems.append(source.problem((*place, *one["loc"], *([name] if name else [])), message))
+    return problems
+
+
+def _check_import(source: Source, place: Place, import_path: str) -> list[Problem]:
+    module = import_path.partition(":")[0] if ":" in import_path else import_path.rpartition(".")[0]
+    if module.split(".")[0] == "lorafleet":
+        return [source.problem(place, f"{import_path!r} builds no application{nearest(import_path, [BUILDER])}")]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        found = False
+    if found:
+        return []
+    hint = nearest(import_path, [BUILDER])
+    return [source.problem(place, f"there is no module {module!r} in this Python environment{hint}")]
+
+
+def _check_deployments(source: Source, place: Place, application: dict[str, Any]) -> list[Problem]:
+    problems = []
+    for number, one in enumerate(application.get("deployments") or []):
+        at: Place = (*place, "deployments", number)
+        if one.get("name") not in DEPLOYMENTS:
+            message = f"there is no deployment {one.get('name')!r}{nearest(str(one.get('name')), DEPLOYMENTS)}"
+            problems.append(source.problem((*at, "name"), message))
+        problems += [
+            source.problem((*at, name), f"lorafleet sets this from its own options; set args: {instead}.")
+            for name, instead in FROM_ARGS.items()
+            if name in one
+        ]
+    return problems

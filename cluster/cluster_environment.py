@@ -1,0 +1,27 @@
+"""The environment that Ray needs on every node of a cluster, so that Serve streams directly (serve_environment.py has
+what one machine needs besides). `lorafleet config environment` prints it for a shell."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lorafleet.cluster.serve_environment import PROXY_MIDDLEWARES, ROUTED_BODY_BYTES
+
+HAPROXY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+NEEDED = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+    # HAProxy may hold two such buffers for each of 4096 connections: with the default of 8 MiB, 64 GiB.
+    "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a line parsed in Python for every request
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
+}
+TOKEN = {"RAY_AUTH_MODE": "token"}  # whoever reaches Ray's ports can run code
+
+
+def environment() -> dict[str, str]:
+    """Of this machine: Serve asks for lorafleet-haproxy, which closes HAProxy's own pages, by its whole path."""
+    return NEEDED | TOKEN | {HAPROXY: str(Path(sys.executable).with_name("lorafleet-haproxy"))}

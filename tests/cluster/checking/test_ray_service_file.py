@@ -1,0 +1,108 @@
+"""What is refused in a RayService, and that its schema is KubeRay's."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lorafleet.cluster.checking.ray_service_file import check_ray_service
+from lorafleet.cluster.checking.ray_service_shape import RAY_SERVICE
+from lorafleet.cluster.checking.source import parse
+
+FILE = Path(__file__).parents[3] / "configs" / "kuberay.yaml"
+CRD = os.environ.get("LORAFLEET_KUBERAY_CRD")
+CLUSTER = ("spec", "rayClusterConfig")
+GROUP = (*CLUSTER, "workerGroupSpecs", 0)
+CONTAINER = (*GROUP, "template", "spec", "containers", 0)
+
+
+def complaints(value: Any) -> list[str]:
+    problems, _, _ = check_ray_service(parse("f.yaml", yaml.safe_dump(value, sort_keys=False)))
+    return [f"{problem.place}: {problem.message}" for problem in problems]
+
+
+def with_value(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    changed: dict[str, Any] = copy.deepcopy(yaml.safe_load(FILE.read_text()))
+    inside: Any = changed
+    for part in place[:-1]:
+        inside = inside[part]
+    inside[place[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "nearest"),
+    [
+        (("spec", "serveConfig"), "x", "serveConfigV2"),
+        ((*GROUP, "minReplica"), 1, "minReplicas"),
+        ((*CLUSTER, "headGroupSpec", "rayStartParam"), {}, "rayStartParams"),
+        ((*CONTAINER, "volumeMount"), [], "volumeMounts"),
+        ((*CONTAINER, "resources", "limit"), {}, "limits"),
+        ((*GROUP, "template", "spec", "toleration"), [], "tolerations"),
+        ((*CLUSTER, "networkPolicy", "head", "ingresRules"), [], "ingressRules"),
+        ((*CONTAINER, "volumeMounts", 0, "name"), "model", "models"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_nearest(place: tuple[Any, ...], value: Any, nearest: str):
+    assert any(f"did you mean {nearest!r}?" in one for one in complaints(with_value(place, value)))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "complaint"),
+    [
+        ((*GROUP, "maxReplicas"), "8", "maxReplicas: '8' is not of type 'integer'"),
+        ((*GROUP, "maxReplicas"), 1, "replicas=2 is not between minReplicas=2 and maxReplicas=1"),
+        ((*GROUP, "maxReplicas"), 4, "max_replicas=8 replicas of 1 GPU on one node do not fit"),
+        ((*CLUSTER, "authOptions"), {"mode": "disabled"}, "authOptions.mode is not token"),
+        ((*CONTAINER, "env"), [], "RAY_SERVE_ENABLE_HA_PROXY is not set in this container"),
+        (("kind",), "RayCluster", "kind: 'RayCluster' is not one of ['RayService']"),
+        (("spec", "serveConfigV2"), "applications: [", "this is not YAML"),
+        (("spec", "serveConfigV2"), "proxy_location: HeadOnly\napplications: []", "must be EveryNode"),
+    ],
+)
+def test_what_would_not_work_is_refused_where_it_is(place: tuple[Any, ...], value: Any, complaint: str):
+    found = complaints(with_value(place, value))
+    assert any(complaint in one for one in found), found
+
+
+def test_a_mistake_in_the_embedded_configuration_has_the_line_of_the_manifest():
+    text = FILE.read_text().replace("max_lora_rank: 64", "max_lora_ranks: 64")
+    line = next(number for number, one in enumerate(text.splitlines(), 1) if "max_lora_ranks" in one)
+    (problem,), _, _ = check_ray_service(parse("f.yaml", text))
+    assert str(problem).startswith(
+        f"f.yaml:{line}: spec.serveConfigV2: applications[0].args.max_lora_ranks: unknown key"
+    )
+
+
+@pytest.mark.skipif(
+    CRD is None, reason="LORAFLEET_KUBERAY_CRD names no file: kubectl get crd rayservices.ray.io -o yaml"
+)
+def test_the_schema_is_that_of_kuberays_own_definition():
+    versions = yaml.safe_load(Path(str(CRD)).read_text())["spec"]["versions"]
+    theirs = next(one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1")
+    for part in ("spec",):
+        assert differences(RAY_SERVICE["properties"][part], theirs["properties"][part], part) == []
+
+
+def differences(ours: Any, theirs: Any, at: str) -> list[str]:
+    if ours == {}:
+        return []
+    if "properties" in ours:
+        names = (set(ours["properties"]), set(theirs.get("properties", {})))
+        found = [f"{at}: {sorted(names[0] ^ names[1])}"] if names[0] != names[1] else []
+        if set(ours["required"]) != set(theirs.get("required", [])):
+            found.append(f"{at}: required")
+        for name in names[0] & names[1]:
+            found += differences(ours["properties"][name], theirs["properties"][name], f"{at}.{name}")
+        return found
+    if ours.get("type") == "array":
+        return differences(ours["items"], theirs.get("items", {}), f"{at}[]")
+    if "additionalProperties" in ours:
+        return [] if "properties" not in theirs else [f"{at}: not a map"]
+    kind = ["integer", "string"] if theirs.get("x-kubernetes-int-or-string") else theirs.get("type")
+    return [] if (ours["type"], ours.get("enum")) == (kind, theirs.get("enum")) else [f"{at}: {ours} {kind}"]

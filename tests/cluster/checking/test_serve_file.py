@@ -1,0 +1,96 @@
+"""What is refused in a Serve configuration, and with which words."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+
+from lorafleet.cluster.checking.serve_file import check_serve
+from lorafleet.cluster.checking.source import parse
+
+GOOD: dict[str, Any] = {
+    "http_options": {"host": "127.0.0.1", "port": 8000},
+    "applications": [
+        {
+            "name": "lorafleet",
+            "route_prefix": "/",
+            "import_path": "lorafleet.cluster.app:build",
+            "args": {"model": "/m", "lora_modules": [{"lora_name": "sql", "path": "/sql"}], "tp": 2},
+        }
+    ],
+}
+APP = ("applications", 0)
+ARGS = (*APP, "args")
+
+
+def complaints(value: Any) -> list[str]:
+    problems, _ = check_serve(parse("f.yaml", yaml.safe_dump(value, sort_keys=False)))
+    return [f"{problem.place}: {problem.message}" for problem in problems]
+
+
+def with_value(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(GOOD)
+    inside: Any = changed
+    for part in place[:-1]:
+        inside = inside[part]
+    inside[place[-1]] = value
+    return changed
+
+
+def test_a_good_file_says_what_it_serves():
+    problems, serving = check_serve(parse("f.yaml", yaml.safe_dump(GOOD)))
+    assert problems == []
+    assert serving is not None
+    assert (serving.host, serving.port, serving.every_node) == ("127.0.0.1", 8000, True)
+    (application,) = serving.applications
+    assert application.args.tensor_parallel_size == 2
+    assert application.args.lora_modules[0].name == "sql"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "nearest"),
+    [
+        (("proxy_locaton",), "HeadOnly", "proxy_location"),
+        (("http_options", "hots"), "127.0.0.1", "host"),
+        ((*APP, "import_pth"), "x:y", "import_path"),
+        ((*APP, "runtime_env"), {"env_var": {}}, "env_vars"),
+        ((*APP, "logging_config"), {"log_levl": "INFO"}, "log_level"),
+        ((*APP, "deployments"), [{"name": "EngineReplica", "health_check_period": 1}], "health_check_period_s"),
+        ((*ARGS, "max_lora"), 3, "max_loras"),
+        ((*ARGS, "lora_resolver_s3"), {"uri": "s3://b/{lora_name}", "regin": "eu"}, "region"),
+        ((*ARGS, "lora_modules"), [{"name": "sql", "path": "/a", "base_model": "b"}], "base_model_name"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_nearest(place: tuple[Any, ...], value: Any, nearest: str):
+    assert any(f"did you mean {nearest!r}?" in one for one in complaints(with_value(place, value)))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "complaint"),
+    [
+        (("http_options", "port"), "eight", "http_options.port: Input should be a valid integer"),
+        (("applications",), [], "applications: there is no application"),
+        ((*APP, "import_path"), "lorafleet.cluster.app:bild", "did you mean 'lorafleet.cluster.app:build'?"),
+        ((*APP, "import_path"), "no_such_module.app:build", "there is no module 'no_such_module.app'"),
+        ((*APP, "deployments"), [{"name": "EngineReplicas"}], "did you mean 'EngineReplica'?"),
+        ((*APP, "deployments"), [{"name": "EngineReplica", "num_replicas": 2}], "set args: num_replicas"),
+        ((*APP, "args"), {}, "applications[0].args.model: Field required"),
+        ((*APP, "args"), None, "applications[0].args: args must name a model"),
+        ((*ARGS, "num_replicas"), 0, "args.num_replicas: Input should be greater than or equal to 1"),
+        ((*ARGS, "gpu_memory_utilization"), 2, "args.gpu_memory_utilization: gpu_memory_utilization=2"),
+        ((*ARGS, "lora_resolvers"), ["s3"], "args.lora_resolvers: lora_resolvers names 's3', which needs"),
+    ],
+)
+def test_a_wrong_value_is_refused_where_it_is(place: tuple[Any, ...], value: Any, complaint: str):
+    assert any(complaint in one for one in complaints(with_value(place, value)))
+
+
+def test_all_mistakes_are_told_at_once():
+    changed = with_value((*ARGS, "max_lora"), 1)
+    changed["applications"][0]["args"] |= {"block_size": -1, "max_num_seqs": 0, "num_replicas": 0, "max_replicas": "x"}
+    changed["http_options"]["prt"] = 1
+    places = {one.partition(": ")[0].rpartition(".")[2] for one in complaints(changed)}
+    assert places == {"prt", "max_lora", "block_size", "max_num_seqs", "num_replicas", "max_replicas"}
