@@ -1,7 +1,4 @@
-from pathlib import Path
-
 import pytest
-import yaml
 
 from lorafleet.cluster.cli import spread_values
 from lorafleet.cluster.config import LoRAModule, parse_args
@@ -110,12 +107,6 @@ def test_resolvers_are_asked_in_the_order_given() -> None:
     assert parse_args(given).resolver_order == ["filesystem", "s3", "hub"]
     ordered = parse_args(given | {"lora_resolvers": ["hub", "plugin", "filesystem"]})
     assert ordered.resolver_order == ["s3", "hub", "plugin", "filesystem"]
-
-
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.name)
-def test_the_examples_are_valid(path: Path) -> None:
-    for application in yaml.safe_load(path.read_text())["applications"]:
-        parse_args(application["args"]).engine_config()
 
 
 def test_several_values_may_follow_one_flag() -> None:
