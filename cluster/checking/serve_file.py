@@ -15,6 +15,7 @@ from pydantic import AliasChoices, ValidationError
 from lorafleet.cluster.checking.keys import Schema, check_keys, nearest
 from lorafleet.cluster.checking.source import Place, Problem, Source
 from lorafleet.cluster.config import ALIASES, AppArgs, LoRAModule
+from lorafleet.cluster.exposure import check_exposure
 from lorafleet.workers.errors import ConfigError
 
 BUILDER = "lorafleet.cluster.app:build"
@@ -81,7 +82,18 @@ def check_serve(source: Source) -> tuple[list[Problem], Serving | None]:
         problems.append(source.problem(("applications",), "there is no application."))
     every_node = schema.proxy_location == ProxyLocation.EveryNode
     host, port = schema.http_options.host, schema.http_options.port
+    for application in applications:
+        problems += _check_exposure(source, application, host)
     return problems, Serving(source, host, port, every_node, tuple(applications), tuple(others))
+
+
+def _check_exposure(source: Source, application: Application, host: str) -> list[Problem]:
+    """Of the keys alone: whether Ray has a token is not in this file."""
+    try:
+        check_exposure(host, application.args, {"RAY_AUTH_MODE": "token"})
+    except ConfigError as error:
+        return [source.problem((*application.place, "args"), error.message)]
+    return []
 
 
 def _applications(value: Any) -> Iterator[tuple[Place, dict[str, Any]]]:

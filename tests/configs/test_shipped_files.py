@@ -43,12 +43,12 @@ def test_config_check_finds_nothing_wrong_and_says_what_would_run(path: Path, mo
 def test_a_mistake_ends_with_status_1_and_every_one_is_shown(tmp_path: Path):
     path = tmp_path / "bad.yaml"
     path.write_text(
-        (ROOT / "configs" / "demo.yaml").read_text().replace("route_prefix", "rout_prefix").replace("host:", "hots:")
+        (ROOT / "configs" / "demo.yaml").read_text().replace("route_prefix", "rout_prefix").replace("port:", "prt:")
     )
     result = CliRunner().invoke(app, ["config", "check", str(path)])
     assert result.exit_code == 1
     assert "did you mean 'route_prefix'?" in result.output
-    assert "did you mean 'host'?" in result.output
+    assert "did you mean 'port'?" in result.output
     assert "2 mistakes" in result.output
 
 

@@ -18,7 +18,7 @@ SERVED: dict[str, Any] = {
         {
             "name": "lorafleet",
             "import_path": "lorafleet.cluster.app:build",
-            "args": {"model": "/m", "device": "cuda", "num_replicas": 4, "catalog_uri": "s3://b/c"},
+            "args": {"model": "/m", "device": "cuda", "num_replicas": 4, "catalog_uri": "s3://b/c", "api_keys": "/k"},
         }
     ],
 }

@@ -94,3 +94,11 @@ def test_all_mistakes_are_told_at_once():
     changed["http_options"]["prt"] = 1
     places = {one.partition(": ")[0].rpartition(".")[2] for one in complaints(changed)}
     assert places == {"prt", "max_lora", "block_size", "max_num_seqs", "num_replicas", "max_replicas"}
+
+
+def test_an_address_open_to_the_network_needs_keys():
+    open_to_all = with_value(("http_options",), {"port": 8000})  # Serve's own default is 0.0.0.0
+    (complaint,) = complaints(open_to_all)
+    assert complaint.startswith("applications[0].args: host=0.0.0.0 is open to the network, and there are no API keys")
+    open_to_all["applications"][0]["args"]["api_keys"] = "/keys.yaml"
+    assert complaints(open_to_all) == []
