@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import wraps
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +30,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorafleet.cluster.admin_answers import AdapterPage, Prefetched, Removed, ShownAdapter, Verified
 from lorafleet.cluster.administration import REMOVE_S
 from lorafleet.cluster.catalogue.records import Adapter, Move, Share
 from lorafleet.cluster.pushing import AdapterAdmin
@@ -37,9 +39,10 @@ from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, MAX_CONFIG_BYTES
 from lorafleet.workers.lora.names import bare_name, check_adapter_name, check_tenant, full_name, tenant_of
 from lorafleet.workers.openai.api import Handler, Route
 from lorafleet.workers.openai.caller import Caller, caller_of
+from lorafleet.workers.openai.fields import Strict
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.operations import TarFile, describe
 from lorafleet.workers.openai.parsing import parse_json, parse_object, parse_query, read_body
-from lorafleet.workers.openai.protocol import Strict
 from lorafleet.workers.openai.responses import json_response
 from lorafleet.workers.openai.visibility import check_source
 
@@ -120,6 +123,7 @@ def admin_routes(admin: AdapterAdmin) -> list[Route]:
 
 
 def _logged(handler: Administer) -> Handler:
+    @wraps(handler)  # and its description
     async def logged(front: Front, request: Request) -> Response:
         answer = await handler(front, request)
         if request.method != "GET":
@@ -133,6 +137,7 @@ class _AdminApi:
     def __init__(self, admin: AdapterAdmin) -> None:
         self._admin = admin
 
+    @describe("A page of adapters, by name", query=ListQuery, answer=AdapterPage)
     async def list_page(self, _: Front, request: Request) -> object:
         query, tenant = parse_query(request, ListQuery), caller_of(request).tenant
         after = full_name(tenant, query.after)
@@ -144,11 +149,13 @@ class _AdminApi:
             "last_id": data[-1]["id"] if data else None,
         }
 
+    @describe("Push an adapter from a folder of the server or a URI", body=PushRequest, answer=ShownAdapter)
     async def push(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, PushRequest)
         check_source(front.tenants, caller_of(request), body.source)
         return await self._push(front, request, body.name, body.source, body.source, body)
 
+    @describe("Push an adapter's files", body=TarFile, query=UploadQuery, answer=ShownAdapter)
     async def upload(self, front: Front, request: Request) -> object:
         query = parse_query(request, UploadQuery)
         options = _parse_options(query.options)
@@ -157,9 +164,11 @@ class _AdminApi:
                 front, request, str(request.path_params["name"]), str(folder), query.source, options
             )
 
+    @describe("One adapter", answer=ShownAdapter)
     async def show(self, front: Front, request: Request) -> object:
         return shown(await self._admin.show(_name(front, request)), caller_of(request))
 
+    @describe("Remove an adapter, or one alias", query=RemoveQuery, answer=ShownAdapter | Removed)
     async def remove(self, front: Front, request: Request) -> object:
         query, name = parse_query(request, RemoveQuery), _name(front, request)
         if query.alias is not None:
@@ -168,31 +177,37 @@ class _AdminApi:
         await self._admin.remove(name, query.wait_s)
         return {"object": "adapter", "id": request.path_params["name"], "removed": True}
 
+    @describe("Move an alias", body=AliasRequest, answer=ShownAdapter)
     async def alias(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, AliasRequest)
         alias = _alias_name(front, request, body.alias)
         return shown(await self._admin.alias(_name(front, request), _shares(body), alias), caller_of(request))
 
+    @describe("Move an alias back", body=RollbackRequest, answer=ShownAdapter)
     async def rollback(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, RollbackRequest)
         alias = _alias_name(front, request, body.alias)
         return shown(await self._admin.rollback(_name(front, request), alias), caller_of(request))
 
+    @describe("Keep an adapter in slots", body=ReplicasRequest, answer=ShownAdapter)
     async def pin(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, ReplicasRequest)
         _check_may_pin(request)
         return shown(await self._admin.pin(_name(front, request), body.replicas), caller_of(request))
 
+    @describe("Let an adapter's slots go", body=EmptyRequest, answer=ShownAdapter)
     async def unpin(self, front: Front, request: Request) -> object:
         await read_body(front, request, EmptyRequest)
         _check_may_pin(request)
         return shown(await self._admin.unpin(_name(front, request)), caller_of(request))
 
+    @describe("Load an adapter before it is asked for", body=ReplicasRequest, answer=Prefetched)
     async def prefetch(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, ReplicasRequest)
         replicas = await self._admin.prefetch(_name(front, request), body.replicas)
         return {"id": request.path_params["name"], "replicas": replicas}
 
+    @describe("Compare an adapter's files with their digests", body=EmptyRequest, answer=Verified)
     async def verify(self, front: Front, request: Request) -> object:
         await read_body(front, request, EmptyRequest)
         versions = await self._admin.verify(_name(front, request))

@@ -21,6 +21,7 @@ from lorafleet.workers.openai.admission import admission_of
 from lorafleet.workers.openai.caller import Needed, sent_key, set_caller
 from lorafleet.workers.openai.chat import chat
 from lorafleet.workers.openai.completions import completions
+from lorafleet.workers.openai.docs import docs_routes
 from lorafleet.workers.openai.errors import internal_error_response, on_http_exception, on_lorafleet_error
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generate import generate
@@ -58,8 +59,10 @@ logger = logging.getLogger("lorafleet.http")
 
 
 def build_api(get_front: GetFront, more_routes: Sequence[Route] = ()) -> FastAPI:
+    # openapi_url: docs.py has the document and its page; FastAPI knows nothing of plain routes.
     api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False, openapi_url=None)
-    for method, path, needed, handler in (*ROUTES, *more_routes):
+    routes = (*ROUTES, *more_routes)
+    for method, path, needed, handler in (*routes, *docs_routes(routes)):
         # Plain routes: a handler reads its body itself, so FastAPI's own parsing would be work done twice.
         api.add_route(path, _endpoint(handler, path, needed, get_front), methods=[method], name=handler.__name__)
     api.add_exception_handler(LorafleetError, on_lorafleet_error)

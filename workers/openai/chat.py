@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
@@ -15,6 +16,7 @@ from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprobs
 from lorafleet.workers.openai.metrics import label_request
+from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.prompts import Prompt, encode, fit_max_tokens, render_chat, truncate
 from lorafleet.workers.openai.protocol import ChatRequest
@@ -25,6 +27,7 @@ from lorafleet.workers.openai.tools import AnswerReader, ToolUse, delta_of, read
 from lorafleet.workers.output import Delta
 
 
+@describe("Chat", body=ChatRequest, answer=answers.ChatCompletion, events=answers.ChatCompletionChunk)
 async def chat(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, ChatRequest)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
@@ -17,6 +18,7 @@ from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import completion_logprobs, prompt_offsets, vllm_prompt_logprobs
 from lorafleet.workers.openai.metrics import label_request
+from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
 from lorafleet.workers.openai.protocol import CompletionRequest
@@ -29,6 +31,7 @@ from lorafleet.workers.sampling_params import SamplingParams
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
+@describe("Text completion", body=CompletionRequest, answer=answers.Completion, events=answers.Completion)
 async def completions(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, CompletionRequest)

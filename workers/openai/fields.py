@@ -6,7 +6,18 @@ change the answer, and then it is accepted.
 
 from __future__ import annotations
 
+from pydantic import BaseModel, ConfigDict
+
 from lorafleet.workers.errors import InvalidRequest
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Tolerant(Strict):
+    """A body that other servers' clients send: it may have the fields of the tables below."""
+
 
 NO_EFFECT = frozenset(
     {
@@ -102,3 +113,18 @@ def _refusal(name: str, allowed: tuple[object, ...]) -> str:
     if name in INSTEAD:
         remedy = f"use `{INSTEAD[name]}`"
     return f"`{name}` is not supported by this server; {remedy}."
+
+
+def tolerated(model: type[Tolerant]) -> dict[str, dict[str, object]]:
+    """The JSON schemas of what a body of the model may have beside its own fields."""
+    known = set(model.model_fields)
+    free: dict[str, dict[str, object]] = {
+        name: {"description": "Accepted; it changes nothing."} for name in sorted(NO_EFFECT - known)
+    }
+    return free | {
+        name: {
+            "enum": [None, *NO_OP_VALUES[name]],
+            "description": "Not supported: taken only with a value that asks for nothing.",
+        }
+        for name in sorted(set(NO_OP_VALUES) - known)
+    }

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import draw_key, request_id
@@ -21,6 +22,7 @@ from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Answer, Sample, Task, collect, fallback_of, make_samples, merged
 from lorafleet.workers.openai.logprobs import LOWEST
 from lorafleet.workers.openai.metrics import label_request
+from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.parsing import parse_object, read_body
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt
 from lorafleet.workers.openai.protocol import SGLangRequest, SGLangSampling
@@ -49,6 +51,12 @@ _SAME_NAMES = (
 )
 
 
+@describe(
+    "SGLang's completion",
+    body=SGLangRequest,
+    answer=answers.Generated | list[answers.Generated],
+    events=answers.Generated,
+)
 async def generate(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, SGLangRequest)

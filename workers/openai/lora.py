@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from lorafleet.workers.errors import AdapterExists, Forbidden, InvalidRequest, ModelNotFound
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.operations import PlainText, describe
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from lorafleet.workers.openai.visibility import CallersCatalog
@@ -20,6 +21,7 @@ from lorafleet.workers.openai.visibility import CallersCatalog
 logger = logging.getLogger("lorafleet.http")
 
 
+@describe("vLLM's way to add an adapter", body=LoadAdapterRequest, answer=PlainText)
 async def load_lora_adapter(front: Front, request: Request) -> Response:
     _check_allowed(front)
     body = await read_body(front, request, LoadAdapterRequest)
@@ -39,6 +41,7 @@ async def load_lora_adapter(front: Front, request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
+@describe("vLLM's way to remove an adapter", body=UnloadAdapterRequest, answer=PlainText)
 async def unload_lora_adapter(front: Front, request: Request) -> Response:
     _check_allowed(front)
     body = await read_body(front, request, UnloadAdapterRequest)

@@ -11,6 +11,47 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _PASSED_ON = ("role", "name", "tool_call_id")
 _ALWAYS_EMPTY = ("function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content")
 
+_PARTS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+        "additionalProperties": False,
+    },
+}
+_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
+            "required": ["name", "arguments"],
+        },
+    },
+    "required": ["function"],
+}
+_TEXT_OR_PARTS = [{"type": "string"}, _PARTS]
+# What is taken here, for /openapi.json.
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [*_TEXT_OR_PARTS, {"type": "null"}]},
+        "name": {"type": ["string", "null"]},
+        "tool_call_id": {"type": ["string", "null"]},
+        "tool_calls": {"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
+        **{name: {"enum": [None, "", [], {}]} for name in _ALWAYS_EMPTY},
+    },
+    "required": ["role"],
+    "if": {"not": {"properties": {"role": {"const": "assistant"}}}},
+    "then": {"properties": {"content": {"anyOf": _TEXT_OR_PARTS}}, "required": ["content"]},
+    "additionalProperties": False,
+}
+
 
 def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not given:

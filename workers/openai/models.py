@@ -6,11 +6,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.responses import json_response
 
 
+@describe("The base model and the adapters", answer=answers.ModelList)
 async def list_models(front: Front, request: Request) -> Response:
     bases = [_base_card(front, name) for name in front.config.served_model_names]
     entries = await front.catalog_of(caller_of(request)).entries()
@@ -18,6 +21,7 @@ async def list_models(front: Front, request: Request) -> Response:
     return json_response({"object": "list", "data": bases + adapters})
 
 
+@describe("One model", answer=answers.ModelCard)
 async def show_model(front: Front, request: Request) -> Response:
     """Any name that a request could give, listed or not."""
     model = await front.model(caller_of(request), request.path_params["model"])

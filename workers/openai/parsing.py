@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from lorafleet.workers.errors import BodyTooLarge, InvalidRequest
-from lorafleet.workers.openai.fields import without_no_ops
+from lorafleet.workers.openai.fields import Tolerant, without_no_ops
 from lorafleet.workers.openai.front import Front
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -65,7 +65,7 @@ def parse_json(raw: bytes) -> dict[str, object]:
 
 def parse_object(body: dict[str, object], model: type[Body], where: str = "") -> Body:
     """`where` is put before the names of fields, such as "sampling_params."."""
-    rest = without_no_ops(body, set(model.model_fields), where)
+    rest = without_no_ops(body, set(model.model_fields), where) if issubclass(model, Tolerant) else body
     try:
         return model.model_validate(rest)
     except ValidationError as error:

@@ -6,13 +6,27 @@ the route that reads them.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, WithJsonSchema
+
+from lorafleet.workers.openai.fields import Strict, Tolerant, tolerated
+from lorafleet.workers.openai.messages import MESSAGE_SCHEMA
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+def _schema(**schema: Any) -> WithJsonSchema:
+    """Of a field that its route checks itself, since pydantic's errors for unions of lists name no place."""
+    return WithJsonSchema(schema)
+
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_MANY_TOKEN_IDS = {"type": "array", "items": _TOKEN_IDS, "minItems": 1}
+_ONE_OR_MANY = [{"type": "string"}, _TEXTS, _TOKEN_IDS, _MANY_TOKEN_IDS]
+_NULL = {"type": "null"}
+
+Prompts = Annotated[Any, _schema(anyOf=_ONE_OR_MANY)]
+Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
 
 
 class StreamOptions(Strict):
@@ -21,7 +35,7 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(Tolerant):
     """What completions and chat share."""
 
     model: str | None = None
@@ -56,7 +70,7 @@ class GenerationRequest(Strict):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Any
+    prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -83,7 +97,7 @@ class NamedToolChoice(Strict):
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[dict[str, Any]]
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -95,10 +109,10 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Tolerant):
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -107,23 +121,23 @@ class TokenizeRequest(Strict):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Tolerant):
     model: str | None = None
     tokens: list[int]
 
 
-class LoadAdapterRequest(Strict):
+class LoadAdapterRequest(Tolerant):
     lora_name: str | None = None
     lora_path: str | None = None
     load_inplace: bool | None = None
 
 
-class UnloadAdapterRequest(Strict):
+class UnloadAdapterRequest(Tolerant):
     lora_name: str | None = None
     lora_int_id: int | None = None
 
 
-class SGLangSampling(Strict):
+class SGLangSampling(Tolerant):
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     temperature: float | None = None
@@ -140,18 +154,30 @@ class SGLangSampling(Strict):
     logit_bias: dict[str, float] | None = None
     sampling_seed: int | None = None
     n: int | None = None
-    lora_path: Any = None
+    lora_path: Annotated[Any, _schema(anyOf=[{"type": "string"}, _NULL])] = None
 
 
-class SGLangRequest(Strict):
+def _inline(model: type[Tolerant]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    return schema | {"properties": schema["properties"] | tolerated(model)}
+
+
+_SAMPLING = _inline(SGLangSampling)
+_NAME = {"type": ["string", "null"]}
+_NAMES = [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]
+
+
+class SGLangRequest(Tolerant):
     """`text`, `input_ids`, `rid`, `lora_path` and `sampling_params` may be lists, one entry a prompt."""
 
     model: str | None = None
-    text: Any = None
-    input_ids: Any = None
-    sampling_params: Any = None
-    lora_path: Any = None
-    rid: Any = None
+    text: Annotated[Any, _schema(anyOf=[{"type": "string"}, _TEXTS, _NULL])] = None
+    input_ids: Annotated[Any, _schema(anyOf=[_TOKEN_IDS, _MANY_TOKEN_IDS, _NULL])] = None
+    sampling_params: Annotated[
+        Any, _schema(anyOf=[_SAMPLING, {"type": "array", "items": {"anyOf": [_SAMPLING, _NULL]}, "minItems": 1}, _NULL])
+    ] = None
+    lora_path: Annotated[Any, _schema(anyOf=_NAMES)] = None
+    rid: Annotated[Any, _schema(anyOf=_NAMES)] = None
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None

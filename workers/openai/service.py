@@ -8,20 +8,25 @@ from starlette.responses import Response
 
 from lorafleet import __version__
 from lorafleet.workers.errors import EngineDead
+from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.operations import PlainText, describe
 from lorafleet.workers.openai.responses import json_response
 
 
+@describe("Whether the replica can answer")
 async def health(front: Front, _: Request) -> Response:
     if front.dead is not None:
         raise EngineDead(f"The engine stopped: {front.dead}. This replica is being replaced; try again.")
     return Response()
 
 
+@describe("The server's version", answer=answers.Version)
 async def version(_: Front, __: Request) -> Response:
     return json_response({"version": __version__})
 
 
+@describe("Prometheus' series", answer=PlainText)
 async def metrics(front: Front, _: Request) -> Response:
     text = await front.metrics.render() if front.scrape is None else await front.scrape()
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -6,14 +6,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front, ServedModel
+from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.prompts import checked_ids, encode, render_chat
 from lorafleet.workers.openai.protocol import DetokenizeRequest, TokenizeRequest
 from lorafleet.workers.openai.responses import json_response
 
 
+@describe("Tokens of a text or of messages", body=TokenizeRequest, answer=answers.Tokenized)
 async def tokenize(front: Front, request: Request) -> Response:
     body = await read_body(front, request, TokenizeRequest)
     model = await front.model(caller_of(request), body.model)
@@ -42,6 +45,7 @@ async def _text(front: Front, model: ServedModel, body: TokenizeRequest) -> tupl
     return await render_chat(front, model, body, tools), bool(body.add_special_tokens)
 
 
+@describe("The text of tokens", body=DetokenizeRequest, answer=answers.Detokenized)
 async def detokenize(front: Front, request: Request) -> Response:
     body = await read_body(front, request, DetokenizeRequest)
     model = await front.model(caller_of(request), body.model)

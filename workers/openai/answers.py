@@ -1,0 +1,218 @@
+"""The JSON of every answer, as types: what /openapi.json says of them is made from here, and tests hold real answers
+against it. Routes build plain dicts, since a token costs less so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+
+_exactly = with_config(ConfigDict(extra="forbid"))
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Fallback = dict[str, str]  # requested, reason: the base model answered in an adapter's place
+
+
+@_exactly
+class Error(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+@_exactly
+class ErrorBody(TypedDict):
+    error: Error
+
+
+@_exactly
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+@_exactly
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+@_exactly
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Choice(TypedDict):
+    index: int
+    finish_reason: FinishReason | Literal["tool_calls"] | None
+    stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[Any]]
+
+
+@_exactly
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Envelope(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: None
+    lora_fallback: NotRequired[Fallback]
+
+
+@_exactly
+class Completion(Envelope):
+    """Streams have the same as chunks, with `usage` where it was asked for."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+@_exactly
+class TokenLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+@_exactly
+class ChatLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+@_exactly
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+@_exactly
+class CalledFunction(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+@_exactly
+class ToolCall(TypedDict):
+    """In a stream, id, type and name come in a call's first chunk, and index in all."""
+
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
+
+
+@_exactly
+class Message(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+@_exactly
+class MessageDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+@_exactly
+class ChatChoice(Choice):
+    message: Message
+    logprobs: ChatLogprobs | None
+
+
+@_exactly
+class ChatChunkChoice(Choice):
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+
+
+@_exactly
+class ChatCompletion(Envelope):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[list[Any]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+@_exactly
+class ChatCompletionChunk(Envelope):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+@_exactly
+class GenerateMeta(TypedDict):
+    """The lists' entries are [logprob, token id, text]."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    lora_fallback: NotRequired[Fallback]
+    input_token_logprobs: NotRequired[list[Any]]
+    output_token_logprobs: NotRequired[list[Any]]
+    input_top_logprobs: NotRequired[list[Any]]
+    output_top_logprobs: NotRequired[list[Any]]
+
+
+@_exactly
+class Generated(TypedDict):
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+    index: NotRequired[int]  # in a stream of several
+
+
+@_exactly
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+@_exactly
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+@_exactly
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+@_exactly
+class Detokenized(TypedDict):
+    prompt: str
+
+
+@_exactly
+class Version(TypedDict):
+    version: str
