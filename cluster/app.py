@@ -49,7 +49,7 @@ def build(args: AppArgs) -> Application:
                 PROXY_MIDDLEWARES,
             )
         return replicas
-    return ingress.with_ingress_router(replicas, router().bind(replicas))
+    return ingress.with_ingress_router(replicas, router().bind(replicas, args.otlp_traces_endpoint is not None))
 
 
 def _device(args: AppArgs) -> Device:

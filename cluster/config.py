@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -239,6 +240,18 @@ class AppArgs(BaseModel):
         False, description="Start on an address that is open to the network though Ray checks no token."
     )
 
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="URL of an OpenTelemetry collector to which requests' traces are sent, as protobuf over HTTP, such "
+        "as http://localhost:4318/v1/traces; default: no traces. Needs the extra: pip install 'lorafleet[otel]'.",
+    )
+    otlp_traces_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of the requests that are traced, of those whose client has not decided by a `traceparent`.",
+    )
+
     num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
     max_replicas: int | None = Field(
         None, ge=1, description="More than num_replicas are started under load, up to so many; default: never."
@@ -415,8 +428,24 @@ def check_paths(args: AppArgs) -> None:
         _require(Path(args.lora_resolver_dir), f"lora_resolver_dir {args.lora_resolver_dir!r} does not exist")
     if args.api_keys is not None:
         KeyRing(args.api_keys)
+    check_otel(args)
     if args.chat_template is not None:
         _require(Path(args.chat_template), f"chat_template {args.chat_template!r} does not exist")
+
+
+def check_otel(args: AppArgs) -> None:
+    """On the machine where a replica runs. Raises ConfigError where traces are on and cannot be sent."""
+    if args.otlp_traces_endpoint is None:
+        return
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"otlp_traces_endpoint={args.otlp_traces_endpoint!r} needs OpenTelemetry's exporter, which is not "
+            "installed here. Run `pip install 'lorafleet[otel]'` on every node, or leave the option out."
+        )
 
 
 def _require(path: Path, complaint: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lorafleet.cluster.catalog import DirectoryCatalog
 from lorafleet.cluster.client_metrics import ClientMetrics
-from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.config import AppArgs, check_otel
 from lorafleet.resolvers.filesystem import FilesystemResolver
 from lorafleet.resolvers.registry import LoRAResolverRegistry
 from lorafleet.resolvers.remote import RemoteResolver
@@ -17,6 +18,9 @@ from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.openai.visibility import Tenants
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
+
+if TYPE_CHECKING:
+    from lorafleet.workers.openai.tracing import Tracing
 
 
 def make_front(
@@ -38,6 +42,16 @@ def make_front(
     if resolver is not None:
         front.metrics.add(resolver.metrics)
     return front
+
+
+def start_tracing(args: AppArgs, replica_id: str) -> Tracing | None:
+    """None where traces are off. Raises ConfigError where they cannot be sent."""
+    if args.otlp_traces_endpoint is None:
+        return None
+    check_otel(args)
+    from lorafleet.workers.openai.tracing import Tracing  # OpenTelemetry is an extra
+
+    return Tracing(args.otlp_traces_endpoint, args.otlp_traces_ratio, replica_id)
 
 
 def front_config(args: AppArgs, replica_id: str) -> FrontConfig:

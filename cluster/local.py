@@ -93,6 +93,9 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
     except LorafleetError as error:
         console.print(f"lorafleet: {error.message}", markup=False, style="red")
         status = 1
+    except Exception:  # _exit would end the process before anybody heard of it
+        console.print_exception()
+        status = 1
     finally:
         _ignore_signals()
         _exit(status, run_dir)

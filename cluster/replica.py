@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -27,7 +27,7 @@ from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.config import AppArgs, LoRAModule
 from lorafleet.cluster.directory import HAND_OVER_S, Order
 from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
-from lorafleet.cluster.front import make_front, make_resolver
+from lorafleet.cluster.front import make_front, make_resolver, start_tracing
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.cluster.ranks import ReplicaRanks
@@ -46,6 +46,9 @@ from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import EngineClient, ipc_address
+
+if TYPE_CHECKING:
+    from lorafleet.workers.openai.tracing import Tracing
 
 WATCH_S = 0.5  # how often it is looked whether the workers live
 
@@ -69,6 +72,7 @@ class EngineReplica:
         self._adapter_store = AdapterStore(args.sources)
         self._keys = None if args.api_keys is None else KeyRing(args.api_keys)
         self._front: Front | None = None
+        self._tracing: Tracing | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
         context = serve.get_replica_context()
@@ -161,7 +165,8 @@ class EngineReplica:
         if self._keys is not None:
             self._front.metrics.add(self._keys)
             self._keep(self._keys.follow())
-        return build_api(lambda: self._front, admin_routes(admin))
+        self._tracing = start_tracing(self._args, self._replica_id)
+        return build_api(lambda: self._front, admin_routes(admin), self._tracing)
 
     def _open_gate(self) -> Gate:
         keys = self._keys
@@ -221,6 +226,8 @@ class EngineReplica:
         await self._ranks.stop()
         if self._front is not None:
             self._front.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         await asyncio.to_thread(self._adapter_store.stop)
         if self._engine is not None:
             await self._engine.close()

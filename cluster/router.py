@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.residency import RouteView
 from lorafleet.cluster.route import NO_ROUTE, PREFIX_TOKENS, Route, read_route, route_of_session
 from lorafleet.cluster.routing import ReplicaChooser
+from lorafleet.workers.openai.traced import ROUTED_HEADER
 
 RETRY_S = 0.1
 
@@ -90,17 +92,22 @@ def _route_of(request: PendingRequest) -> Route:
 
 
 class RouteApp:
-    """ASGI: `POST /internal/route` -> {"replica_id": …}. Without a framework, as every request waits for it."""
+    """ASGI: `POST /internal/route` -> {"replica_id": …}. Without a framework, as every request waits for it.
 
-    def __init__(self, choose: Callable[[Route], Awaitable[str]]) -> None:
+    traced: the replica is told how long it took, for its traces."""
+
+    def __init__(self, choose: Callable[[Route], Awaitable[str]], *, traced: bool = False) -> None:
         self._choose = choose
+        self._traced = traced
 
     async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
+            began_ns = time.time_ns()
             replica_id = await self._choose(read_route(await _body(receive)))
-            await _answer(send, {"replica_id": replica_id, "request_headers": {}})
+            took = {ROUTED_HEADER: f"{began_ns} {time.time_ns() - began_ns}"} if self._traced else {}
+            await _answer(send, {"replica_id": replica_id, "request_headers": took})
 
 
 async def _lifespan(receive: Callable[[], Awaitable[Message]], send: Any) -> None:
@@ -128,11 +135,12 @@ async def _answer(send: Any, content: dict[str, Any]) -> None:
 class AdapterRouter:
     """One on every node that has an HAProxy; cluster/app.py makes the deployment of it."""
 
-    def __init__(self, replicas: DeploymentHandle[Any]) -> None:
+    def __init__(self, replicas: DeploymentHandle[Any], traced: bool) -> None:
         self._replicas = replicas
+        self._traced = traced
         self._renewing = asyncio.get_event_loop().create_task(ingress.keep_certificate())
         ingress.listen_on_node_address()
         ingress.start_handle(replicas)
 
     def __serve_build_asgi_app__(self) -> RouteApp:
-        return RouteApp(lambda route: ingress.choose(self._replicas, route))
+        return RouteApp(lambda route: ingress.choose(self._replicas, route), traced=self._traced)

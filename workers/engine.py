@@ -20,7 +20,7 @@ from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.lora.worker_manager import LoadCounts, WorkerLoRAManager
 from lorafleet.workers.memory import fixed_memory
-from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, FinishReason, TokenOutput
+from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, FinishReason, SequenceTimes, TokenOutput
 from lorafleet.workers.runner import LaunchedStep, ModelRunner, Sampled
 from lorafleet.workers.scheduler import Chunk, Scheduler
 from lorafleet.workers.sequence import UNKNOWN, Sequence
@@ -91,6 +91,7 @@ class Engine:
             group=self._admission.join(request),
             tier=self.loras.count_request(request.lora) if self.loras and request.lora else "",
             cache_salt=request.cache_salt,
+            times=SequenceTimes() if request.traced else None,
         )
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
@@ -313,6 +314,8 @@ class Engine:
             output.fallback_reason = sequence.fallback_reason
             if sequence.prompt_logprobs is not None:
                 output.prompt_logprobs = [None, *sequence.prompt_logprobs]
+        if sequence.times is not None and (num_generated == 1 or output.finish_reason is not None):
+            output.times = _noted(sequence, sequence.times, output.finish_reason)
         if output.finish_reason is not None:
             if output.finish_reason == "stop":
                 output.stop_token_id = sampled.token
@@ -331,3 +334,12 @@ class Engine:
         if token in sequence.stop_ids and num_generated >= sequence.params.min_tokens:
             return "stop"
         return "length" if num_generated >= sequence.max_tokens else None
+
+
+def _noted(sequence: Sequence, times: SequenceTimes, finish_reason: FinishReason | None) -> SequenceTimes:
+    """At its first token, and at its last."""
+    now = time.monotonic()
+    times.queued_s, times.started_s = sequence.queued_s, sequence.started_s
+    times.first_s = times.first_s or now
+    times.ended_s = 0.0 if finish_reason is None else now
+    return times

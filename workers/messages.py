@@ -32,7 +32,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     vocabulary: the adapter's own, which AdapterInfo and its tokenizer's files give; None: the base's. language: that of
     the files that the prompt was tokenized by (AdapterInfo.language). group: what all
     sequences of one client's request have in common; "" for one that is alone. queue_timeout_s: how long it may wait to
-    start; None: as long as it takes. cache_salt: only requests with the same one share keys and values.
+    start; None: as long as it takes. cache_salt: only requests with the same one share keys and values. traced: its
+    outputs tell its times.
     """
 
     request_id: str
@@ -44,6 +45,18 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     group: str = ""
     queue_timeout_s: float | None = None
     cache_salt: str = ""
+    traced: bool = False
+
+
+class SequenceTimes(msgspec.Struct, array_like=True):
+    """Of one sequence, monotonic, which all processes of a machine share: queued, its adapter found in a slot (0 where
+    it needs none, or had it from the start), first in a step, its first token, its last. 0: not yet."""
+
+    queued_s: float = 0.0
+    adapter_s: float = 0.0
+    started_s: float = 0.0
+    first_s: float = 0.0
+    ended_s: float = 0.0
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -63,6 +76,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: once, with the first token; None stands for the first prompt token, which has no predecessor.
     queue_s, tier, lora_rank: once, with the first token: how long the sequence waited to start, where its adapter was
     when it was queued ("" of the base), and that adapter's rank (0 of the base).
+    times: with the first token and the last, where the request is traced.
     fallback_reason: set when on_lora_load_failure=base answered in the failed adapter's place: why it failed.
     """
 
@@ -78,6 +92,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     queue_s: float = 0.0
     tier: Tier | Literal[""] = ""
     lora_rank: int = 0
+    times: SequenceTimes | None = None
 
 
 class LoadAdapter(msgspec.Struct, tag=True):

@@ -184,6 +184,8 @@ class Scheduler:
             slot = self._slot_for(sequence, blocked, claimed)
             if sequence.lora is not None and slot is None:
                 continue
+            if sequence.times is not None and sequence.tier not in ("", "gpu"):
+                sequence.times.adapter_s = sequence.times.adapter_s or time.monotonic()
             if not self._admit(sequence, slot):
                 break  # no blocks: those whose turn is later must not overtake
             chunks.append(self._chunk(sequence, min(sequence.num_uncomputed, budget)))

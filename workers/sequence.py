@@ -8,7 +8,7 @@ from typing import Literal
 
 from lorafleet.workers.kv_cache import SequenceBlocks
 from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.messages import Tier, TokenLogprobs
+from lorafleet.workers.messages import SequenceTimes, Tier, TokenLogprobs
 from lorafleet.workers.sampling_params import SamplingParams
 
 UNKNOWN = -1  # a token that the device has sampled, or will, and the host has not read yet
@@ -44,7 +44,8 @@ class Sequence:
     the first token that it works on (workers/lora/activation.py), known from when the slot is. blocks: None while
     waiting. lane: its adapter's, from add() on. queued_s, started_s: monotonic; 0 before. prompt_logprobs fill up chunk
     by chunk and go out with the first token. own_vocabulary: its adapter has another vocabulary than the base, which
-    could not answer in its place. cache_salt: its blocks are shared only with sequences that have the same one.
+    could not answer in its place. cache_salt: its blocks are shared only with sequences that have the same one. times:
+    None where nobody traces it.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class Sequence:
     queued_s: float = 0.0
     started_s: float = 0.0
     cache_salt: str = ""
+    times: SequenceTimes | None = None
 
     def __post_init__(self) -> None:
         self.num_rotated = self.num_prompt

@@ -1,15 +1,19 @@
-"""What a server, started as `make demo` starts it, opens to the network: nothing. With two ranks, and TLS in front."""
+"""What a server, started as `make demo` starts it, opens to the network: nothing. With two ranks, and TLS in front.
+And what it tells a collector of traces, since all its processes are here."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
+from otlp_receiver import Receiver, receiver
 from tests.cluster.certificates import Authority, serial_seen
 from tests.cluster.harness import RunningServer, serving
 from tests.cluster.sockets import reachable_from_elsewhere
@@ -24,11 +28,20 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="module")
-def server(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def collector() -> Iterator[Receiver]:
+    with receiver() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(
+    authority: Authority, collector: Receiver, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
     cert, key = authority.issue("server", "localhost")
     arguments = ["--model", str(DEMO / "model"), "--served-model-name", "demo", "--tp", "2"]
     arguments += ["--lora-modules", f"shout={DEMO / 'adapters' / 'shout'}", "--kv-cache-tokens", "4096"]
     arguments += ["--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
+    arguments += ["--otlp-traces-endpoint", collector.endpoint, "--otlp-traces-ratio", "0"]
     with serving(arguments, tmp_path_factory.mktemp("log") / "serve.log") as running:
         yield running
 
@@ -50,6 +63,30 @@ def test_openais_client_speaks_tls_with_a_private_authority(port: int, authority
         assert len(list(stream)) >= 4
     with OpenAI(base_url=url, api_key="none", max_retries=0) as stranger, pytest.raises(openai.APIConnectionError):
         stranger.models.list()
+
+
+def test_a_request_is_traced_from_the_router_to_its_last_step(
+    port: int, authority: Authority, collector: Receiver
+) -> None:
+    trace_id = secrets.token_hex(16)
+    before_s = time.time()
+    answer = httpx.post(
+        f"https://localhost:{port}/v1/completions",
+        json={"model": "shout", "prompt": "hello", "max_tokens": 8, "ignore_eos": True},
+        headers={"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-01"},
+        verify=authority.client(),
+        timeout=60,
+    )
+    after_s = time.time()
+    whole, parts = collector.trace(trace_id)
+    assert whole.attributes["gen_ai.usage.output_tokens"] == answer.json()["usage"]["completion_tokens"] == 8
+    names = [part.name for part in parts if part.name != "load adapter"]  # it may be in a slot already
+    assert names == ["route", "find adapter", "queue", "prefill", "decode"]
+    for part in (whole, *parts):
+        assert before_s <= part.began_s <= part.ended_s <= after_s, part
+    of = {part.name: part for part in parts}
+    assert whole.began_s <= of["find adapter"].began_s and of["decode"].ended_s <= whole.ended_s
+    assert of["queue"].ended_s <= of["prefill"].ended_s <= of["decode"].ended_s
 
 
 def test_the_running_server_takes_a_renewed_certificate(port: int, authority: Authority) -> None:

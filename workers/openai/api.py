@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -22,6 +23,7 @@ from lorafleet.workers.openai.caller import Needed, sent_key, set_caller
 from lorafleet.workers.openai.chat import chat
 from lorafleet.workers.openai.completions import completions
 from lorafleet.workers.openai.docs import docs_routes
+from lorafleet.workers.openai.endpoint import endpoint_of, set_endpoint
 from lorafleet.workers.openai.errors import internal_error_response, on_http_exception, on_lorafleet_error
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generate import generate
@@ -30,6 +32,9 @@ from lorafleet.workers.openai.metrics import label_of_request
 from lorafleet.workers.openai.models import list_models, show_model
 from lorafleet.workers.openai.service import health, metrics, version
 from lorafleet.workers.openai.tokenize import detokenize, tokenize
+
+if TYPE_CHECKING:
+    from lorafleet.workers.openai.tracing import Tracing
 
 Handler = Callable[[Front, Request], Awaitable[Response]]
 Route = tuple[str, str, Needed, Handler]  # method, path, what a key must open, handler
@@ -53,12 +58,10 @@ ROUTES: tuple[Route, ...] = (
 )
 CLIENT_LEFT = 499  # nginx's status for a client that went away before its answer
 
-_ENDPOINT = "lorafleet.endpoint"  # in the ASGI scope: the route's path, which bounds the metrics' labels
-
 logger = logging.getLogger("lorafleet.http")
 
 
-def build_api(get_front: GetFront, more_routes: Sequence[Route] = ()) -> FastAPI:
+def build_api(get_front: GetFront, more_routes: Sequence[Route] = (), tracing: Tracing | None = None) -> FastAPI:
     # openapi_url: docs.py has the document and its page; FastAPI knows nothing of plain routes.
     api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False, openapi_url=None)
     routes = (*ROUTES, *more_routes)
@@ -68,6 +71,8 @@ def build_api(get_front: GetFront, more_routes: Sequence[Route] = ()) -> FastAPI
     api.add_exception_handler(LorafleetError, on_lorafleet_error)
     api.add_exception_handler(HTTPException, on_http_exception)
     api.add_middleware(CountRequests, get_front=get_front)
+    if tracing is not None:
+        api.add_middleware(tracing.layer)
     return api
 
 
@@ -75,7 +80,7 @@ def _endpoint(
     handler: Handler, path: str, needed: Needed, get_front: GetFront
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        request.scope[_ENDPOINT] = path
+        set_endpoint(request.scope, path)
         front = get_front()
         if front is None:
             raise Overloaded("This replica is starting; try again in a moment.")
@@ -124,4 +129,4 @@ class CountRequests:
                 admission.end()
             front = self._get_front()
             if front is not None:
-                front.metrics.count_request(scope.get(_ENDPOINT, "unknown"), label_of_request(scope), status)
+                front.metrics.count_request(endpoint_of(scope), label_of_request(scope), status)

@@ -9,11 +9,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
 from lorafleet.workers.errors import InvalidRequest, QueueTimeout
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.traced import trace_of, traced
+
+if TYPE_CHECKING:
+    from lorafleet.workers.openai.tracing import RequestTrace
 
 HEADER = "X-Queue-Timeout-Seconds"
 
@@ -22,12 +27,14 @@ HEADER = "X-Queue-Timeout-Seconds"
 class Deadline:
     timeout_s: float | None  # None: as long as it takes
     began_s: float  # monotonic
+    trace: RequestTrace | None = None  # of the same request
 
     @classmethod
     def of(cls, front: Front, request: Request) -> Deadline:
         """Of a request that has just come."""
         given = request.headers.get(HEADER)
-        return cls(front.config.queue_timeout_s if given is None else _read(given), time.monotonic())
+        timeout_s = front.config.queue_timeout_s if given is None else _read(given)
+        return cls(timeout_s, time.monotonic(), trace_of(request))
 
     def left_s(self) -> float | None:
         if self.timeout_s is None:
@@ -39,7 +46,8 @@ class Deadline:
         """Raises QueueTimeout when the time is up inside the block."""
         try:
             async with asyncio.timeout(self.left_s()) as scope:
-                yield
+                with traced(self.trace, "find adapter"):
+                    yield
         except TimeoutError:
             if not scope.expired():
                 raise

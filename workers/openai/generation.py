@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ import msgspec
 from starlette.requests import Request
 
 from lorafleet.workers.errors import EngineDead, InvalidRequest, LorafleetError
-from lorafleet.workers.messages import EngineRequest, FinishReason
+from lorafleet.workers.messages import EngineRequest, FinishReason, SequenceTimes
 from lorafleet.workers.openai.admission import set_admission
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
+from lorafleet.workers.openai.endpoint import endpoint_of
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.metrics import Stopwatch
 from lorafleet.workers.openai.prompts import Prompt
@@ -82,6 +84,8 @@ class Sample:
         self._group = group
         self._engine_id = f"{group}-{index}"
         self._deadline = deadline
+        self.times: SequenceTimes | None = None  # where it is traced, from its first token on
+        self.sent_s = 0.0  # monotonic, when it was given to the engine
         self._label = front.count_sequence(task.model)
         self._ended: FinishReason = "abort"
         self._processor = OutputProcessor(task.model.tokenizer, self.prompt.token_ids, params)
@@ -102,18 +106,22 @@ class Sample:
             group=self._group,
             queue_timeout_s=self._deadline.left_s(),
             cache_salt=self._cache_salt,
+            traced=self._deadline.trace is not None,
         )
         push = self._processor.push
         watch = Stopwatch()
+        self.sent_s = time.monotonic()
         try:
             async with aclosing(self._front.engine.generate(request)) as outputs:
                 async for output in outputs:
                     if output.token_ids:
                         if watch.first is None:
                             tier = "remote" if self.model.fetched and output.tier else output.tier
-                            watch.lora_rank = output.lora_rank
+                            watch.lora_rank, watch.tier = output.lora_rank, tier
                             self._front.metrics.count_start(self._label, output.queue_s, tier)
                         watch.tick()
+                    if output.times is not None:
+                        self.times = output.times
                     delta = push(output)
                     if delta.num_cached_tokens or delta.fallback_reason:
                         self._note_facts(delta)
@@ -137,6 +145,8 @@ class Sample:
             self._front.quotas.charge(self.model.caller, self.num_tokens)
         num_prompt = len(self.prompt.token_ids) if self.counts_prompt else 0
         self._front.metrics.count_sequence(self._label, num_prompt, self.num_tokens, watch, self._ended)
+        if self._deadline.trace is not None:
+            self._deadline.trace.sequence_ended(self, watch, self._ended)
 
 
 async def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:
@@ -227,6 +237,8 @@ async def make_samples(
         admission = await front.quotas.admit(caller_of(request), num_prompt_tokens)
         if admission is not None:
             set_admission(request.scope, admission)
+    if deadline.trace is not None:
+        deadline.trace.describe(request_id, endpoint_of(request.scope), tasks)
     samples: list[Sample] = []
     group = f"{request_id}-{next(_numbers)}"
     for task in tasks:

@@ -87,9 +87,10 @@ def label_of_request(scope: MutableMapping[str, Any]) -> str:
 
 
 class Stopwatch:
-    """One sequence's times, in seconds of time.perf_counter. lora_rank: of its adapter, from its first token on."""
+    """One sequence's times, in seconds of time.perf_counter. From its first token on it has its adapter's tier and
+    rank."""
 
-    __slots__ = ("first", "gaps", "last", "lora_rank", "started")
+    __slots__ = ("first", "gaps", "last", "lora_rank", "started", "tier")
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -97,6 +98,7 @@ class Stopwatch:
         self.last = self.started
         self.gaps: list[float] = []
         self.lora_rank = 0
+        self.tier = ""
 
     def tick(self) -> None:
         """Some tokens arrived."""

@@ -20,6 +20,7 @@ from lorafleet.workers.messages import (
     EngineHello,
     EngineRequest,
     EngineStats,
+    SequenceTimes,
     TokenLogprobs,
     TokenOutput,
 )
@@ -79,6 +80,9 @@ class ScriptedEngine:
                 if params.prompt_logprobs is not None:
                     k = params.prompt_logprobs
                     output.prompt_logprobs = [None, *(self._logprobs(t, k) for t in request.prompt_token_ids[1:])]
+            if request.traced and (i == 0 or last):
+                queued_s = time.monotonic() - 10
+                output.times = SequenceTimes(queued_s, queued_s + 1, queued_s + 2, queued_s + 4, queued_s + 7 * last)
             if last:
                 output.finish_reason = "stop" if token == eos else "length"
                 output.stop_token_id = eos if token == eos else None
