@@ -14,8 +14,8 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -27,8 +27,9 @@ from lorafleet.cluster.placer import Pins, Placer
 from lorafleet.cluster.residency import Report, Residency, Routes
 from lorafleet.cluster.routing import TYPICAL_BYTES
 from lorafleet.cluster.slices import in_slices
-from lorafleet.workers.errors import Overloaded, WireError, from_wire
+from lorafleet.workers.errors import LorafleetError, Overloaded, WireError, from_wire
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.openai.recent import RecentFailures
 
 # A replica may answer from its copies for LEASE_S after it *sent* the last watch call that was answered. A watch call
 # is held for HOLD_S at most, so the lease of a healthy replica never runs out. A write that waited ACKNOWLEDGE_S for a
@@ -108,12 +109,18 @@ class Directory(Protocol):
     async def note(self, progress: Progress) -> None: ...
 
 
+class _Ordered(NamedTuple):
+    order: Order
+    answer: asyncio.Future[AdapterInfo | None]
+    since_s: float  # seconds since 1970
+
+
 class _Replica:
     def __init__(self, now: float) -> None:
         self.acknowledged = -1
         self.ready = False
         self.seen = now
-        self.orders: dict[int, tuple[Order, asyncio.Future[AdapterInfo | None]]] = {}
+        self.orders: dict[int, _Ordered] = {}
         self.changed = asyncio.Event()
 
     @property
@@ -136,6 +143,7 @@ class AdapterDirectory:
         self.catalogue = catalogue
         self.on_replicas: Callable[[], None] = lambda: None  # told when one has come or gone
         self.pins: Pins = dict
+        self.failures = RecentFailures()
         catalogue.on_change = self._publish
         self._clock = clock
         self._started = clock()
@@ -253,7 +261,7 @@ class AdapterDirectory:
             self._keep_found(lora)
         self._wake_writers()
         self._look_at_replicas()
-        orders = tuple(order for order, _ in replica.orders.values())
+        orders = tuple(one.order for one in replica.orders.values())
         return Changes(self._epoch, self._version, {name: self.served(name) for name in names}, orders)
 
     async def leave(self, replica_id: str) -> None:
@@ -283,20 +291,21 @@ class AdapterDirectory:
             replica.changed.clear()
         self._check(epoch)
         self._seen(replica_id)
-        orders = tuple(one for one, _ in replica.orders.values() if one.number > order)
+        orders = tuple(one.order for one in replica.orders.values() if one.order.number > order)
         return Changes(self._epoch, self._version, self._changed_since(version), orders)
 
     async def done(
         self, replica_id: str, epoch: str, order: int, info: AdapterInfo | None, error: WireError | None
     ) -> None:
         self._check(epoch)
-        _, answer = self._seen(replica_id).orders.pop(order, (None, None))
-        if answer is None or answer.done():
+        ordered = self._seen(replica_id).orders.pop(order, None)
+        if ordered is None or ordered.answer.done():
             return
         if error is not None:
-            answer.set_exception(from_wire(error))
+            self._note_failure(replica_id, ordered.order, from_wire(error))
+            ordered.answer.set_exception(from_wire(error))
         else:
-            answer.set_result(info)
+            ordered.answer.set_result(info)
 
     async def lookup(self, epoch: str, name: str) -> Found:
         await self.until_loaded()
@@ -323,7 +332,7 @@ class AdapterDirectory:
         number = next(self._order_numbers)
         answer: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting any more
-        replica.orders[number] = Order(number, kind, lora), answer
+        replica.orders[number] = _Ordered(Order(number, kind, lora), answer, time.time())
         replica.changed.set()
         return answer
 
@@ -388,7 +397,39 @@ class AdapterDirectory:
     async def progress(self, after: int) -> list[Progress]:
         return self._progress[after:]
 
+    # -- who looks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def residency(self) -> Residency:
+        return self._residency
+
+    @property
+    def resolved(self) -> Mapping[str, LoRARequest]:
+        """What resolvers have found, by name."""
+        return self._found
+
+    def is_ready(self, replica_id: str) -> bool:
+        return self._replicas[replica_id].ready
+
+    def is_draining(self, replica_id: str) -> bool:
+        return replica_id in self._draining
+
+    def owners(self, digest: str) -> list[str]:
+        """Names of the adapters that have these bytes."""
+        return [*self.catalogue.state.users(digest), *self._found_names.get(digest, ())]
+
+    def open_orders(self) -> Iterator[tuple[str, OrderKind, LoRARequest, float]]:
+        """What replicas were told and have not answered, and since when."""
+        for replica_id, replica in self._replicas.items():
+            for order, _, since_s in replica.orders.values():
+                yield replica_id, order.kind, order.lora, since_s
+
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _note_failure(self, replica_id: str, order: Order, error: LorafleetError) -> None:
+        owner = self.catalogue.state.owner(order.lora.lora_name)
+        tenant = None if owner is None else owner.tenant
+        self.failures.note(error, order.lora.lora_name, tenant, replica_id)
 
     def _look_at_replicas(self) -> None:
         """Soon, and once for all that join together."""
@@ -412,9 +453,9 @@ class AdapterDirectory:
         replica = self._replicas.pop(replica_id, None)
         if replica is None:
             return
-        for _, answer in replica.orders.values():
-            if not answer.done():
-                answer.set_exception(Overloaded(f"replica {replica_id} has left the cluster."))
+        for one in replica.orders.values():
+            if not one.answer.done():
+                one.answer.set_exception(Overloaded(f"replica {replica_id} has left the cluster."))
         self._residency.forget(replica_id)
         self._end_draining(replica_id)
         self._wake_writers()

@@ -26,6 +26,8 @@ from ray.exceptions import RayError, RayTaskError
 from lorafleet.cluster.administration import Administration
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.store import open_store
+from lorafleet.cluster.console.directory_view import DirectoryWindow
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, Viewer
 from lorafleet.cluster.directory import AdapterDirectory, Changes, Found, Progress
 from lorafleet.cluster.directory_metrics import DirectoryCounts
 from lorafleet.cluster.directory_socket import Address, DirectoryConnection, DirectoryServer
@@ -88,6 +90,7 @@ class DirectoryActor:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each, of a thousand replicas
         self._directory = AdapterDirectory(Catalogue(open_store(catalog_uri)), fill_cpu_loras=fill_cpu_loras)
         self._administration = Administration(self._directory, base_names)
+        self._window = DirectoryWindow(self._directory)
         loop = asyncio.get_event_loop()
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's
         self._server = DirectoryServer(self._directory, host, ray.get_runtime_context().get_actor_id() or "", secret)
@@ -108,6 +111,14 @@ class DirectoryActor:
         assert not verb.startswith("_"), verb
         await self._directory.until_loaded()
         return await getattr(self._administration, verb)(**arguments)
+
+    async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+        await self._directory.until_loaded()
+        return await self._window.view(query, viewer)
+
+    async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
+        await self._directory.until_loaded()
+        return self._window.adapter(name, viewer)
 
     async def _keep_placing(self) -> None:
         while True:
@@ -212,6 +223,12 @@ class RemoteDirectory:
 
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         return await _result(self._actor.administer.remote(verb, arguments))
+
+    async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+        return await _result(self._actor.view.remote(query, viewer))
+
+    async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
+        return await _result(self._actor.view_adapter.remote(name, viewer))
 
     async def report(self, report: Report) -> bool:
         return await self._ask(lambda connection: connection.report(report))

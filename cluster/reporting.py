@@ -61,7 +61,7 @@ def tiers_of(stats: EngineStats) -> dict[str, Tier]:
     """Each adapter's best tier."""
     tiers: dict[str, Tier] = dict.fromkeys(stats.resident_cpu, "cpu")
     tiers |= dict.fromkeys(stats.waiting_adapters, "coming")
-    return tiers | dict.fromkeys(stats.resident_slots, "gpu")
+    return tiers | dict.fromkeys(filter(None, stats.resident_slots), "gpu")
 
 
 def load_of(stats: EngineStats, max_num_seqs: int) -> ReplicaLoad:

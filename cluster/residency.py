@@ -141,6 +141,10 @@ class Residency:
     def held(self, replica_id: str) -> Mapping[str, Tier]:
         return self._tiers.get(replica_id, {})
 
+    def homes(self, adapter: str) -> tuple[str, ...]:
+        """Where placement wants it."""
+        return self._placed.get(adapter, Placed()).homes
+
     def _set_tier(self, replica_id: str, held: dict[str, Tier], adapter: str, tier: Tier | None) -> None:
         if held.get(adapter) == tier:
             return

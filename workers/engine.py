@@ -152,7 +152,7 @@ class Engine:
         slots = self.loras.slots if self.loras is not None else None
         counts = self.loras.counts if self.loras is not None else LoadCounts()
         fetched = self.loras.fetched if self.loras is not None else FetchTotals()
-        resident = [s.digest for s in slots.slots if s.digest is not None] if slots is not None else []
+        resident = [s.digest or "" for s in slots.slots] if slots is not None else []
         cpu = self.loras.resident_cpu() if self.loras is not None else []
         return EngineStats(
             num_running=len(self.scheduler.running),
@@ -171,7 +171,7 @@ class Engine:
             steps=self._step_metrics.told(self.runner.steps_on_gpu()),
             memory_bytes=self._memory(),
             lora_slots_total=len(slots.slots) if slots is not None else 0,
-            lora_slots_used=len(resident),
+            lora_slots_used=sum(map(bool, resident)),
             lora_slots_idle=slots.num_idle if slots is not None else 0,
             lora_slots_pinned=slots.num_pinned if slots is not None else 0,
             lora_adapters_wanted=len({s.lora.digest for s in self._sequences.values() if s.lora is not None}),

@@ -205,7 +205,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     lora_slot_bytes: int = 0  # of the adapters in slots, over all GPUs of the replica
     lora_cpu_bytes: int = 0  # of those in host memory
     waiting_adapters: list[str] = []  # digests that waiting requests need, the next turn's first
-    resident_slots: list[str] = []  # digests in GPU slots
+    resident_slots: list[str] = []  # digests in GPU slots, by slot; "" where one is empty
     resident_cpu: list[str] = []  # digests in CPU memory
 
 

@@ -64,7 +64,7 @@ class CatalogueState:
         for alias in changed:
             del self._owner[alias]
         for digest in _digests(before):
-            self._set_users(digest, tuple(one for one in self._users_of(digest) if one != name))
+            self._set_users(digest, tuple(one for one in self.users(digest) if one != name))
         self.pinned.discard(name)
         self.removing.discard(name)
         self._removed.pop(name, None)
@@ -78,7 +78,7 @@ class CatalogueState:
         for alias in entry.aliases:
             self._owner[name if alias == name else alias] = name  # one string for both
         for digest in _digests(entry):
-            self._set_users(digest, (*self._users_of(digest), name))
+            self._set_users(digest, (*self.users(digest), name))
         if tenant is not None and not entry.removing:
             self._owned.setdefault(tenant, {})[name] = num_bytes_of(entry)
         if entry.pinned_replicas:
@@ -95,22 +95,30 @@ class CatalogueState:
         """The tenant's adapters, by their full names, with their bytes."""
         return self._owned.get(tenant, {})
 
+    def owner_name(self, alias: str) -> str | None:
+        return self._owner.get(alias)
+
     def aliases(self) -> Iterator[str]:
         return iter(self._owner)
 
     def removed(self, name: str) -> Removed | None:
         return self._removed.get(name)
 
+    def users(self, digest: str) -> tuple[str, ...]:
+        """Names of the adapters that have these bytes and are not on their way out."""
+        users = self._users.get(digest, ())
+        return (users,) if isinstance(users, str) else users
+
     def versions(self, digest: str) -> list[Version]:
         """Those that have these bytes, of all adapters that are not on their way out."""
-        users = [self.adapters[name] for name in self._users_of(digest)]
+        users = [self.adapters[name] for name in self.users(digest)]
         return [version for user in users for version in user.versions if version.digest == digest]
 
     def names(self, digest: str) -> list[str]:
         """The aliases that stand for these bytes, or for a share of them."""
         return [
             alias
-            for user in (self.adapters[name] for name in self._users_of(digest))
+            for user in (self.adapters[name] for name in self.users(digest))
             for alias in user.aliases
             if any(user.version(share.version).digest == digest for share in user.shares(alias))
         ]
@@ -126,10 +134,6 @@ class CatalogueState:
     def request(self, name: str, version: Version) -> LoRARequest:
         path = version.location or self._files_uri(version.digest)
         return LoRARequest(name, adapter_number(name), path, version.digest, version.base_model_name)
-
-    def _users_of(self, digest: str) -> tuple[str, ...]:
-        users = self._users.get(digest, ())
-        return (users,) if isinstance(users, str) else users
 
     def _set_users(self, digest: str, users: tuple[str, ...]) -> None:
         if users:

@@ -1,0 +1,167 @@
+"""What the console asks of the directory: a page of adapters, where they are, and what replicas were told to do."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+from lorafleet.cluster.catalogue.records import Adapter
+from lorafleet.cluster.console.view import (
+    AdapterView,
+    DirectoryView,
+    MoveView,
+    Order,
+    Query,
+    ReplicaState,
+    VersionView,
+    Viewer,
+)
+from lorafleet.cluster.directory import AdapterDirectory
+from lorafleet.cluster.slices import in_slices
+from lorafleet.workers.lora.request import LoRARequest
+
+STEP = 200  # names looked at before other work may run
+MAX_ORDERS = 200  # shown
+
+
+class DirectoryWindow:
+    """Runs on the directory's loop and reads what it has; changes nothing."""
+
+    def __init__(self, directory: AdapterDirectory) -> None:
+        self._directory = directory
+
+    async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+        names, has_more = await self._names(query, viewer)
+        adapters = [view for name in names if (view := self.adapter(name, viewer)) is not None]
+        directory = self._directory
+        known = sorted(directory.live())
+        shown = [one for one in known if one > query.replicas_after][: query.replica_limit]
+        pinned = directory.pins()
+        return DirectoryView(
+            adapters=adapters,
+            has_more=has_more,
+            num_adapters=len(directory.catalogue.state.adapters) + len(directory.resolved) if viewer.sees_all else None,
+            replicas=[self._replica(one, pinned, viewer) for one in shown],
+            num_replicas=len(known),
+            more_replicas=bool(shown) and shown[-1] != known[-1],
+            names=self._names_held(shown, viewer),
+            orders=self._orders(viewer),
+            failures=directory.failures.of(viewer.tenant, of_all=viewer.sees_all),
+        )
+
+    def adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
+        """None where there is none, or another tenant's."""
+        adapter = self._directory.catalogue.state.adapters.get(name)
+        if adapter is not None:
+            return self._of_catalogue(adapter, viewer) if viewer.may_see(adapter.tenant) else None
+        resolved = self._directory.resolved.get(name)
+        return self._of_resolver(resolved) if resolved is not None else None
+
+    async def _names(self, query: Query, viewer: Viewer) -> tuple[list[str], bool]:
+        """Of the adapters on the page, and whether there are more behind it."""
+        if query.names is not None:
+            owners = (self._owner(name) for name in query.names)
+            return list(dict.fromkeys(name for name in owners if name is not None)), False
+        page: list[str] = []
+        await in_slices(self._gather(query, viewer, page))
+        return page[: query.limit], len(page) > query.limit
+
+    def _gather(self, query: Query, viewer: Viewer, page: list[str]) -> Iterator[None]:
+        """Fills `page` with the first limit + 1 names, sorted; of a million, few are looked at closer."""
+        state, wanted = self._directory.catalogue.state, query.search.casefold()
+        candidates = [*state.adapters, *self._directory.resolved]
+        if wanted:
+            candidates += state.aliases()
+        for at, candidate in enumerate(candidates):
+            if at % STEP == 0:
+                yield
+            if wanted not in candidate.casefold():
+                continue
+            name = self._owner(candidate) if wanted else candidate
+            if name is None or name <= query.after or (len(page) > query.limit and name >= page[-1]):
+                continue
+            place = bisect.bisect_left(page, name)
+            if page[place : place + 1] != [name] and self._is_visible(name, viewer):
+                page.insert(place, name)
+                del page[query.limit + 1 :]
+
+    def _owner(self, name: str) -> str | None:
+        """The adapter that is called so, or has such an alias."""
+        state = self._directory.catalogue.state
+        if name in state.adapters or name in self._directory.resolved:
+            return name
+        return state.owner_name(name)
+
+    def _is_visible(self, name: str, viewer: Viewer) -> bool:
+        if viewer.sees_all:
+            return True
+        adapter = self._directory.catalogue.state.adapters.get(name)
+        return adapter is None or viewer.may_see(adapter.tenant)
+
+    def _of_catalogue(self, adapter: Adapter, viewer: Viewer) -> AdapterView:
+        versions = [
+            VersionView(
+                one.number,
+                one.digest,
+                *self._where(one.digest),
+                one.rank,
+                one.num_bytes,
+                one.created_s,
+                one.source if viewer.sees_all else "",
+                one.metadata,
+            )
+            for one in adapter.versions
+        ]
+        aliases = {
+            alias: [MoveView(one.at_s, {str(s.version): s.weight for s in one.shares}) for one in moves]
+            for alias, moves in adapter.aliases.items()
+        }
+        return AdapterView(
+            adapter.name, adapter.tenant, versions, aliases, adapter.pinned_replicas, adapter.removing
+        )
+
+    def _of_resolver(self, lora: LoRARequest) -> AdapterView:
+        version = VersionView(None, lora.digest, *self._where(lora.digest), source=lora.lora_path)
+        return AdapterView(lora.lora_name, None, [version], {}, found=True)
+
+    def _where(self, digest: str) -> tuple[tuple[str, ...], dict[str, str]]:
+        residency = self._directory.residency
+        return residency.homes(digest), dict(residency.holders(digest))
+
+    def _replica(self, replica_id: str, pinned: dict[str, tuple[str, ...]], viewer: Viewer) -> ReplicaState:
+        directory = self._directory
+        return ReplicaState(
+            replica_id,
+            directory.is_ready(replica_id),
+            directory.is_draining(replica_id),
+            directory.residency.loads.get(replica_id) if viewer.sees_all else None,
+            [digest for digest, at in pinned.items() if replica_id in at],
+        )
+
+    def _names_held(self, replicas: list[str], viewer: Viewer) -> dict[str, str]:
+        """A name for each digest: the adapter's that has it, the first where several have the same bytes."""
+        residency, names = self._directory.residency, dict[str, str]()
+        for digest in {digest for one in replicas for digest in residency.held(one)}:
+            name = self._name(digest, viewer)
+            if name is not None:
+                names[digest] = name
+        return names
+
+    def _name(self, digest: str, viewer: Viewer) -> str | None:
+        for name in self._directory.owners(digest):
+            if self._is_visible(name, viewer):
+                return name
+        return None
+
+    def _orders(self, viewer: Viewer) -> list[Order]:
+        orders = [
+            Order(replica, self._owner(lora.lora_name) or lora.lora_name, lora.digest, kind, since_s)
+            for replica, kind, lora, since_s in self._directory.open_orders()
+            if viewer.sees_all or self._may_see_name(lora.lora_name, viewer)
+        ]
+        return sorted(orders, key=lambda one: one.since_s)[:MAX_ORDERS]
+
+    def _may_see_name(self, name: str, viewer: Viewer) -> bool:
+        """Of a push that has not been registered yet, nobody knows whose it will be but the operator."""
+        owner = self._owner(name)
+        return owner is not None and self._is_visible(owner, viewer)

@@ -1,0 +1,98 @@
+"""GET /console: the page and its files, as they lie in static/. No build step, and nothing from elsewhere.
+
+The page is opened without a key and shows nothing by itself; what it asks for goes through the API like anybody's calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.workers.openai.api import Route
+from lorafleet.workers.openai.front import Front
+
+STATIC = Path(__file__).parent / "static"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# The page has no inline script or style, and makes no HTML of strings: names, messages and answers are anybody's.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    # Kept by the browser, and asked for anew each time: files of two releases must not come together.
+    "cache-control": "no-cache",
+}
+
+
+class _File(NamedTuple):
+    content: bytes
+    etag: str
+    media_type: str
+
+
+def _read() -> dict[str, _File]:
+    files = {}
+    for path in STATIC.iterdir():
+        content = path.read_bytes()
+        files[path.name] = _File(content, f'"{hashlib.sha256(content).hexdigest()[:20]}"', _TYPES[path.suffix])
+    return files
+
+
+_FILES = _read()
+_PAGE = _FILES.pop("index.html")
+
+
+async def page(_: Front, request: Request) -> Response:
+    return _answer(_PAGE, request)
+
+
+async def page_elsewhere(_: Front, __: Request) -> Response:
+    """The page's own links are relative to /console, without a slash behind it."""
+    return Response(status_code=308, headers={"location": "../console"})
+
+
+async def file(_: Front, request: Request) -> Response:
+    found = _FILES.get(request.path_params["name"])
+    if found is None:
+        raise HTTPException(404)
+    return _answer(found, request)
+
+
+def _answer(found: _File, request: Request) -> Response:
+    headers = {**_HEADERS, "etag": found.etag}
+    if found.etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(found.content, headers=headers, media_type=found.media_type)
+
+
+PAGE_ROUTES: tuple[Route, ...] = (
+    ("GET", "/console", "open", page),
+    ("GET", "/console/", "open", page_elsewhere),
+    ("GET", "/console/{name}", "open", file),
+)

@@ -1,0 +1,47 @@
+"""What one replica tells the console of itself, and how all of them are asked."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lorafleet.cluster.console.view import ReplicaView, Viewer
+from lorafleet.workers.openai.front import Front
+
+PATIENCE_S = 2.0  # a replica that takes longer is drawn without what only it knows
+BUSIEST = 50
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+def replica_view(front: Front, names: list[str], viewer: Viewer, cpu_loras: int, max_num_seqs: int) -> ReplicaView:
+    stats, recent, whose = front.engine.stats, front.recent, viewer.tenant
+    of_all = viewer.sees_all
+    return ReplicaView(
+        replica=front.config.replica_id,
+        slots=stats.resident_slots,
+        in_cpu=stats.resident_cpu,
+        cpu_loras=cpu_loras,
+        waiting=stats.waiting_adapters,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        max_num_seqs=max_num_seqs,
+        kv_used=1 - stats.kv_blocks_free / max(1, stats.kv_blocks_total),
+        traffic=recent.of_names(names, whose, of_all=of_all),
+        total=recent.total(whose, of_all=of_all),
+        failures=front.failures.of(whose, of_all=of_all),
+        busiest=recent.busiest(BUSIEST, whose, of_all=of_all),
+    )
+
+
+async def ask_all(replicas: Any, names: list[str], viewer: Viewer) -> list[ReplicaView]:
+    """Of those that answer in time. replicas: a handle whose deployment has look()."""
+    try:
+        answers = await replicas.broadcast("look", names, viewer).results_async(
+            timeout_s=PATIENCE_S, return_exceptions=True
+        )
+    except TimeoutError:
+        return []
+    for error in (one for one in answers if isinstance(one, Exception)):
+        logger.warning("a replica does not tell the console of itself: %r", error)
+    return [one for one in answers if isinstance(one, ReplicaView)]

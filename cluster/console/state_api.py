@@ -1,0 +1,116 @@
+"""GET /v1/console/state: what the console shows, cut to what its viewer may see; GET /v1/console/adapters/NAME: one
+adapter, with the history of its aliases.
+
+A page polls every few seconds, so an answer that is what the page has already is 304 without a body.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Literal
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.cluster.console.state import BASE, Views, names_of, state_of
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
+from lorafleet.workers.errors import LorafleetError, ModelNotFound
+from lorafleet.workers.openai.api import Route
+from lorafleet.workers.openai.caller import Needed, caller_of, sent_key
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.parsing import parse_query
+from lorafleet.workers.openai.protocol import Strict
+from lorafleet.workers.openai.responses import json_response
+
+MAX_SEARCH_CHARS = 256
+MAX_ADAPTERS = 200  # on a page
+MAX_REPLICAS = 100
+
+ViewDirectory = Callable[[Query, Viewer], Awaitable[DirectoryView]]
+ViewAdapter = Callable[[str, Viewer], Awaitable[AdapterView | None]]
+ViewReplicas = Callable[[list[str], Viewer], Awaitable[list[ReplicaView]]]
+
+
+class StateQuery(Strict):
+    """order: of adapters: by name from behind `after`, or those with the most requests of late."""
+
+    search: Annotated[str, Field(max_length=MAX_SEARCH_CHARS)] = ""
+    after: Annotated[str, Field(max_length=MAX_SEARCH_CHARS)] = ""
+    limit: Annotated[int, Field(ge=1, le=MAX_ADAPTERS)] = 50
+    order: Literal["name", "busiest"] = "name"
+    replicas_after: Annotated[str, Field(max_length=MAX_SEARCH_CHARS)] = ""
+    replica_limit: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 24
+
+
+class StateApi:
+    def __init__(self, view_directory: ViewDirectory, view_adapter: ViewAdapter, view_replicas: ViewReplicas) -> None:
+        self._view_directory = view_directory
+        self._view_adapter = view_adapter
+        self._view_replicas = view_replicas
+
+    def routes(self) -> list[Route]:
+        return [
+            ("GET", "/v1/console/state", "infer", self.state),
+            ("GET", "/v1/console/adapters/{name:path}", "infer", self.adapter),
+        ]
+
+    async def state(self, front: Front, request: Request) -> Response:
+        asked, viewer = parse_query(request, StateQuery), viewer_of(front, request)
+        query = Query(asked.search, asked.after, asked.limit, asked.replicas_after, asked.replica_limit)
+        if asked.order == "busiest" and not asked.search:
+            query = msgspec.structs.replace(query, names=await self._busiest(viewer, asked.limit))
+        directory = await self._view_directory(query, viewer)
+        names = [name for adapter in directory.adapters for name in names_of(adapter)]
+        views = await self._view_replicas([BASE, *names], viewer)
+        state = state_of(front.config.served_model_names, viewer, directory, views)
+        return _unless_known({**state, "viewer": _rights(front, request, viewer)}, request)
+
+    async def adapter(self, front: Front, request: Request) -> Response:
+        name, viewer = str(request.path_params["name"]), viewer_of(front, request)
+        adapter = await self._view_adapter(name, viewer)
+        if adapter is None:
+            raise ModelNotFound(f"There is no adapter `{name}` in the catalogue.", "name")
+        views = Views(await self._view_replicas(names_of(adapter), viewer))
+        return json_response({**views.adapter(adapter), "history": views.history(adapter)})
+
+    async def _busiest(self, viewer: Viewer, limit: int) -> list[str]:
+        """By requests over all replicas."""
+        views = await self._view_replicas([], viewer)
+        names = list({name for view in views for name in view.busiest})
+        counted = Views(await self._view_replicas(names, viewer))
+        return sorted(names, key=lambda name: (-counted.traffic((name,)).requests, name))[:limit]
+
+
+def viewer_of(front: Front, request: Request) -> Viewer:
+    caller = caller_of(request)
+    return Viewer(caller.tenant, caller.is_operator or not front.gate.has_keys)
+
+
+def _rights(front: Front, request: Request, viewer: Viewer) -> dict[str, object]:
+    """What the page should offer. It is decided again at every call."""
+    return {
+        "tenant": viewer.tenant,
+        "sees_all": viewer.sees_all,
+        "cannot_administer": _refusal(front, request, "admin"),
+        "cannot_infer": _refusal(front, request, "infer"),
+    }
+
+
+def _refusal(front: Front, request: Request, needed: Needed) -> str | None:
+    """Why the key that was sent does not open it."""
+    try:
+        front.gate.caller(sent_key(request.headers), needed)
+    except LorafleetError as error:
+        return error.message
+    return None
+
+
+def _unless_known(state: dict[str, object], request: Request) -> Response:
+    etag = f'"{hashlib.blake2b(msgspec.json.encode(state), digest_size=12).hexdigest()}"'
+    headers = {"etag": etag, "cache-control": "no-cache, private", "vary": "authorization"}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    return json_response(state, headers)

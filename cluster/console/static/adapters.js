@@ -1,0 +1,114 @@
+// The table of adapters: a page of them at a time, searched and ordered by the server.
+
+import { byId, h, keyed, setAttribute, setText } from "./dom.js";
+import { Pager, link } from "./fleet.js";
+import { bytes, plural, rate, seconds, shortDigest, shortReplica, split, whole } from "./format.js";
+
+const TYPING_MS = 200;
+const TIERS = [
+  ["gpu", "in a slot"],
+  ["coming", "on its way"],
+  ["cpu", "in memory"],
+];
+
+export function makeAdapters({ open, ask }) {
+  const pager = new Pager(byId("adapter-pager"), "adapters", (after) => ask({ after }));
+  const search = byId("search");
+  let typing = 0;
+  search.addEventListener("input", () => {
+    clearTimeout(typing);
+    typing = setTimeout(() => {
+      pager.reset();
+      ask({ search: search.value.trim(), after: "" });
+    }, TYPING_MS);
+  });
+  byId("order").addEventListener("change", (event) => {
+    pager.reset();
+    ask({ order: event.target.value, after: "" });
+  });
+
+  function draw(state) {
+    pager.show(state.last_name, state.has_more);
+    setText(byId("adapters-count"), state.num_adapters === null ? "" : whole(state.num_adapters));
+    keyed(byId("rows"), state.adapters, (one) => one.name, (one) => row(one, open), (node, one) => fill(node, one, state.window_s));
+    const empty = byId("no-rows");
+    empty.hidden = state.adapters.length > 0;
+    setText(empty, search.value ? "No adapter has such a name or alias." : "No adapters yet. Push one, or name one in a request that a resolver finds.");
+  }
+  return { draw };
+}
+
+const cell = (kind, label, ...content) => h("td", { role: "cell", class: kind, "data-label": label }, ...content);
+
+function row(adapter, open) {
+  return h(
+    "tr",
+    { role: "row" },
+    h("th", { role: "rowheader", scope: "row", class: "name" }, link(adapter.name, open), h("span", { class: "tags" })),
+    cell("serves", "Serves"),
+    cell("digest", "Digest", h("code")),
+    cell("size", "Rank, size"),
+    cell("where", "Where"),
+    cell("number rate", "Requests"),
+    cell("number tokens", "Tokens/s"),
+    cell("number first", "p95 TTFT"),
+  );
+}
+
+function fill(node, adapter, windowS) {
+  const [name, serves, digest, size, where, requests, tokens, first] = node.children;
+  const present = current(adapter);
+  tags(name.querySelector(".tags"), adapter);
+  setText(serves, adapter.found ? "as found" : adapter.aliases[adapter.name] ? split(adapter.aliases[adapter.name]) : "–");
+  setText(digest.firstElementChild, present ? shortDigest(present.digest) : "–");
+  setAttribute(digest, "title", present?.digest ?? null);
+  setText(size, present && present.rank !== null ? `r${present.rank}, ${bytes(present.num_bytes)}` : "–");
+  places(where, adapter);
+  setText(requests, whole(adapter.traffic.requests));
+  setText(tokens, rate(adapter.traffic.tokens / windowS));
+  setText(first, seconds(adapter.traffic.p95_first_token_s));
+}
+
+/** The version that most requests of its name go to. */
+export function current(adapter) {
+  const shares = Object.entries(adapter.aliases[adapter.name] ?? {}).sort((a, b) => b[1] - a[1]);
+  const number = shares.length ? Number(shares[0][0]) : null;
+  return adapter.versions.find((one) => one.number === number) ?? adapter.versions.at(-1);
+}
+
+function tags(at, adapter) {
+  const shown = [];
+  const others = Object.keys(adapter.aliases).filter((alias) => alias !== adapter.name);
+  if (adapter.pinned_replicas) shown.push(["pinned", adapter.pinned_replicas > 1 ? `pinned × ${adapter.pinned_replicas}` : "pinned"]);
+  if (adapter.removing) shown.push(["removing", "being removed"]);
+  if (adapter.found) shown.push(["found", "resolved"]);
+  if (adapter.tenant !== null) shown.push(["tenant", adapter.tenant]);
+  if (others.length) shown.push(["alias", others.length > 2 ? `${others.length} aliases` : others.join(", ")]);
+  keyed(at, shown, ([kind]) => kind, ([kind]) => h("span", { class: `tag ${kind}` }), (node, [, words]) => setText(node, words));
+}
+
+/** How many replicas have it in which tier, of all its versions; whose they are is in the title. */
+function places(at, adapter) {
+  const best = {};
+  for (const version of adapter.versions) {
+    for (const [replica, tier] of Object.entries(version.tiers)) {
+      if (!best[replica] || rank(tier) < rank(best[replica])) best[replica] = tier;
+    }
+  }
+  const shown = TIERS.map(([tier, words]) => [tier, words, Object.keys(best).filter((one) => best[one] === tier)]).filter(([, , at]) => at.length);
+  const homes = [...new Set(adapter.versions.flatMap((one) => one.homes))];
+  setAttribute(at, "title", homes.length ? `Homes: ${homes.map(shortReplica).join(", ")}` : null);
+  const list = shown.length ? shown : [["disk", homes.length ? `${plural(homes.length, "home")}, not loaded` : "not loaded", []]];
+  keyed(
+    at,
+    list,
+    ([tier]) => tier,
+    ([tier]) => h("span", { class: `tier ${tier}` }),
+    (node, [, words, replicas]) => {
+      setText(node, replicas.length > 1 ? `${words} × ${replicas.length}` : words);
+      setAttribute(node, "title", replicas.map(shortReplica).join(", ") || null);
+    },
+  );
+}
+
+const rank = (tier) => TIERS.findIndex(([name]) => name === tier);

@@ -1,0 +1,136 @@
+// One adapter in a sheet: its versions, what its names stand for and stood for, where it is, and what can be done to it.
+
+import { get, inPath } from "./api.js";
+import { actionsOf } from "./actions.js";
+import { byId, h, hueOf, setText } from "./dom.js";
+import { bytes, day, plural, rate, seconds, shortReplica, split, whole } from "./format.js";
+
+const WORDS = { gpu: "in a slot", coming: "on its way", cpu: "in host memory" };
+
+const sheet = byId("detail");
+const body = byId("detail-body");
+
+/** rights(): why administration is closed, or null. changed(): something was done. tryIt(name): in the playground. */
+export function makeDetail({ rights, changed, tryIt, needKey, report }) {
+  let name = null;
+  let shown = "";
+  sheet.querySelector(".close").addEventListener("click", () => sheet.close());
+  sheet.addEventListener("close", () => (name = null));
+  sheet.addEventListener("click", (event) => event.target === sheet && sheet.close()); // beside it
+
+  async function open(wanted) {
+    name = wanted;
+    shown = "";
+    setText(byId("detail-title"), name);
+    body.replaceChildren(h("p", { class: "empty" }, "Loading"));
+    if (!sheet.open) sheet.showModal();
+    await refresh();
+  }
+
+  /** Draws only what is new, so that whoever reads or has the focus there is left alone. */
+  async function refresh() {
+    const wanted = name;
+    if (wanted === null) return;
+    try {
+      const adapter = await get(`v1/console/adapters/${inPath(wanted)}`);
+      if (name !== wanted) return;
+      const now = JSON.stringify([adapter, rights()]);
+      if (now !== shown) draw(adapter);
+      shown = now;
+    } catch (error) {
+      if (name !== wanted) return;
+      shown = "";
+      body.replaceChildren(h("p", { class: "empty" }, error.message));
+    }
+  }
+
+  function draw(adapter) {
+    const focused = document.activeElement?.dataset?.act;
+    const reason = rights();
+    const after = async () => {
+      await changed();
+      await refresh();
+    };
+    const act = actionsOf(adapter, { after, removed: () => sheet.close(), report });
+    const button = (id, words, run, { open: isOpen = reason === null, danger = false } = {}) =>
+      h("button", { type: "button", class: danger ? "danger" : "", "data-act": id, disabled: !isOpen, "aria-describedby": isOpen ? null : "closed", onclick: run }, words);
+    body.replaceChildren(
+      h("p", { class: "tagline" }, tagline(adapter)),
+      h(
+        "div",
+        { class: "buttons" },
+        button("try", "Try it", () => { sheet.close(); tryIt(adapter.name); }, { open: true }),
+        button("push", "New version", act.push),
+        adapter.pinned_replicas ? button("unpin", "Unpin", act.unpin) : button("pin", "Pin", act.pin),
+        button("prefetch", "Prefetch", act.prefetch),
+        button("verify", "Verify", act.verify),
+        button("remove", "Remove", act.remove, { danger: true }),
+      ),
+      reason === null ? null : h("p", { class: "reason", id: "closed" }, reason, " ", h("button", { type: "button", class: "link", onclick: needKey }, "Enter a key")),
+      adapter.found ? h("p", {}, "A resolver found it. It is not in the catalogue: removing makes the resolvers be asked again.") : names(adapter, act, button),
+      versions(adapter, act, button),
+      traffic(adapter.traffic),
+    );
+    if (focused) body.querySelector(`[data-act="${CSS.escape(focused)}"]`)?.focus();
+  }
+  return { open, refresh };
+}
+
+function tagline(adapter) {
+  const said = [plural(adapter.versions.length, "version")];
+  if (adapter.tenant !== null) said.push(`tenant ${adapter.tenant}`);
+  if (adapter.pinned_replicas) said.push(`pinned to ${plural(adapter.pinned_replicas, "replica")}`);
+  if (adapter.removing) said.push("being removed: it goes when its requests have ended");
+  return said.join(" · ");
+}
+
+function names(adapter, act, button) {
+  const lines = Object.entries(adapter.history).map(([alias, moves]) =>
+    h(
+      "li",
+      {},
+      h("div", { class: "line" }, h("strong", {}, alias), h("span", {}, `stands for ${split(moves.at(-1).split)}`), h("span", { class: "at" }, `since ${day(moves.at(-1).at_s)}`)),
+      h(
+        "div",
+        { class: "buttons small" },
+        button(`move ${alias}`, "Move", () => act.alias(alias)),
+        button(`rollback ${alias}`, moves.length > 1 ? `Roll back to ${split(moves.at(-2).split)}` : "Roll back", () => act.rollback(alias, moves), {
+          ...(moves.length > 1 ? {} : { open: false }),
+        }),
+        alias === adapter.name ? null : button(`drop ${alias}`, "Remove alias", () => act.unalias(alias)),
+      ),
+      moves.length > 1 ? h("details", {}, h("summary", {}, "History"), h("ol", { class: "history" }, ...moves.toReversed().map((one) => h("li", {}, `${day(one.at_s)}: ${split(one.split)}`)))) : null,
+    ),
+  );
+  return h("section", {}, h("h3", {}, "Names"), h("ul", { class: "aliases" }, ...lines), adapter.removing ? null : button("alias", "Add alias", () => act.alias(null)));
+}
+
+function versions(adapter) {
+  const list = adapter.versions.toReversed().map((one) =>
+    h(
+      "li",
+      { hue: hueOf(one.digest) },
+      h("div", { class: "line" }, h("strong", { class: "swatch" }, one.number === null ? "found" : `v${one.number}`), one.rank === null ? null : h("span", {}, `rank ${one.rank}, ${bytes(one.num_bytes)}`), one.created_s === null ? null : h("span", { class: "at" }, day(one.created_s))),
+      h("code", { class: "whole" }, one.digest),
+      one.source ? h("p", { class: "source" }, `from ${one.source}`) : null,
+      ...Object.entries(one.metadata).map(([key, value]) => h("p", { class: "source" }, `${key}: ${value}`)),
+      where(one),
+    ),
+  );
+  return h("section", {}, h("h3", {}, "Versions"), h("ul", { class: "versions" }, ...list));
+}
+
+function where(version) {
+  const at = [...new Set([...version.homes, ...Object.keys(version.tiers)])].sort();
+  if (!at.length) return h("p", { class: "source" }, "On no replica.");
+  return h(
+    "ul",
+    { class: "places" },
+    ...at.map((replica) => h("li", { title: replica }, h("span", { class: `tier ${version.tiers[replica] ?? "disk"}` }, WORDS[version.tiers[replica]] ?? "not loaded"), ` at ${shortReplica(replica)}${version.homes.includes(replica) ? ", a home" : ""}`)),
+  );
+}
+
+function traffic({ requests, failed, tokens, p95_first_token_s }) {
+  const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
+  return h("section", {}, h("h3", {}, "Last five minutes"), h("dl", { class: "tiles" }, fact("Requests", whole(requests)), fact("Failed", whole(failed)), fact("Tokens/s", rate(tokens / 300)), fact("p95 TTFT", seconds(p95_first_token_s))));
+}

@@ -1,0 +1,115 @@
+// The dialog that asks for what an action needs, the key's dialog, and the notes that say how an action went.
+
+import { byId, h, setText } from "./dom.js";
+
+const NOTE_MS = 8000;
+
+const dialog = byId("form");
+const trouble = byId("form-trouble");
+const progress = byId("form-progress");
+const submit = byId("form-submit");
+const cancel = byId("form-cancel");
+const fieldsAt = byId("form-fields");
+
+let act = null; // what the open dialog does
+let running = null; // AbortController of what it is doing
+
+/**
+ * Asks, and does it: `run(values, {signal, progress})` with the fields by name. The dialog stays open with the error in
+ * the server's words where it fails. Fields: {name, label, type, value, hint, required, …attributes}.
+ */
+export function ask({ title, text = "", fields = [], submit: label, danger = false, run }) {
+  act = run;
+  setText(byId("form-title"), title);
+  setText(byId("form-text"), text);
+  byId("form-text").hidden = !text;
+  fieldsAt.replaceChildren(...fields.map(field));
+  setText(submit, label);
+  submit.classList.toggle("danger", danger);
+  show(null);
+  busy(false);
+  dialog.showModal();
+  (fieldsAt.querySelector("input, select") ?? submit).focus();
+}
+
+function field({ name, label, type = "text", hint, options, value, ...attributes }) {
+  const id = `field-${name}`;
+  const described = hint ? { "aria-describedby": `${id}-hint` } : {};
+  const control = options
+    ? h("select", { id, name, ...described }, ...options.map(([one, words]) => h("option", { value: one, selected: one === value }, words)))
+    : h("input", { id, name, type, autocomplete: "off", spellcheck: "false", ...described, ...attributes });
+  if (type === "checkbox") control.checked = Boolean(value);
+  else if (type !== "file" && value !== undefined) control.value = value;
+  const words = hint ? h("small", { id: `${id}-hint` }, hint) : null;
+  if (type === "checkbox") return h("div", { class: "field check" }, control, h("label", { for: id }, label), words);
+  return h("div", { class: "field" }, h("label", { for: id }, label), control, words);
+}
+
+function values() {
+  const found = {};
+  for (const control of fieldsAt.querySelectorAll("input, select")) {
+    if (control.type === "checkbox") found[control.name] = control.checked;
+    else if (control.type === "file") found[control.name] = [...control.files];
+    else found[control.name] = control.value.trim();
+  }
+  return found;
+}
+
+function show(error) {
+  trouble.hidden = error === null;
+  setText(trouble, error ?? "");
+}
+
+function busy(is) {
+  submit.disabled = is;
+  progress.hidden = true;
+  dialog.toggleAttribute("data-busy", is);
+}
+
+dialog.querySelector("form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const invalid = fieldsAt.querySelector(":invalid");
+  if (invalid) {
+    show(`${fieldsAt.querySelector(`label[for="${invalid.id}"]`).textContent}: ${invalid.validationMessage}`);
+    invalid.focus();
+    return;
+  }
+  running = new AbortController();
+  show(null);
+  busy(true);
+  try {
+    await act(values(), {
+      signal: running.signal,
+      progress: (share) => {
+        progress.hidden = false;
+        progress.value = share;
+      },
+    });
+    dialog.close();
+  } catch (error) {
+    show(running.signal.aborted ? "Cancelled." : error.message);
+  } finally {
+    busy(false);
+    running = null;
+  }
+});
+
+// What is under way is cancelled first; a second time closes.
+function leave() {
+  if (running) running.abort();
+  else dialog.close();
+}
+
+cancel.addEventListener("click", leave);
+dialog.addEventListener("cancel", (event) => {
+  event.preventDefault();
+  leave();
+});
+dialog.addEventListener("close", () => fieldsAt.replaceChildren()); // a key that was typed is not kept
+
+/** Said once, to screen readers too; goes by itself. */
+export function note(text) {
+  const line = h("p", {}, text);
+  byId("toasts").append(line);
+  setTimeout(() => line.remove(), NOTE_MS);
+}

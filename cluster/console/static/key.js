@@ -1,0 +1,27 @@
+// The key: asked for in a dialog, sent with every call from then on, forgotten with the page.
+
+import { byId, setText } from "./dom.js";
+import { ask } from "./dialogs.js";
+import { session } from "./session.js";
+
+export function askKey(changed) {
+  ask({
+    title: "Key",
+    text: "An API key, or the server's admin key. It is kept in this page's memory only, and sent to this server only.",
+    fields: [
+      { name: "key", label: "Key", type: "password", value: session.key, hint: "Leave it empty to go on without one." },
+      { name: "keep", label: "Keep it until this tab is closed", type: "checkbox", value: session.kept },
+    ],
+    submit: "Use it",
+    run: async ({ key, keep }) => {
+      session.set(key, keep);
+      await changed();
+    },
+  });
+}
+
+export function showKey({ cannot_administer: closed, tenant }) {
+  const words = !session.key ? "Key" : closed === null ? "Admin key" : tenant !== null ? `Key of ${tenant}` : "Key in use";
+  setText(byId("key-text"), words);
+  byId("open-key").toggleAttribute("data-open", Boolean(session.key));
+}

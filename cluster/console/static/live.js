@@ -1,0 +1,66 @@
+// Asks for the cluster's state again and again while the page is seen, and tells what has come.
+
+import { send } from "./api.js";
+
+const AGAIN_MS = 2000; // where no answer has said otherwise
+
+export class Live {
+  /** onState(state), onStatus(error or null) */
+  constructor(onState, onStatus) {
+    this.query = { search: "", after: "", replicas_after: "" };
+    this.paused = false;
+    this.onState = onState;
+    this.onStatus = onStatus;
+    this.etag = null;
+    this.asked = null;
+    this.timer = 0;
+    this.waitMs = AGAIN_MS;
+    document.addEventListener("visibilitychange", () => this.soon());
+  }
+
+  /** Other adapters, or other replicas. */
+  ask(change) {
+    Object.assign(this.query, change);
+    this.etag = null;
+    return this.now();
+  }
+
+  soon() {
+    clearTimeout(this.timer);
+    if (!this.paused && !document.hidden) this.timer = setTimeout(() => this.now(), 0);
+  }
+
+  pause(paused) {
+    this.paused = paused;
+    this.soon();
+  }
+
+  /** Resolves when this answer, or a later one, has been shown. */
+  async now() {
+    clearTimeout(this.timer);
+    this.asked?.abort();
+    const asked = (this.asked = new AbortController());
+    const query = new URLSearchParams(Object.entries(this.query).filter(([, value]) => value !== ""));
+    try {
+      const conditional = this.etag ? { "if-none-match": this.etag } : {};
+      const response = await send("GET", `v1/console/state?${query}`, undefined, {
+        signal: asked.signal,
+        headers: conditional,
+      });
+      if (response.status !== 304) {
+        const state = await response.json();
+        this.etag = response.headers.get("etag");
+        this.waitMs = state.poll_s * 1000;
+        this.onState(state);
+      }
+      this.onStatus(null);
+    } catch (error) {
+      if (asked.signal.aborted) return;
+      this.etag = null;
+      this.onStatus(error);
+    }
+    if (this.asked === asked && !this.paused && !document.hidden) {
+      this.timer = setTimeout(() => this.now(), this.waitMs);
+    }
+  }
+}

@@ -1,0 +1,74 @@
+// Starts the page: the views, which of them is seen, and the polling that feeds them.
+
+import { makeAdapters } from "./adapters.js";
+import { makeDetail } from "./detail.js";
+import { byId, setText } from "./dom.js";
+import { makeFleet } from "./fleet.js";
+import { askKey, showKey } from "./key.js";
+import { Live } from "./live.js";
+import { makePlayground } from "./playground.js";
+import { askPush } from "./push.js";
+
+const VIEWS = ["fleet", "adapters", "playground"];
+
+let closed = "The server has not answered yet."; // why administration is closed
+let everShown = false;
+
+const live = new Live(show, showStatus);
+const enterKey = () => askKey(() => live.ask({}));
+const playground = makePlayground();
+const detail = makeDetail({
+  rights: () => closed,
+  changed: () => live.ask({}),
+  needKey: enterKey,
+  tryIt(name) {
+    location.hash = "playground";
+    playground.show(name);
+  },
+});
+const fleet = makeFleet({ open: detail.open, pageReplicas: (after) => live.ask({ replicas_after: after }) });
+const adapters = makeAdapters({ open: detail.open, ask: (change) => live.ask(change) });
+
+function show(state) {
+  everShown = true;
+  closed = state.viewer.cannot_administer;
+  showKey(state.viewer);
+  byId("open-push").disabled = closed !== null;
+  byId("push-reason").hidden = closed === null;
+  setText(byId("push-reason"), closed ?? "");
+  fleet.draw(state);
+  adapters.draw(state);
+  playground.start(state);
+  detail.refresh();
+}
+
+function showStatus(error) {
+  const words = live.paused ? "Paused" : error === null ? "Live" : "Not live";
+  setText(byId("live-text"), words);
+  byId("live").dataset.state = live.paused ? "paused" : error === null ? "live" : "lost";
+  const trouble = byId("trouble");
+  trouble.hidden = error === null;
+  setText(trouble, error === null ? "" : `${error.message}${everShown && error.status === 0 ? " What you see is from before; the page goes on asking." : ""}`);
+}
+
+function turn() {
+  const wanted = location.hash.slice(1);
+  const view = VIEWS.includes(wanted) ? wanted : VIEWS[0];
+  for (const one of VIEWS) byId(one).hidden = one !== view;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  scrollTo(0, 0);
+}
+
+byId("pause").addEventListener("click", () => {
+  live.pause(!live.paused);
+  byId("pause").setAttribute("aria-pressed", String(live.paused));
+  showStatus(null);
+});
+byId("open-key").addEventListener("click", enterKey);
+byId("open-push").addEventListener("click", () => askPush({ after: () => live.ask({}) }));
+addEventListener("hashchange", turn);
+turn();
+live.now();

@@ -1,0 +1,230 @@
+// The same prompt to several models side by side, over the public API, each answer as it streams in.
+
+import { get, send } from "./api.js";
+import { note } from "./dialogs.js";
+import { byId, h, setText } from "./dom.js";
+import { plural, rate, seconds } from "./format.js";
+import { events } from "./sse.js";
+
+const MAX_MODELS = 8;
+const SUGGESTIONS_MS = 150;
+
+const form = byId("ask");
+const pick = byId("pick");
+
+export function makePlayground() {
+  let base = null;
+  let chosen = [];
+  let running = [];
+  let typing = 0;
+
+  function start(state) {
+    if (base !== null) return;
+    base = state.base_models[0];
+    chosen = [base, ...state.adapters.slice(0, 2).map((one) => one.name)];
+    chips();
+  }
+
+  function add(name) {
+    if (!name || chosen.includes(name)) return;
+    if (chosen.length === MAX_MODELS) {
+      note(`At most ${MAX_MODELS} models side by side; take one away first.`);
+      return;
+    }
+    chosen.push(name);
+    chips();
+  }
+
+  function chips() {
+    byId("chips").replaceChildren(
+      ...chosen.map((name) =>
+        h("li", {}, h("span", {}, name), h("button", { type: "button", "aria-label": `Remove ${name}`, onclick: () => remove(name) }, "×")),
+      ),
+    );
+  }
+
+  function remove(name) {
+    const at = chosen.indexOf(name);
+    chosen.splice(at, 1);
+    chips();
+    (byId("chips").children[Math.min(at, chosen.length - 1)]?.querySelector("button") ?? pick).focus();
+  }
+
+  function take() {
+    add(pick.value.trim());
+    pick.value = "";
+  }
+
+  pick.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    take();
+  });
+  byId("add-pick").addEventListener("click", take);
+  pick.addEventListener("input", () => {
+    clearTimeout(typing);
+    typing = setTimeout(suggest, SUGGESTIONS_MS);
+  });
+
+  async function suggest() {
+    try {
+      const query = new URLSearchParams({ search: pick.value.trim(), limit: "12" });
+      const { adapters, base_models: bases } = await get(`v1/console/state?${query}`);
+      const names = [...bases, ...adapters.flatMap((one) => [one.name, ...Object.keys(one.aliases)])];
+      byId("pick-list").replaceChildren(...[...new Set(names)].map((name) => h("option", { value: name })));
+    } catch {
+      // Names can be typed in full; polling says what is wrong.
+    }
+  }
+
+  for (const mode of form.elements.mode) {
+    mode.addEventListener("change", () => (form.querySelector(".system").hidden = form.elements.mode.value !== "chat"));
+  }
+
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    take();
+    if (!running.length && chosen.length) run();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (byId("playground").hidden || document.querySelector("dialog[open]")) return;
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+    else if (event.key === "Escape") stop();
+  });
+  byId("stop").addEventListener("click", stop);
+
+  function stop() {
+    for (const one of running) one.stop();
+  }
+
+  async function run() {
+    const asked = request(form);
+    running = chosen.map((name) => new Answer(name));
+    byId("answers").replaceChildren(...running.map((one) => one.node));
+    setRunning(true);
+    await Promise.all(running.map((one) => one.run(asked)));
+    note(running.map((one) => `${one.model}: ${one.outcome}`).join("; "));
+    running = [];
+    setRunning(false);
+  }
+
+  function setRunning(is) {
+    const hadFocus = document.activeElement;
+    byId("run").disabled = is;
+    byId("stop").disabled = !is;
+    if (is && hadFocus === byId("run")) byId("stop").focus();
+    if (!is && hadFocus === byId("stop")) byId("run").focus();
+  }
+
+  return {
+    start,
+    /** The base beside one adapter. */
+    show(name) {
+      chosen = [base, name].filter((one) => one !== null);
+      chips();
+      form.elements.prompt.focus();
+    },
+  };
+}
+
+function request(form) {
+  const { mode, system, prompt, max_tokens: tokens, temperature, top_p: topP, seed } = form.elements;
+  const body = {
+    max_tokens: Number(tokens.value),
+    temperature: Number(temperature.value),
+    top_p: Number(topP.value),
+    ...(seed.value ? { seed: Number(seed.value) } : {}),
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+  if (mode.value === "completion") return { path: "v1/completions", body: { ...body, prompt: prompt.value } };
+  const messages = [{ role: "user", content: prompt.value }];
+  if (system.value.trim()) messages.unshift({ role: "system", content: system.value });
+  return { path: "v1/chat/completions", body: { ...body, messages } };
+}
+
+/** One model's answer: its text, and how fast it came. */
+class Answer {
+  constructor(model) {
+    this.model = model;
+    this.outcome = "";
+    this.aborting = new AbortController();
+    this.text = h("pre", { tabindex: "0", "aria-label": `Answer of ${model}` });
+    this.state = h("span", { class: "badge", "data-state": "running" }, "waiting");
+    this.first = h("dd", {}, "–");
+    this.speed = h("dd", {}, "–");
+    this.tokens = h("dd", {}, "–");
+    this.node = h(
+      "article",
+      { class: "panel answer", "aria-label": model },
+      h("header", {}, h("h3", { title: model }, model), this.state),
+      h("dl", { class: "facts" }, ...[["TTFT", this.first], ["Tokens/s", this.speed], ["Tokens", this.tokens]].map(([name, dd]) => h("div", {}, h("dt", {}, name), dd))),
+      this.text,
+    );
+  }
+
+  stop() {
+    this.aborting.abort();
+  }
+
+  async run({ path, body }) {
+    const began = performance.now();
+    let first = null;
+    let pieces = 0;
+    let reason = null;
+    let usage = null;
+    try {
+      const response = await send("POST", path, { ...body, model: this.model }, { signal: this.aborting.signal });
+      const fallback = response.headers.get("x-lorafleet-fallback");
+      if (fallback) this.warn(`The base model answers in its place: ${fallback}`);
+      for await (const data of events(response)) {
+        if (data === "[DONE]") break;
+        const event = JSON.parse(data);
+        if (event.error) throw new Error(event.error.message);
+        usage = event.usage ?? usage;
+        const choice = event.choices?.[0];
+        if (!choice) continue;
+        const piece = choice.text ?? choice.delta?.content ?? "";
+        reason = choice.finish_reason ?? reason;
+        if (!piece) continue;
+        pieces += 1;
+        if (first === null) {
+          first = performance.now();
+          setText(this.first, seconds((first - began) / 1000));
+          this.mark("streaming", "running");
+        }
+        this.text.append(piece);
+        this.measure(first, pieces);
+      }
+      this.end(reason === "length" ? "cut at max tokens" : "done", "ready");
+    } catch (error) {
+      if (this.aborting.signal.aborted) this.end("stopped", "draining");
+      else {
+        this.warn(error.message);
+        this.end("failed", "silent");
+      }
+    }
+    this.measure(first, usage?.completion_tokens ?? pieces);
+    this.outcome = `${this.state.textContent}, ${plural(usage?.completion_tokens ?? pieces, "token")}`;
+  }
+
+  /** Over the tokens behind the first. */
+  measure(first, count) {
+    setText(this.tokens, count);
+    const tookS = first === null ? 0 : (performance.now() - first) / 1000;
+    if (count > 1 && tookS > 0.001) setText(this.speed, rate((count - 1) / tookS));
+  }
+
+  mark(words, state) {
+    setText(this.state, words);
+    this.state.dataset.state = state;
+  }
+
+  end(words, state) {
+    this.mark(words, state);
+  }
+
+  warn(message) {
+    this.text.before(h("p", { class: "trouble" }, message));
+  }
+}

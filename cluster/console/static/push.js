@@ -1,0 +1,73 @@
+// Pushing an adapter: a folder of this machine, sent as a tar, or a path or URI that the server reads.
+
+import { ApiError, adapterPath, errorFrom, headers, post } from "./api.js";
+import { ask, note } from "./dialogs.js";
+import { bytes, plural } from "./format.js";
+import { tarOf } from "./tar.js";
+
+const CONFIG = "adapter_config.json";
+const WEIGHTS = ["adapter_model.safetensors", "adapter_model.bin"];
+
+/** name: of the adapter that gets a version; "" asks for one. */
+export function askPush({ name = "", after }) {
+  ask({
+    title: name ? `New version of ${name}` : "Push an adapter",
+    text: "A folder that PEFT has saved. Its files are checked and loaded before anybody is served with them.",
+    fields: [
+      ...(name ? [] : [{ name: "name", label: "Name", required: true, maxlength: 256, hint: "Requests give it as their model." }]),
+      { name: "folder", label: "Folder on this machine", type: "file", webkitdirectory: true, hint: `${CONFIG} and ${WEIGHTS[0]} of it are sent.` },
+      { name: "source", label: "Or a path or URI that the server reads", placeholder: "s3://bucket/adapter", hint: "With it, a tokenizer of the adapter's own is read too." },
+      { name: "replicas", label: "Replicas that must have loaded it", type: "number", min: 1, step: 1, value: 1, required: true },
+      { name: "pin", label: "Pin to so many replicas", type: "number", min: 1, step: 1, placeholder: "not pinned" },
+      { name: "tenant", label: "Tenant", placeholder: "public" },
+      { name: "activate", label: "Requests go to it from now on", type: "checkbox", value: true },
+    ],
+    submit: "Push",
+    run: async (values, under) => {
+      const pushed = await push(name || values.name, values, under);
+      const number = pushed.versions.at(-1).number;
+      note(`${pushed.id}: ${plural(pushed.versions.length, "version")}, the last is v${number}.`);
+      await after();
+    },
+  });
+}
+
+async function push(name, values, under) {
+  const options = {
+    activate: values.activate,
+    replicas: Number(values.replicas),
+    ...(values.pin ? { pin: Number(values.pin) } : {}),
+    ...(values.tenant ? { tenant: values.tenant } : {}),
+  };
+  if (values.folder.length && values.source) throw new Error("Give a folder or a path, not both.");
+  if (values.source) return post("v1/adapters", { name, source: values.source, ...options });
+  if (!values.folder.length) throw new Error("Choose a folder, or give a path or URI.");
+  const [folder] = values.folder[0].webkitRelativePath.split("/");
+  const query = new URLSearchParams({ options: JSON.stringify(options), source: `console: ${folder}` });
+  return upload(`${adapterPath(name, "files")}?${query}`, tarOf(filesOf(values.folder)), under);
+}
+
+/** The two files at the top of the folder; one folder of a training run has many more. */
+export function filesOf(folder) {
+  const top = new Map(folder.filter((file) => file.webkitRelativePath.split("/").length === 2).map((file) => [file.name, file]));
+  const weights = WEIGHTS.find((name) => top.has(name));
+  if (!top.has(CONFIG) || weights === undefined) {
+    throw new Error(`The folder has no ${top.has(CONFIG) ? WEIGHTS.join(" or ") : CONFIG}; choose the one that PEFT has saved.`);
+  }
+  return { [CONFIG]: top.get(CONFIG), [weights]: top.get(weights) };
+}
+
+/** fetch does not tell how far an upload is. */
+function upload(path, content, { signal, progress }) {
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    request.open("PUT", path);
+    for (const [name, value] of Object.entries(headers({ "content-type": "application/x-tar" }))) request.setRequestHeader(name, value);
+    request.upload.onprogress = (event) => event.lengthComputable && progress(event.loaded / event.total);
+    request.onerror = () => reject(new ApiError(`The upload of ${bytes(content.size)} broke off.`, 0, null));
+    request.onabort = () => reject(new ApiError("Cancelled.", 0, null));
+    request.onload = () => (request.status === 200 ? resolve(JSON.parse(request.responseText)) : reject(errorFrom(request.status, request.responseText)));
+    signal.addEventListener("abort", () => request.abort());
+    request.send(content);
+  });
+}
