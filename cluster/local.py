@@ -213,6 +213,7 @@ def _wait_for_http(args: AppArgs, client: httpx.Client) -> None:
 def _announce(args: AppArgs, listener: Listener) -> None:
     names = [module.name for module in args.lora_modules]
     console.print(f"ready: {listener.url}")
+    console.print(f"console: {listener.url}/console")
     console.print(f"base model: {', '.join(args.base_names)}")
     console.print(f"adapters: {', '.join(names) or 'none'}")
     if listener.host in ("0.0.0.0", "::"):

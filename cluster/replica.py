@@ -25,6 +25,10 @@ from lorafleet.cluster.autoscaling import load_of
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
 from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.config import AppArgs, LoRAModule
+from lorafleet.cluster.console.page import PAGE_ROUTES
+from lorafleet.cluster.console.replica_view import ask_all, replica_view
+from lorafleet.cluster.console.state_api import StateApi
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
 from lorafleet.cluster.directory import HAND_OVER_S, Order
 from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.front import make_front, make_resolver, start_tracing
@@ -108,12 +112,30 @@ class EngineReplica:
         return await self._front.metrics.render() if self._front is not None else b""
 
     async def _scrape(self) -> bytes:
+        return await scrape_all(self._replicas(), self.render_metrics, self._render_directory)
+
+    def _replicas(self) -> Any:
+        """A handle of all replicas, this one among them."""
         context = serve.get_replica_context()
-        replicas = serve.get_deployment_handle(context.deployment, context.app_name)
-        return await scrape_all(replicas, self.render_metrics, self._render_directory)
+        return serve.get_deployment_handle(context.deployment, context.app_name)
 
     async def _render_directory(self) -> bytes:
         return directory_metrics.render(await self._directory.counts())
+
+    async def look(self, names: list[str], viewer: Viewer) -> ReplicaView | None:
+        """What the console shows of this replica; others ask for it."""
+        if self._front is None:
+            return None
+        return replica_view(self._front, names, viewer, self._cpu_loras, self._config.max_num_seqs)
+
+    async def _look_at_all(self, names: list[str], viewer: Viewer) -> list[ReplicaView]:
+        return await ask_all(self._replicas(), names, viewer)
+
+    async def _view(self, query: Query, viewer: Viewer) -> DirectoryView:
+        return await self._membership.call(lambda _: self._directory.view(query, viewer))
+
+    async def _view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
+        return await self._membership.call(lambda _: self._directory.view_adapter(name, viewer))
 
     async def __del__(self) -> None:
         """Serve calls this when it stops the replica, once its requests are answered."""
@@ -148,8 +170,7 @@ class EngineReplica:
         self._keep(self._watch_ranks(engine))
         await self._load_adapters(catalog)
         await self._membership.become_ready()
-        cpu_loras = self._config.lora.cpu_loras if self._config.lora is not None else 0
-        self._keep(keep_reporting(engine, self._membership, cpu_loras, self._config.max_num_seqs))
+        self._keep(keep_reporting(engine, self._membership, self._cpu_loras, self._config.max_num_seqs))
         self._front = make_front(
             self._args,
             self._replica_id,
@@ -166,7 +187,14 @@ class EngineReplica:
             self._front.metrics.add(self._keys)
             self._keep(self._keys.follow())
         self._tracing = start_tracing(self._args, self._replica_id)
-        return build_api(lambda: self._front, admin_routes(admin), self._tracing)
+        console = StateApi(self._view, self._view_adapter, self._look_at_all)
+        routes = [*admin_routes(admin), *console.routes(), *PAGE_ROUTES]
+        return build_api(lambda: self._front, routes, self._tracing)
+
+    @property
+    def _cpu_loras(self) -> int:
+        """Room in host memory."""
+        return self._config.lora.cpu_loras if self._config.lora is not None else 0
 
     def _open_gate(self) -> Gate:
         keys = self._keys

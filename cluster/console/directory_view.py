@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from lorafleet.cluster.catalogue.records import Adapter
 from lorafleet.cluster.console.view import (
@@ -17,6 +17,7 @@ from lorafleet.cluster.console.view import (
     Viewer,
 )
 from lorafleet.cluster.directory import AdapterDirectory
+from lorafleet.cluster.routing import Tier
 from lorafleet.cluster.slices import in_slices
 from lorafleet.workers.lora.request import LoRARequest
 
@@ -55,7 +56,7 @@ class DirectoryWindow:
         if adapter is not None:
             return self._of_catalogue(adapter, viewer) if viewer.may_see(adapter.tenant) else None
         resolved = self._directory.resolved.get(name)
-        return self._of_resolver(resolved) if resolved is not None else None
+        return self._of_resolver(resolved, viewer) if resolved is not None else None
 
     async def _names(self, query: Query, viewer: Viewer) -> tuple[list[str], bool]:
         """Of the adapters on the page, and whether there are more behind it."""
@@ -116,19 +117,18 @@ class DirectoryWindow:
             alias: [MoveView(one.at_s, {str(s.version): s.weight for s in one.shares}) for one in moves]
             for alias, moves in adapter.aliases.items()
         }
-        return AdapterView(
-            adapter.name, adapter.tenant, versions, aliases, adapter.pinned_replicas, adapter.removing
-        )
+        return AdapterView(adapter.name, adapter.tenant, versions, aliases, adapter.pinned_replicas, adapter.removing)
 
-    def _of_resolver(self, lora: LoRARequest) -> AdapterView:
-        version = VersionView(None, lora.digest, *self._where(lora.digest), source=lora.lora_path)
+    def _of_resolver(self, lora: LoRARequest, viewer: Viewer) -> AdapterView:
+        source = lora.lora_path if viewer.sees_all else ""
+        version = VersionView(None, lora.digest, *self._where(lora.digest), source=source)
         return AdapterView(lora.lora_name, None, [version], {}, found=True)
 
-    def _where(self, digest: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    def _where(self, digest: str) -> tuple[tuple[str, ...], dict[str, Tier]]:
         residency = self._directory.residency
         return residency.homes(digest), dict(residency.holders(digest))
 
-    def _replica(self, replica_id: str, pinned: dict[str, tuple[str, ...]], viewer: Viewer) -> ReplicaState:
+    def _replica(self, replica_id: str, pinned: Mapping[str, tuple[str, ...]], viewer: Viewer) -> ReplicaState:
         directory = self._directory
         return ReplicaState(
             replica_id,

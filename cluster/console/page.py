@@ -1,6 +1,7 @@
 """GET /console: the page and its files, as they lie in static/. No build step, and nothing from elsewhere.
 
-The page is opened without a key and shows nothing by itself; what it asks for goes through the API like anybody's calls.
+The page is opened without a key and shows nothing by itself; what it asks for goes through the API as anybody's calls
+do.
 """
 
 from __future__ import annotations

@@ -151,7 +151,5 @@ def _loads(directory: DirectoryView, views: Sequence[ReplicaView]) -> list[dict[
             if digest in directory.names and digest not in view.slots:
                 kind = "fill" if digest in view.in_cpu else "read"
                 name = directory.names[digest]
-                told.append(
-                    {"replica": view.replica, "adapter": name, "digest": digest, "kind": kind, "since_s": None}
-                )
+                told.append({"replica": view.replica, "adapter": name, "digest": digest, "kind": kind, "since_s": None})
     return told

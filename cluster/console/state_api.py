@@ -20,6 +20,7 @@ from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, Re
 from lorafleet.workers.errors import LorafleetError, ModelNotFound
 from lorafleet.workers.openai.api import Route
 from lorafleet.workers.openai.caller import Needed, caller_of, sent_key
+from lorafleet.workers.openai.errors import http_error
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.parsing import parse_query
 from lorafleet.workers.openai.protocol import Strict
@@ -85,26 +86,29 @@ class StateApi:
 
 
 def viewer_of(front: Front, request: Request) -> Viewer:
+    """Where nobody needs a key, nobody has secrets either: /metrics and /v1/models tell all, too."""
     caller = caller_of(request)
-    return Viewer(caller.tenant, caller.is_operator or not front.gate.has_keys)
+    return Viewer(caller.tenant, caller.is_operator or _refusal(front, None, "metrics") is None)
 
 
 def _rights(front: Front, request: Request, viewer: Viewer) -> dict[str, object]:
     """What the page should offer. It is decided again at every call."""
+    refused = _refusal(front, sent_key(request.headers), "admin")
     return {
         "tenant": viewer.tenant,
         "sees_all": viewer.sees_all,
-        "cannot_administer": _refusal(front, request, "admin"),
-        "cannot_infer": _refusal(front, request, "infer"),
+        "cannot_administer": None
+        if refused is None
+        else {"code": http_error(refused).code, "message": refused.message},
     }
 
 
-def _refusal(front: Front, request: Request, needed: Needed) -> str | None:
-    """Why the key that was sent does not open it."""
+def _refusal(front: Front, key: str | None, needed: Needed) -> LorafleetError | None:
+    """Why the key does not open it; None where it does."""
     try:
-        front.gate.caller(sent_key(request.headers), needed)
+        front.gate.caller(key, needed)
     except LorafleetError as error:
-        return error.message
+        return error
     return None
 
 

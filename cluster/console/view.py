@@ -35,7 +35,7 @@ class Query(msgspec.Struct, frozen=True):
 
 
 class VersionView(msgspec.Struct):
-    """homes: replicas where placement wants it. tiers: where it is, by replica. source, metadata: for administrators."""
+    """homes: replicas where placement wants it. tiers: where it is, by replica. source: for who sees all."""
 
     number: int | None  # None: a resolver found it
     digest: str

@@ -118,8 +118,10 @@ class CountRequests:
             await self._app(scope, receive, noting_status)
         except ClientDisconnect:
             pass
-        except Exception:
+        except Exception as error:
             logger.exception("%s %s failed", scope["method"], scope["path"])
+            if (front := self._get_front()) is not None:
+                front.failures.note(error)
             if status != CLIENT_LEFT:
                 raise  # the answer has begun: only breaking the connection tells the client
             await internal_error_response()(scope, receive, noting_status)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lorafleet.workers.adapter_language import Language, LanguageReader
-from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, ModelNotFound
+from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, LorafleetError, ModelNotFound
 from lorafleet.workers.lora import mixing
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.openai.admission import Quotas
@@ -22,6 +22,7 @@ from lorafleet.workers.openai.caller import Caller
 from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.openai.languages import AdapterLanguages, OpenFiles, open_local
 from lorafleet.workers.openai.metrics import Metrics
+from lorafleet.workers.openai.recent import RecentFailures, RecentTraffic
 from lorafleet.workers.openai.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
 from lorafleet.workers.openai.visibility import CallersCatalog, NoTenants, Tenants
 from lorafleet.workers.template_sandbox import TemplateSandbox
@@ -95,6 +96,8 @@ class Front:
         self.engine = engine
         self.catalog = catalog
         self.metrics = Metrics(lambda: engine.stats, config.base_id, config.replica_id)
+        self.recent = RecentTraffic()
+        self.failures = RecentFailures(config.replica_id)
         self.scrape = scrape
         self.gate = Gate() if gate is None else gate
         self.quotas = quotas
@@ -155,6 +158,15 @@ class Front:
         key: where versions share a name, requests with one key get the same version; None draws one. lora_weights: of
         a mix, see mixing.py. Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served.
         """
+        try:
+            return await self._model(caller, name, key, lora_weights)
+        except LorafleetError as error:
+            self.failures.note(error, name or "", caller.tenant)
+            raise
+
+    async def _model(
+        self, caller: Caller, name: str | None, key: str | None, lora_weights: Sequence[float] | None
+    ) -> ServedModel:
         catalog = self.catalog_of(caller)
         is_base = name is None or name in self.config.served_model_names
         if not is_base and name is not None and mixing.SIGN in name:
@@ -180,6 +192,7 @@ class Front:
         except AdapterError as error:
             if not self.engine.hello.falls_back_to_base:
                 raise
+            self.failures.note(error, name, caller.tenant)
             return ServedModel(name, None, self._languages.base, caller, fallback_reason=error.message)
 
     async def _mix(

@@ -130,13 +130,21 @@ class Sample:
                         self._ended = delta.finish_reason
                         return
             raise EngineDead(f"the engine ended request {self._engine_id} without an answer")
-        except LorafleetError:
+        except LorafleetError as error:
             self._ended = "error"
+            self._front.failures.note(error, self._adapter, self.model.caller.tenant)
             raise
         finally:
             self._count(watch)
 
+    @property
+    def _adapter(self) -> str:
+        """The name that the request called it by; "" for the base."""
+        return self.model.lora.lora_name if self.model.lora is not None else ""
+
     def _note_facts(self, delta: Delta) -> None:
+        if delta.fallback_reason:
+            self._front.failures.add("FellBackToBase", delta.fallback_reason, self._adapter, self.model.caller.tenant)
         self.num_cached_tokens = delta.num_cached_tokens or self.num_cached_tokens
         self.fallback_reason = delta.fallback_reason or self.fallback_reason
 
@@ -145,6 +153,14 @@ class Sample:
             self._front.quotas.charge(self.model.caller, self.num_tokens)
         num_prompt = len(self.prompt.token_ids) if self.counts_prompt else 0
         self._front.metrics.count_sequence(self._label, num_prompt, self.num_tokens, watch, self._ended)
+        self._front.recent.count(
+            self.model.caller.tenant,
+            self._adapter,
+            num_prompt,
+            self.num_tokens,
+            watch.first,
+            failed=self._ended == "error",
+        )
         if self._deadline.trace is not None:
             self._deadline.trace.sequence_ended(self, watch, self._ended)
 

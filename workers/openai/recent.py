@@ -58,7 +58,7 @@ class Traffic(msgspec.Struct):
         for number in sorted(self.first_token):
             left -= self.first_token[number]
             if left <= 0:
-                return _LEAST_S * GROWTH ** (number + 0.5)
+                return float(_LEAST_S * GROWTH ** (number + 0.5))
         return None
 
 
@@ -164,8 +164,8 @@ class RecentTraffic:
 
 
 class RecentFailures:
-    """Of serving: what the operator or an adapter's owner can do something about. What is wrong with a request itself is
-    its sender's matter, and its message may repeat what they wrote: it is not kept."""
+    """Of serving: what the operator or an adapter's owner can do something about. What is wrong with a request itself
+    is its sender's matter, and its message may repeat what they wrote: it is not kept."""
 
     def __init__(self, replica: str = "", clock: Callable[[], float] = time.time) -> None:
         """replica: at which they happen, where note() does not say."""
@@ -175,7 +175,9 @@ class RecentFailures:
 
     def note(self, error: Exception, adapter: str = "", tenant: str | None = None, replica: str = "") -> None:
         if not isinstance(error, LorafleetError):
-            self.add("internal_error", f"{type(error).__name__}: the replica's log says more.", adapter, tenant, replica)
+            self.add(
+                "internal_error", f"{type(error).__name__}: the replica's log says more.", adapter, tenant, replica
+            )
         elif isinstance(error, _OF_SERVING) and not isinstance(error, _OF_SENDERS):
             self.add(type(error).__name__, error.message, adapter, tenant, replica)
 

@@ -6,9 +6,9 @@ import { bytes, plural, rate, seconds, shortDigest, shortReplica, split, whole }
 
 const TYPING_MS = 200;
 const TIERS = [
-  ["gpu", "in a slot"],
-  ["coming", "on its way"],
-  ["cpu", "in memory"],
+  ["gpu", "slot"],
+  ["coming", "coming"],
+  ["cpu", "memory"],
 ];
 
 export function makeAdapters({ open, ask }) {

@@ -1,7 +1,7 @@
 // One adapter in a sheet: its versions, what its names stand for and stood for, where it is, and what can be done to it.
 
-import { get, inPath } from "./api.js";
 import { actionsOf } from "./actions.js";
+import { get, inPath } from "./api.js";
 import { byId, h, hueOf, setText } from "./dom.js";
 import { bytes, day, plural, rate, seconds, shortReplica, split, whole } from "./format.js";
 
@@ -11,7 +11,7 @@ const sheet = byId("detail");
 const body = byId("detail-body");
 
 /** rights(): why administration is closed, or null. changed(): something was done. tryIt(name): in the playground. */
-export function makeDetail({ rights, changed, tryIt, needKey, report }) {
+export function makeDetail({ rights, changed, tryIt, needKey }) {
   let name = null;
   let shown = "";
   sheet.querySelector(".close").addEventListener("click", () => sheet.close());
@@ -51,10 +51,10 @@ export function makeDetail({ rights, changed, tryIt, needKey, report }) {
       await changed();
       await refresh();
     };
-    const act = actionsOf(adapter, { after, removed: () => sheet.close(), report });
+    const act = actionsOf(adapter, { after, removed: () => sheet.close() });
     const button = (id, words, run, { open: isOpen = reason === null, danger = false } = {}) =>
       h("button", { type: "button", class: danger ? "danger" : "", "data-act": id, disabled: !isOpen, "aria-describedby": isOpen ? null : "closed", onclick: run }, words);
-    body.replaceChildren(
+    const parts = [
       h("p", { class: "tagline" }, tagline(adapter)),
       h(
         "div",
@@ -68,9 +68,10 @@ export function makeDetail({ rights, changed, tryIt, needKey, report }) {
       ),
       reason === null ? null : h("p", { class: "reason", id: "closed" }, reason, " ", h("button", { type: "button", class: "link", onclick: needKey }, "Enter a key")),
       adapter.found ? h("p", {}, "A resolver found it. It is not in the catalogue: removing makes the resolvers be asked again.") : names(adapter, act, button),
-      versions(adapter, act, button),
+      versions(adapter),
       traffic(adapter.traffic),
-    );
+    ];
+    body.replaceChildren(...parts.filter((part) => part !== null));
     if (focused) body.querySelector(`[data-act="${CSS.escape(focused)}"]`)?.focus();
   }
   return { open, refresh };

@@ -61,5 +61,5 @@ export function keyed(parent, items, keyOf, create, update) {
 
 /** The same hue for the same bytes, on every replica and in every view. */
 export function hueOf(digest) {
-  return Number.parseInt(digest.slice(0, 6), 16) % 360 || 0;
+  return Number.parseInt(digest.slice(2, 8), 16) % 360 || 0;
 }

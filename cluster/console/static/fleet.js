@@ -188,7 +188,7 @@ function fillSlot(node, { digest, number, name, pinned, letters }) {
   node.dataset.name = label;
   setAttribute(node, "class", `slot${label ? " held" : ""}${pinned ? " pinned" : ""}`);
   node.style.setProperty("--hue", label ? hueOf(digest) : 0);
-  setText(text, letters ? middle(label || "", letters) : "");
+  setText(text, letters ? middle(label, pinned ? letters - 2 : letters) : "");
 }
 
 function place(node, x, y, width, height, isCurrent) {

@@ -28,9 +28,11 @@ export function rate(value) {
 
 export const whole = (value) => value.toLocaleString("en");
 
-export const percent = (share) => `${Math.round(share * 100)} %`;
+export const percent = (share) => `${Math.round(share * 100)}\u00a0%`;
 
+/** Of today the time alone. */
 export function clock(atS) {
+  if (Date.now() / 1000 - atS > 12 * 3600) return day(atS);
   return new Date(atS * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 }
 

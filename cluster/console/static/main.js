@@ -8,6 +8,7 @@ import { askKey, showKey } from "./key.js";
 import { Live } from "./live.js";
 import { makePlayground } from "./playground.js";
 import { askPush } from "./push.js";
+import { session } from "./session.js";
 
 const VIEWS = ["fleet", "adapters", "playground"];
 
@@ -31,15 +32,22 @@ const adapters = makeAdapters({ open: detail.open, ask: (change) => live.ask(cha
 
 function show(state) {
   everShown = true;
-  closed = state.viewer.cannot_administer;
+  closed = whyClosed(state.viewer.cannot_administer);
+  setText(byId("base"), state.base_models[0]);
   showKey(state.viewer);
   byId("open-push").disabled = closed !== null;
-  byId("push-reason").hidden = closed === null;
+  byId("push-reason").parentElement.hidden = closed === null;
   setText(byId("push-reason"), closed ?? "");
   fleet.draw(state);
   adapters.draw(state);
   playground.start(state);
   detail.refresh();
+}
+
+/** In the server's words, unless they tell a program what to send. */
+function whyClosed(refused) {
+  if (refused === null) return null;
+  return refused.code === "invalid_api_key" && !session.key ? "Changing adapters needs the admin key." : refused.message;
 }
 
 function showStatus(error) {
@@ -54,7 +62,7 @@ function showStatus(error) {
 function turn() {
   const wanted = location.hash.slice(1);
   const view = VIEWS.includes(wanted) ? wanted : VIEWS[0];
-  for (const one of VIEWS) byId(one).hidden = one !== view;
+  for (const one of VIEWS) byId(`view-${one}`).hidden = one !== view;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -67,7 +75,7 @@ byId("pause").addEventListener("click", () => {
   byId("pause").setAttribute("aria-pressed", String(live.paused));
   showStatus(null);
 });
-byId("open-key").addEventListener("click", enterKey);
+for (const id of ["open-key", "push-key"]) byId(id).addEventListener("click", enterKey);
 byId("open-push").addEventListener("click", () => askPush({ after: () => live.ask({}) }));
 addEventListener("hashchange", turn);
 turn();

@@ -87,7 +87,7 @@ export function makePlayground() {
     if (!running.length && chosen.length) run();
   });
   document.addEventListener("keydown", (event) => {
-    if (byId("playground").hidden || document.querySelector("dialog[open]")) return;
+    if (byId("view-playground").hidden || document.querySelector("dialog[open]")) return;
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
     else if (event.key === "Escape") stop();
   });
