@@ -1,0 +1,264 @@
+"""What the console is sent: pages of adapters, replicas and their slots, and to each viewer no more than is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import msgspec
+import pytest
+
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.catalogue.records import Adapter, Share, Version, moved
+from lorafleet.cluster.console.directory_view import DirectoryWindow
+from lorafleet.cluster.console.replica_view import replica_view
+from lorafleet.cluster.console.state_api import StateApi
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
+from lorafleet.cluster.directory import AdapterDirectory
+from lorafleet.cluster.residency import Report
+from lorafleet.cluster.routing import ReplicaLoad
+from lorafleet.workers.errors import AdapterMissing, to_wire
+from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.messages import EngineStats
+from lorafleet.workers.openai.api import build_api
+from lorafleet.workers.openai.caller import Caller
+from state_fronts import ADMIN_KEY, bare_front
+
+KEYS = {
+    "key of acme": Caller("acme", "k1", frozenset(("infer",))),
+    "key of other": Caller("other", "k2", frozenset(("infer", "admin"))),
+    "key of nobody": Caller(None, "k3", frozenset(("infer",))),
+    "key for metrics": Caller(None, "k4", frozenset(("metrics",))),
+}
+
+
+def adapter(name: str, tenant: str | None = None, alias: str | None = None) -> Adapter:
+    versions = tuple(Version(number, f"{name} {number}", "s3://secret", 8, 1000, 1.0) for number in (1, 2))
+    made = moved(Adapter(name, versions, tenant=tenant), name, (Share(1, 1.0),), 10.0)
+    return moved(made, alias, (Share(2, 1.0),), 20.0) if alias else made
+
+
+class Cluster:
+    """A directory and one replica, in one process, behind the real routes."""
+
+    def __init__(self, folder: Path, keys: dict[str, Caller] | None) -> None:
+        self.directory = AdapterDirectory(Catalogue(FolderStore(folder)))
+        self.window = DirectoryWindow(self.directory)
+        self.stats = EngineStats(lora_slots_total=4)
+        self.front = bare_front(keys, "r0", self.stats)
+        self.sequence = 0
+        api = StateApi(self.view, self.view_adapter, self.view_replicas)
+        transport = httpx.ASGITransport(cast(Any, build_api(lambda: self.front, api.routes())))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://console")
+
+    async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+        return await self.window.view(query, viewer)
+
+    async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
+        return self.window.adapter(name, viewer)
+
+    async def view_replicas(self, names: list[str], viewer: Viewer) -> list[ReplicaView]:
+        return [replica_view(self.front, names, viewer, cpu_loras=8, max_num_seqs=16)]
+
+    async def put(self, *adapters: Adapter) -> None:
+        for one in adapters:
+            await self.directory.catalogue.change(one.name, lambda _, made=one: made)
+
+    async def join(self) -> None:
+        await self.directory.join("r0", "", [], [], True)
+
+    def hold(self, slots: list[str], in_cpu: list[str], waiting: list[str] | None = None) -> None:
+        waiting = waiting or []
+        self.stats = msgspec.structs.replace(
+            self.stats, resident_slots=slots, resident_cpu=in_cpu, waiting_adapters=waiting, num_running=3
+        )
+        cast(Any, self.front).engine.stats = self.stats
+        self.sequence += 1
+        tiers: dict[str, Any] = dict.fromkeys(in_cpu, "cpu") | dict.fromkeys(waiting, "coming")
+        tiers |= dict.fromkeys(filter(None, slots), "gpu")
+        self.directory.accept(Report("r0", self.sequence, True, tiers, ReplicaLoad(num_running=3)))
+
+    async def get(self, path: str = "/v1/console/state", key: str | None = None, **query: Any) -> httpx.Response:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return await self.http.get(path, params=query, headers=headers)
+
+    async def state(self, key: str | None = None, **query: Any) -> dict[str, Any]:
+        response = await self.get(key=key, **query)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+
+async def cluster_of(folder: Path, keys: dict[str, Caller] | None) -> Cluster:
+    made = Cluster(folder, keys)
+    await made.directory.load()
+    await made.join()
+    return made
+
+
+@pytest.fixture
+async def open_cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    cluster = await cluster_of(tmp_path, None)
+    yield cluster
+    await cluster.http.aclose()
+
+
+@pytest.fixture
+async def shared(tmp_path: Path) -> AsyncIterator[Cluster]:
+    """With keys; one public adapter, one of each tenant, all in slots, and traffic and errors of both."""
+    cluster = await cluster_of(tmp_path, KEYS)
+    await cluster.put(adapter("public"), adapter("acme/sql", "acme"), adapter("other/law", "other", "law-next"))
+    cluster.hold(["other/law 1", "acme/sql 1", "", "public 1"], ["other/law 1", "public 1"], ["other/law 2"])
+    for tenant, name in (("acme", "public"), ("other", "public"), ("other", "law-next"), ("acme", "")):
+        cluster.front.recent.count(tenant, name, 10, 20, 0.1, failed=False)
+    for tenant, name in (("acme", "acme/sql"), ("other", "other/law"), (None, "")):
+        cluster.front.failures.note(AdapterMissing(f"no files of {name}"), name, tenant)
+    lora = LoRARequest("other/law", 1, "s3://secret", "other/law 1")
+    cluster.directory.order("r0", "load", lora)
+    yield cluster
+    await cluster.http.aclose()
+
+
+def names(state: dict[str, Any]) -> list[str]:
+    return [one["name"] for one in state["adapters"]]
+
+
+async def test_pages_of_names_have_every_adapter_once(open_cluster: Cluster) -> None:
+    await open_cluster.put(*(adapter(f"a{number:03d}") for number in range(57)))
+    seen: list[str] = []
+    after = ""
+    while True:
+        page = await open_cluster.state(after=after, limit=10)
+        seen += names(page)
+        after = page["last_name"]
+        if not page["has_more"]:
+            break
+    assert seen == [f"a{number:03d}" for number in range(57)]
+    assert page["num_adapters"] == 57
+
+
+async def test_search_finds_names_and_aliases_whatever_their_case(open_cluster: Cluster) -> None:
+    await open_cluster.put(adapter("org/SQL-tool"), adapter("law", alias="sql-law"), adapter("poet"))
+    assert names(await open_cluster.state(search="sql")) == ["law", "org/SQL-tool"]
+    assert names(await open_cluster.state(search="sql", after="law")) == ["org/SQL-tool"]
+    assert names(await open_cluster.state(search="<script>")) == []
+
+
+async def test_the_busiest_come_first_under_whatever_name_they_were_asked_for(open_cluster: Cluster) -> None:
+    await open_cluster.put(adapter("calm"), adapter("busy", alias="hot"), adapter("idle"))
+    for name, count in (("calm", 1), ("hot", 3), ("gone", 9)):
+        for _ in range(count):
+            open_cluster.front.recent.count(None, name, 1, 1, 0.1, failed=False)
+    state = await open_cluster.state(order="busiest")
+    assert names(state) == ["busy", "calm"]
+    assert [one["traffic"]["requests"] for one in state["adapters"]] == [3, 1]
+
+
+async def test_slots_are_told_by_their_number_and_adapters_by_their_tiers(open_cluster: Cluster) -> None:
+    await open_cluster.put(adapter("sql"), adapter("law"))
+    open_cluster.hold(["", "law 1", "", "sql 2"], ["sql 1", "sql 2"], ["law 2"])
+    state = await open_cluster.state()
+    [replica] = state["replicas"]
+    assert replica["slots"] == ["", "law 1", "", "sql 2"]
+    assert (replica["state"], replica["cpu_loras"], replica["num_running"]) == ("ready", 8, 3)
+    assert {state["names"][digest] for digest in replica["in_cpu"]} == {"sql"}
+    [law, sql] = state["adapters"]
+    assert [one["tiers"] for one in law["versions"]] == [{"r0": "gpu"}, {"r0": "coming"}]
+    assert [one["tiers"] for one in sql["versions"]] == [{"r0": "cpu"}, {"r0": "gpu"}]
+    assert [(one["adapter"], one["kind"]) for one in state["loads"]] == [("law", "read")]
+
+
+async def test_orders_and_their_failures_are_told_with_their_replica(open_cluster: Cluster) -> None:
+    await open_cluster.put(adapter("sql"))
+    directory, lora = open_cluster.directory, LoRARequest("sql", 1, "/sql", "sql 1")
+    answer = directory.order("r0", "pin", lora)
+    [load] = (await open_cluster.state())["loads"]
+    assert (load["replica"], load["adapter"], load["kind"]) == ("r0", "sql", "pin")
+    epoch = (await directory.join("r0", "", [], [], True)).epoch
+    await directory.done("r0", epoch, 1, None, to_wire(AdapterMissing("no files")))
+    assert isinstance(answer.exception(), AdapterMissing)
+    state = await open_cluster.state()
+    assert state["loads"] == []
+    [failure] = state["failures"]
+    assert (failure["replica"], failure["adapter"], failure["code"]) == ("r0", "sql", "AdapterMissing")
+
+
+async def test_an_adapter_is_shown_with_the_history_of_its_names(open_cluster: Cluster) -> None:
+    await open_cluster.put(moved(adapter("org/sql"), "org/sql", (Share(1, 1.0), Share(2, 3.0)), 30.0))
+    shown = (await open_cluster.get("/v1/console/adapters/org/sql")).json()
+    assert shown["aliases"] == {"org/sql": {"1": 1.0, "2": 3.0}}
+    assert [one["at_s"] for one in shown["history"]["org/sql"]] == [10.0, 30.0]
+    assert (await open_cluster.get("/v1/console/adapters/none")).status_code == 404
+
+
+async def test_what_the_page_has_already_is_not_sent_again(open_cluster: Cluster) -> None:
+    await open_cluster.put(adapter("sql"))
+    first = await open_cluster.get()
+    headers = {"if-none-match": first.headers["etag"]}
+    assert (await open_cluster.http.get("/v1/console/state", headers=headers)).status_code == 304
+    await open_cluster.put(adapter("law"))
+    assert (await open_cluster.http.get("/v1/console/state", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("query", [{"limit": 0}, {"limit": 201}, {"search": "x" * 300}, {"order": "size"}, {"more": 1}])
+async def test_a_query_out_of_its_bounds_is_refused(open_cluster: Cluster, query: dict[str, Any]) -> None:
+    assert (await open_cluster.get(**query)).status_code == 400
+
+
+async def test_without_keys_all_is_shown_and_only_administration_needs_the_admin_key(open_cluster: Cluster) -> None:
+    await open_cluster.put(adapter("private", "acme"))
+    state = await open_cluster.state()
+    assert names(state) == ["private"] and state["viewer"]["sees_all"]
+    assert state["viewer"]["cannot_administer"]["code"] == "invalid_api_key"
+    assert (await open_cluster.state(ADMIN_KEY))["viewer"]["cannot_administer"] is None
+
+
+async def test_with_keys_nothing_is_told_without_one(shared: Cluster) -> None:
+    for path in ("/v1/console/state", "/v1/console/adapters/public"):
+        assert (await shared.get(path)).status_code == 401
+        assert (await shared.get(path, "no such key")).status_code == 401
+        assert (await shared.get(path, "key for metrics")).status_code == 403
+
+
+async def test_the_operator_sees_every_tenant(shared: Cluster) -> None:
+    state = await shared.state(ADMIN_KEY)
+    assert names(state) == ["acme/sql", "other/law", "public"]
+    assert state["replicas"][0]["slots"] == ["other/law 1", "acme/sql 1", "", "public 1"]
+    assert (state["total"]["requests"], len(state["failures"]), len(state["loads"])) == (4, 3, 2)
+
+
+async def test_a_tenant_sees_its_own_and_what_is_public_and_nothing_of_others(shared: Cluster) -> None:
+    response = await shared.get(key="key of acme")
+    state = response.json()
+    assert names(state) == ["acme/sql", "public"]
+    [replica] = state["replicas"]
+    assert replica["slots"] == ["", "acme/sql 1", "", "public 1"]
+    assert replica["in_cpu"] == ["public 1"]
+    assert "num_running" not in replica and state["load"] is None and state["num_adapters"] is None
+    assert state["total"]["requests"] == 2 and state["base"]["requests"] == 1
+    assert [one["traffic"]["requests"] for one in state["adapters"]] == [0, 1]
+    assert [one["adapter"] for one in state["failures"]] == ["acme/sql"]
+    assert state["loads"] == []
+    for word in ("law", "other", "secret"):
+        assert word not in response.text
+    for query in ({"search": "law"}, {"order": "busiest"}, {"after": "acme/sql"}):
+        assert "law" not in (await shared.get(key="key of acme", **query)).text
+
+
+async def test_another_tenants_adapter_is_as_missing_as_one_that_is_not_there(shared: Cluster) -> None:
+    hidden = await shared.get("/v1/console/adapters/other/law", "key of acme")
+    missing = await shared.get("/v1/console/adapters/other/no", "key of acme")
+    assert hidden.status_code == missing.status_code == 404
+    assert hidden.text.replace("law", "no") == missing.text
+    assert (await shared.get("/v1/console/adapters/other/law", "key of other")).status_code == 200
+    assert (await shared.get("/v1/console/adapters/law-next", "key of acme")).status_code == 404
+
+
+async def test_a_key_of_no_tenant_sees_what_is_public_alone(shared: Cluster) -> None:
+    state = await shared.state("key of nobody")
+    assert names(state) == ["public"]
+    assert (state["total"]["requests"], state["failures"]) == (0, [])
+    assert state["replicas"][0]["slots"] == ["", "", "", "public 1"]
