@@ -28,6 +28,7 @@ from lorafleet.cluster.residency import Report, Residency, Routes
 from lorafleet.cluster.routing import TYPICAL_BYTES
 from lorafleet.cluster.slices import in_slices
 from lorafleet.workers.errors import LorafleetError, Overloaded, WireError, from_wire
+from lorafleet.workers.lora.names import tenant_of
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.openai.recent import RecentFailures
 
@@ -427,9 +428,8 @@ class AdapterDirectory:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _note_failure(self, replica_id: str, order: Order, error: LorafleetError) -> None:
-        owner = self.catalogue.state.owner(order.lora.lora_name)
-        tenant = None if owner is None else owner.tenant
-        self.failures.note(error, order.lora.lora_name, tenant, replica_id)
+        name = order.lora.lora_name
+        self.failures.note(error, name, tenant_of(name), replica_id)
 
     def _look_at_replicas(self) -> None:
         """Soon, and once for all that join together."""

@@ -19,6 +19,7 @@ from lorafleet.cluster.console.view import (
 from lorafleet.cluster.directory import AdapterDirectory
 from lorafleet.cluster.routing import Tier
 from lorafleet.cluster.slices import in_slices
+from lorafleet.workers.lora.names import full_name, tenant_of
 from lorafleet.workers.lora.request import LoRARequest
 
 STEP = 200  # names looked at before other work may run
@@ -52,9 +53,11 @@ class DirectoryWindow:
 
     def adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
         """None where there is none, or another tenant's."""
+        if not self._is_visible(name, viewer):
+            return None
         adapter = self._directory.catalogue.state.adapters.get(name)
         if adapter is not None:
-            return self._of_catalogue(adapter, viewer) if viewer.may_see(adapter.tenant) else None
+            return self._of_catalogue(adapter, viewer)
         resolved = self._directory.resolved.get(name)
         return self._of_resolver(resolved, viewer) if resolved is not None else None
 
@@ -94,10 +97,10 @@ class DirectoryWindow:
         return state.owner_name(name)
 
     def _is_visible(self, name: str, viewer: Viewer) -> bool:
-        if viewer.sees_all:
-            return True
-        adapter = self._directory.catalogue.state.adapters.get(name)
-        return adapter is None or viewer.may_see(adapter.tenant)
+        """A tenant's own adapter is before a public one of the same name, which its requests do not reach."""
+        own = full_name(viewer.tenant, name)
+        hidden = own != name and tenant_of(name) is None and own in self._directory.catalogue.state.adapters
+        return viewer.may_see(name) and not hidden
 
     def _of_catalogue(self, adapter: Adapter, viewer: Viewer) -> AdapterView:
         versions = [
@@ -117,12 +120,12 @@ class DirectoryWindow:
             alias: [MoveView(one.at_s, {str(s.version): s.weight for s in one.shares}) for one in moves]
             for alias, moves in adapter.aliases.items()
         }
-        return AdapterView(adapter.name, adapter.tenant, versions, aliases, adapter.pinned_replicas, adapter.removing)
+        return AdapterView(adapter.name, versions, aliases, adapter.pinned_replicas, adapter.removing)
 
     def _of_resolver(self, lora: LoRARequest, viewer: Viewer) -> AdapterView:
         source = lora.lora_path if viewer.sees_all else ""
         version = VersionView(None, lora.digest, *self._where(lora.digest), source=source)
-        return AdapterView(lora.lora_name, None, [version], {}, found=True)
+        return AdapterView(lora.lora_name, [version], {}, found=True)
 
     def _where(self, digest: str) -> tuple[tuple[str, ...], dict[str, Tier]]:
         residency = self._directory.residency
@@ -157,11 +160,6 @@ class DirectoryWindow:
         orders = [
             Order(replica, self._owner(lora.lora_name) or lora.lora_name, lora.digest, kind, since_s)
             for replica, kind, lora, since_s in self._directory.open_orders()
-            if viewer.sees_all or self._may_see_name(lora.lora_name, viewer)
+            if viewer.may_see(lora.lora_name)
         ]
         return sorted(orders, key=lambda one: one.since_s)[:MAX_ORDERS]
-
-    def _may_see_name(self, name: str, viewer: Viewer) -> bool:
-        """Of a push that has not been registered yet, nobody knows whose it will be but the operator."""
-        owner = self._owner(name)
-        return owner is not None and self._is_visible(owner, viewer)

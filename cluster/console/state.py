@@ -20,7 +20,8 @@ from lorafleet.cluster.console.view import (
     VersionView,
     Viewer,
 )
-from lorafleet.workers.openai.recent import WINDOW_S, Traffic, total_of
+from lorafleet.workers.lora.names import tenant_of
+from lorafleet.workers.openai.recent import WINDOW_S, Failure, Traffic, total_of
 
 BASE = ""  # the base model among the names of traffic
 MAX_FAILURES = 100  # shown
@@ -30,7 +31,8 @@ POLL_S = 2.0
 def state_of(
     base_names: Sequence[str], viewer: Viewer, directory: DirectoryView, views: Sequence[ReplicaView]
 ) -> dict[str, Any]:
-    seen = Views(views)
+    seen = Views(views, viewer)
+    names = {digest: viewer.naming(name) for digest, name in directory.names.items()}
     failures = [*directory.failures, *(one for view in views for one in view.failures)]
     failures.sort(key=lambda one: one.at_s, reverse=True)
     return {
@@ -42,17 +44,17 @@ def state_of(
         "num_adapters": directory.num_adapters,
         "adapters": [seen.adapter(one) for one in directory.adapters],
         "has_more": directory.has_more,
-        "last_name": directory.adapters[-1].name if directory.adapters else None,
+        "after": directory.adapters[-1].name if directory.adapters else None,
         "num_replicas": directory.num_replicas,
-        "replicas": [seen.replica(one, directory.names, viewer) for one in directory.replicas],
+        "replicas": [seen.replica(one, names) for one in directory.replicas],
         "more_replicas": directory.more_replicas,
         "last_replica": directory.replicas[-1].replica if directory.replicas else None,
-        "names": directory.names,
+        "names": names,
         "total": _traffic(total_of(view.total for view in views)),
         "base": _traffic(seen.traffic((BASE,))),
         "load": _load(views) if viewer.sees_all else None,
-        "loads": _loads(directory, views),
-        "failures": [msgspec.to_builtins(one) for one in failures[:MAX_FAILURES]],
+        "loads": _loads(directory, views, names, viewer),
+        "failures": [_failure(one, viewer) for one in failures[:MAX_FAILURES]],
     }
 
 
@@ -62,8 +64,9 @@ def names_of(adapter: AdapterView) -> list[str]:
 
 
 class Views:
-    def __init__(self, views: Sequence[ReplicaView]) -> None:
+    def __init__(self, views: Sequence[ReplicaView], viewer: Viewer) -> None:
         self._views = views
+        self._viewer = viewer
         self._by_replica = {view.replica: view for view in views}
 
     def traffic(self, names: Sequence[str]) -> Traffic:
@@ -72,15 +75,18 @@ class Views:
     def adapter(self, adapter: AdapterView) -> dict[str, Any]:
         """One row: what its aliases stand for now. history() has what they stood for before."""
         return {
-            **_adapter(adapter),
-            "aliases": {alias: moves[-1].split for alias, moves in adapter.aliases.items()},
+            **_adapter(adapter, self._viewer),
+            "aliases": {self._viewer.naming(alias): moves[-1].split for alias, moves in adapter.aliases.items()},
             "traffic": _traffic(self.traffic(names_of(adapter))),
         }
 
     def history(self, adapter: AdapterView) -> dict[str, Any]:
-        return {alias: [msgspec.to_builtins(one) for one in moves] for alias, moves in adapter.aliases.items()}
+        return {
+            self._viewer.naming(alias): [msgspec.to_builtins(one) for one in moves]
+            for alias, moves in adapter.aliases.items()
+        }
 
-    def replica(self, state: ReplicaState, names: Mapping[str, str], viewer: Viewer) -> dict[str, Any]:
+    def replica(self, state: ReplicaState, names: Mapping[str, str]) -> dict[str, Any]:
         view = self._by_replica.get(state.replica)
         shown: dict[str, Any] = {
             "replica": state.replica,
@@ -94,13 +100,13 @@ class Views:
             "in_cpu": [one for one in view.in_cpu if one in names],
             "cpu_loras": view.cpu_loras,
         }
-        return shown | (_load([view]) if viewer.sees_all else {})
+        return shown | (_load([view]) if self._viewer.sees_all else {})
 
 
-def _adapter(adapter: AdapterView) -> dict[str, Any]:
+def _adapter(adapter: AdapterView, viewer: Viewer) -> dict[str, Any]:
     return {
-        "name": adapter.name,
-        "tenant": adapter.tenant,
+        "name": viewer.naming(adapter.name),
+        "tenant": tenant_of(adapter.name),
         "pinned_replicas": adapter.pinned_replicas,
         "removing": adapter.removing,
         "found": adapter.found,
@@ -140,16 +146,30 @@ def _traffic(traffic: Traffic) -> dict[str, Any]:
     }
 
 
-def _loads(directory: DirectoryView, views: Sequence[ReplicaView]) -> list[dict[str, Any]]:
+def _failure(failure: Failure, viewer: Viewer) -> dict[str, Any]:
+    shown = msgspec.structs.replace(
+        failure, adapter=viewer.naming(failure.adapter), message=viewer.words(failure.message)
+    )
+    builtins: dict[str, Any] = msgspec.to_builtins(shown)
+    return builtins
+
+
+def _loads(
+    directory: DirectoryView, views: Sequence[ReplicaView], names: Mapping[str, str], viewer: Viewer
+) -> list[dict[str, Any]]:
     """What replicas were told to do, and what requests wait for."""
-    told = [
-        {"replica": one.replica, "adapter": one.adapter, "digest": one.digest, "kind": one.kind, "since_s": one.since_s}
-        for one in directory.orders
+    told: list[dict[str, Any]] = [
+        {**msgspec.structs.asdict(one), "adapter": viewer.naming(one.adapter)} for one in directory.orders
     ]
-    for view in views:
-        for digest in view.waiting:
-            if digest in directory.names and digest not in view.slots:
-                kind = "fill" if digest in view.in_cpu else "read"
-                name = directory.names[digest]
-                told.append({"replica": view.replica, "adapter": name, "digest": digest, "kind": kind, "since_s": None})
-    return told
+    return told + [
+        {
+            "replica": view.replica,
+            "adapter": names[digest],
+            "digest": digest,
+            "kind": "fill" if digest in view.in_cpu else "read",
+            "since_s": None,
+        }
+        for view in views
+        for digest in view.waiting
+        if digest in names and digest not in view.slots
+    ]

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from lorafleet.cluster.console.state import BASE, Views, names_of, state_of
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
 from lorafleet.workers.errors import LorafleetError, ModelNotFound
+from lorafleet.workers.lora.names import full_name
 from lorafleet.workers.openai.api import Route
 from lorafleet.workers.openai.caller import Needed, caller_of, sent_key
 from lorafleet.workers.openai.errors import http_error
@@ -25,6 +26,7 @@ from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.parsing import parse_query
 from lorafleet.workers.openai.protocol import Strict
 from lorafleet.workers.openai.responses import json_response
+from lorafleet.workers.openai.visibility import CallersCatalog
 
 MAX_SEARCH_CHARS = 256
 MAX_ADAPTERS = 200  # on a page
@@ -62,8 +64,8 @@ class StateApi:
         asked, viewer = parse_query(request, StateQuery), viewer_of(front, request)
         query = Query(asked.search, asked.after, asked.limit, asked.replicas_after, asked.replica_limit)
         if asked.order == "busiest" and not asked.search:
-            query = msgspec.structs.replace(query, names=await self._busiest(viewer, asked.limit))
-        directory = await self._view_directory(query, viewer)
+            query = msgspec.structs.replace(query, names=tuple(await self._busiest(viewer, asked.limit)))
+        directory = await self._page(query, viewer, front.catalog_of(caller_of(request)))
         names = [name for adapter in directory.adapters for name in names_of(adapter)]
         views = await self._view_replicas([BASE, *names], viewer)
         state = state_of(front.config.served_model_names, viewer, directory, views)
@@ -71,17 +73,38 @@ class StateApi:
 
     async def adapter(self, front: Front, request: Request) -> Response:
         name, viewer = str(request.path_params["name"]), viewer_of(front, request)
-        adapter = await self._view_adapter(name, viewer)
+        own = full_name(viewer.tenant, name)
+        adapter = await self._view_adapter(own, viewer)
+        if adapter is None and own != name and front.catalog_of(caller_of(request)).sees(name):
+            adapter = await self._view_adapter(name, viewer)
         if adapter is None:
             raise ModelNotFound(f"There is no adapter `{name}` in the catalogue.", "name")
-        views = Views(await self._view_replicas(names_of(adapter), viewer))
+        views = Views(await self._view_replicas(names_of(adapter), viewer), viewer)
         return json_response({**views.adapter(adapter), "history": views.history(adapter)})
+
+    async def _page(self, query: Query, viewer: Viewer, catalog: CallersCatalog) -> DirectoryView:
+        """Without the public names that are kept for other tenants, of which the directory knows nothing."""
+        view = await self._view_directory(query, viewer)
+        if viewer.sees_all:
+            return view
+        kept = [one for one in view.adapters if catalog.sees(one.name)]
+        last = view
+        while last.has_more and len(kept) <= query.limit:
+            last = await self._view_directory(msgspec.structs.replace(query, after=last.adapters[-1].name), viewer)
+            kept += [one for one in last.adapters if catalog.sees(one.name)]
+        return msgspec.structs.replace(
+            view,
+            adapters=kept[: query.limit],
+            has_more=len(kept) > query.limit,
+            names={digest: name for digest, name in view.names.items() if catalog.sees(name)},
+            orders=[one for one in view.orders if catalog.sees(one.adapter)],
+        )
 
     async def _busiest(self, viewer: Viewer, limit: int) -> list[str]:
         """By requests over all replicas."""
         views = await self._view_replicas([], viewer)
         names = list({name for view in views for name in view.busiest})
-        counted = Views(await self._view_replicas(names, viewer))
+        counted = Views(await self._view_replicas(names, viewer), viewer)
         return sorted(names, key=lambda name: (-counted.traffic((name,)).requests, name))[:limit]
 
 

@@ -1,7 +1,8 @@
 """What the console shows, as plain data: of the directory, of each replica, and both put together for one viewer.
 
 The directory knows adapters and where they are; a replica knows its slots, its traffic and its failures. Nobody is told
-more than they may see: what is another tenant's is left out where it is kept, not where it is drawn.
+more than they may see: what is another tenant's is left out where it is kept, not where it is drawn. Names are
+full in all of this; state.py turns them into the viewer's.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from lorafleet.cluster.routing import ReplicaLoad, Tier
+from lorafleet.workers.lora.names import bare_name, in_the_words_of, tenant_of
 from lorafleet.workers.openai.recent import Failure, Traffic
 
 
@@ -18,8 +20,17 @@ class Viewer(msgspec.Struct, frozen=True):
     tenant: str | None
     sees_all: bool
 
-    def may_see(self, tenant: str | None) -> bool:
-        return self.sees_all or tenant is None or tenant == self.tenant
+    def may_see(self, full: str) -> bool:
+        """An adapter of this full name (workers/lora/names.py)."""
+        return self.sees_all or tenant_of(full) in (None, self.tenant)
+
+    def naming(self, full: str) -> str:
+        """What the viewer calls it."""
+        return full if self.tenant is None else bare_name(full)
+
+    def words(self, text: str) -> str:
+        """A message with full names in it."""
+        return text if self.sees_all else in_the_words_of(self.tenant, text)
 
 
 class Query(msgspec.Struct, frozen=True):
@@ -31,7 +42,7 @@ class Query(msgspec.Struct, frozen=True):
     limit: int = 50
     replicas_after: str = ""
     replica_limit: int = 24
-    names: list[str] | None = None
+    names: tuple[str, ...] | None = None
 
 
 class VersionView(msgspec.Struct):
@@ -59,7 +70,6 @@ class AdapterView(msgspec.Struct):
     """aliases: each with its moves, the present one last. found: by a resolver, and not in the catalogue."""
 
     name: str
-    tenant: str | None
     versions: list[VersionView]
     aliases: dict[str, list[MoveView]]
     pinned_replicas: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from lorafleet.workers.messages import EngineStats
 from lorafleet.workers.openai.caller import Caller
@@ -12,6 +12,7 @@ from lorafleet.workers.openai.front import Front, FrontConfig
 from lorafleet.workers.openai.gate import Gate, KnownKey
 from lorafleet.workers.openai.metrics import Metrics
 from lorafleet.workers.openai.recent import RecentFailures, RecentTraffic
+from lorafleet.workers.openai.visibility import CallersCatalog, NoTenants
 
 ADMIN_KEY = "the admin key"
 
@@ -21,9 +22,10 @@ def bare_front(keys: dict[str, Caller] | None = None, replica: str = "r0", stats
     known = None if keys is None else {_digest(key): KnownKey(caller) for key, caller in keys.items()}
     gate = Gate(ADMIN_KEY, None if known is None else lambda: known)
     present = stats or EngineStats()
-    return cast(
+    front = cast(
         Front,
         SimpleNamespace(
+            tenants=NoTenants(),
             config=FrontConfig(("base",), "/models/base", replica_id=replica),
             gate=gate,
             quotas=None,
@@ -33,6 +35,8 @@ def bare_front(keys: dict[str, Caller] | None = None, replica: str = "r0", stats
             failures=RecentFailures(replica),
         ),
     )
+    cast(Any, front).catalog_of = lambda caller: CallersCatalog(cast(Any, None), front.tenants, caller)
+    return front
 
 
 def _digest(key: str) -> str:

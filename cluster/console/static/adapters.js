@@ -28,7 +28,7 @@ export function makeAdapters({ open, ask }) {
   });
 
   function draw(state) {
-    pager.show(state.last_name, state.has_more);
+    pager.show(state.after, state.has_more);
     setText(byId("adapters-count"), state.num_adapters === null ? "" : whole(state.num_adapters));
     keyed(byId("rows"), state.adapters, (one) => one.name, (one) => row(one, open), (node, one) => fill(node, one, state.window_s));
     const empty = byId("no-rows");

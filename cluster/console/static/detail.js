@@ -10,7 +10,7 @@ const WORDS = { gpu: "in a slot", coming: "on its way", cpu: "in host memory" };
 const sheet = byId("detail");
 const body = byId("detail-body");
 
-/** rights(): why administration is closed, or null. changed(): something was done. tryIt(name): in the playground. */
+/** rights(adapter): why it cannot be changed or pinned, or null. changed(): something was done. tryIt(name): in the playground. */
 export function makeDetail({ rights, changed, tryIt, needKey }) {
   let name = null;
   let shown = "";
@@ -34,7 +34,7 @@ export function makeDetail({ rights, changed, tryIt, needKey }) {
     try {
       const adapter = await get(`v1/console/adapters/${inPath(wanted)}`);
       if (name !== wanted) return;
-      const now = JSON.stringify([adapter, rights()]);
+      const now = JSON.stringify([adapter, rights(adapter)]);
       if (now !== shown) draw(adapter);
       shown = now;
     } catch (error) {
@@ -46,14 +46,15 @@ export function makeDetail({ rights, changed, tryIt, needKey }) {
 
   function draw(adapter) {
     const focused = document.activeElement?.dataset?.act;
-    const reason = rights();
+    const { change: reason, pin: pinReason } = rights(adapter);
     const after = async () => {
       await changed();
       await refresh();
     };
     const act = actionsOf(adapter, { after, removed: () => sheet.close() });
-    const button = (id, words, run, { open: isOpen = reason === null, danger = false } = {}) =>
-      h("button", { type: "button", class: danger ? "danger" : "", "data-act": id, disabled: !isOpen, "aria-describedby": isOpen ? null : "closed", onclick: run }, words);
+    const button = (id, words, run, { open: isOpen = reason === null, danger = false, why = reason } = {}) =>
+      h("button", { type: "button", class: danger ? "danger" : "", "data-act": id, disabled: !isOpen, title: isOpen ? null : why, "aria-describedby": isOpen || !why ? null : "closed", onclick: run }, words);
+    const pinning = { open: pinReason === null, why: pinReason };
     const parts = [
       h("p", { class: "tagline" }, tagline(adapter)),
       h(
@@ -61,12 +62,12 @@ export function makeDetail({ rights, changed, tryIt, needKey }) {
         { class: "buttons" },
         button("try", "Try it", () => { sheet.close(); tryIt(adapter.name); }, { open: true }),
         button("push", "New version", act.push),
-        adapter.pinned_replicas ? button("unpin", "Unpin", act.unpin) : button("pin", "Pin", act.pin),
+        adapter.pinned_replicas ? button("unpin", "Unpin", act.unpin, pinning) : button("pin", "Pin", act.pin, pinning),
         button("prefetch", "Prefetch", act.prefetch),
         button("verify", "Verify", act.verify),
         button("remove", "Remove", act.remove, { danger: true }),
       ),
-      reason === null ? null : h("p", { class: "reason", id: "closed" }, reason, " ", h("button", { type: "button", class: "link", onclick: needKey }, "Enter a key")),
+      (reason ?? pinReason) === null ? null : h("p", { class: "reason", id: "closed" }, reason ?? pinReason, " ", h("button", { type: "button", class: "link", onclick: needKey }, "Enter a key")),
       adapter.found ? h("p", {}, "A resolver found it. It is not in the catalogue: removing makes the resolvers be asked again.") : names(adapter, act, button),
       versions(adapter),
       traffic(adapter.traffic),

@@ -13,13 +13,14 @@ import { session } from "./session.js";
 const VIEWS = ["fleet", "adapters", "playground"];
 
 let closed = "The server has not answered yet."; // why administration is closed
+let tenant = null; // whose key was sent
 let everShown = false;
 
 const live = new Live(show, showStatus);
 const enterKey = () => askKey(() => live.ask({}));
 const playground = makePlayground();
 const detail = makeDetail({
-  rights: () => closed,
+  rights: (adapter) => rightsTo(adapter),
   changed: () => live.ask({}),
   needKey: enterKey,
   tryIt(name) {
@@ -33,6 +34,7 @@ const adapters = makeAdapters({ open: detail.open, ask: (change) => live.ask(cha
 function show(state) {
   everShown = true;
   closed = whyClosed(state.viewer.cannot_administer);
+  ({ tenant } = state.viewer);
   setText(byId("base"), state.base_models[0]);
   showKey(state.viewer);
   byId("open-push").disabled = closed !== null;
@@ -48,6 +50,13 @@ function show(state) {
 function whyClosed(refused) {
   if (refused === null) return null;
   return refused.code === "invalid_api_key" && !session.key ? "Changing adapters needs the admin key." : refused.message;
+}
+
+/** Why an adapter cannot be changed, and why it cannot be pinned; null where it can. */
+function rightsTo(adapter) {
+  const foreign = tenant !== null && adapter.tenant !== tenant ? "It is public: the operator changes it." : null;
+  const change = closed ?? foreign;
+  return { change, pin: change ?? (tenant === null ? null : "Pinning takes slots from all tenants: it needs the operator's key.") };
 }
 
 function showStatus(error) {
@@ -76,7 +85,7 @@ byId("pause").addEventListener("click", () => {
   showStatus(null);
 });
 for (const id of ["open-key", "push-key"]) byId(id).addEventListener("click", enterKey);
-byId("open-push").addEventListener("click", () => askPush({ after: () => live.ask({}) }));
+byId("open-push").addEventListener("click", () => askPush({ tenant, after: () => live.ask({}) }));
 addEventListener("hashchange", turn);
 turn();
 live.now();

@@ -8,8 +8,8 @@ import { tarOf } from "./tar.js";
 const CONFIG = "adapter_config.json";
 const WEIGHTS = ["adapter_model.safetensors", "adapter_model.bin"];
 
-/** name: of the adapter that gets a version; "" asks for one. */
-export function askPush({ name = "", after }) {
+/** name: of the adapter that gets a version; "" asks for one. tenant: whose key it is; null may push for anybody. */
+export function askPush({ name = "", tenant = null, after }) {
   ask({
     title: name ? `New version of ${name}` : "Push an adapter",
     text: "A folder that PEFT has saved. Its files are checked and loaded before anybody is served with them.",
@@ -18,8 +18,7 @@ export function askPush({ name = "", after }) {
       { name: "folder", label: "Folder on this machine", type: "file", webkitdirectory: true, hint: `${CONFIG} and ${WEIGHTS[0]} of it are sent.` },
       { name: "source", label: "Or a path or URI that the server reads", placeholder: "s3://bucket/adapter", hint: "With it, a tokenizer of the adapter's own is read too." },
       { name: "replicas", label: "Replicas that must have loaded it", type: "number", min: 1, step: 1, value: 1, required: true },
-      { name: "pin", label: "Pin to so many replicas", type: "number", min: 1, step: 1, placeholder: "not pinned" },
-      { name: "tenant", label: "Tenant", placeholder: "public" },
+      ...(tenant === null && !name ? [{ name: "pin", label: "Pin to so many replicas", type: "number", min: 1, step: 1, placeholder: "not pinned" }, { name: "tenant", label: "Tenant", placeholder: "public" }] : []),
       { name: "activate", label: "Requests go to it from now on", type: "checkbox", value: true },
     ],
     submit: "Push",

@@ -21,10 +21,12 @@ from lorafleet.cluster.directory import AdapterDirectory
 from lorafleet.cluster.residency import Report
 from lorafleet.cluster.routing import ReplicaLoad
 from lorafleet.workers.errors import AdapterMissing, to_wire
+from lorafleet.workers.lora.names import tenant_of
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineStats
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.caller import Caller
+from lorafleet.workers.openai.visibility import NoTenants
 from state_fronts import ADMIN_KEY, bare_front
 
 KEYS = {
@@ -35,9 +37,10 @@ KEYS = {
 }
 
 
-def adapter(name: str, tenant: str | None = None, alias: str | None = None) -> Adapter:
+def adapter(name: str, alias: str | None = None) -> Adapter:
+    """name: full."""
     versions = tuple(Version(number, f"{name} {number}", "s3://secret", 8, 1000, 1.0) for number in (1, 2))
-    made = moved(Adapter(name, versions, tenant=tenant), name, (Share(1, 1.0),), 10.0)
+    made = moved(Adapter(name, versions, tenant=tenant_of(name)), name, (Share(1, 1.0),), 10.0)
     return moved(made, alias, (Share(2, 1.0),), 20.0) if alias else made
 
 
@@ -110,13 +113,13 @@ async def open_cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 async def shared(tmp_path: Path) -> AsyncIterator[Cluster]:
     """With keys; one public adapter, one of each tenant, all in slots, and traffic and errors of both."""
     cluster = await cluster_of(tmp_path, KEYS)
-    await cluster.put(adapter("public"), adapter("acme/sql", "acme"), adapter("other/law", "other", "law-next"))
-    cluster.hold(["other/law 1", "acme/sql 1", "", "public 1"], ["other/law 1", "public 1"], ["other/law 2"])
-    for tenant, name in (("acme", "public"), ("other", "public"), ("other", "law-next"), ("acme", "")):
+    await cluster.put(adapter("public"), adapter("~acme/sql"), adapter("~other/law", "~other/law-next"))
+    cluster.hold(["~other/law 1", "~acme/sql 1", "", "public 1"], ["~other/law 1", "public 1"], ["~other/law 2"])
+    for tenant, name in (("acme", "public"), ("other", "public"), ("other", "~other/law-next"), ("acme", "")):
         cluster.front.recent.count(tenant, name, 10, 20, 0.1, failed=False)
-    for tenant, name in (("acme", "acme/sql"), ("other", "other/law"), (None, "")):
+    for tenant, name in (("acme", "~acme/sql"), ("other", "~other/law"), (None, "")):
         cluster.front.failures.note(AdapterMissing(f"no files of {name}"), name, tenant)
-    lora = LoRARequest("other/law", 1, "s3://secret", "other/law 1")
+    lora = LoRARequest("~other/law", 1, "s3://secret", "~other/law 1")
     cluster.directory.order("r0", "load", lora)
     yield cluster
     await cluster.http.aclose()
@@ -133,7 +136,7 @@ async def test_pages_of_names_have_every_adapter_once(open_cluster: Cluster) -> 
     while True:
         page = await open_cluster.state(after=after, limit=10)
         seen += names(page)
-        after = page["last_name"]
+        after = page["after"]
         if not page["has_more"]:
             break
     assert seen == [f"a{number:03d}" for number in range(57)]
@@ -141,14 +144,14 @@ async def test_pages_of_names_have_every_adapter_once(open_cluster: Cluster) -> 
 
 
 async def test_search_finds_names_and_aliases_whatever_their_case(open_cluster: Cluster) -> None:
-    await open_cluster.put(adapter("org/SQL-tool"), adapter("law", alias="sql-law"), adapter("poet"))
+    await open_cluster.put(adapter("org/SQL-tool"), adapter("law", "sql-law"), adapter("poet"))
     assert names(await open_cluster.state(search="sql")) == ["law", "org/SQL-tool"]
     assert names(await open_cluster.state(search="sql", after="law")) == ["org/SQL-tool"]
     assert names(await open_cluster.state(search="<script>")) == []
 
 
 async def test_the_busiest_come_first_under_whatever_name_they_were_asked_for(open_cluster: Cluster) -> None:
-    await open_cluster.put(adapter("calm"), adapter("busy", alias="hot"), adapter("idle"))
+    await open_cluster.put(adapter("calm"), adapter("busy", "hot"), adapter("idle"))
     for name, count in (("calm", 1), ("hot", 3), ("gone", 9)):
         for _ in range(count):
             open_cluster.front.recent.count(None, name, 1, 1, 0.1, failed=False)
@@ -209,9 +212,9 @@ async def test_a_query_out_of_its_bounds_is_refused(open_cluster: Cluster, query
 
 
 async def test_without_keys_all_is_shown_and_only_administration_needs_the_admin_key(open_cluster: Cluster) -> None:
-    await open_cluster.put(adapter("private", "acme"))
+    await open_cluster.put(adapter("~acme/private"))
     state = await open_cluster.state()
-    assert names(state) == ["private"] and state["viewer"]["sees_all"]
+    assert names(state) == ["~acme/private"] and state["viewer"]["sees_all"]
     assert state["viewer"]["cannot_administer"]["code"] == "invalid_api_key"
     assert (await open_cluster.state(ADMIN_KEY))["viewer"]["cannot_administer"] is None
 
@@ -225,36 +228,63 @@ async def test_with_keys_nothing_is_told_without_one(shared: Cluster) -> None:
 
 async def test_the_operator_sees_every_tenant(shared: Cluster) -> None:
     state = await shared.state(ADMIN_KEY)
-    assert names(state) == ["acme/sql", "other/law", "public"]
-    assert state["replicas"][0]["slots"] == ["other/law 1", "acme/sql 1", "", "public 1"]
+    assert names(state) == ["public", "~acme/sql", "~other/law"]
+    assert state["replicas"][0]["slots"] == ["~other/law 1", "~acme/sql 1", "", "public 1"]
     assert (state["total"]["requests"], len(state["failures"]), len(state["loads"])) == (4, 3, 2)
 
 
 async def test_a_tenant_sees_its_own_and_what_is_public_and_nothing_of_others(shared: Cluster) -> None:
     response = await shared.get(key="key of acme")
     state = response.json()
-    assert names(state) == ["acme/sql", "public"]
+    assert names(state) == ["public", "sql"]
     [replica] = state["replicas"]
-    assert replica["slots"] == ["", "acme/sql 1", "", "public 1"]
+    assert replica["slots"] == ["", "~acme/sql 1", "", "public 1"]
     assert replica["in_cpu"] == ["public 1"]
     assert "num_running" not in replica and state["load"] is None and state["num_adapters"] is None
     assert state["total"]["requests"] == 2 and state["base"]["requests"] == 1
-    assert [one["traffic"]["requests"] for one in state["adapters"]] == [0, 1]
-    assert [one["adapter"] for one in state["failures"]] == ["acme/sql"]
+    assert [one["traffic"]["requests"] for one in state["adapters"]] == [1, 0]
+    assert [(one["adapter"], one["message"]) for one in state["failures"]] == [("sql", "no files of sql")]
     assert state["loads"] == []
     for word in ("law", "other", "secret"):
         assert word not in response.text
-    for query in ({"search": "law"}, {"order": "busiest"}, {"after": "acme/sql"}):
+    for query in ({"search": "law"}, {"order": "busiest"}, {"after": "public"}):
         assert "law" not in (await shared.get(key="key of acme", **query)).text
 
 
 async def test_another_tenants_adapter_is_as_missing_as_one_that_is_not_there(shared: Cluster) -> None:
-    hidden = await shared.get("/v1/console/adapters/other/law", "key of acme")
-    missing = await shared.get("/v1/console/adapters/other/no", "key of acme")
-    assert hidden.status_code == missing.status_code == 404
-    assert hidden.text.replace("law", "no") == missing.text
-    assert (await shared.get("/v1/console/adapters/other/law", "key of other")).status_code == 200
-    assert (await shared.get("/v1/console/adapters/law-next", "key of acme")).status_code == 404
+    missing = await shared.get("/v1/console/adapters/no", "key of acme")
+    assert missing.status_code == 404
+    for name in ("law", "law-next", "~other/law"):
+        hidden = await shared.get(f"/v1/console/adapters/{name}", "key of acme")
+        assert (hidden.status_code, hidden.json()["error"]["message"]) == (
+            404,
+            missing.json()["error"]["message"].replace("no`", f"{name}`").replace("~other/law", "(not yours)"),
+        )
+    assert (await shared.get("/v1/console/adapters/law", "key of other")).json()["name"] == "law"
+    assert (await shared.get("/v1/console/adapters/~other/law", ADMIN_KEY)).json()["tenant"] == "other"
+
+
+async def test_a_tenants_own_adapter_stands_before_a_public_one_of_its_name(shared: Cluster) -> None:
+    await shared.put(adapter("sql"))
+    assert [one["tenant"] for one in (await shared.state("key of acme"))["adapters"]] == [None, "acme"]
+    assert (await shared.get("/v1/console/adapters/sql", "key of acme")).json()["tenant"] == "acme"
+    assert [one["tenant"] for one in (await shared.state("key of other"))["adapters"]] == [None, None, "other"]
+
+
+async def test_public_names_kept_for_a_tenant_are_told_to_it_alone_and_pages_have_no_holes(shared: Cluster) -> None:
+    class Kept(NoTenants):
+        def owner_of_name(self, name: str) -> str | None:  # type: ignore[override]  # the base knows of none
+            return "other" if name.startswith("kept/") else None
+
+    cast(Any, shared.front).tenants = Kept()
+    await shared.put(*(adapter(f"kept/{number}") for number in range(5)), adapter("a"), adapter("z"))
+    page = await shared.state("key of acme", limit=2)
+    assert (names(page), page["after"], page["has_more"]) == (["a", "public"], "public", True)
+    page = await shared.state("key of acme", limit=2, after="public")
+    assert (names(page), page["has_more"]) == (["z", "sql"], False)
+    assert "kept" not in (await shared.get(key="key of acme")).text
+    assert (await shared.get("/v1/console/adapters/kept/1", "key of acme")).status_code == 404
+    assert "kept/1" in names(await shared.state("key of other"))
 
 
 async def test_a_key_of_no_tenant_sees_what_is_public_alone(shared: Cluster) -> None:
