@@ -22,9 +22,9 @@ from lorafleet.workers.lora.names import full_name
 from lorafleet.workers.openai.api import Route
 from lorafleet.workers.openai.caller import Needed, caller_of, sent_key
 from lorafleet.workers.openai.errors import http_error
+from lorafleet.workers.openai.fields import Strict
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.parsing import parse_query
-from lorafleet.workers.openai.protocol import Strict
 from lorafleet.workers.openai.responses import json_response
 from lorafleet.workers.openai.visibility import CallersCatalog
 
