@@ -11,15 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet.workers.openai.front import MAX_BODY_BYTES
+from tests.cluster.answers import answer, check_body_limit, logprobs, seen_logprobs
 from tests.cluster.harness import (
     SharedServer,
     free_port,
-    serving,
     start_server,
     stop_server,
 )
-from tests.cluster.sockets import reachable_from_elsewhere
 
 pytestmark = pytest.mark.xdist_group("shared_server")
 
@@ -27,22 +25,6 @@ pytestmark = pytest.mark.xdist_group("shared_server")
 @pytest.fixture(scope="module")
 def client(shared_server: SharedServer) -> httpx.Client:
     return shared_server.http
-
-
-def answer(client: httpx.Client, model: str) -> httpx.Response:
-    body = {"model": model, "prompt": "hello", "max_tokens": 6, "temperature": 0, "logprobs": 1}
-    return client.post("/v1/completions", json=body)
-
-
-def seen_logprobs(response: httpx.Response) -> list[float]:
-    """Rounded, since float32 sums differ in the last digit with what else is in the batch."""
-    return [round(one, 3) for one in response.json()["choices"][0]["logprobs"]["token_logprobs"]]
-
-
-def logprobs(client: httpx.Client, model: str) -> list[float]:
-    response = answer(client, model)
-    assert response.status_code == 200, response.text
-    return seen_logprobs(response)
 
 
 def test_adapters_answer_differently_from_the_base(client: httpx.Client) -> None:
@@ -91,16 +73,6 @@ def test_a_body_over_the_limit_is_413_through_the_proxy(client: httpx.Client, de
     check_body_limit(client, declared)
 
 
-def check_body_limit(client: httpx.Client, declared: bool) -> None:
-    body = b'{"model": "base", "prompt": "%s"}' % (b"x" * MAX_BODY_BYTES)
-    pieces = (body[start : start + (1 << 20)] for start in range(0, len(body), 1 << 20))
-    response = client.post("/v1/completions", content=body if declared else pieces)
-    assert response.status_code == 413, response.text[:300]
-    assert response.json()["error"]["code"] == "body_too_large"
-    assert str(MAX_BODY_BYTES) in response.json()["error"]["message"]
-    assert answer(client, "base").status_code == 200
-
-
 def test_a_dead_worker_is_replaced(client: httpx.Client, shared_server: SharedServer) -> None:
     workers = shared_server.running.processes("WorkerActor")
     assert len(workers) == 2
@@ -142,17 +114,3 @@ def test_a_signal_during_the_start_leaves_nothing(tiny_model: Path, tmp_path: Pa
     status, left = stop_server(process, signal.SIGTERM)
     assert left == []
     assert status == 0 or started_s < 1, (tmp_path / "serve.log").read_text()
-
-
-def test_the_plain_path_answers_too(tiny_model: Path, tmp_path: Path) -> None:
-    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--no-direct-streaming"]
-    arguments += ["--lora-modules", f"a0={tiny_model.parent / 'a0'}"]
-    with (
-        serving(arguments, tmp_path / "serve.log", signal.SIGTERM) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
-        assert logprobs(client, "base") != logprobs(client, "a0")
-        assert "lorafleet_scrape_complete 1" in client.get("/metrics").text
-        assert reachable_from_elsewhere(server.pid) == []
-        for declared in (True, False):
-            check_body_limit(client, declared)
