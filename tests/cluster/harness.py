@@ -102,13 +102,17 @@ def start_server(arguments: Sequence[str], log_file: Path) -> subprocess.Popen[b
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], log_file: Path) -> None:
+    wait_until_printed("\nready: ", process, log_file)
+
+
+def wait_until_printed(words: str, process: subprocess.Popen[bytes], log_file: Path) -> None:
     deadline = time.monotonic() + START_S
-    while "\nready: " not in log_file.read_text():
+    while words not in log_file.read_text():
         if process.poll() is not None:
             raise ServerFailed(f"exit status {process.returncode}:\n{log_file.read_text()}")
         if time.monotonic() > deadline:
             stop_server(process, signal.SIGTERM)
-            raise ServerFailed(f"not ready after {START_S:.0f} s:\n{log_file.read_text()}")
+            raise ServerFailed(f"has not printed {words.strip()!r} after {START_S:.0f} s:\n{log_file.read_text()}")
         time.sleep(0.1)
 
 

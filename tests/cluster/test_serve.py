@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 import pytest
 
+from lorafleet.cluster import local
+from lorafleet.cluster.config import parse_args
 from tests.cluster.answers import answer, check_body_limit, logprobs, seen_logprobs
 from tests.cluster.harness import (
+    START_S,
     SharedServer,
     free_port,
     start_server,
     stop_server,
+    wait_until_printed,
 )
 
 pytestmark = pytest.mark.xdist_group("shared_server")
@@ -78,7 +84,7 @@ def test_a_dead_worker_is_replaced(client: httpx.Client, shared_server: SharedSe
     assert len(workers) == 2
     before = logprobs(client, "ref0")
     os.kill(workers[0], signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_S
     while len(set(shared_server.running.processes("WorkerActor")) - {workers[0]}) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -96,21 +102,43 @@ def test_a_bad_adapter_fails_the_start_in_one_line(tiny_model: Path, tmp_path: P
     ]
     log_file = tmp_path / "serve.log"
     process = start_server([*arguments, "--port", str(free_port())], log_file)
-    assert process.wait(120) == 1
+    assert process.wait(START_S) == 1
     printed = log_file.read_text()
     assert "'big'" in printed and "rank" in printed and "Traceback" not in printed
 
 
 def test_a_missing_model_fails_at_once(tmp_path: Path) -> None:
     process = start_server(["--model", str(tmp_path / "nowhere")], tmp_path / "serve.log")
-    assert process.wait(30) == 1
+    assert process.wait(START_S) == 1
     assert "nowhere" in (tmp_path / "serve.log").read_text()
 
 
-@pytest.mark.parametrize("started_s", [0.5, 4.0, 8.0])
-def test_a_signal_during_the_start_leaves_nothing(tiny_model: Path, tmp_path: Path, started_s: float) -> None:
-    process = start_server(["--model", str(tiny_model), "--port", str(free_port())], tmp_path / "serve.log")
-    time.sleep(started_s)
+def test_what_nobody_expected_ends_the_start_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("Ray fell over")
+
+    def end(status: int, run_dir: str) -> NoReturn:
+        shutil.rmtree(run_dir)
+        raise SystemExit(status)
+
+    for name in ("adopt_orphans", "_catch_signals", "_ignore_signals"):
+        monkeypatch.setattr(local, name, lambda: None)
+    monkeypatch.setattr(local, "_start", fail)
+    monkeypatch.setattr(local, "_exit", end)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    listener = local.Listener("127.0.0.1", free_port(), None, direct_streaming=False)
+    with pytest.raises(SystemExit, match="1"):
+        local.serve_locally(parse_args({"model": "m"}), listener)
+    assert "RuntimeError: Ray fell over" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("reached", ["starting Ray", "starting 1 replica"])
+def test_a_signal_during_the_start_leaves_nothing(tiny_model: Path, tmp_path: Path, reached: str) -> None:
+    log_file = tmp_path / "serve.log"
+    process = start_server(["--model", str(tiny_model), "--port", str(free_port())], log_file)
+    wait_until_printed(reached, process, log_file)
     status, left = stop_server(process, signal.SIGTERM)
     assert left == []
-    assert status == 0 or started_s < 1, (tmp_path / "serve.log").read_text()
+    assert status == 0, log_file.read_text()
