@@ -38,6 +38,7 @@ from lorafleet.workers.errors import AdapterMalformed, BodyTooLarge, Forbidden, 
 from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, MAX_CONFIG_BYTES, MAX_WEIGHTS_BYTES, SAFETENSORS_NAME
 from lorafleet.workers.lora.names import bare_name, check_adapter_name, check_tenant, full_name, tenant_of
 from lorafleet.workers.openai.api import Handler, Route
+from lorafleet.workers.openai.audit import note
 from lorafleet.workers.openai.caller import Caller, caller_of
 from lorafleet.workers.openai.fields import Strict
 from lorafleet.workers.openai.front import Front
@@ -152,6 +153,7 @@ class _AdminApi:
     @describe("Push an adapter from a folder of the server or a URI", body=PushRequest, answer=ShownAdapter)
     async def push(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, PushRequest)
+        note(request, name=body.name, source=body.source)
         check_source(front.tenants, caller_of(request), body.source)
         return await self._push(front, request, body.name, body.source, body.source, body)
 
@@ -181,12 +183,14 @@ class _AdminApi:
     async def alias(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, AliasRequest)
         alias = _alias_name(front, request, body.alias)
+        note(request, alias=body.alias, version=body.version, split=body.split)
         return shown(await self._admin.alias(_name(front, request), _shares(body), alias), caller_of(request))
 
     @describe("Move an alias back", body=RollbackRequest, answer=ShownAdapter)
     async def rollback(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, RollbackRequest)
         alias = _alias_name(front, request, body.alias)
+        note(request, alias=body.alias)
         return shown(await self._admin.rollback(_name(front, request), alias), caller_of(request))
 
     @describe("Keep an adapter in slots", body=ReplicasRequest, answer=ShownAdapter)
@@ -216,6 +220,7 @@ class _AdminApi:
     async def _push(
         self, front: Front, request: Request, name: str, path: str, source: str, options: PushOptions
     ) -> object:
+        note(request, name=name, source=source, tenant=options.tenant)
         if options.pin is not None:
             _check_may_pin(request)
         full = _pushed_name(front, request, name, options.tenant)

@@ -18,6 +18,7 @@ from lorafleet.cluster.cli_convert import convert
 from lorafleet.cluster.cli_inspect import inspect as inspect_adapter
 from lorafleet.cluster.cli_keys import keys
 from lorafleet.cluster.cli_merge import merge
+from lorafleet.cluster.cli_usage import usage
 from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
 from lorafleet.cluster.tls import tls_files
 from lorafleet.resolvers.config import HTTPConfig, HubConfig, S3Config
@@ -116,6 +117,7 @@ app.command("inspect")(inspect_adapter)
 app.command("convert")(convert)
 app.command("merge")(merge)
 app.command("compare")(compare)
+app.command("usage")(usage)
 
 
 def spread_values(arguments: list[str]) -> list[str]:

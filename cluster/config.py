@@ -233,6 +233,16 @@ class AppArgs(BaseModel):
         "writes it, and servers read it again when it changes. Its content may also be in the environment, as "
         "LORAFLEET_API_KEYS. Without it everybody may infer.",
     )
+    usage_dir: str | None = Field(
+        None,
+        description="Folder where replicas meter what tenants use, which `lorafleet usage` adds up; default with "
+        "api_keys: usage/ below LORAFLEET_STATE_DIR or ~/.local/state/lorafleet, on each node.",
+    )
+    audit_dir: str | None = Field(
+        None,
+        description="Folder where replicas log who administered what; default with admin_key or api_keys: audit/ at "
+        "the same place.",
+    )
     insecure_without_keys: bool = Field(
         False, description="Start on an address that is open to the network though there are no API keys."
     )

@@ -27,6 +27,7 @@ from lorafleet.cluster.placer import Pins, Placer
 from lorafleet.cluster.residency import Report, Residency, Routes
 from lorafleet.cluster.routing import TYPICAL_BYTES
 from lorafleet.cluster.slices import in_slices
+from lorafleet.cluster.tenancy.quota_book import Ask, QuotaBook, Verdict
 from lorafleet.workers.errors import LorafleetError, Overloaded, WireError, from_wire
 from lorafleet.workers.lora.names import tenant_of
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
@@ -106,6 +107,9 @@ class Directory(Protocol):
     async def listed(self, epoch: str) -> list[LoRARequest]: ...
     async def report(self, report: Report) -> bool: ...
     async def routes(self, epoch: str, version: int) -> Routes: ...
+    async def admit(
+        self, replica_id: str, asks: list[Ask], charges: dict[str, int], running: dict[str, int]
+    ) -> list[Verdict]: ...
     async def counts(self) -> DirectoryCounts: ...
     async def note(self, progress: Progress) -> None: ...
 
@@ -166,6 +170,7 @@ class AdapterDirectory:
         self._residency = Residency(self._epoch, self, self._num_bytes)
         self._filler = Filler(self._residency, self._all_adapters, self._read_ahead) if fill_cpu_loras else None
         self._placer = Placer(self._residency, self._size, lambda: self.pins(), self._read_ahead, self._filler)
+        self._quotas = QuotaBook(self.live, clock)
         self._acknowledgement = asyncio.Event()
         self._routes_changed = asyncio.Event()
         self._told_s = clock()
@@ -374,6 +379,12 @@ class AdapterDirectory:
             if not await self._wait(self._routes_changed, deadline):
                 break
         return self._residency.since(epoch, version)
+
+    async def admit(
+        self, replica_id: str, asks: list[Ask], charges: dict[str, int], running: dict[str, int]
+    ) -> list[Verdict]:
+        """QuotaBook.admit, of all replicas' requests."""
+        return self._quotas.admit(replica_id, asks, charges, running)
 
     async def counts(self) -> DirectoryCounts:
         placed = self._placer.counts

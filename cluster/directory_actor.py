@@ -33,6 +33,7 @@ from lorafleet.cluster.directory_metrics import DirectoryCounts
 from lorafleet.cluster.directory_socket import Address, DirectoryConnection, DirectoryServer
 from lorafleet.cluster.placer import ROUND_S
 from lorafleet.cluster.residency import Report, Routes
+from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
 from lorafleet.workers.errors import WireError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
@@ -235,6 +236,11 @@ class RemoteDirectory:
 
     async def routes(self, epoch: str, version: int) -> Routes:
         return await self._ask(lambda connection: connection.routes(epoch, version))
+
+    async def admit(
+        self, replica_id: str, asks: list[Ask], charges: dict[str, int], running: dict[str, int]
+    ) -> list[Verdict]:
+        return await _result(self._actor.call.remote("admit", replica_id, asks, charges, running))
 
     async def counts(self) -> DirectoryCounts:
         return await _result(self._actor.call.remote("counts"))

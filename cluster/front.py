@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from lorafleet.cluster.catalog import DirectoryCatalog
 from lorafleet.cluster.client_metrics import ClientMetrics
 from lorafleet.cluster.config import AppArgs, check_otel
+from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.resolvers.filesystem import FilesystemResolver
 from lorafleet.resolvers.registry import LoRAResolverRegistry
 from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.openai.front import Front, FrontConfig, read_generation_defaults
-from lorafleet.workers.openai.gate import Gate
-from lorafleet.workers.openai.visibility import Tenants
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
 
@@ -32,11 +31,25 @@ def make_front(
     store: AdapterStore,
     resolver: LoRAResolverRegistry | None,
     scrape: Callable[[], Awaitable[bytes]],
-    gate: Gate,
-    tenants: Tenants | None,
+    tenancy: Tenancy,
 ) -> Front:
     config, fetched_since = front_config(args, replica_id), store.metrics.fetched_since
-    front = Front(config, tokenizer, engine, catalog, scrape, fetched_since, store.open, gate, tenants=tenants)
+    front = Front(
+        config,
+        tokenizer,
+        engine,
+        catalog,
+        scrape,
+        fetched_since,
+        store.open,
+        gate=tenancy.gate,
+        quotas=tenancy.quotas,
+        tenants=tenancy.keys,
+        meter=None if tenancy.usage is None else tenancy.usage.add,
+        audit=tenancy.audit,
+    )
+    for collector in tenancy.collectors:
+        front.metrics.add(collector)
     front.metrics.add(store.metrics)
     front.metrics.add(ClientMetrics(engine))
     if resolver is not None:

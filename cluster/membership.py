@@ -15,6 +15,7 @@ from typing import TypeVar
 from lorafleet.cluster.catalogue.state import Served
 from lorafleet.cluster.directory import LEASE_S, Changes, Directory, Found, Order, Progress, StaleEpoch
 from lorafleet.cluster.residency import Report
+from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
 from lorafleet.workers.errors import LorafleetError, Overloaded, to_wire
 from lorafleet.workers.lora.names import tenant_of
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
@@ -87,6 +88,9 @@ class Membership:
 
     async def listed(self) -> list[LoRARequest]:
         return await self.call(self.directory.listed)
+
+    async def admit(self, asks: list[Ask], charges: dict[str, int], running: dict[str, int]) -> list[Verdict]:
+        return await self.call(lambda _: self.directory.admit(self.replica_id, asks, charges, running))
 
     async def report(self, report: Report) -> bool:
         return await self.directory.report(report)

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -30,7 +31,7 @@ from lorafleet.cluster.console.replica_view import ask_all, replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
 from lorafleet.cluster.directory import HAND_OVER_S, Order
-from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create, state_folder
 from lorafleet.cluster.front import make_front, make_resolver, start_tracing
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
@@ -38,7 +39,7 @@ from lorafleet.cluster.ranks import ReplicaRanks
 from lorafleet.cluster.reporting import keep_reporting
 from lorafleet.cluster.resources import with_cpu_threads
 from lorafleet.cluster.scraping import scrape_all
-from lorafleet.cluster.tenancy.key_ring import KeyRing
+from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.cluster.worker_actor import StartOrder
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.config import EngineConfig
@@ -46,7 +47,6 @@ from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front
-from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import EngineClient, ipc_address
@@ -74,7 +74,6 @@ class EngineReplica:
         self._config = with_cpu_threads(config, args.most_replicas)
         self._engine: EngineClient | None = None
         self._adapter_store = AdapterStore(args.sources)
-        self._keys = None if args.api_keys is None else KeyRing(args.api_keys)
         self._front: Front | None = None
         self._tracing: Tracing | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -84,6 +83,7 @@ class EngineReplica:
         self._place = DirectoryPlace(context.app_name, **args.directory_place())
         self._directory = get_or_create(self._place)
         self._membership = Membership(self._directory, self._replica_id, self._obey)
+        self._tenancy = self._make_tenancy()
         self._ranks = ReplicaRanks(config.tensor_parallel_size, args.num_cpus, 1 if config.device == "cuda" else 0)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -180,12 +180,10 @@ class EngineReplica:
             self._adapter_store,
             resolver,
             self._scrape,
-            self._open_gate(),
-            self._keys,
+            self._tenancy,
         )
-        if self._keys is not None:
-            self._front.metrics.add(self._keys)
-            self._keep(self._keys.follow())
+        for work in self._tenancy.work:
+            self._keep(work)
         self._tracing = start_tracing(self._args, self._replica_id)
         console = StateApi(self._view, self._view_adapter, self._look_at_all)
         routes = [*admin_routes(admin), *console.routes(), *PAGE_ROUTES]
@@ -196,9 +194,21 @@ class EngineReplica:
         """Room in host memory."""
         return self._config.lora.cpu_loras if self._config.lora is not None else 0
 
-    def _open_gate(self) -> Gate:
-        keys = self._keys
-        return Gate(self._args.admin_key, None if keys is None else lambda: keys.keys)
+    def _make_tenancy(self) -> Tenancy:
+        args, state = self._args, state_folder()
+        usage, audit = args.usage_dir, args.audit_dir
+        if usage is None and args.api_keys is not None:
+            usage = str(state / "usage")
+        if audit is None and (args.api_keys is not None or args.admin_key is not None):
+            audit = str(state / "audit")
+        return Tenancy(
+            args.admin_key,
+            args.api_keys,
+            None if usage is None else Path(usage),
+            None if audit is None else Path(audit),
+            self._replica_id,
+            self._membership.admit,
+        )
 
     def _start_order(self, address: str) -> StartOrder:
         size = self._config.tensor_parallel_size
@@ -256,6 +266,7 @@ class EngineReplica:
             self._front.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+        self._tenancy.close()
         await asyncio.to_thread(self._adapter_store.stop)
         if self._engine is not None:
             await self._engine.close()

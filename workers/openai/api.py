@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorafleet import __version__
 from lorafleet.workers.errors import LorafleetError, Overloaded
 from lorafleet.workers.openai.admission import admission_of
+from lorafleet.workers.openai.audit import audited
 from lorafleet.workers.openai.caller import Needed, sent_key, set_caller
 from lorafleet.workers.openai.chat import chat
 from lorafleet.workers.openai.completions import completions
@@ -84,6 +85,11 @@ def _endpoint(
         front = get_front()
         if front is None:
             raise Overloaded("This replica is starting; try again in a moment.")
+        if front.audit is not None and needed in ("admin", "loading") and request.method != "GET":
+            return await audited(request, front.audit, lambda: admitted(front, request))
+        return await admitted(front, request)
+
+    async def admitted(front: Front, request: Request) -> Response:
         set_caller(request.scope, front.gate.caller(sent_key(request.headers), needed))
         return await handler(front, request)
 

@@ -17,6 +17,7 @@ from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, 
 from lorafleet.workers.lora import mixing
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.openai.admission import Quotas
+from lorafleet.workers.openai.audit import Audit
 from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
 from lorafleet.workers.openai.caller import Caller
 from lorafleet.workers.openai.gate import Gate
@@ -24,6 +25,7 @@ from lorafleet.workers.openai.languages import AdapterLanguages, OpenFiles, open
 from lorafleet.workers.openai.metrics import Metrics
 from lorafleet.workers.openai.recent import RecentFailures, RecentTraffic
 from lorafleet.workers.openai.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
+from lorafleet.workers.openai.usage import Meter
 from lorafleet.workers.openai.visibility import CallersCatalog, NoTenants, Tenants
 from lorafleet.workers.template_sandbox import TemplateSandbox
 from lorafleet.workers.tokenizer import Tokenizer
@@ -76,7 +78,7 @@ class Front:
     """scrape: the metrics of all replicas; None where there is only this one. fetched_since: whether an adapter, by its
     digest, was brought to this node since then (time.monotonic). open_files: for its tokenizer's files. gate: knows
     whom a request comes from. quotas: what callers may ask for; None limits nobody. tenants: whose
-    adapters are whose."""
+    adapters are whose. meter: told of every sequence. audit: told of every administrator's call."""
 
     def __init__(
         self,
@@ -90,6 +92,8 @@ class Front:
         gate: Gate | None = None,
         quotas: Quotas | None = None,
         tenants: Tenants | None = None,
+        meter: Meter | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -101,6 +105,8 @@ class Front:
         self.scrape = scrape
         self.gate = Gate() if gate is None else gate
         self.quotas = quotas
+        self.meter = meter
+        self.audit = audit
         self.tenants: Tenants = NoTenants() if tenants is None else tenants
         self.templates = TemplateSandbox()
         reader = LanguageReader(tokenizer, engine.hello.vocab_size, engine.hello.eos_token_ids)

@@ -26,6 +26,7 @@ from lorafleet.workers.openai.endpoint import endpoint_of
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.metrics import Stopwatch
 from lorafleet.workers.openai.prompts import Prompt
+from lorafleet.workers.openai.usage import Usage
 from lorafleet.workers.output import Delta, OutputProcessor
 from lorafleet.workers.sampling_params import SamplingParams
 
@@ -88,6 +89,7 @@ class Sample:
         self.sent_s = 0.0  # monotonic, when it was given to the engine
         self._label = front.count_sequence(task.model)
         self._ended: FinishReason = "abort"
+        self._counted = False
         self._processor = OutputProcessor(task.model.tokenizer, self.prompt.token_ids, params)
 
     @property
@@ -125,9 +127,11 @@ class Sample:
                     delta = push(output)
                     if delta.num_cached_tokens or delta.fallback_reason:
                         self._note_facts(delta)
-                    yield _score_alone(delta) if self._scoring else delta
                     if delta.finish_reason is not None:
                         self._ended = delta.finish_reason
+                        self._count(watch)  # before the client hears the end: what it was answered is metered
+                    yield _score_alone(delta) if self._scoring else delta
+                    if delta.finish_reason is not None:
                         return
             raise EngineDead(f"the engine ended request {self._engine_id} without an answer")
         except LorafleetError as error:
@@ -149,8 +153,10 @@ class Sample:
         self.fallback_reason = delta.fallback_reason or self.fallback_reason
 
     def _count(self, watch: Stopwatch) -> None:
-        if self._front.quotas is not None:
-            self._front.quotas.charge(self.model.caller, self.num_tokens)
+        """Once, however it ended."""
+        if self._counted:
+            return
+        self._counted = True
         num_prompt = len(self.prompt.token_ids) if self.counts_prompt else 0
         self._front.metrics.count_sequence(self._label, num_prompt, self.num_tokens, watch, self._ended)
         self._front.recent.count(
@@ -163,6 +169,27 @@ class Sample:
         )
         if self._deadline.trace is not None:
             self._deadline.trace.sequence_ended(self, watch, self._ended)
+        num_unserved = num_prompt if watch.first is None else 0  # it was refused, or left, before it began
+        if self._front.quotas is not None:
+            self._front.quotas.charge(self.model.caller, self.num_tokens - num_unserved)
+        if self._front.meter is not None:
+            self._front.meter(self._usage(num_prompt - num_unserved))
+
+    def _usage(self, num_prompt: int) -> Usage:
+        caller, lora, fell_back = self.model.caller, self.model.lora, self.fallback_reason is not None
+        return Usage(
+            time.time(),
+            self._group,
+            caller.tenant or "",
+            caller.key_id,
+            "" if lora is None else lora.lora_name,
+            "" if lora is None or fell_back else lora.digest,
+            num_prompt,
+            self.num_cached_tokens if num_prompt else 0,
+            self.num_tokens,
+            self._ended,
+            fell_back,
+        )
 
 
 async def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:

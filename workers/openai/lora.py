@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from lorafleet.workers.errors import AdapterExists, Forbidden, InvalidRequest, ModelNotFound
+from lorafleet.workers.openai.audit import note
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.operations import PlainText, describe
@@ -26,6 +27,7 @@ async def load_lora_adapter(front: Front, request: Request) -> Response:
     _check_allowed(front)
     body = await read_body(front, request, LoadAdapterRequest)
     name, path = body.lora_name, body.lora_path
+    note(request, name=name, source=path)
     if not name or not path:
         missing = "lora_path" if name else "lora_name"
         raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", missing)
@@ -46,6 +48,7 @@ async def unload_lora_adapter(front: Front, request: Request) -> Response:
     _check_allowed(front)
     body = await read_body(front, request, UnloadAdapterRequest)
     name = body.lora_name
+    note(request, name=name)
     if not name:
         raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
     try:

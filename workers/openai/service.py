@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,9 +11,11 @@ from starlette.responses import Response
 from lorafleet import __version__
 from lorafleet.workers.errors import EngineDead
 from lorafleet.workers.openai import answers
+from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.operations import PlainText, describe
 from lorafleet.workers.openai.responses import json_response
+from lorafleet.workers.openai.tenant_metrics import of_tenant
 
 
 @describe("Whether the replica can answer")
@@ -27,6 +31,9 @@ async def version(_: Front, __: Request) -> Response:
 
 
 @describe("Prometheus' series", answer=PlainText)
-async def metrics(front: Front, _: Request) -> Response:
+async def metrics(front: Front, request: Request) -> Response:
     text = await front.metrics.render() if front.scrape is None else await front.scrape()
+    tenant = caller_of(request).tenant
+    if tenant is not None:
+        text = await asyncio.to_thread(of_tenant, text, tenant)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

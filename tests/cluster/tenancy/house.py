@@ -3,10 +3,12 @@ keys of two tenants, of the public and of the operator."""
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import tarfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,12 @@ from lorafleet.cluster.directory import AdapterDirectory
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.cluster.tenancy.key_file import HASH_PREFIX
-from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.key_text import digest_of, make_key
+from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.resolvers.base import LoRAResolver
+from lorafleet.workers.messages import EngineRequest, TokenOutput
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front, FrontConfig
-from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
 from lorafleet.workers.worker import GPUWorker
@@ -48,19 +50,22 @@ class House:
         self.keys = {name: make_key() for name in KEYS} | {"operator": OPERATOR}
         self.tenants: dict[str, Any] = {}
         self.resolver: LoRAResolver | None = None
-        self.options: Callable[[], dict[str, Any]] = dict  # of the Front
+        self.limits: dict[str, Any] = {}  # by the key's id
         self._worker, self._address, self._base = worker, address, base
 
-    def ring(self) -> KeyRing:
+    @property
+    def key_file(self) -> str:
         entries = [
             {"id": name, "hash": HASH_PREFIX + digest_of(self.keys[name]), "tenant": tenant, "scopes": scopes}
             for name, (tenant, scopes) in KEYS.items()
         ]
-        return KeyRing("keys: " + repr(entries).replace("None", "null") + f"\ntenants: {self.tenants!r}")
+        for entry in entries:
+            entry |= {"limits": self.limits.get(str(entry["id"]), {})}
+        return json.dumps({"keys": entries, "tenants": self.tenants})
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[House]:
-        engine = await EngineClient.connect(self._address, self._worker.hello())
+        engine = self.engine = await EngineClient.connect(self._address, self._worker.hello())
         self.directory = AdapterDirectory(Catalogue(FolderStore(self.folder / "catalogue")))
         await self.directory.load()
         self.administration = Administration(self.directory, ["base"])
@@ -70,24 +75,32 @@ class House:
         store = self.directory.catalogue.store
         admin = AdapterAdmin(self._administer, store, ["base"], "run", lambda path: nullcontext(Path(path)))
         catalog = DirectoryCatalog(membership, admin, engine, ["base"], self.resolver)
-        ring = self.ring()
+        self.tenancy = tenancy = Tenancy(
+            OPERATOR, self.key_file, self.folder / "usage", self.folder / "audit", "r", membership.admit
+        )
         config = FrontConfig(("base",), "/models/base", allow_runtime_lora_updating=True)
         self.front = Front(
             config,
             Tokenizer.from_folder(self._base),
             engine,
             catalog,
-            gate=Gate(OPERATOR, lambda: ring.keys),
-            tenants=ring,
-            **self.options(),
+            gate=tenancy.gate,
+            quotas=tenancy.quotas,
+            tenants=tenancy.keys,
+            meter=None if tenancy.usage is None else tenancy.usage.add,
+            audit=tenancy.audit,
         )
-        transport = httpx.ASGITransport(build_api(lambda: self.front, admin_routes(admin)))
+        for collector in tenancy.collectors:
+            self.front.metrics.add(collector)
+        self.api = build_api(lambda: self.front, admin_routes(admin))
+        transport = httpx.ASGITransport(self.api)
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://house", timeout=60) as self.http:
                 yield self
         finally:
             await membership.stop()
             self.front.close()
+            tenancy.close()
             await engine.close()
 
     async def _administer(self, verb: str, arguments: dict[str, Any]) -> Any:
@@ -102,6 +115,20 @@ class House:
     async def complete(self, caller: str, model: str, **fields: Any) -> httpx.Response:
         body = {"model": model, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         return await self.ask(caller, "POST", "/v1/completions", body | {"return_token_ids": True} | fields)
+
+    def hold(self, after: int) -> asyncio.Event:
+        """Every answer stops after so many of the engine's outputs; the event says that one has."""
+        held, generate = asyncio.Event(), self.engine.generate
+
+        async def holding(request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+            async with aclosing(generate(request)) as outputs:
+                for _ in range(after):
+                    yield await anext(outputs)
+                held.set()
+                await asyncio.Event().wait()
+
+        self.engine.generate = holding  # type: ignore[method-assign]  # of this one only
+        return held
 
     async def push(self, caller: str, name: str, folder: Path, **query: str) -> httpx.Response:
         packed = io.BytesIO()

@@ -1,0 +1,52 @@
+"""All that a replica knows of keys and tenants, put together from the configuration: the gate, quotas, metering and the
+audit log."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.registry import Collector
+
+from lorafleet.cluster.tenancy.audit_log import AuditLog
+from lorafleet.cluster.tenancy.key_ring import KeyRing
+from lorafleet.cluster.tenancy.quota_client import Admit, QuotaClient
+from lorafleet.cluster.tenancy.usage_log import UsageLog
+from lorafleet.workers.openai.gate import Gate
+
+
+class Tenancy:
+    """usage_folder, audit_folder: None writes none."""
+
+    def __init__(
+        self,
+        admin_key: str | None,
+        api_keys: str | None,
+        usage_folder: Path | None,
+        audit_folder: Path | None,
+        replica_id: str,
+        admit: Admit,
+    ) -> None:
+        keys = self.keys = None if api_keys is None else KeyRing(api_keys)
+        self.gate = Gate(admin_key, None if keys is None else lambda: keys.keys)
+        self.quotas = None if keys is None else QuotaClient(keys, admit)
+        self.usage = None if usage_folder is None else UsageLog(usage_folder, replica_id)
+        self.audit = None if audit_folder is None else AuditLog(audit_folder, replica_id)
+
+    @property
+    def collectors(self) -> Iterator[Collector]:
+        yield from (one for one in (self.keys, self.usage) if one is not None)
+
+    @property
+    def work(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """What goes on beside the requests."""
+        if self.keys is not None:
+            yield self.keys.follow()
+        if self.usage is not None:
+            yield self.usage.lines.keep_syncing()
+
+    def close(self) -> None:
+        for log in (self.usage, self.audit):
+            if log is not None:
+                log.lines.close()

@@ -1,0 +1,60 @@
+"""Adds up the lines of usage logs (usage_log.py), which several replicas may still be writing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lorafleet.cluster.tenancy.usage_log import SUFFIX
+from lorafleet.workers.errors import InvalidRequest, StoreError
+from lorafleet.workers.openai.usage import Usage
+
+FIELDS = ("tenant", "key", "adapter", "digest", "ended")
+
+
+@dataclass(slots=True)
+class Sum:
+    sequences: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, usage: Usage) -> None:
+        self.sequences += 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.completion_tokens += usage.completion_tokens
+
+
+def read_usage(folder: Path) -> Iterator[Usage]:
+    """A last line that was cut off, by a machine's crash, is no line. Raises StoreError for any other that is none."""
+    paths = sorted(folder.glob(f"usage-*{SUFFIX}"))
+    if not paths:
+        raise InvalidRequest(f"{folder} has no usage logs. Give the folder that servers have as --usage-dir.")
+    decoder = msgspec.json.Decoder(Usage)
+    for path in paths:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    yield decoder.decode(line)
+                except msgspec.DecodeError as error:
+                    raise StoreError(f"{path}, line {number}: {error}. Mend or remove the line.") from None
+
+
+def summed(
+    folder: Path, by: Sequence[str], since_s: float = 0.0, until_s: float = float("inf")
+) -> dict[tuple[str, ...], Sum]:
+    """by: names of FIELDS. Of what ended from since_s on and before until_s, in seconds since 1970."""
+    for field in by:
+        if field not in FIELDS:
+            raise InvalidRequest(f"usage has no field {field!r} to sum by; it has {', '.join(FIELDS)}.", "by")
+    sums: dict[tuple[str, ...], Sum] = {}
+    for usage in read_usage(folder):
+        if since_s <= usage.at_s < until_s:
+            sums.setdefault(tuple(getattr(usage, field) for field in by), Sum()).add(usage)
+    return dict(sorted(sums.items()))
