@@ -12,11 +12,14 @@ from typing import Any
 from lorafleet.cluster.client_metrics import ClientMetrics
 from lorafleet.cluster.directory_metrics import DirectoryCounts, render
 from lorafleet.cluster.scraping import scrape_all
+from lorafleet.cluster.tenancy.key_ring import KeyRing
+from lorafleet.cluster.tenancy.usage_log import UsageLog
 from lorafleet.resolvers.cache import AdapterCache
 from lorafleet.resolvers.fetch_metrics import FetchMetrics
 from lorafleet.resolvers.resolver_metrics import ResolverMetrics
 from lorafleet.workers.messages import AdapterMove, EngineStats, GPUSteps, StepStats
 from lorafleet.workers.openai.metrics import Metrics, Stopwatch
+from lorafleet.workers.openai.usage import Usage
 
 FROM_PROMETHEUS = {"job", "instance", "le"}
 _SUFFIXES = {
@@ -69,6 +72,11 @@ def _metrics(folder: Path) -> Metrics:
     resolvers = ResolverMetrics()
     resolvers.expect("s3")
     metrics.add(resolvers)
+    metrics.add(KeyRing("keys: []"))
+    usage = UsageLog(folder / "usage", "r1")
+    usage.add(Usage(0.0, "r", "acme", prompt_tokens=3, completion_tokens=2))
+    usage.lines.close()
+    metrics.add(usage)
     engine: Any = SimpleNamespace(num_streams=1, stats_age_s=0.1, dead=None, num_batches=2)
     metrics.add(ClientMetrics(engine))
     return metrics
