@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lorafleet.cluster.tenancy.key_ring import KeyRing
+from lorafleet.cluster.tenancy.key_ring import KeyRing, is_key_text
 from lorafleet.resolvers.config import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
 from lorafleet.resolvers.source import is_uri
 from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType, LoadFormat, OnLoadFailure
@@ -82,6 +82,11 @@ def _parse_source(shorthand: str) -> BeforeValidator:
         return {shorthand: [value] if shorthand == "allow" else value}
 
     return BeforeValidator(parse)
+
+
+def _absolute(value: Any) -> Any:
+    """A path, which replicas open with another working directory. Keys may also be given as they are."""
+    return str(Path(value).absolute()) if isinstance(value, str) and not is_key_text(value) else value
 
 
 def _as_list(value: Any) -> Any:
@@ -226,19 +231,19 @@ class AppArgs(BaseModel):
         "LORAFLEET_ADMIN_KEY. Without it nobody administers over HTTP.",
     )
 
-    api_keys: str | None = Field(
+    api_keys: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         None,
         repr=False,
         description="YAML or JSON file of API keys and tenants, which every node has at this path; `lorafleet keys` "
         "writes it, and servers read it again when it changes. Its content may also be in the environment, as "
         "LORAFLEET_API_KEYS. Without it everybody may infer.",
     )
-    usage_dir: str | None = Field(
+    usage_dir: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         None,
         description="Folder where replicas meter what tenants use, which `lorafleet usage` adds up; default with "
         "api_keys: usage/ below LORAFLEET_STATE_DIR or ~/.local/state/lorafleet, on each node.",
     )
-    audit_dir: str | None = Field(
+    audit_dir: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         None,
         description="Folder where replicas log who administered what; default with admin_key or api_keys: audit/ at "
         "the same place.",

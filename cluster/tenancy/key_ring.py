@@ -27,11 +27,16 @@ _Signature = tuple[int, int, int, int]
 logger = logging.getLogger("lorafleet.cluster")
 
 
+def is_key_text(source: str) -> bool:
+    """Whether it is the content of a file of keys, and no path."""
+    return source.lstrip().startswith(("{", "keys:", "tenants:"))
+
+
 class KeyRing(Collector):
     """source: a path, or the content of such a file, which is never read again."""
 
     def __init__(self, source: str) -> None:
-        self._path = None if source.lstrip().startswith(("{", "keys:", "tenants:")) else Path(source)
+        self._path = None if is_key_text(source) else Path(source)
         self._seen = self._read_signature()
         self._settling: _Signature | None = None
         self._num_reloads = {"ok": 0, "failed": 0}
