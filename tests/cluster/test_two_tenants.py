@@ -139,7 +139,9 @@ def test_a_replica_that_is_killed_has_metered_all_that_it_answered(tenants: Tena
         next(iter(stream))
         usage = complete(acme, "base").usage
         assert usage is not None
-        for pid in tenants.server.processes("ray::ServeReplica:lorafleet:EngineReplica"):
+        fronts = tenants.server.processes("ServeReplica:lorafleet:EngineReplica")
+        assert len(fronts) == 2
+        for pid in fronts:
             os.kill(pid, signal.SIGKILL)
         stream.close()
     after = summed(tenants.folder / "usage", ["tenant"])["acme",]
