@@ -21,6 +21,7 @@ from lorafleet.cluster.resources import FRONT_CPUS, check_gpus, replica_bundles
 from lorafleet.cluster.router import AdapterRouter, AffinityRouter
 from lorafleet.cluster.serve_environment import PROXY_MIDDLEWARES
 from lorafleet.workers.config import Device, EngineConfig
+from lorafleet.workers.errors import ConfigError
 
 HEALTH_PERIOD_S = 0.5  # Serve replaces a replica after three checks that fail
 HEALTH_TIMEOUT_S = 15.0
@@ -53,12 +54,23 @@ def build(args: AppArgs) -> Application:
 
 
 def _device(args: AppArgs) -> Device:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's own omission
-    num_gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
+    num_gpus = node_gpus()
     if args.device == "cpu" or (args.device == "auto" and not any(num_gpus)):
         return "cpu"
-    check_gpus(args, num_gpus)
+    try:
+        check_gpus(args, num_gpus)
+    except ConfigError as error:
+        if args.device == "auto":
+            raise
+        # A cluster may be growing: its head deploys before nodes with GPUs have joined, or so that they are started.
+        logger.warning("%s Until then replicas wait.", error.message)
     return "cuda"
+
+
+def node_gpus() -> list[int]:
+    """Of each node that is there."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's own omission
+    return [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
 
 
 def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:

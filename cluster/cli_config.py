@@ -47,5 +47,10 @@ def environment() -> None:
 
     eval "$(lorafleet config environment)"
     """
-    for name, value in cluster_environment.environment().items():
+    try:
+        variables = cluster_environment.environment()
+    except LorafleetError as error:
+        typer.echo(f"lorafleet: {error.message}", err=True)
+        raise typer.Exit(1) from None
+    for name, value in variables.items():
         typer.echo(f"export {name}={quote(value)}")

@@ -6,9 +6,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from lorafleet.cluster import haproxy
 from lorafleet.cluster.serve_environment import PROXY_MIDDLEWARES, ROUTED_BODY_BYTES
+from lorafleet.workers.errors import ConfigError
 
-HAPROXY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 NEEDED = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -23,5 +24,8 @@ TOKEN = {"RAY_AUTH_MODE": "token"}  # whoever reaches Ray's ports can run code
 
 
 def environment() -> dict[str, str]:
-    """Of this machine: Serve asks for lorafleet-haproxy, which closes HAProxy's own pages, by its whole path."""
-    return NEEDED | TOKEN | {HAPROXY: str(Path(sys.executable).with_name("lorafleet-haproxy"))}
+    """Of this machine: Serve wants lorafleet-haproxy, which closes HAProxy's own pages, by its whole path."""
+    path = Path(sys.executable).with_name(haproxy.NAME)
+    if not path.exists():
+        raise ConfigError(f"there is no {path}. Install lorafleet into this Python environment again.")
+    return NEEDED | TOKEN | {haproxy.RAYS_VARIABLE: str(path)}

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lorafleet.cluster.administration import Administration
 from lorafleet.cluster.catalogue.catalogue import Catalogue
@@ -163,8 +164,9 @@ def _quick_switches() -> Iterator[None]:
 
 
 def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
-    # A local folder is where the head node has it, wherever the caller runs.
-    resources = {} if place.uri.startswith("s3://") else {HEAD_NODE: 0.001}
+    # A local folder is where the head node has it, wherever the caller runs. With S3 the head is only the better place:
+    # it does not go when the load does, and has no GPU to keep busy.
+    in_s3 = place.uri.startswith("s3://")
     actor = (
         ray.remote(DirectoryActor)
         .options(
@@ -175,13 +177,20 @@ def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
             max_restarts=-1,
             max_task_retries=0,
             num_cpus=0,
-            resources=resources,
-            scheduling_strategy="DEFAULT",  # a replica's own would put it into that replica's placement group
+            resources={} if in_s3 else {HEAD_NODE: 0.001},
+            # A replica's own strategy, which it has without one, would put it into that replica's placement group.
+            scheduling_strategy=_rather_on_head() if in_s3 else "DEFAULT",
             max_concurrency=MAX_CALLS,
         )
         .remote(place.uri, place.base_names, place.fill_cpu_loras, secrets.token_hex(16))
     )
     return RemoteDirectory(actor)
+
+
+def _rather_on_head() -> NodeAffinitySchedulingStrategy | str:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's own omission
+    head = next((node["NodeID"] for node in nodes if node["Alive"] and HEAD_NODE in node["Resources"]), None)
+    return "DEFAULT" if head is None else NodeAffinitySchedulingStrategy(head, soft=True)
 
 
 class RemoteDirectory:

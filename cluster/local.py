@@ -23,7 +23,7 @@ from lorafleet.cluster import serve_environment
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.exposure import check_exposure
 from lorafleet.cluster.processes import adopt_orphans, end_descendants
-from lorafleet.cluster.resources import replica_bundles
+from lorafleet.cluster.resources import check_gpus, replica_bundles
 from lorafleet.cluster.tls import TLSFiles
 from lorafleet.workers.errors import ConfigError, LorafleetError
 
@@ -118,7 +118,7 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     import ray  # these read the environment when they are imported
     from ray import serve
 
-    from lorafleet.cluster.app import build
+    from lorafleet.cluster.app import build, node_gpus
     from lorafleet.cluster.directory_actor import DirectoryPlace
 
     replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
@@ -133,6 +133,8 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     )
     _catch_signals()  # ray.init puts its own handlers in place
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    if args.device == "cuda":
+        check_gpus(args, node_gpus())  # no other node will join
     console.print(f"starting {args.num_replicas} replica{'s' if args.num_replicas > 1 else ''} of {args.model}")
     serve.start(http_options=listener.http_options)
     target = serve.RunTarget(build(args), name=APP_NAME, route_prefix="/")

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import jsonschema
 
-from lorafleet.cluster import cluster_environment
+from lorafleet.cluster import cluster_environment, haproxy
 from lorafleet.cluster.checking.keys import Schema, check_keys, check_values
 from lorafleet.cluster.checking.nodes import Cluster, NodeGroup, check_fit
 from lorafleet.cluster.checking.provider_shapes import node_schema, provider_schema
@@ -110,9 +110,9 @@ def _check_start(source: Source, place: Place, command: str, flags: tuple[str, .
 def missing_environment(given: dict[str, str | None], where: str) -> list[str]:
     """given: None as a value that only the node knows. What direct streaming needs of it and is not there."""
     messages = []
-    for name, value in (cluster_environment.NEEDED | {cluster_environment.HAPROXY: None}).items():
+    for name, value in (cluster_environment.NEEDED | {haproxy.RAYS_VARIABLE: None}).items():
         if name not in given:
-            wanted = value or "the path of lorafleet-haproxy"
+            wanted = value or f"the path of {haproxy.NAME}"
             messages.append(f"{name} is not set {where}, which direct streaming needs: {wanted}.")
         elif value is not None and given[name] not in (value, None):
             messages.append(f"{name}={given[name]}: direct streaming needs {value}.")

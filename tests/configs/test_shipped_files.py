@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from lorafleet.cluster import cluster_environment
+from lorafleet.cluster import cluster_environment, haproxy
 from lorafleet.cluster.cli import app
 from tests.cluster.checking import ray_schemas  # noqa: F401  # before its module can warn
 
@@ -91,7 +91,7 @@ def test_the_pods_have_the_environment_that_direct_streaming_needs():
     config = yaml.safe_load((ROOT / "configs" / "kuberay.yaml").read_text())["spec"]["rayClusterConfig"]
     for group in (config["headGroupSpec"], *config["workerGroupSpecs"]):
         env = {one["name"]: one["value"] for one in group["template"]["spec"]["containers"][0]["env"]}
-        assert env.pop(cluster_environment.HAPROXY).endswith("/lorafleet-haproxy")
+        assert env.pop(haproxy.RAYS_VARIABLE).endswith("/lorafleet-haproxy")
         assert env == cluster_environment.NEEDED
 
 
