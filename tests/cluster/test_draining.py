@@ -19,9 +19,10 @@ from tests.cluster.nodes import Nodes, running_nodes
 NAMES = [f"t{i}" for i in range(12)]
 
 
-@pytest.fixture
-def nodes(tiny_model: Path, tmp_path: Path) -> Iterator[Nodes]:
+@pytest.fixture(scope="module")
+def nodes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Two replicas, and adapters that are read when they are asked for."""
+    tmp_path = tmp_path_factory.mktemp("adapters")
     for i, name in enumerate(NAMES):
         shutil.copytree(tiny_model.parent / "a0", tmp_path / name)
         config = json.loads((tmp_path / name / "adapter_config.json").read_text())
@@ -102,3 +103,9 @@ def test_what_only_the_stopped_replica_held_is_at_the_other_before_it_is_asked_f
         for name in NAMES:
             ask(name)
         assert reads(nodes) == read
+
+
+def test_replicas_on_gpus_are_placed_whole_on_nodes_that_have_them_and_never_on_the_head(nodes: Nodes) -> None:
+    """Of what configs/serve-cluster-folder.yaml asks for, two replicas; here since these nodes are up already."""
+    assert nodes.order("place 1") == [[2], [2]]
+    assert nodes.order("place 2") == [[2], [2]]

@@ -1,8 +1,10 @@
-"""A program for tests: a Ray cluster of three nodes on this machine and the application on it.
+"""A program for tests: a Ray cluster of three nodes on this machine, of which two say that they have GPUs, and the
+application on it, deployed from a shipped file.
 
 Says "ready" when it answers. Each line that it reads is an order, answered by a line of JSON: "node" ends one of the
 nodes, "push NAME FOLDER" pushes the folder's adapter as tensors, as a trainer in the cluster does, "scale N" sets the
-number of replicas, "residency" asks the directory which replica holds which adapter. Ends with its input.
+number of replicas, "residency" asks the directory which replica holds which adapter, "place TP" says which nodes Ray
+gives to the file's replicas, of so many GPUs each. Ends with its input.
 """
 
 from __future__ import annotations
@@ -11,15 +13,21 @@ import json
 import logging
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from lorafleet.cluster import serve_environment
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least
+NODE_GPUS = 2  # of each but the head: declared, not there
+FILE = Path(__file__).parents[2] / "configs" / "serve-cluster-folder.yaml"
 
 
 def main(run_dir: str, port: int, arguments: str) -> None:
-    """arguments: of the application, in JSON."""
+    """arguments: of the application, in JSON, in place of the file's."""
     os.environ["LORAFLEET_RUN_DIR"] = run_dir
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray prints a line when a node goes
@@ -30,22 +38,25 @@ def main(run_dir: str, port: int, arguments: str) -> None:
     from ray.cluster_utils import Cluster
     from ray.serve._private.common import DeploymentID
     from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
     from safetensors.torch import load_file
 
     from lorafleet.cluster.admin import get_directory
-    from lorafleet.cluster.app import build
-    from lorafleet.cluster.config import parse_args
 
+    file = yaml.safe_load(FILE.read_text())
+    shipped = file["applications"][0]["args"]
+    file["applications"][0] |= {"args": json.loads(arguments), "external_scaler_enabled": True}
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 6, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False},
     )
-    nodes = [cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES) for _ in range(2)]
+    nodes = [cluster.add_node(num_cpus=2, num_gpus=NODE_GPUS, object_store_memory=OBJECT_STORE_BYTES) for _ in range(2)]
     ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
-    serve.run(
-        build(parse_args(json.loads(arguments))), name="lorafleet", route_prefix="/", external_scaler_enabled=True
-    )
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(file))
+    while (application := serve.status().applications["lorafleet"]).status != "RUNNING":
+        assert application.status == "DEPLOYING", application.message
+        time.sleep(0.2)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         answer: object = "done"
@@ -62,10 +73,32 @@ def main(run_dir: str, port: int, arguments: str) -> None:
                 ray.get(controller.update_deployment_replicas.remote(replicas, int(count)))
             case ["residency"]:
                 answer = ray.get(get_directory()._actor.call.remote("routes", "", -1)).tiers
+            case ["place", size]:
+                answer = place(shipped | {"tensor_parallel_size": int(size)})
         print(json.dumps(answer), file=answers, flush=True)
     serve.shutdown()
     ray.shutdown()
     cluster.shutdown()
+
+
+def place(args: dict[str, Any]) -> list[list[int]]:
+    """For each replica the GPUs that its nodes say they have."""
+    import ray
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    from lorafleet.cluster.config import parse_args
+    from lorafleet.cluster.resources import replica_bundles
+
+    parsed = parse_args(args | {"num_cpus": 0.1})  # the nodes' CPUs are the running replicas'
+    groups = [
+        placement_group(replica_bundles(parsed, "cuda"), strategy="STRICT_PACK") for _ in range(parsed.num_replicas)
+    ]
+    ray.get([group.ready() for group in groups])
+    num_gpus = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes()}
+    nodes = [set(placement_group_table(group)["bundles_to_node_id"].values()) for group in groups]
+    for group in groups:
+        remove_placement_group(group)
+    return [[num_gpus[node] for node in one] for one in nodes]
 
 
 if __name__ == "__main__":
