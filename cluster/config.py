@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -110,6 +110,11 @@ class AppArgs(BaseModel):
     )
     chat_template: str | None = Field(None, description="File with a Jinja chat template; default: the tokenizer's.")
 
+    pooling: Literal["auto", "last", "mean"] = Field(
+        "auto",
+        description="Of embeddings: the last token's hidden state or the mean of all; auto is what the model's "
+        "1_Pooling/config.json says, else last.",
+    )
     tool_call_parser: ToolCallFormat = Field(
         "auto",
         description="How models write tool calls: auto tells it from each model's chat template; none reads no calls.",

@@ -15,6 +15,7 @@ from lorafleet.resolvers.registry import LoRAResolverRegistry
 from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.openai.front import Front, FrontConfig, read_generation_defaults
+from lorafleet.workers.openai.pooling import read_pooling
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
 
@@ -76,6 +77,7 @@ def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
         max_body_bytes=args.max_body_bytes,
         replica_id=replica_id,
         chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
+        pooling=read_pooling(args.model) if args.pooling == "auto" else args.pooling,
         tool_call_parser=args.tool_call_parser,
         generation_defaults=read_generation_defaults(args.model),
     )

@@ -89,6 +89,8 @@ class Engine:
             stop_ids=frozenset(() if params.ignore_eos else eos) | frozenset(params.stop_token_ids or ()),
             own_vocabulary=own is not None,
             group=self._admission.join(request),
+            priority=request.priority,
+            pooling=request.pooling,
             tier=self.loras.count_request(request.lora) if self.loras and request.lora else "",
             cache_salt=request.cache_salt,
             times=SequenceTimes() if request.traced else None,
@@ -298,10 +300,12 @@ class Engine:
         assert sequence.tokens[end] == UNKNOWN
         sequence.tokens[end] = sampled.token
         num_generated = end + 1 - sequence.num_prompt
-        self._generation_tokens += 1
+        pools = sequence.pooling is not None  # it has sampled a token all the same, which nobody is given
+        self._generation_tokens += not pools
         output = TokenOutput(
             request_id=sequence.request_id,
-            token_ids=[sampled.token],
+            token_ids=[] if pools else [sampled.token],
+            embedding=sampled.embedding,
             logprobs=[sampled.logprobs] if sampled.logprobs is not None else None,
             finish_reason=self._finish_reason(sequence, sampled.token, num_generated),
         )

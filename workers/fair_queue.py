@@ -1,10 +1,10 @@
 """The waiting sequences of one engine, and in which order they may start: each adapter gets its fair share.
 
 A virtual counter says how much service an adapter has had, in prompt and answer tokens. The adapter with the least
-comes next, its own requests in the order of their arrival; the base model counts as one adapter, and so do two names
-for the same bytes. Whoever was idle starts at the least counter of those that wait: idling saves up nothing. So while
-two adapters wait, what they get differs by a bounded number of tokens, however much more one of them asks for, and
-nothing is held back from an adapter that waits alone.
+comes next, its own requests by their priority and then in the order of their arrival; the base model counts as one
+adapter, and so do two names for the same bytes. Whoever was idle starts at the least counter of those that wait: idling
+saves up nothing. So while two adapters wait, what they get differs by a bounded number of tokens, however much more one
+of them asks for, and nothing is held back from an adapter that waits alone.
 Source: VTC, Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.
 
 With more adapters than slots, those in a slot come before the others until they are slot_credit tokens ahead: else
@@ -54,7 +54,7 @@ class FairQueue:
         if not lane.waiting:
             lane.served = max(lane.served, self._least_served())
             self._order.append(lane)
-        lane.waiting.append(sequence)
+        _insert(lane.waiting, sequence)
         lane.unfinished += 1
         sequence.lane = lane
         self._count(sequence, 1)
@@ -142,3 +142,11 @@ class FairQueue:
         least = self._least_served()
         self._lanes = {d: lane for d, lane in self._lanes.items() if lane.unfinished or lane.served > least}
         self._forget_at = max(MAX_IDLE_LANES, 2 * len(self._lanes))
+
+
+def _insert(waiting: deque[Sequence], sequence: Sequence) -> None:
+    """Behind those of its priority; nearly all have the same."""
+    at = len(waiting)
+    while at and waiting[at - 1].priority > sequence.priority:
+        at -= 1
+    waiting.insert(at, sequence)

@@ -14,6 +14,8 @@ from lorafleet.workers.histogram import Distribution
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.sampling_params import SamplingParams
 
+# What is wanted of a prompt in the place of an answer: the last token's hidden state, or the mean of all.
+Pooling = Literal["last", "mean"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 # Where an adapter is nearest: in a slot, in host memory, in files of this node, or elsewhere, to be fetched.
 Tier = Literal["gpu", "cpu", "disk", "remote"]
@@ -33,7 +35,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     the files that the prompt was tokenized by (AdapterInfo.language). group: what all
     sequences of one client's request have in common; "" for one that is alone. queue_timeout_s: how long it may wait to
     start; None: as long as it takes. cache_salt: only requests with the same one share keys and values. traced: its
-    outputs tell its times.
+    outputs tell its times. priority: among those that wait for one adapter, the
+    lower is the sooner. pooling: an embedding is wanted and no answer; params.max_tokens is 1 then.
     """
 
     request_id: str
@@ -44,6 +47,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     language: str = ""
     group: str = ""
     queue_timeout_s: float | None = None
+    priority: int = 0
+    pooling: Pooling | None = None
     cache_salt: str = ""
     traced: bool = False
 
@@ -72,6 +77,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What one step gave one sequence. The last one has a finish_reason.
 
+    embedding: float32, of a request with a pooling, which has no tokens.
     stop_token_id: the eos or stop_token_ids entry that ended it; it is in token_ids too.
     prompt_logprobs: once, with the first token; None stands for the first prompt token, which has no predecessor.
     queue_s, tier, lora_rank: once, with the first token: how long the sequence waited to start, where its adapter was
@@ -82,6 +88,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     request_id: str
     token_ids: list[int] = []
+    embedding: bytes = b""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
@@ -236,4 +243,5 @@ class EngineHello(msgspec.Struct, frozen=True):
     max_model_len: int
     kv_cache_tokens: int
     eos_token_ids: list[int]
+    hidden_size: int = 0
     falls_back_to_base: bool = False  # where an adapter fails to load

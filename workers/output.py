@@ -21,11 +21,13 @@ class Delta(msgspec.Struct):
 
     token_ids, logprobs and offsets (where each token's text begins in the answer) run in parallel and wait until their
     text is shown. The tokens of a stop string are among them, later ones are not.
+    embedding: float32, in the place of tokens.
     stop_reason: the stop string, or the id of a stop_token_ids entry; None for eos.
     """
 
     text: str = ""
     token_ids: list[int] = []
+    embedding: bytes = b""
     logprobs: list[TokenLogprobs] | None = None
     offsets: list[int] = []
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -105,6 +107,7 @@ class OutputProcessor:
         """Not to be called again once finish_reason is set."""
         assert self.finish_reason is None, "push after the end"
         delta = Delta(
+            embedding=output.embedding,
             prompt_logprobs=output.prompt_logprobs,
             num_cached_tokens=output.num_cached_tokens,
             fallback_reason=output.fallback_reason,

@@ -31,19 +31,21 @@ from lorafleet.workers.tp.messages import RunStep
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """token: of the chunk's sequence, None where the chunk ends before its last token. prompt: logprobs of the
-    prompt tokens that the chunk's tokens predict, where asked for."""
+    prompt tokens that the chunk's tokens predict, where asked for. embedding: float32, at the end of a prompt that is
+    pooled."""
 
     token: int | None
     logprobs: TokenLogprobs | None
     prompt: list[TokenLogprobs]
+    embedding: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step on the device. collect() waits for it, and is the only place where the engine waits for the device.
 
-    row_of: request id -> row of `sampled` and of StepInputs.sampled_B. asked: the rows with logprobs. prompt: those of
-    prompt tokens, by chunk.
+    row_of: request id -> row of `sampled` and of StepInputs.sampled_B. asked: the rows with logprobs. pooled: of
+    prompts that end in the step, by chunk. prompt: logprobs of prompt tokens, by chunk.
     """
 
     chunks: list[Chunk]
@@ -53,6 +55,7 @@ class LaunchedStep:
     asked: list[int]
     logprobs: PendingLogprobs | None
     prompt: dict[int, PendingLogprobs]
+    pooled: dict[int, Tensor]
     download: Download
 
     def collect(self) -> list[Sampled]:
@@ -64,7 +67,11 @@ class LaunchedStep:
         for i, chunk in enumerate(self.chunks):
             row = self.row_of.get(chunk.sequence.request_id)
             prompt = self.prompt[i].read() if i in self.prompt else []
-            results.append(Sampled(None, None, prompt) if row is None else Sampled(tokens[row], found.get(row), prompt))
+            if row is None:
+                results.append(Sampled(None, None, prompt))
+            else:
+                embedding = self.pooled[i].numpy().tobytes() if i in self.pooled else b""
+                results.append(Sampled(tokens[row], found.get(row), prompt, embedding))
         return results
 
 
@@ -110,10 +117,11 @@ class ModelRunner:
             found = self._sample(logits.sampled_BV, sampling, asked, download)
             self.steps.share(len(sampling))
         prompt = self._prompt_logprobs(chunks, logits.prompts, download)
+        pooled = _pool(chunks, logits.hidden_TD, download)
         row_of = {sequence.request_id: i for i, sequence in enumerate(sampling)}
         sampled = download.add(sampled_B)
         download.close()
-        return LaunchedStep(chunks, shape, row_of, sampled, asked, found, prompt, download)
+        return LaunchedStep(chunks, shape, row_of, sampled, asked, found, prompt, pooled, download)
 
     def steps_on_gpu(self) -> list[GPUSteps]:
         """Those that were timed; none on a CPU."""
@@ -156,6 +164,25 @@ class ModelRunner:
             num_top = [chunks[i].sequence.params.prompt_logprobs or 0] * len(predicted)
             found[i] = PendingLogprobs(logits_TV, chosen_T, num_top, download)
         return found
+
+
+def _pool(chunks: Many[Chunk], hidden_TD: Tensor, download: Download) -> dict[int, Tensor]:
+    """By chunk, [D], of the prompts that end in the step. Of a mean the sums so far stay with their sequences."""
+    found: dict[int, Tensor] = {}
+    start = 0
+    for i, chunk in enumerate(chunks):
+        sequence, end = chunk.sequence, start + chunk.num_tokens
+        if sequence.pooling == "mean":
+            sum_D = hidden_TD[start:end].float().sum(dim=0)
+            if sequence.num_computed > 0 and sequence.pooled_D is not None:  # else it begins, or begins anew
+                sum_D += sequence.pooled_D
+            sequence.pooled_D = sum_D
+            if chunk.samples:
+                found[i] = download.add(sequence.pooled_D / sequence.num_prompt)
+        elif sequence.pooling == "last" and chunk.samples:
+            found[i] = download.add(hidden_TD[end - 1].float())
+        start = end
+    return found
 
 
 def _row(sequence: Sequence) -> Row:

@@ -214,7 +214,7 @@ class Scheduler:
         blocks = self.kv.open(
             self._cache_salt(sequence, digest), self._cache_salt(sequence, BASE_SALT), sequence.first_adapted
         )
-        cached = 0 if sequence.wants_prompt_logprobs else self.kv.reuse_prefix(blocks, sequence.tokens)
+        cached = self.kv.reuse_prefix(blocks, sequence.tokens) if sequence.reuses_prefixes else 0
         if not self.kv.grow(blocks, len(sequence.tokens)):
             self.kv.release(blocks)
             return False

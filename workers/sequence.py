@@ -6,9 +6,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from lorafleet.workers.kv_cache import SequenceBlocks
 from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.messages import SequenceTimes, Tier, TokenLogprobs
+from lorafleet.workers.messages import Pooling, SequenceTimes, Tier, TokenLogprobs
 from lorafleet.workers.sampling_params import SamplingParams
 
 UNKNOWN = -1  # a token that the device has sampled, or will, and the host has not read yet
@@ -65,6 +67,9 @@ class Sequence:
     own_vocabulary: bool = False
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     group: Group = field(default_factory=lambda: Group(""))
+    priority: int = 0
+    pooling: Pooling | None = None
+    pooled_D: Tensor | None = None  # of its mean, the sum so far
     num_rotated: int = field(init=False)
     lane: Lane = field(init=False)
     tier: Tier | Literal[""] = ""  # where its adapter was when it was queued
@@ -88,6 +93,11 @@ class Sequence:
     def needs_history(self) -> bool:
         """Whether a step must know the tokens of the one before on the host: penalties, minima."""
         return self.params.edits_logits
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether its first tokens need not be computed where their keys and values are in the cache."""
+        return not self.wants_prompt_logprobs and self.pooling != "mean"
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -169,6 +169,7 @@ def build_engine(
         max_model_len=rank.max_model_len,
         kv_cache_tokens=rank.num_blocks * config.block_size,
         eos_token_ids=list(rank.model_config.eos_token_ids),
+        hidden_size=rank.model_config.hidden_size,
         falls_back_to_base=config.on_lora_load_failure == "base",
     )
     return Engine(

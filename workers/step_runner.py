@@ -46,10 +46,13 @@ WARM_UP_WITHOUT_GRAPHS = (
 class StepLogits:
     """sampled_BV: None where the plan is greedy: then the tokens are in StepInputs.sampled_B. prompts: one [count, V] a
     span of StepPlan.prompts. V is the largest vocabulary among the rows, at least the base's. Valid until the
-    next step."""
+    next step.
+
+    hidden_TD: of all tokens. Rows of it that sample are the plan's."""
 
     sampled_BV: Tensor | None
     prompts: list[Tensor]
+    hidden_TD: Tensor
 
 
 class StepRunner:
@@ -78,7 +81,7 @@ class StepRunner:
         """Queues the step; waits for nothing."""
         decoded = self._decode(plan)
         if decoded is not None:  # the graph has chosen the base's greedy tokens too
-            return StepLogits(self._sampled(*decoded, plan, plan.slots, chosen=True), [])
+            return StepLogits(self._sampled(*decoded, plan, plan.slots, chosen=True), [], decoded[0])
         hidden_TD = self._forward(plan)
         heads = self._heads(plan.slots)
         slots_T = plan.lora_slots if heads is not None else [BASE_SLOT] * plan.num_tokens
@@ -89,10 +92,11 @@ class StepRunner:
             owned = heads.logits(span_TD, logits_TW, slots_T[first : first + count]) if heads is not None else []
             prompts.append(self._gathered(logits_TW, owned))
         if not plan.sampling:
-            return StepLogits(None, prompts)
+            return StepLogits(None, prompts, hidden_TD)
         hidden_BD = hidden_TD[to_device(plan.sampling, torch.int64, self.device)]
         slots = [slots_T[row] for row in plan.sampling]
-        return StepLogits(self._sampled(hidden_BD, self.model.logits(hidden_BD), plan, slots, chosen=False), prompts)
+        sampled_BV = self._sampled(hidden_BD, self.model.logits(hidden_BD), plan, slots, chosen=False)
+        return StepLogits(sampled_BV, prompts, hidden_TD)
 
     def _sampled(
         self, hidden_BD: Tensor, logits_BW: Tensor, plan: StepPlan, slots: list[int], *, chosen: bool

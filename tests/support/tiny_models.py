@@ -275,6 +275,13 @@ class Reference:
         return Answer(tokens, scores)
 
     @torch.inference_mode()
+    def hidden(self, tokens: list[int], adapter: Path | None = None) -> torch.Tensor:
+        """[T, D], behind the last norm."""
+        ids = torch.tensor([tokens], device=self._device)
+        out = self._model(adapter)(input_ids=ids, output_hidden_states=True)
+        return out.hidden_states[-1][0].float().cpu()
+
+    @torch.inference_mode()
     def logprobs(self, tokens: list[int], adapter: Path | None = None, cache: Any = None) -> list[float]:
         """Of each token but the first, teacher-forced. cache: an empty one that changes what it is given."""
         ids = torch.tensor([tokens], device=self._device)

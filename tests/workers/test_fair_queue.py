@@ -30,7 +30,7 @@ def serve_next(queue: FairQueue, in_slots: frozenset[str] = frozenset(), num_out
     queue.start(chosen)
     for _ in range(num_output):
         queue.count_output(chosen)
-    chosen.blocks = SequenceBlocks(0)
+    chosen.blocks = SequenceBlocks(0, 0)
     queue.finish(chosen)
     return chosen
 
@@ -232,3 +232,15 @@ def test_a_pass_over_a_thousand_waiting_requests_takes_well_under_a_step(num_ada
         assert sum(1 for _ in queue.turns()) == len(queue.heads())
         times.append(time.perf_counter() - started)
     assert min(times) < 2e-3
+
+
+def test_priority_orders_an_adapters_requests_and_takes_no_turn_from_another():
+    queue = FairQueue(slot_credit=0)
+    for name, priority in (("first", 0), ("late", 5), ("second", 0), ("urgent", -1), ("later", 5)):
+        one = sequence("a", name)
+        one.priority = priority
+        queue.add(one)
+    queue.add(sequence("b", "other"))
+    order = [serve_next(queue, num_output=1).request_id for _ in range(6)]
+    assert [name for name in order if name != "other"] == ["urgent", "first", "second", "late", "later"]
+    assert order.index("other") == 1

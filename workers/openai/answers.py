@@ -49,6 +49,30 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
+@_exactly
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+@_exactly
+class Embedding(TypedDict):
+    """embedding: in base64 the bytes of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+@_exactly
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    lora_fallback: NotRequired[Fallback]
+
+
 class Choice(TypedDict):
     index: int
     finish_reason: FinishReason | Literal["tool_calls"] | None

@@ -24,6 +24,7 @@ from lorafleet.workers.openai.caller import Needed, sent_key, set_caller
 from lorafleet.workers.openai.chat import chat
 from lorafleet.workers.openai.completions import completions
 from lorafleet.workers.openai.docs import docs_routes
+from lorafleet.workers.openai.embeddings import embeddings
 from lorafleet.workers.openai.endpoint import endpoint_of, set_endpoint
 from lorafleet.workers.openai.errors import internal_error_response, on_http_exception, on_lorafleet_error
 from lorafleet.workers.openai.front import Front
@@ -44,6 +45,7 @@ GetFront = Callable[[], Front | None]
 ROUTES: tuple[Route, ...] = (
     ("POST", "/v1/completions", "infer", completions),
     ("POST", "/v1/chat/completions", "infer", chat),
+    ("POST", "/v1/embeddings", "infer", embeddings),
     ("POST", "/generate", "infer", generate),
     ("GET", "/v1/models", "infer", list_models),
     ("GET", "/v1/models/{model:path}", "infer", show_model),

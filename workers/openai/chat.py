@@ -18,6 +18,7 @@ from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprob
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.parsing import read_body
+from lorafleet.workers.openai.priority import checked_priority
 from lorafleet.workers.openai.prompts import Prompt, encode, fit_max_tokens, render_chat, truncate
 from lorafleet.workers.openai.protocol import ChatRequest
 from lorafleet.workers.openai.responses import WholeReply, event, json_response
@@ -42,11 +43,11 @@ async def chat(front: Front, request: Request) -> Response:
     params = tools.params(params, model.tokenizer)
     prompt = truncate(front, await _read_prompt(front, model, body, tools), body.truncate_prompt_tokens, asked)
     fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
+    priority = checked_priority(front, model.caller, body.priority)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = Envelope(request_id(request, "chatcmpl-", body.request_id), kind, front.config.base_id)
-    samples = await make_samples(
-        front, request, envelope.id, [Task(prompt, model, fitted(params, fit), cache_salt=body.cache_salt)], deadline
-    )
+    task = Task(prompt, model, fitted(params, fit), cache_salt=body.cache_salt, priority=priority)
+    samples = await make_samples(front, request, envelope.id, [task], deadline)
     answer = _Answer(front, body, samples, envelope, tools)
     return answer.stream() if body.stream else WholeReply(answer.whole)
 

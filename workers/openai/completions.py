@@ -20,6 +20,7 @@ from lorafleet.workers.openai.logprobs import completion_logprobs, prompt_offset
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.parsing import read_body
+from lorafleet.workers.openai.priority import checked_priority
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
 from lorafleet.workers.openai.protocol import CompletionRequest
 from lorafleet.workers.openai.responses import WholeReply, event, json_response
@@ -45,9 +46,10 @@ async def completions(front: Front, request: Request) -> Response:
     params = _read_params(front, model, body, asked)
     prompts = await _read_prompts(front, model, body)
     fits = [fit_max_tokens(front, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
+    priority = checked_priority(front, model.caller, body.priority)
     envelope = Envelope(request_id(request, "cmpl-", body.request_id), "text_completion", front.config.base_id)
     tasks = [
-        Task(prompt, model, fitted(params, fit), scoring, body.cache_salt)
+        Task(prompt, model, fitted(params, fit), scoring, body.cache_salt, priority)
         for prompt, fit in zip(prompts, fits, strict=True)
     ]
     answer = _Answer(front, body, await make_samples(front, request, envelope.id, tasks, deadline), envelope)

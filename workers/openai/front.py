@@ -16,6 +16,7 @@ from lorafleet.workers.adapter_language import Language, LanguageReader
 from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, LorafleetError, ModelNotFound
 from lorafleet.workers.lora import mixing
 from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.messages import Pooling
 from lorafleet.workers.openai.admission import Quotas
 from lorafleet.workers.openai.audit import Audit
 from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
@@ -42,6 +43,7 @@ class FrontConfig:
     allow_runtime_lora_updating: bool = False  # opens /v1/load_lora_adapter and /v1/unload_lora_adapter
     chat_template: str | None = None  # Jinja source; None: the tokenizer's own
     tool_call_parser: ToolCallFormat = "auto"  # how models write their calls; auto: as each one's template tells
+    pooling: Pooling = "last"  # of embeddings, where a request does not say
     queue_timeout_s: float | None = None  # how long a request may wait to start where it does not say; None: ever
     max_body_bytes: int = MAX_BODY_BYTES  # of a request; a larger one is refused with 413
     generation_defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # see below

@@ -38,6 +38,11 @@ class Gate:
         self._keys = keys
         self._clock = clock
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether callers are told apart."""
+        return self._keys is not None
+
     def caller(self, key: str | None, needed: Needed) -> Caller:
         """key: as it was sent; None where none was. Raises Unauthorized or Forbidden."""
         if needed == "open":

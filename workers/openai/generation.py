@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 
 from lorafleet.workers.errors import EngineDead, InvalidRequest, LorafleetError
-from lorafleet.workers.messages import EngineRequest, FinishReason, SequenceTimes
+from lorafleet.workers.messages import EngineRequest, FinishReason, Pooling, SequenceTimes
 from lorafleet.workers.openai.admission import set_admission
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
@@ -40,6 +40,7 @@ class Task:
     """One prompt and what to do with it. params.n: how many samples to make of it. cache_salt: the client's own.
 
     scoring: only the prompt's logprobs are wanted. The engine makes one token, which is not shown.
+    pooling: an embedding is wanted, and no token.
     """
 
     prompt: Prompt
@@ -47,6 +48,8 @@ class Task:
     params: SamplingParams
     scoring: bool = False
     cache_salt: str | None = None
+    priority: int = 0
+    pooling: Pooling | None = None
 
     @property
     def salt(self) -> str:
@@ -80,6 +83,7 @@ class Sample:
         self.num_cached_tokens = 0
         self.fallback_reason = task.model.fallback_reason
         self._scoring = task.scoring
+        self._priority, self._pooling = task.priority, task.pooling
         self._cache_salt = task.salt
         self._front = front
         self._group = group
@@ -109,6 +113,8 @@ class Sample:
             queue_timeout_s=self._deadline.left_s(),
             cache_salt=self._cache_salt,
             traced=self._deadline.trace is not None,
+            priority=self._priority,
+            pooling=self._pooling,
         )
         push = self._processor.push
         watch = Stopwatch()
@@ -116,7 +122,7 @@ class Sample:
         try:
             async with aclosing(self._front.engine.generate(request)) as outputs:
                 async for output in outputs:
-                    if output.token_ids:
+                    if output.token_ids or output.embedding:
                         if watch.first is None:
                             tier = "remote" if self.model.fetched and output.tier else output.tier
                             watch.lora_rank, watch.tier = output.lora_rank, tier
@@ -240,6 +246,7 @@ class Answer:
         whole = self.whole
         self._texts.append(delta.text)
         whole.token_ids.extend(delta.token_ids)
+        whole.embedding = delta.embedding or whole.embedding
         whole.offsets.extend(delta.offsets)
         if delta.logprobs is not None:
             whole.logprobs = whole.logprobs or []

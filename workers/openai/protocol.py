@@ -63,6 +63,7 @@ class GenerationRequest(Tolerant):
     truncate_prompt_tokens: int | None = None  # keeps the last k; -1: as many as fit
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: int | None = None  # the lower, the sooner
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
@@ -107,6 +108,21 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingRequest(Tolerant):
+    model: str | None = None
+    lora_weights: list[float | int] | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None  # the first so many numbers, brought to length 1 again
+    pooling: Literal["last", "mean"] | None = None  # default: the server's
+    normalize: bool | None = None  # to length 1; default: true
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None  # keeps the last k; -1: as many as fit
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
 
 
 class TokenizeRequest(Tolerant):

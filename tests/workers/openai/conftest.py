@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
 import pytest
 import uvicorn
 
+import real_server
+import tool_templates
 from lorafleet.workers.errors import AdapterExists, LorafleetError, ModelNotFound
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import (
@@ -27,6 +30,7 @@ from lorafleet.workers.messages import (
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front, FrontConfig
 from lorafleet.workers.tokenizer import Tokenizer
+from real_server import RealServer
 
 CONTEXT = 256
 
@@ -210,3 +214,15 @@ def client(base_url: str) -> Iterator[openai.OpenAI]:
 async def async_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=base_url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory, fleet: Callable[[str], Any]) -> Iterator[RealServer]:
+    """A real engine behind the whole API, with one adapter, "sql". Who asks for it says
+    `pytestmark = pytest.mark.xdist_group("real_server")`."""
+    made = fleet("llama3")
+    config = {"allow_runtime_lora_updating": True, "chat_template": tool_templates.HERMES}
+    folder = tmp_path_factory.mktemp("real")
+    adapters = {"sql": made.adapters["all"]}
+    with real_server.running(folder, made.base, adapters, config, max_model_len=48, kv_cache_tokens=2048) as server:
+        yield server

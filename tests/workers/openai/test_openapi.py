@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,13 +16,14 @@ import pytest
 import schemathesis
 from schemathesis.checks import CHECKS
 
-import real_server
 from lorafleet.cluster.admin_api import admin_routes
 from lorafleet.workers.openai.api import ROUTES
 from lorafleet.workers.openai.fields import Tolerant
 from lorafleet.workers.openai.openapi import openapi
 from lorafleet.workers.openai.operations import operation_of
 from real_server import ADMIN_KEY, RealServer
+
+pytestmark = pytest.mark.xdist_group("real_server")
 
 ADMIN_ROUTES = admin_routes(None)  # type: ignore[arg-type]  # only described here
 ROUTED = [*ROUTES, *ADMIN_ROUTES]
@@ -43,16 +43,6 @@ def as_it_is(_: object, value: bytes) -> bytes:
     return value
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, fleet: Callable[[str], Any]) -> Iterator[RealServer]:
-    made = fleet("llama3")
-    config = {"allow_runtime_lora_updating": True}
-    folder = tmp_path_factory.mktemp("real")
-    adapters = {"sql": made.adapters["all"]}
-    with real_server.running(folder, made.base, adapters, config, max_model_len=48, kv_cache_tokens=2048) as server:
-        yield server
-
-
 api = schemathesis.openapi.from_dict(DOCUMENT)
 api.config.phases.coverage.enabled = LONG  # some hundred cases an operation
 checks = [check for check in CHECKS.get_all() if check.__name__ not in NOT_CHECKED]
@@ -62,8 +52,8 @@ checks = [check for check in CHECKS.get_all() if check.__name__ not in NOT_CHECK
 @hypothesis.settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
-def test_requests_of_every_kind_are_answered_as_documented(server: RealServer, case: schemathesis.Case) -> None:
-    response = case.call(base_url=server.url, headers={"authorization": f"Bearer {ADMIN_KEY}"})
+def test_requests_of_every_kind_are_answered_as_documented(real: RealServer, case: schemathesis.Case) -> None:
+    response = case.call(base_url=real.url, headers={"authorization": f"Bearer {ADMIN_KEY}"})
     assert response.status_code < 500 or response.status_code == 503, response.text
     case.validate_response(response, checks=checks)
 
