@@ -192,8 +192,8 @@ async def test_null_means_the_default(http: httpx.AsyncClient) -> None:
 
 
 async def test_unknown_paths_and_methods_have_error_bodies(http: httpx.AsyncClient) -> None:
-    error = await refused(http, "/v1/embeddings", {}, 404)
-    assert "/v1/embeddings" in error["message"]
+    error = await refused(http, "/v1/audio/speech", {}, 404)
+    assert "/v1/audio/speech" in error["message"]
     response = await http.get("/v1/completions")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert response.json()["error"]["code"] == "method_not_supported"
