@@ -123,6 +123,8 @@ def serve_with_ray(model: str, run_dir: str, *, direct: bool) -> None:
     from lorafleet.cluster import serve_environment
 
     serve_environment.prepare(run_dir, direct_streaming=direct)
+    if direct:
+        serve_environment.open_ingress(run_dir, "127.0.0.1", None)
     import ray
     from ray import serve
     from ray.serve.config import RequestRouterConfig

@@ -135,7 +135,7 @@ async def _answer(send: Any, content: dict[str, Any]) -> None:
 class AdapterRouter:
     """One on every node that has an HAProxy; cluster/app.py makes the deployment of it."""
 
-    def __init__(self, replicas: DeploymentHandle[Any], traced: bool) -> None:
+    def __init__(self, replicas: DeploymentHandle[Any], traced: bool = False) -> None:
         self._replicas = replicas
         self._traced = traced
         self._renewing = asyncio.get_event_loop().create_task(ingress.keep_certificate())

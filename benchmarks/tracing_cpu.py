@@ -1,0 +1,84 @@
+"""What traces cost a replica's front: CPU time of a streamed request of 100 tokens, without them and at several ratios.
+
+    python benchmarks/tracing_cpu.py [--model demo/model] [--requests 300] [--rounds 5]
+
+The application in this process, an engine that answers at once, a collector in another process. The exporter's thread
+is in the figures. Rounds take turns, since other work on the machine changes all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import httpx
+
+from http_frontend import BODY, InstantEngine, NoAdapters
+from lorafleet.workers.openai.api import build_api
+from lorafleet.workers.openai.front import Front, FrontConfig
+from lorafleet.workers.openai.tracing import Tracing
+from lorafleet.workers.tokenizer import Tokenizer
+
+RATIOS = (None, 0.0, 0.01, 0.1, 1.0)
+
+
+def collect(port: Connection) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        port.send(server.server_address[1])
+        server.serve_forever()
+
+
+async def ms_a_request(front: Front, endpoint: str, ratio: float | None, num_requests: int) -> float:
+    tracing = None if ratio is None else Tracing(endpoint, ratio, "benchmark")
+    api = build_api(lambda: front, (), tracing)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://api") as client:
+        await client.post("/v1/completions", json=BODY)
+        began = time.process_time()
+        for _ in range(num_requests):
+            (await client.post("/v1/completions", json=BODY)).raise_for_status()
+        if tracing is not None:
+            tracing.close()
+        return (time.process_time() - began) / num_requests * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo/model")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    context = get_context("spawn")
+    told, tells = context.Pipe(duplex=False)
+    collector = context.Process(target=collect, args=(tells,), daemon=True)
+    collector.start()
+    endpoint = f"http://127.0.0.1:{told.recv()}/v1/traces"
+    config = FrontConfig(served_model_names=("base",), model_path=options.model)
+    front = Front(config, Tokenizer.from_folder(options.model), InstantEngine(), NoAdapters())
+    seen: dict[float | None, list[float]] = {ratio: [] for ratio in RATIOS}
+    for _ in range(options.rounds):
+        for ratio in RATIOS:
+            seen[ratio].append(asyncio.run(ms_a_request(front, endpoint, ratio, options.requests)))
+    for ratio, found in seen.items():
+        added = statistics.median(one - off for one, off in zip(found, seen[None], strict=True))
+        print(f"ratio {'off' if ratio is None else ratio}: {statistics.median(found):.3f} ms a request, {added:+.3f}")
+    collector.terminate()
+    front.close()
+
+
+if __name__ == "__main__":
+    main()
