@@ -79,7 +79,7 @@ class NoAdapters:
     async def resolve(self, name: str) -> LoRARequest:
         raise ModelNotFound(name)
 
-    async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
+    async def add(self, name: str, path: str, *, load_inplace: bool, limits: object) -> LoRARequest:
         raise NotImplementedError
 
     async def remove(self, name: str) -> None:

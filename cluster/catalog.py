@@ -20,7 +20,9 @@ from lorafleet.resolvers.base import LoRAResolver
 from lorafleet.workers.errors import AdapterExists, InvalidAdapterName, ModelNotFound
 from lorafleet.workers.lora.names import check_adapter_name, check_full_name
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.openai.backend import StorageLimits
 
+NO_LIMITS = StorageLimits()
 MISS_S = 2.0  # how long it is remembered that no resolver knows a name
 MAX_MISSES = 10_000
 # A request that resolved its name before a removal has reached the engine this much later.
@@ -93,7 +95,7 @@ class DirectoryCatalog:
             raise _not_found(name)
         return await self._resolve_once(self._resolver, name)
 
-    async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
+    async def add(self, name: str, path: str, *, load_inplace: bool, limits: StorageLimits = NO_LIMITS) -> LoRARequest:
         """Registers the adapter with its files, and makes it known to every replica."""
         check_full_name(name, self._base_names)
         if not load_inplace and await self.known(name) is not None:
@@ -102,7 +104,9 @@ class DirectoryCatalog:
             )
         # What cannot be served is refused by its header, before its bytes, however many, are copied into the store.
         await self._engine.load_adapter(LoRARequest(name, adapter_number(name), path))
-        await self._admin.push_folder(name, path, replace=load_inplace)
+        await self._admin.push_folder(
+            name, path, replace=load_inplace, max_adapters=limits.adapters, max_bytes=limits.num_bytes
+        )
         return await self.resolve(name)
 
     async def read_at_start(self, name: str, path: str, base_model_name: str | None) -> tuple[LoRARequest, AdapterInfo]:

@@ -24,7 +24,9 @@ Name = Annotated[str, typer.Argument(help="The adapter's public name.")]
 Replicas = Annotated[int, typer.Option(min=1, help="On so many replicas.")]
 Alias = Annotated[str | None, typer.Option(help="Another alias than the adapter's own name.")]
 Url = Annotated[str, typer.Option(envvar="LORAFLEET_URL", help="Of the server.")]
-Key = Annotated[str, typer.Option(envvar=ADMIN_KEY_VARIABLE, help="The server's --admin-key.")]
+Key = Annotated[
+    str, typer.Option(envvar=ADMIN_KEY_VARIABLE, help="The server's --admin-key, or an API key of the scope admin.")
+]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -36,7 +38,7 @@ def push(
     replicas: Annotated[int, typer.Option(min=1, help="That must have loaded it before this returns.")] = 1,
     activate: Annotated[bool, typer.Option(help="The name's requests go to this version from now on.")] = True,
     pin: Annotated[int | None, typer.Option(min=1, help="Keep it in slots of so many replicas.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Whose it is.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="That will own it; the operator may name any.")] = None,
     metadata: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE, noted with the version; several times.")
     ] = None,

@@ -83,7 +83,7 @@ class EngineReplica:
         self._place = DirectoryPlace(context.app_name, **args.directory_place())
         self._directory = get_or_create(self._place)
         self._membership = Membership(self._directory, self._replica_id, self._obey)
-        self._tenancy = self._make_tenancy()
+        self._tenancy: Tenancy | None = None
         self._ranks = ReplicaRanks(config.tensor_parallel_size, args.num_cpus, 1 if config.device == "cuda" else 0)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -153,6 +153,7 @@ class EngineReplica:
 
     async def _start(self) -> FastAPI:
         started = time.monotonic()
+        tenancy = self._tenancy = self._make_tenancy()
         await self._membership.note(f"loading {self._config.model} on {self._config.device}")
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.from_folder, self._args.model))
         address = ipc_address(self._run_dir)
@@ -180,9 +181,9 @@ class EngineReplica:
             self._adapter_store,
             resolver,
             self._scrape,
-            self._tenancy,
+            tenancy,
         )
-        for work in self._tenancy.work:
+        for work in tenancy.work:
             self._keep(work)
         self._tracing = start_tracing(self._args, self._replica_id)
         console = StateApi(self._view, self._view_adapter, self._look_at_all)
@@ -266,7 +267,8 @@ class EngineReplica:
             self._front.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
-        self._tenancy.close()
+        if self._tenancy is not None:
+            self._tenancy.close()
         await asyncio.to_thread(self._adapter_store.stop)
         if self._engine is not None:
             await self._engine.close()

@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 
 from lorafleet.cluster.tenancy.key_file import HASH_PREFIX, KeyEntry, KeyFile, TenantEntry, owners_of, parse, read
 from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.openai.backend import StorageLimits
 from lorafleet.workers.openai.gate import KnownKey
-from lorafleet.workers.openai.visibility import StorageLimits
 
 POLL_S = 0.5
 

@@ -1,4 +1,4 @@
-"""The metering of one replica: a line of JSON for each sequence, appended to a file of this process's own.
+"""The metering of one replica: a line of JSON for each sequence, appended to files of this process's own.
 
 A line is with the kernel before the client hears the end of its answer: a replica that is killed loses only what was
 under way. fsync follows within SYNC_S, so a machine that loses its power loses no more than that. What cannot be
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,36 +25,33 @@ from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.openai.usage import Usage
 
 SYNC_S = 1.0
+MAX_FILE_BYTES = 256 << 20  # about a million sequences
 SUFFIX = ".jsonl"
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
 class AppendedLines:
-    """A file that only grows, in a folder where several processes have one each."""
+    """Files that only grow, in a folder where several processes have their own; a new one is begun when one is large.
+    add() is the event loop's, sync() may be called in a thread."""
 
     def __init__(self, folder: Path, name: str) -> None:
         """Raises ConfigError where nothing can be written."""
-        path = folder / f"{name}-{time.time_ns()}{SUFFIX}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be written: {error}. Give a folder that can, or mend it.") from None
+        self._folder, self._name = folder, name
+        self._lock = threading.Lock()  # of all below; nobody waits for the disk with it
+        self._full: list[int] = []  # files to be synced and closed
         self.unwritten = b""
         self._unsynced = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._open()
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written: {error}. Give a folder that can, or mend it.") from None
 
     def add(self, line: bytes) -> None:
-        self.unwritten += line + b"\n"
-        self._write()
-
-    def _write(self) -> None:
-        try:
-            while self.unwritten:
-                self.unwritten = self.unwritten[os.write(self._file, self.unwritten) :]
-                self._unsynced = True
-        except OSError as error:
-            logger.error("%d bytes cannot be written yet and are kept: %s", len(self.unwritten), error)
+        with self._lock:
+            self.unwritten += line + b"\n"
+            self._write()
 
     async def keep_syncing(self) -> None:
         """Never ends."""
@@ -62,16 +60,42 @@ class AppendedLines:
             await asyncio.to_thread(self.sync)
 
     def sync(self) -> None:
-        if self.unwritten:
+        with self._lock:
             self._write()
-        if self._unsynced:
-            self._unsynced = False
-            with contextlib.suppress(OSError):  # the next line's write says what is wrong
-                os.fsync(self._file)
+            full, self._full = self._full, []
+            unsynced, self._unsynced = self._unsynced, False
+        if unsynced:
+            _fsync(self._file)
+        for file in full:
+            _fsync(file)
+            os.close(file)
 
     def close(self) -> None:
         self.sync()
         os.close(self._file)
+
+    def _open(self) -> int:
+        path = self._folder / f"{self._name}-{time.time_ns()}{SUFFIX}"
+        self._size = 0
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def _write(self) -> None:
+        try:
+            while self.unwritten:
+                num_written = os.write(self._file, self.unwritten)
+                self.unwritten = self.unwritten[num_written:]
+                self._size += num_written
+                self._unsynced = True
+            if self._size > MAX_FILE_BYTES:
+                before, self._file = self._file, self._open()
+                self._full.append(before)
+        except OSError as error:
+            logger.error("%d bytes cannot be written yet and are kept: %s", len(self.unwritten), error)
+
+
+def _fsync(file: int) -> None:
+    with contextlib.suppress(OSError):  # the next line's write says what is wrong
+        os.fsync(file)
 
 
 class UsageLog(Collector):
