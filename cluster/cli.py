@@ -18,6 +18,7 @@ from lorafleet.cluster.cli_convert import convert
 from lorafleet.cluster.cli_inspect import inspect as inspect_adapter
 from lorafleet.cluster.cli_keys import keys
 from lorafleet.cluster.cli_merge import merge
+from lorafleet.cluster.cli_metrics import metrics
 from lorafleet.cluster.cli_usage import usage
 from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
 from lorafleet.cluster.tls import tls_files
@@ -112,6 +113,7 @@ def _with_options(function: Any) -> Any:
 app.add_typer(adapters, name="adapters")
 app.add_typer(keys, name="keys")
 app.add_typer(config, name="config")
+app.add_typer(metrics, name="metrics")
 app.command("serve")(_with_options(_serve))
 app.command("inspect")(inspect_adapter)
 app.command("convert")(convert)

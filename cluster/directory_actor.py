@@ -10,14 +10,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import resource
 import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -34,6 +32,7 @@ from lorafleet.cluster.directory_metrics import DirectoryCounts
 from lorafleet.cluster.directory_socket import Address, DirectoryConnection, DirectoryServer
 from lorafleet.cluster.placer import ROUND_S
 from lorafleet.cluster.residency import Report, Routes
+from lorafleet.cluster.state_folder import state_folder
 from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
 from lorafleet.workers.errors import WireError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
@@ -74,13 +73,6 @@ class DirectoryPlace:
     @property
     def _model_id(self) -> str:
         return hashlib.sha256(self.model.encode()).hexdigest()[:12]
-
-
-def state_folder() -> Path:
-    """Where what must outlive a restart is kept: LORAFLEET_STATE_DIR, or the XDG base directory for state."""
-    own = os.environ.get("LORAFLEET_STATE_DIR")
-    xdg = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(own).expanduser() if own else Path(xdg).expanduser() / "lorafleet"
 
 
 class DirectoryActor:

@@ -1,0 +1,121 @@
+"""What metrics cost: CPU microseconds a step in the worker, a token and a sequence in the front, and a scrape.
+
+    python benchmarks/metrics_overhead.py [--batches 1 8 64 256] [--json FILE]
+
+Only what counts is run, in a loop, by the thread's CPU time, so that a busy machine does not change it much. per step:
+the step's shape and its counts; per report: what tells them to the front, ten times a second. The share is of the step
+times that one H200 had over an 8B Llama in bf16 (NOTES.md, base step), as if the host's CPU were this one. What the two
+CUDA events of one step in 32 cost is not in it: run benchmarks/engine_e2e.py on a GPU before and behind this change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from lorafleet.kernels.lora_batch import BASE_SLOT
+from lorafleet.workers.attention.base import AttentionBatch
+from lorafleet.workers.messages import AdapterMove, EngineStats
+from lorafleet.workers.openai.metrics import Metrics, Stopwatch, text_of
+from lorafleet.workers.step_metrics import StepMetrics
+from lorafleet.workers.step_plan import FIELDS, StepPlan
+
+H200_STEP_MS = {1: 4.73, 8: 4.99, 64: 6.43, 256: 12.83}  # base, NOTES.md
+REPORTS_S = 10.0
+TOKENS = 200  # of an answer
+ROUNDS = 5
+
+
+def cpu_us(work: Callable[[], object], times: int) -> float:
+    """Of one call: the best of some rounds."""
+    best = float("inf")
+    for _ in range(ROUNDS):
+        started = time.thread_time()
+        for _ in range(times):
+            work()
+        best = min(best, time.thread_time() - started)
+    return best / times * 1e6
+
+
+def decode_step(batch: int) -> StepPlan:
+    attention = AttentionBatch([1] * batch, [500] * batch, [[0]] * batch)
+    slots = [BASE_SLOT if i % 4 == 0 else i % 8 for i in range(batch)]
+    rows = list(range(batch))
+    return StepPlan(np.zeros((FIELDS, batch), np.int64), attention, slots, [0] * batch, rows, True, [], [16] * 8)
+
+
+def mixed_step(batch: int) -> StepPlan:
+    """Decodes, and two prompts of 256 tokens."""
+    lens = [1] * batch + [256, 256]
+    attention = AttentionBatch(lens, lens, [[0]] * len(lens))
+    slots = [i % 8 for i in range(len(lens))]
+    fields = np.zeros((FIELDS, sum(lens)), np.int64)
+    return StepPlan(fields, attention, slots, [0] * len(lens), list(range(batch)), True, [], [16] * 8)
+
+
+def of_the_worker(batch: int) -> dict[str, float]:
+    metrics, encode = StepMetrics(), msgspec.msgpack.Encoder().encode
+    decode, mixed = decode_step(batch), mixed_step(batch)
+    row = {
+        "batch": batch,
+        "decode_us": cpu_us(lambda: metrics.ended(decode.shape, time.perf_counter()), 20_000),
+        "mixed_us": cpu_us(lambda: metrics.ended(mixed.shape, time.perf_counter()), 20_000),
+        "report_us": cpu_us(lambda: encode(EngineStats(steps=metrics.told([]))), 2000),
+    }
+    step_ms = H200_STEP_MS.get(batch)
+    if step_ms is not None:
+        reports_us = row["report_us"] * REPORTS_S * step_ms / 1e3
+        row["share_of_an_h200_step"] = (row["decode_us"] + reports_us) / (step_ms * 1e3)
+    return row
+
+
+def of_the_front() -> dict[str, float]:
+    metrics = Metrics(EngineStats, "base", "r1")
+    watch = Stopwatch()
+    tick = cpu_us(watch.tick, 20_000)
+
+    def sequence() -> None:
+        """All but its tokens."""
+        one = Stopwatch()
+        one.first, one.gaps, one.lora_rank = 0.1, [0.005] * (TOKENS - 1), 16
+        label = metrics.adapters.count("sql")
+        metrics.count_start(label, 0.001, "gpu")
+        metrics.count_sequence(label, 100, TOKENS, one, "stop")
+        metrics.count_request("/v1/completions", label, 200)
+
+    whole = cpu_us(sequence, 500)
+    for i in range(100):  # as many labels as there can be
+        label = metrics.adapters.count(f"adapter-{i}")
+        metrics.count_start(label, 0.001, "cpu")
+        metrics.count_sequence(label, 100, 1, Stopwatch(), "stop")
+        metrics.count_move(AdapterMove(f"adapter-{i}", "disk", "cpu", 0.1))
+    return {
+        "token_us": tick,
+        "sequence_us": whole,
+        f"token_of_{TOKENS}_us": tick + whole / TOKENS,
+        "scrape_us": cpu_us(lambda: text_of(list(metrics.collect())), 5),
+        "scrape_lines": float(len(text_of(list(metrics.collect())).splitlines())),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    worker, front = [of_the_worker(batch) for batch in args.batches], of_the_front()
+    for row in (*worker, front):
+        print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"machine": platform.machine(), "worker": worker, "front": front}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The dashboards that ship with lorafleet. `lorafleet metrics dashboards DIR` writes them; configs/grafana/ has what it
+writes. They ask the series themselves, so they work without the recording rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lorafleet.cluster.monitoring.boards.adapters import ADAPTERS
+from lorafleet.cluster.monitoring.boards.cluster import CLUSTER
+from lorafleet.cluster.monitoring.boards.overview import OVERVIEW
+from lorafleet.cluster.monitoring.boards.replica import REPLICA
+
+DASHBOARDS = (OVERVIEW, ADAPTERS, REPLICA, CLUSTER)
+
+
+def write(folder: Path) -> list[Path]:
+    """One file each, named by the uid."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for dashboard in DASHBOARDS:
+        path = folder / f"{dashboard.uid}.json"
+        path.write_text(json.dumps(dashboard.to_json(), indent=2, ensure_ascii=False) + "\n")
+        written.append(path)
+    return written

@@ -1,0 +1,68 @@
+"""What Grafana is provisioned with: Prometheus as its source, and the dashboards."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from lorafleet.cluster.monitoring import dashboards
+
+HOMES = (Path("/usr/share/grafana"), Path("/opt/grafana"))  # where packages put its web pages
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """home: the folder of its web pages and defaults."""
+
+    program: str
+    home: Path
+
+    def command(self) -> list[str]:
+        first = [self.program] if self.program.endswith("grafana-server") else [self.program, "server"]
+        return [*first, "--homepath", str(self.home)]
+
+
+def find_installed(home: Path | None = None) -> Installed | None:
+    program = shutil.which("grafana-server") or shutil.which("grafana")
+    found = home or next((one for one in HOMES if (one / "conf" / "defaults.ini").is_file()), None)
+    return None if program is None or found is None else Installed(program, found)
+
+
+def provision(folder: Path, prometheus_url: str) -> None:
+    """folder/dashboards and folder/provisioning."""
+    shutil.rmtree(folder / "dashboards", ignore_errors=True)  # one that is no more must not stay
+    dashboards.write(folder / "dashboards")
+    source = {"name": "lorafleet", "type": "prometheus", "access": "proxy", "url": prometheus_url, "isDefault": True}
+    _write(folder / "provisioning" / "datasources" / "lorafleet.yml", {"apiVersion": 1, "datasources": [source]})
+    provider = {
+        "name": "lorafleet",
+        "folder": "lorafleet",
+        "type": "file",
+        "allowUiUpdates": False,
+        "options": {"path": str((folder / "dashboards").absolute())},
+    }
+    _write(folder / "provisioning" / "dashboards" / "lorafleet.yml", {"apiVersion": 1, "providers": [provider]})
+
+
+def settings(folder: Path, port: int) -> Mapping[str, str]:
+    """As Grafana's environment: on the loopback interface, its own login left as it is, nothing sent home."""
+    return {
+        "GF_SERVER_HTTP_ADDR": "127.0.0.1",
+        "GF_SERVER_HTTP_PORT": str(port),
+        "GF_PATHS_DATA": str(folder / "data"),
+        "GF_PATHS_LOGS": str(folder / "logs"),
+        "GF_PATHS_PLUGINS": str(folder / "plugins"),
+        "GF_PATHS_PROVISIONING": str((folder / "provisioning").absolute()),
+        "GF_ANALYTICS_REPORTING_ENABLED": "false",
+        "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
+        "GF_ANALYTICS_CHECK_FOR_PLUGIN_UPDATES": "false",
+    }
+
+
+def _write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(content, sort_keys=False))

@@ -1,0 +1,169 @@
+"""Grafana's dashboards as data: what a panel asks and how it is shown, without where it stands. `Dashboard.to_json`
+gives each its place, row by row, and the variables that all queries use: the data source, the job, the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SCHEMA_VERSION = 39  # Grafana 10 and newer read it
+WIDTH = 24  # Grafana's columns
+HEIGHTS = {"stat": 4, "timeseries": 8, "heatmap": 8, "table": 10}
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+Kind = Literal["timeseries", "stat", "heatmap", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """legend: Grafana's template of labels."""
+
+    expr: str
+    legend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """unit: Grafana's name of it. needs_gpu: empty on a CPU, and the description says so."""
+
+    title: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    kind: Kind = "timeseries"
+    width: int = 8
+    text: str = ""
+    needs_gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """Values of a label, of which several may be chosen."""
+
+    name: str
+    label: str
+    of: str  # a series that has the label
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    uid: str
+    title: str
+    text: str
+    rows: tuple[Row, ...]
+    variables: tuple[Variable, ...] = ()
+
+    @property
+    def panels(self) -> list[Panel]:
+        return [panel for row in self.rows for panel in row.panels]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "uid": self.uid,
+            "description": self.text,
+            "tags": ["lorafleet"],
+            "schemaVersion": SCHEMA_VERSION,
+            "version": 1,
+            "editable": True,
+            "graphTooltip": 1,
+            "refresh": "30s",
+            "time": {"from": "now-1h", "to": "now"},
+            "links": [{"type": "dashboards", "title": "lorafleet", "tags": ["lorafleet"], "keepTime": True}],
+            "templating": {"list": [_datasource(), *map(_variable, (JOB, *self.variables))]},
+            "panels": _placed(self.rows),
+        }
+
+
+JOB = Variable("job", "job", "vllm:num_requests_running")
+
+
+def _datasource() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+
+
+def _variable(one: Variable) -> dict[str, Any]:
+    selector = "" if one is JOB else '{job=~"$job"}'
+    return {
+        "name": one.name,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": f"label_values({one.of}{selector}, {one.label})",
+        "includeAll": True,
+        "multi": True,
+        "current": {"text": "All", "value": "$__all"},
+        "refresh": 2,
+        "sort": 1,
+    }
+
+
+def _placed(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """From left to right and from top to bottom; a panel that does not fit begins a line."""
+    placed: list[dict[str, Any]] = []
+    top = 0
+    for row in rows:
+        at = {"h": 1, "w": WIDTH, "x": 0, "y": top}
+        placed.append(
+            {"id": len(placed) + 1, "type": "row", "title": row.title, "collapsed": False, "gridPos": at, "panels": []}
+        )
+        top, left, height = top + 1, 0, 0
+        for panel in row.panels:
+            if left + panel.width > WIDTH:
+                top, left, height = top + height, 0, 0
+            at = {"h": HEIGHTS[panel.kind], "w": panel.width, "x": left, "y": top}
+            placed.append({"id": len(placed) + 1, "gridPos": at, **_shown(panel)})
+            left, height = left + panel.width, max(height, HEIGHTS[panel.kind])
+        top += height
+    return placed
+
+
+def _shown(panel: Panel) -> dict[str, Any]:
+    text = " ".join(filter(None, (panel.text, "Empty on a CPU." if panel.needs_gpu else "")))
+    field: dict[str, Any] = {"unit": panel.unit}
+    if panel.kind != "table":
+        field["min"] = 0
+    shown: dict[str, Any] = {
+        "type": panel.kind,
+        "title": panel.title,
+        "datasource": SOURCE,
+        "fieldConfig": {"defaults": field, "overrides": []},
+        "options": _OPTIONS[panel.kind],
+        "targets": [_target(panel.kind, number, query) for number, query in enumerate(panel.queries)],
+    }
+    if panel.kind == "table":
+        shown["transformations"] = [{"id": "merge", "options": {}}, _columns(panel)]
+    return shown | ({"description": text} if text else {})
+
+
+_OPTIONS: dict[Kind, dict[str, Any]] = {
+    "timeseries": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+    "stat": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "area"},
+    "heatmap": {"calculate": False, "yAxis": {"unit": "s"}, "color": {"scheme": "Blues", "mode": "scheme"}},
+    "table": {"showHeader": True},
+}
+
+
+def _target(kind: Kind, number: int, query: Query) -> dict[str, Any]:
+    target: dict[str, Any] = {
+        "refId": chr(ord("A") + number),
+        "datasource": SOURCE,
+        "expr": query.expr,
+        "legendFormat": query.legend,
+    }
+    if kind == "heatmap":
+        return target | {"format": "heatmap"}
+    if kind == "table":
+        return target | {"format": "table", "instant": True, "range": False}
+    return target
+
+
+def _columns(panel: Panel) -> dict[str, Any]:
+    """A table's value columns are named after the queries' legends."""
+    names = {f"Value #{chr(ord('A') + i)}": query.legend for i, query in enumerate(panel.queries)}
+    return {"id": "organize", "options": {"excludeByName": {"Time": True}, "renameByName": names}}

@@ -1,0 +1,74 @@
+"""prometheus.yml for one lorafleet: one target, since whichever replica answers gives the metrics of all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from lorafleet.cluster.monitoring.rules import RULES_FILE
+from lorafleet.workers.errors import ConfigError
+
+JOB_NAME = "lorafleet"
+METRICS_PATH = "/metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """url: where clients send their requests. bearer_token_file: with a key of the metrics scope, where keys are
+    configured; Prometheus reads it anew at each scrape. ca_file: of an https server whose certificate no system CA
+    signed."""
+
+    url: str = "http://127.0.0.1:8000"
+    bearer_token_file: Path | None = None
+    ca_file: Path | None = None
+    scrape_interval_s: int = 15
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{self.url!r} is no server's address; give one such as http://127.0.0.1:8000.")
+        if parts.path not in ("", "/"):
+            raise ConfigError(f"{self.url!r} has a path; give the server's address alone, without {parts.path!r}.")
+        for path in filter(None, (self.bearer_token_file, self.ca_file)):
+            if not path.is_file():
+                raise ConfigError(f"there is no file {path}. Check the path.")
+
+    @property
+    def address(self) -> str:
+        """Host and port, as Prometheus wants them."""
+        parts = urlsplit(self.url)
+        return f"{parts.netloc}" if parts.port else f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"
+
+    @property
+    def metrics_url(self) -> str:
+        return self.url.rstrip("/") + METRICS_PATH
+
+
+def to_yaml(target: Target, rules: str = RULES_FILE) -> str:
+    """rules: their file, beside this one or absolute."""
+    interval = f"{target.scrape_interval_s}s"
+    job: dict[str, Any] = {
+        "job_name": JOB_NAME,
+        "scrape_timeout": f"{min(10, target.scrape_interval_s)}s",
+        "metrics_path": METRICS_PATH,
+        "scheme": urlsplit(target.url).scheme,
+        "static_configs": [{"targets": [target.address]}],
+    }
+    if target.bearer_token_file is not None:
+        job["authorization"] = {"type": "Bearer", "credentials_file": str(target.bearer_token_file.absolute())}
+    if target.ca_file is not None:
+        job["tls_config"] = {"ca_file": str(target.ca_file.absolute())}
+    config = {
+        "global": {"scrape_interval": interval, "evaluation_interval": interval},
+        "rule_files": [rules],
+        "scrape_configs": [job],
+    }
+    text: str = yaml.safe_dump(config, sort_keys=False)
+    return (
+        "# One target for the whole cluster: whichever replica answers gives the metrics of all, each with its\n"
+        "# `replica` label. Written by `lorafleet metrics config`; targets: where clients send their requests.\n" + text
+    )

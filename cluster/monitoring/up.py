@@ -1,0 +1,191 @@
+"""`lorafleet metrics up`: Prometheus, and Grafana where it is installed, over a running server, until Ctrl-C.
+
+Both listen on the loopback interface alone. Their files and data are in one folder, and outlive them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+
+from lorafleet.cluster.monitoring import grafana, rules, scrape_config
+from lorafleet.cluster.monitoring.scrape_config import Target
+from lorafleet.workers.errors import ConfigError
+
+READY_S = 60.0
+STOP_S = 15.0
+POLL_S = 0.2
+SERVER_S = 10.0  # a scrape may take so long
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """folder: of the configuration and the data of both. retention: Prometheus' own spelling, such as 15d."""
+
+    target: Target
+    folder: Path
+    port: int
+    grafana_port: int
+    grafana_home: Path | None
+    retention: str
+
+
+class Stopped(BaseException):
+    """SIGINT or SIGTERM came."""
+
+
+def run(options: Options) -> None:
+    """Returns when it is told to stop. Raises ConfigError before anything was started, or when Prometheus ends."""
+    program = shutil.which("prometheus")
+    if program is None:
+        raise ConfigError(
+            "Prometheus is not installed: there is no `prometheus` on PATH. Install it (Debian, Ubuntu: apt install "
+            "prometheus; else https://prometheus.io/download), or write the files for one that runs elsewhere with "
+            "`lorafleet metrics config`."
+        )
+    for port, option in ((options.port, "--port"), (options.grafana_port, "--grafana-port")):
+        _check_free(port, option)
+    _check_server(options.target)
+    write_files(options)
+    with _stopping(), contextlib.suppress(Stopped), contextlib.ExitStack() as children:
+        prometheus = children.enter_context(_child(_prometheus_command(program, options), options.folder, "prometheus"))
+        _wait_until_ready(prometheus, options)
+        console.print(f"Prometheus: {_url(options.port)} scrapes {options.target.metrics_url}")
+        installed = grafana.find_installed(options.grafana_home)
+        if installed is None:
+            console.print(
+                f"Grafana is not installed; its dashboards are in {options.folder / 'grafana' / 'dashboards'}"
+            )
+        else:
+            settings = grafana.settings(options.folder / "grafana", options.grafana_port)
+            children.enter_context(_child(installed.command(), options.folder, "grafana", settings))
+            console.print(f"Grafana: {_url(options.grafana_port)}, folder lorafleet; it begins with admin/admin")
+        console.print("Ctrl-C stops everything")
+        status = prometheus.wait()
+        raise ConfigError(f"Prometheus ended with status {status}: {_last_line(options.folder / 'prometheus.log')}")
+
+
+def write_files(options: Options) -> None:
+    """prometheus.yml and the rules; Grafana's folder."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / "prometheus.yml").write_text(scrape_config.to_yaml(options.target))
+    (options.folder / rules.RULES_FILE).write_text(rules.to_yaml())
+    grafana.provision(options.folder / "grafana", _url(options.port))
+
+
+def _prometheus_command(program: str, options: Options) -> list[str]:
+    return [
+        program,
+        f"--config.file={options.folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={options.folder / 'data'}",
+        f"--storage.tsdb.retention.time={options.retention}",
+        f"--web.listen-address=127.0.0.1:{options.port}",
+    ]
+
+
+def _check_free(port: int, option: str) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on 127.0.0.1:{port}: {error.strerror}. Choose another {option}."
+            ) from None
+
+
+def _check_server(target: Target) -> None:
+    """That it shows its metrics to who asks with this key: Prometheus would only say so on a page of its own."""
+    headers = {}
+    if target.bearer_token_file is not None:
+        headers["authorization"] = f"Bearer {target.bearer_token_file.read_text().strip()}"
+    context = ssl.create_default_context(cafile=target.ca_file) if target.url.startswith("https") else None
+    try:
+        request = urllib.request.Request(target.metrics_url, headers=headers)
+        with urllib.request.urlopen(request, timeout=SERVER_S, context=context):
+            return
+    except urllib.error.HTTPError as error:
+        remedy = "Is it a lorafleet server's address?"
+        if error.code in (401, 403):
+            remedy = "Give a file with a key of the metrics scope as --bearer-token-file."
+        raise ConfigError(f"{target.metrics_url} answers {error.code}. {remedy}") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{target.metrics_url} does not answer: {error}. Start the server first, or give its address as --server."
+        ) from None
+
+
+@contextlib.contextmanager
+def _child(
+    command: Sequence[str], folder: Path, name: str, settings: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Its output goes to NAME.log. In a session of its own: Ctrl-C reaches it from here, once."""
+    with (folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=os.environ | dict(settings or {}), start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], options: Options) -> None:
+    deadline = time.monotonic() + READY_S
+    while True:
+        if process.poll() is not None:
+            raise ConfigError(f"Prometheus did not start: {_last_line(options.folder / 'prometheus.log')}")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{_url(options.port)}/-/ready", timeout=POLL_S * 10):
+            return
+        if time.monotonic() > deadline:
+            raise ConfigError(f"Prometheus was not ready after {READY_S:.0f} s; see {options.folder}/prometheus.log.")
+        time.sleep(POLL_S)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"it printed nothing to {log}."
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[None]:
+    """SIGINT and SIGTERM raise Stopped, once."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(one, _raise_stopped) for one in signals]
+    try:
+        yield
+    finally:
+        for one, handler in zip(signals, before, strict=True):
+            signal.signal(one, handler)
+
+
+def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)  # a second one must not break into the clean-up
+    raise Stopped
