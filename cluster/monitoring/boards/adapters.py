@@ -48,9 +48,10 @@ ADAPTERS = Dashboard(
                 top("Whole request p95", quantile(0.95, "vllm:e2e_request_latency_seconds", "model_name", MODELS), "s"),
                 one(
                     "Requests that fail",
-                    sum_of("model_name, status", "lorafleet_requests_total", f'{MODELS},status=~"[45].."'),
+                    sum_of("model_name, status", "lorafleet_requests_total", f'{JOB},status=~"[45].."'),
                     "{{model_name}} {{status}}",
                     "reqps",
+                    text="Of all adapters; without a name: no such model.",
                 ),
                 one(
                     "Sequences by their end",
