@@ -31,7 +31,7 @@ from lorafleet.cluster.console.replica_view import ask_all, replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
 from lorafleet.cluster.directory import HAND_OVER_S, Order
-from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create, state_folder
+from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.front import make_front, make_resolver, start_tracing
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
@@ -39,6 +39,7 @@ from lorafleet.cluster.ranks import ReplicaRanks
 from lorafleet.cluster.reporting import keep_reporting
 from lorafleet.cluster.resources import with_cpu_threads
 from lorafleet.cluster.scraping import scrape_all
+from lorafleet.cluster.state_folder import state_folder
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.cluster.worker_actor import StartOrder
 from lorafleet.resolvers.store import AdapterStore
