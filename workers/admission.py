@@ -23,7 +23,8 @@ MAX_RETRY_S = 60.0  # what clients of OpenAI's make accept; they ignore a longer
 
 class Admission:
     """max_queued: requests are refused once this many more sequences are here than a step holds. max_tokens: of those
-    that wait, unless none does. None: no bound."""
+    that wait, unless none does. None: no bound. num_apart: sequences that wait elsewhere than in the scheduler's queue,
+    for their grammar."""
 
     def __init__(
         self,
@@ -31,11 +32,13 @@ class Admission:
         max_queued: int | None,
         max_tokens: int | None,
         clock: Callable[[], float] = time.monotonic,
+        num_apart: Callable[[], int] = lambda: 0,
     ) -> None:
         self.refused: Counter[str] = Counter()  # by the bound: requests, tokens, deadline
         self._scheduler = scheduler
         self._max_queued = max_queued
         self._max_tokens = max_tokens
+        self._num_apart = num_apart
         self._clock = clock
         self._groups: dict[str, Group] = {}
         self._deadlines: list[tuple[float, int, float, Sequence]] = []  # when, number, timeout
@@ -87,7 +90,8 @@ class Admission:
 
     def _check_room(self, num_tokens: int) -> None:
         waiting = self._scheduler.waiting
-        if self._max_queued is not None and self._scheduler.num_beyond_a_step >= self._max_queued:
+        num_beyond = self._scheduler.num_beyond_a_step + self._num_apart()
+        if self._max_queued is not None and num_beyond >= self._max_queued:
             self.refused["requests"] += 1
             raise QueueFull(
                 f"{len(waiting)} requests wait on this replica, which lets max_queued_requests={self._max_queued} "

@@ -20,11 +20,20 @@ from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.lora.worker_manager import LoadCounts, WorkerLoRAManager
 from lorafleet.workers.memory import fixed_memory
-from lorafleet.workers.messages import EngineHello, EngineRequest, EngineStats, FinishReason, SequenceTimes, TokenOutput
+from lorafleet.workers.messages import (
+    EngineHello,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    SequenceTimes,
+    TokenizerFile,
+    TokenOutput,
+)
 from lorafleet.workers.runner import LaunchedStep, ModelRunner, Sampled
 from lorafleet.workers.scheduler import Chunk, Scheduler
 from lorafleet.workers.sequence import UNKNOWN, Sequence
 from lorafleet.workers.step_metrics import StepMetrics
+from lorafleet.workers.structured.decoding import StructuredDecoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,7 @@ class Engine:
         self,
         runner: ModelRunner,
         scheduler: Scheduler,
+        structured: StructuredDecoding,
         hello: EngineHello,
         on_lora_load_failure: OnLoadFailure,
         seed: int,
@@ -56,11 +66,15 @@ class Engine:
         self.scheduler = scheduler
         self.loras: WorkerLoRAManager | None = scheduler.loras
         self.runner = runner
-        self._admission = Admission(scheduler, max_queued_requests, max_queued_tokens)
+        self._structured = structured
+        self._admission = Admission(
+            scheduler, max_queued_requests, max_queued_tokens, num_apart=lambda: len(self._preparing)
+        )
         self._kv: KVCacheManager = scheduler.kv
         self._on_lora_load_failure = on_lora_load_failure
         self._seeds = random.Random(seed)
         self._sequences: dict[str, Sequence] = {}
+        self._preparing: set[Sequence] = set()  # their grammars are being compiled
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._step_metrics = StepMetrics()
@@ -95,15 +109,22 @@ class Engine:
             cache_salt=request.cache_salt,
             times=SequenceTimes() if request.traced else None,
         )
+        if params.structured_outputs is None:
+            self.scheduler.add(sequence)
+        else:
+            self._prepare(sequence, request.tokenizer, eos)
         self._sequences[request.request_id] = sequence
-        self.scheduler.add(sequence)
         self._admission.queued(sequence, request.queue_timeout_s)
 
     def abort(self, request_id: str) -> None:
         """Frees what the sequence holds, before the next step. Unknown ids are finished ones."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            self.scheduler.finish(sequence)
+            self._structured.leave(sequence)
+            if sequence in self._preparing:
+                self._preparing.remove(sequence)
+            else:
+                self.scheduler.finish(sequence)
             self._admission.left(sequence)
 
     def load_adapter(self, lora: LoRARequest) -> Future[AdapterInfo]:
@@ -126,7 +147,7 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Launches a step and gives the tokens of the one before, where steps overlap, else its own."""
         began_s = time.perf_counter()
-        outputs = self._take_in_loads()
+        outputs = self._take_in_loads() + self._take_in_grammars() + self._choose()
         if self._under_way is not None and not self._may_run_ahead():
             outputs += self._collect()
         chunks = self.scheduler.schedule()
@@ -136,11 +157,16 @@ class Engine:
         self.stalled = not chunks and self._under_way is None
         if self.stalled:
             return outputs
+        runs_ahead = self._under_way is not None
+        if not runs_ahead:
+            self._structured.start([chunk.sequence for chunk in chunks if chunk.samples])
         launched = self._launch(chunks, began_s) if chunks else None
         outputs += self._collect()
         self._under_way = launched
+        if runs_ahead and launched is not None:
+            self._structured.start(launched.step.sampling)  # while it runs: only now its predecessor's tokens are known
         if not self._overlap or any(chunk.sequence.needs_history for chunk in chunks):
-            outputs += self._collect()
+            outputs += self._choose() + self._collect()
         return outputs
 
     @property
@@ -158,7 +184,7 @@ class Engine:
         cpu = self.loras.resident_cpu() if self.loras is not None else []
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=len(self.scheduler.waiting) + len(self._preparing),
             running_tokens=sum(len(sequence.tokens) for sequence in self.scheduler.running),
             waiting_tokens=self.scheduler.waiting.num_tokens,
             kv_blocks_total=self._kv.num_blocks,
@@ -201,9 +227,19 @@ class Engine:
         return self._fixed_memory | {"lora_extra": extra, "lora_cpu": self.loras.cpu_bytes}
 
     def close(self) -> None:
+        self._structured.close()
         if self.loras is not None:
             self.loras.close()
         self.runner.close()
+
+    def _prepare(self, sequence: Sequence, tokenizer: TokenizerFile | None, eos_token_ids: list[int]) -> None:
+        assert tokenizer is not None, "who asks for structured output says how the model spells its answers"
+        try:
+            self._structured.open(sequence, tokenizer, eos_token_ids)
+        except LorafleetError:
+            self._admission.left(sequence)
+            raise
+        self._preparing.add(sequence)
 
     def _check(self, request: EngineRequest) -> None:
         prompt, limit = request.prompt_token_ids, self.hello.max_model_len
@@ -224,8 +260,6 @@ class Engine:
                 f"the prompt has token id {wrong}; this model's vocabulary has ids 0 to {vocab_size - 1}.", "prompt"
             )
         request.params.check_vocabulary(vocab_size)
-        if request.params.structured_outputs is not None:
-            raise InvalidRequest("this engine has no structured output yet.", request.params.structured_outputs.param)
         if request.lora is not None and self.loras is None:
             raise InvalidRequest("this server runs without LoRA; start it with --enable-lora.", "model")
         assert request.lora is None or request.lora.digest, "adapters are read once before they are requested"
@@ -256,6 +290,14 @@ class Engine:
             self.scheduler.launched(chunk)
         return _UnderWay(step, [chunk.sequence.num_computed for chunk in chunks], began_s)
 
+    def _choose(self) -> list[TokenOutput]:
+        """Queues the choice of the tokens under way where it waits for masks. The refusals."""
+        if self._under_way is None or self._under_way.step.choice is not None:
+            return []
+        masks, faults = self._structured.finish()
+        self.runner.choose(self._under_way.step, masks)
+        return [self._refuse(s, error) for s, error in faults if self._sequences.get(s.request_id) is s]
+
     def _collect(self) -> list[TokenOutput]:
         """The tokens of the step under way. What came for sequences that have ended meanwhile is dropped."""
         if self._under_way is None:
@@ -277,6 +319,16 @@ class Engine:
         for digest, error in self.loras.poll():
             waiting = [s for s in self.scheduler.waiting if s.lora is not None and s.lora.digest == digest]
             outputs += [output for s in waiting if (output := self._without_adapter(s, error)) is not None]
+        return outputs
+
+    def _take_in_grammars(self) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        for sequence, error in self._structured.poll():
+            if error is not None:
+                outputs.append(self._refuse(sequence, error))
+            else:
+                self._preparing.remove(sequence)
+                self.scheduler.add(sequence)
         return outputs
 
     def _without_adapter(self, sequence: Sequence, error: LorafleetError) -> TokenOutput | None:

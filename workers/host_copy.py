@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ from torch import Tensor
 def to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """From pinned memory, since a copy out of other memory would wait for the steps before it."""
     host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def array_to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 

@@ -25,6 +25,7 @@ from lorafleet.workers.quantisation_methods import Method
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.tokenizer_files import TokenizerFiles
 from lorafleet.workers.tp.processes import RankProcesses
 
 __all__ = ["LLM", "CompletionOutput", "LoRARequest", "RequestOutput", "SamplingParams"]
@@ -143,6 +144,7 @@ class LLM:
                 self._ranks.close()
             raise
         self._tokenizer: Tokenizer | None = None
+        self._tokenizer_files = TokenizerFiles()
         self._model = Path(model)
         self._adapters: dict[tuple[int, str], LoRARequest] = {}
         self._sources = config.sources
@@ -211,6 +213,7 @@ class LLM:
 
     def close(self) -> None:
         self._engine.close()
+        self._tokenizer_files.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -260,6 +263,7 @@ class LLM:
                     lora=lora,
                     vocabulary=vocabulary,
                     language="" if language is None else language.digest,
+                    tokenizer=None if one.structured_outputs is None else self._tokenizer_files.of(tokenizer),
                 )
             )
             result.outputs.append(CompletionOutput(i))

@@ -28,11 +28,20 @@ class Vocabulary(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
 
 
+class TokenizerFile(msgspec.Struct, frozen=True):
+    """Where the worker finds a tokenizer of the front's, as Tokenizer.to_json has it, for structured output."""
+
+    path: str
+    digest: str
+    vocab_size: int
+
+
 class EngineRequest(msgspec.Struct, kw_only=True):
     """One sequence to generate. `params.n` is 1 here: the front makes one request per sample, with seed + i.
 
     vocabulary: the adapter's own, which AdapterInfo and its tokenizer's files give; None: the base's. language: that of
-    the files that the prompt was tokenized by (AdapterInfo.language). group: what all
+    the files that the prompt was tokenized by (AdapterInfo.language). tokenizer: where params.structured_outputs is
+    given. group: what all
     sequences of one client's request have in common; "" for one that is alone. queue_timeout_s: how long it may wait to
     start; None: as long as it takes. cache_salt: only requests with the same one share keys and values. traced: its
     outputs tell its times. priority: among those that wait for one adapter, the
@@ -46,6 +55,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     vocabulary: Vocabulary | None = None
     language: str = ""
     group: str = ""
+    tokenizer: TokenizerFile | None = None
     queue_timeout_s: float | None = None
     priority: int = 0
     pooling: Pooling | None = None

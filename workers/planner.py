@@ -38,7 +38,11 @@ def plan_step(
         base_lens=[_num_base(chunk) for chunk in chunks],
         sampling=[end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples],
         is_greedy=all(
-            seq.params.greedy and not seq.params.edits_logits and seq.params.logprobs is None for seq in sampling
+            seq.params.greedy
+            and not seq.params.edits_logits
+            and seq.params.logprobs is None
+            and seq.params.structured_outputs is None
+            for seq in sampling
         ),
         prompts=[
             (end - chunk.num_tokens, len(predicted))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora_batch import BASE_SLOT
+from lorafleet.kernels.token_mask import mask_tokens
 from lorafleet.workers.gpu_step_clock import GPUStepClock
-from lorafleet.workers.host_copy import Download, to_device
+from lorafleet.workers.host_copy import Download, array_to_device, to_device
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.messages import GPUSteps, TokenLogprobs
 from lorafleet.workers.planner import plan_step, predicted_tokens
@@ -23,7 +24,8 @@ from lorafleet.workers.sampler import PendingLogprobs, Row, sample
 from lorafleet.workers.scheduler import Chunk
 from lorafleet.workers.sequence import Sequence
 from lorafleet.workers.step_metrics import StepShape
-from lorafleet.workers.step_runner import StepRunner
+from lorafleet.workers.step_runner import StepLogits, StepRunner
+from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.messages import RunStep
 
@@ -41,32 +43,47 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step on the device. collect() waits for it, and is the only place where the engine waits for the device.
+class Choice:
+    """A step's tokens on their way to the host. asked: the rows with logprobs. prompt: those of prompt tokens, by
+    chunk."""
 
-    row_of: request id -> row of `sampled` and of StepInputs.sampled_B. asked: the rows with logprobs. pooled: of
-    prompts that end in the step, by chunk. prompt: logprobs of prompt tokens, by chunk.
-    """
-
-    chunks: list[Chunk]
-    shape: StepShape
-    row_of: dict[str, int]
     sampled: Tensor
     asked: list[int]
     logprobs: PendingLogprobs | None
     prompt: dict[int, PendingLogprobs]
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on the device. collect() waits for it, and is the only place where the engine waits for the device.
+
+    sampling, rows: of each row of StepInputs.sampled_B. row_of: request id -> row. predicted: the prompt tokens whose
+    logprobs are wanted, by chunk. pooled: of prompts that end in the step, by chunk. choice: None until
+    ModelRunner.choose(), which must come before the next step is launched.
+    """
+
+    chunks: list[Chunk]
+    shape: StepShape
+    sampling: list[Sequence]
+    rows: list[Row]
+    row_of: dict[str, int]
+    predicted: dict[int, list[int]]
+    logits: StepLogits
     pooled: dict[int, Tensor]
     download: Download
+    choice: Choice | None = None
 
     def collect(self) -> list[Sampled]:
         """One Sampled a chunk, in order."""
+        choice = self.choice
+        assert choice is not None
         self.download.wait()
-        tokens = self.sampled.tolist()
-        found = dict(zip(self.asked, self.logprobs.read(), strict=True)) if self.logprobs is not None else {}
+        tokens = choice.sampled.tolist()
+        found = dict(zip(choice.asked, choice.logprobs.read(), strict=True)) if choice.logprobs is not None else {}
         results: list[Sampled] = []
         for i, chunk in enumerate(self.chunks):
             row = self.row_of.get(chunk.sequence.request_id)
-            prompt = self.prompt[i].read() if i in self.prompt else []
+            prompt = choice.prompt[i].read() if i in choice.prompt else []
             if row is None:
                 results.append(Sampled(None, None, prompt))
             else:
@@ -91,7 +108,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], last: LaunchedStep | None) -> LaunchedStep:
-        """Queues a step on the device. last: the step before, where the host has not read its tokens yet."""
+        """Queues a step on the device, and the choice of its tokens unless that waits for masks. last: the step before,
+        where the host has not read its tokens yet."""
         plan = plan_step(
             chunks,
             row_of={} if last is None else last.row_of,
@@ -108,20 +126,30 @@ class ModelRunner:
         if is_timed and self._clock is not None:
             self._clock.end(shape)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        sampled_B = self._inputs.sampled_B[: len(sampling)]
+        row_of = {sequence.request_id: i for i, sequence in enumerate(sampling)}
+        predicted = {i: tokens for i, chunk in enumerate(chunks) if (tokens := predicted_tokens(chunk))}
         # A peer that is gone leaves the device waiting for it in a collective for ever.
         download = Download(self._device, None if self._others is None else self._others.check)
-        asked, found = [], None
-        if logits.sampled_BV is not None:
-            asked = [i for i, seq in enumerate(sampling) if seq.params.logprobs is not None]
-            found = self._sample(logits.sampled_BV, sampling, asked, download)
-            self.steps.share(len(sampling))
-        prompt = self._prompt_logprobs(chunks, logits.prompts, download)
         pooled = _pool(chunks, logits.hidden_TD, download)
-        row_of = {sequence.request_id: i for i, sequence in enumerate(sampling)}
-        sampled = download.add(sampled_B)
-        download.close()
-        return LaunchedStep(chunks, shape, row_of, sampled, asked, found, prompt, pooled, download)
+        rows = [_row(sequence) for sequence in sampling]
+        step = LaunchedStep(chunks, shape, sampling, rows, row_of, predicted, logits, pooled, download)
+        if all(sequence.grammar is None for sequence in sampling):
+            self.choose(step, None)
+        return step
+
+    @torch.inference_mode()
+    def choose(self, step: LaunchedStep, masks: TokenMasks | None) -> None:
+        """Queues the choice of a launched step's tokens; those that masks forbid have no chance."""
+        num_rows = len(step.rows)
+        asked, found = [], None
+        if step.logits.sampled_BV is not None:
+            asked = [i for i, row in enumerate(step.rows) if row.params.logprobs is not None]
+            found = self._sample(step.logits.sampled_BV, step.rows, asked, masks, step.download)
+            self.steps.share(num_rows)
+        prompt = self._prompt_logprobs(step)
+        sampled = step.download.add(self._inputs.sampled_B[:num_rows])
+        step.download.close()
+        step.choice = Choice(sampled, asked, found, prompt)
 
     def steps_on_gpu(self) -> list[GPUSteps]:
         """Those that were timed; none on a CPU."""
@@ -141,28 +169,34 @@ class ModelRunner:
         return [(slot, self.loras.slots.slots[slot].generation) for slot in sorted(set(slots) - {BASE_SLOT})]
 
     def _sample(
-        self, logits_BV: Tensor, sampling: Many[Sequence], asked: list[int], download: Download
+        self,
+        logits_BV: Tensor,
+        rows: list[Row],
+        asked: list[int],
+        masks: TokenMasks | None,
+        download: Download,
     ) -> PendingLogprobs | None:
         """Into sampled_B. asked: the rows whose logprobs somebody wants."""
         where = to_device(asked, torch.int64, self._device) if asked else None
         raw_BV = None if where is None else logits_BV[where]  # a copy: sample() edits in place
-        sampled_B = self._inputs.sampled_B[: len(sampling)]
-        sampled_B.copy_(sample(logits_BV.float(), [_row(sequence) for sequence in sampling]))
+        sampled_B = self._inputs.sampled_B[: len(rows)]
+        logits_BV = logits_BV.float()
+        if masks is not None:
+            row_N = to_device(masks.rows, torch.int64, self._device)
+            mask_tokens(logits_BV, row_N, array_to_device(masks.bits_NW, self._device))
+        sampled_B.copy_(sample(logits_BV, rows))
         if where is None or raw_BV is None:
             return None
-        num_top = [sampling[i].params.logprobs or 0 for i in asked]
+        num_top = [rows[i].params.logprobs or 0 for i in asked]
         return PendingLogprobs(raw_BV, sampled_B[where], num_top, download)
 
-    def _prompt_logprobs(
-        self, chunks: list[Chunk], logits: list[Tensor], download: Download
-    ) -> dict[int, PendingLogprobs]:
-        """By chunk. logits: of each chunk that predicts prompt tokens."""
-        wanting = [(i, predicted) for i, chunk in enumerate(chunks) if (predicted := predicted_tokens(chunk))]
+    def _prompt_logprobs(self, step: LaunchedStep) -> dict[int, PendingLogprobs]:
+        """By chunk."""
         found: dict[int, PendingLogprobs] = {}
-        for (i, predicted), logits_TV in zip(wanting, logits, strict=True):
+        for (i, predicted), logits_TV in zip(step.predicted.items(), step.logits.prompts, strict=True):
             chosen_T = to_device(predicted, torch.int64, self._device)
-            num_top = [chunks[i].sequence.params.prompt_logprobs or 0] * len(predicted)
-            found[i] = PendingLogprobs(logits_TV, chosen_T, num_top, download)
+            num_top = [step.chunks[i].sequence.params.prompt_logprobs or 0] * len(predicted)
+            found[i] = PendingLogprobs(logits_TV, chosen_T, num_top, step.download)
         return found
 
 
@@ -186,4 +220,5 @@ def _pool(chunks: Many[Chunk], hidden_TD: Tensor, download: Download) -> dict[in
 
 
 def _row(sequence: Sequence) -> Row:
-    return Row(sequence.params, sequence.tokens, sequence.num_prompt, sequence.seed, sequence.stop_ids)
+    tokens = sequence.tokens
+    return Row(sequence.params, tokens, len(tokens), sequence.num_prompt, sequence.seed, sequence.stop_ids)

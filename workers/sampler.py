@@ -24,10 +24,12 @@ MOST_PARTS = 64  # of a row of logits
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one row's sampling depends on. tokens: prompt and answer so far; stop_ids: what would end the answer."""
+    """What one row's sampling depends on. tokens: prompt and answer so far, the first num_tokens of them: more may have
+    come since the step was launched. stop_ids: what would end the answer."""
 
     params: SamplingParams
     tokens: list[int]
+    num_tokens: int
     num_prompt: int
     seed: int
     stop_ids: frozenset[int]
@@ -99,13 +101,14 @@ def _edit(logits_V: Tensor, row: Row) -> None:
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
         logits_V[ids] += torch.tensor(list(params.logit_bias.values()), device=logits_V.device)
-    if row.stop_ids and len(row.tokens) - row.num_prompt < params.min_tokens:
+    tokens = row.tokens[: row.num_tokens]
+    if row.stop_ids and row.num_tokens - row.num_prompt < params.min_tokens:
         logits_V[torch.tensor(list(row.stop_ids), device=logits_V.device)] = NEVER
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(row.tokens)), device=logits_V.device)
+        seen = torch.tensor(sorted(set(tokens)), device=logits_V.device)
         value = logits_V[seen]
         logits_V[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
-    generated = row.tokens[row.num_prompt :]
+    generated = tokens[row.num_prompt :]
     if generated and (params.presence_penalty or params.frequency_penalty):
         ids, counts = torch.tensor(generated, device=logits_V.device).unique(return_counts=True)
         logits_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
@@ -125,7 +128,7 @@ def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     if any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows):
         logits_BV = _keep_best(logits_BV, rows)
     cumulative_BV = logits_BV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    draw_B1 = to_device([uniform(row.seed, len(row.tokens)) for row in rows], torch.float64, device).unsqueeze(1)
+    draw_B1 = to_device([uniform(row.seed, row.num_tokens) for row in rows], torch.float64, device).unsqueeze(1)
     target_B1 = draw_B1 * cumulative_BV[:, -1:]
     # right=True steps over tokens of probability zero; the last one with any is the upper bound. Of a row of NaN, which
     # an adapter's large values can make, all tokens are stepped over; its token must still be one of the vocabulary.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from lorafleet.workers.kv_cache import SequenceBlocks
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import Pooling, SequenceTimes, Tier, TokenLogprobs
 from lorafleet.workers.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from lorafleet.workers.structured.decoding import Grammar
 
 UNKNOWN = -1  # a token that the device has sampled, or will, and the host has not read yet
 
@@ -73,6 +76,7 @@ class Sequence:
     num_rotated: int = field(init=False)
     lane: Lane = field(init=False)
     tier: Tier | Literal[""] = ""  # where its adapter was when it was queued
+    grammar: Grammar | None = None
     queued_s: float = 0.0
     started_s: float = 0.0
     cache_salt: str = ""

@@ -40,6 +40,7 @@ from lorafleet.workers.scheduler import Scheduler
 from lorafleet.workers.step_inputs import StepInputs
 from lorafleet.workers.step_runner import StepRunner
 from lorafleet.workers.stored_tensors import stored_dtype
+from lorafleet.workers.structured.decoding import StructuredDecoding
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.link import OtherRanks
@@ -175,6 +176,7 @@ def build_engine(
     return Engine(
         runner,
         scheduler,
+        StructuredDecoding(config.max_num_seqs, wake),
         hello,
         config.on_lora_load_failure,
         config.seed,

@@ -150,6 +150,10 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
+    def to_json(self) -> str:
+        """As tokenizer.json has it, with the tokens that were added."""
+        return self._backend.to_str()
+
     def byte_table(self, *, skip_special_tokens: bool) -> list[bytes]:
         """The bytes of every token by id; exact for byte-level tokenizers only."""
         return self._visible_bytes if skip_special_tokens else self._bytes

@@ -12,7 +12,7 @@ VOCAB = 50
 
 
 def row(tokens=(1, 2, 3), num_prompt=3, seed=0, stop_ids=(), **params) -> Row:
-    return Row(SamplingParams(**params), list(tokens), num_prompt, seed, frozenset(stop_ids))
+    return Row(SamplingParams(**params), list(tokens), len(tokens), num_prompt, seed, frozenset(stop_ids))
 
 
 def sample(logits_BV: torch.Tensor, rows: list[Row]) -> list[int]:

@@ -16,6 +16,8 @@ from lorafleet.workers.errors import InvalidRequest
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
+ADAPTERS_DEFAULT = "lorafleet.json: response_format"  # where an adapter's folder says what its answers look like
+
 MAX_SOURCE_BYTES = 1 << 20
 MAX_CHOICES = 10_000
 MAX_DEPTH = 64  # of a schema's JSON, over which compilers that recurse are not asked
@@ -26,7 +28,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
     source: the schema's JSON text, whose order of properties the answer follows; the regex; the choices as a JSON list;
     the grammar in Lark or GBNF; "" of json_object.
-    any_whitespace: of JSON: whether the model may lay it out; False: one line with ", " and ": " between.
+    any_whitespace: of JSON: whether the model may lay it out; False: no blank outside of texts.
     param: the request's field that asked for it, which errors name.
     """
 
@@ -34,6 +36,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     source: str = ""
     any_whitespace: bool = True
     param: str = "structured_outputs"
+
+    @property
+    def is_default(self) -> bool:
+        """The adapter's own: no request has asked for it."""
+        return self.param.startswith(ADAPTERS_DEFAULT)
 
 
 def json_schema(schema: object, param: str, *, any_whitespace: bool = True) -> StructuredOutputs:
@@ -54,9 +61,55 @@ def json_schema(schema: object, param: str, *, any_whitespace: bool = True) -> S
     return StructuredOutputs("json_schema", _check_size(source, param), any_whitespace, param)
 
 
+def closed(schema: object) -> object:
+    """Whoever names properties and does not say whether there may be others is taken to mean that there may not."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            return schema  # json_schema() says what is wrong with it
+    _check_depth(schema, "structured_outputs.json")
+    return _closed(schema)
+
+
+def _closed(schema: object) -> object:
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: _closed(value) for key, value in schema.items()}
+    if "properties" in schema or "patternProperties" in schema:
+        inner.setdefault("additionalProperties", False)
+    return inner
+
+
 def json_object(param: str, *, any_whitespace: bool = True) -> StructuredOutputs:
     """Any JSON object."""
     return StructuredOutputs("json_object", "", any_whitespace, param)
+
+
+def response_format(given: object, param: str) -> StructuredOutputs | None:
+    """OpenAI's: {"type": "json_schema", "json_schema": {"name": …, "schema": …}}, json_object, or text: None."""
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"`{param}` must be an object with a `type`.", param)
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise InvalidRequest(f"`{param}.type` must be text, json_object or json_schema, not {kind!r:.80}.", param)
+    _check_keys(given, ("type", "json_schema") if kind == "json_schema" else ("type",), param)
+    if kind != "json_schema":
+        return json_object(param) if kind == "json_object" else None
+    inner = given.get("json_schema")
+    if not isinstance(inner, dict) or "schema" not in inner:
+        raise InvalidRequest(f"`{param}.json_schema` must be an object with `name` and `schema`.", param)
+    _check_keys(inner, ("name", "description", "schema", "strict"), f"{param}.json_schema")
+    return json_schema(inner["schema"], f"{param}.json_schema.schema")
+
+
+def as_response_format(given: StructuredOutputs) -> dict[str, object]:
+    """What response_format() made it of."""
+    if given.kind == "json_object":
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": json.loads(given.source)}}
 
 
 def regex(pattern: str, param: str) -> StructuredOutputs:
@@ -76,6 +129,12 @@ def choice(choices: Sequence[str], param: str) -> StructuredOutputs:
 def grammar(text: str, param: str) -> StructuredOutputs:
     """In Lark (its start rule is `start`) or GBNF (`root`)."""
     return StructuredOutputs("grammar", _check_text(text, param), param=param)
+
+
+def _check_keys(given: dict[str, object], known: Sequence[str], param: str) -> None:
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise InvalidRequest(f"`{param}.{unknown[0]}` is not known here; it may have {', '.join(known)}.", param)
 
 
 def _check_text(text: str, param: str) -> str:

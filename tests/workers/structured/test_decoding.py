@@ -1,0 +1,260 @@
+"""The processes that hold grammars, over a vocabulary of single bytes and a few more; the engine's part is played."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded
+from lorafleet.workers.messages import TokenizerFile
+from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.sequence import Sequence
+from lorafleet.workers.structured import spec
+from lorafleet.workers.structured.decoding import MAX_VOCABULARIES, StructuredDecoding
+from lorafleet.workers.structured.grammar_process import GrammarLimits
+from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.tokenizer_files import TokenizerFiles
+
+LIMITS = GrammarLimits(trial_cpu_s=1.0, trial_memory_bytes=256 << 20, mask_s=120)
+ROWS = 8
+
+
+class Played:
+    """What the engine does with a StructuredDecoding, one answer at a time."""
+
+    def __init__(self, file: TokenizerFile, tokenizer: Tokenizer) -> None:
+        self.woken = threading.Event()
+        self.file = file
+        self.tokenizer = tokenizer
+        self.end = tokenizer.eos_token_id or 0
+        self.decoding = StructuredDecoding(ROWS, self.woken.set, LIMITS)
+
+    def open(self, given: spec.StructuredOutputs, file: TokenizerFile | None = None) -> Sequence:
+        params = SamplingParams(structured_outputs=given)
+        sequence = Sequence("x", [5, 6], 2, params, seed=0, max_tokens=1000)
+        self.decoding.open(sequence, file or self.file, [self.end])
+        return sequence
+
+    def wait(self, *sequences: Sequence) -> list[LorafleetError | None]:
+        """What poll() says of each."""
+        found: dict[int, LorafleetError | None] = {}
+        while any(id(sequence) not in found for sequence in sequences):
+            assert self.woken.wait(120)
+            self.woken.clear()
+            found |= {id(sequence): error for sequence, error in self.decoding.poll()}
+        return [found[id(sequence)] for sequence in sequences]
+
+    def begin(self, given: spec.StructuredOutputs) -> Sequence:
+        sequence = self.open(given)
+        [error] = self.wait(sequence)
+        if error is not None:
+            self.decoding.leave(sequence)
+            raise error
+        return sequence
+
+    def allowed(self, sequence: Sequence) -> np.ndarray[Any, Any]:
+        self.decoding.start([sequence])
+        masks, faults = self.decoding.finish()
+        if faults:
+            raise faults[0][1]
+        assert masks is not None and masks.rows == [0]
+        return np.flatnonzero(np.unpackbits(masks.bits_NW[0].view(np.uint8), bitorder="little"))
+
+    def write(self, given: spec.StructuredOutputs, rng: random.Random, most: int = 400) -> str | None:
+        """A random answer; None where it does not end."""
+        sequence = self.begin(given)
+        for _ in range(most):
+            allowed = self.allowed(sequence)
+            token = self.end if self.end in allowed and rng.random() < 0.5 else int(rng.choice(allowed))
+            sequence.tokens.append(token)
+            if token == self.end:
+                break
+        self.decoding.leave(sequence)
+        text = b"".join(self.tokenizer.token_bytes(i) for i in sequence.tokens[2:-1])
+        return text.decode() if sequence.tokens[-1] == self.end else None
+
+
+@pytest.fixture(scope="module")
+def file(tokenizer: Tokenizer) -> Iterator[TokenizerFile]:
+    files = TokenizerFiles()
+    yield files.of(tokenizer)
+    files.close()
+
+
+@pytest.fixture(scope="module")
+def played(file: TokenizerFile, tokenizer: Tokenizer) -> Iterator[Played]:
+    played = Played(file, tokenizer)
+    yield played
+    played.decoding.close()
+
+
+def schema(given: object) -> spec.StructuredOutputs:
+    return spec.json_schema(given, "response_format", any_whitespace=False)
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, object]:
+    kinds: list[Callable[[], dict[str, object]]] = [
+        lambda: {"type": "integer", "minimum": rng.randrange(-50, 0), "exclusiveMaximum": rng.randrange(1, 2000)},
+        lambda: {"type": "number", "minimum": rng.randrange(5), "maximum": rng.randrange(5, 80) + 0.5},
+        lambda: {"type": "integer", "multipleOf": rng.randrange(2, 13), "minimum": 0, "maximum": 999},
+        lambda: {"type": "string", "minLength": rng.randrange(3), "maxLength": rng.randrange(3, 9)},
+        lambda: {"type": "string", "pattern": rng.choice(["^[a-z]{2,4}$", "^\\d+-\\d{2}$", "[aeiou]"]), "maxLength": 9},
+        lambda: {"type": "string", "format": rng.choice(["date", "uuid", "time", "ipv4"])},
+        lambda: {"enum": rng.sample(["a", 'b"', "c\\", 1, 2.5, None, True, {"k": [1]}, "ü"], rng.randrange(1, 6))},
+        lambda: {"const": rng.choice(["x y", 0, False, ["z"]])},
+        lambda: {"type": rng.sample(["boolean", "null", "integer"], 2)},
+    ]
+    if depth < 3:
+        kinds += 2 * [
+            lambda: {
+                "type": "array",
+                "items": random_schema(rng, depth + 1),
+                "minItems": rng.randrange(2),
+                "maxItems": rng.randrange(2, 4),
+            },
+            lambda: {
+                "type": "object",
+                "properties": {name: random_schema(rng, depth + 1) for name in ("a", "b ü", 'c"')},
+                "required": rng.sample(["a", "b ü", 'c"'], rng.randrange(4)),
+                "additionalProperties": False,
+            },
+            lambda: {"anyOf": [random_schema(rng, depth + 1), random_schema(rng, depth + 1)]},
+            lambda: {"$ref": "#/$defs/shared"},
+        ]
+    return rng.choice(kinds)()
+
+
+def test_random_answers_to_random_schemas_are_valid(played: Played):
+    rng = random.Random(7)
+    num_written = 0
+    for _ in range(40):
+        made = random_schema(rng) | {"$defs": {"shared": random_schema(rng, depth=3)}}
+        jsonschema.Draft202012Validator.check_schema(made)
+        text = played.write(schema(made), rng)
+        if text is not None:
+            num_written += 1
+            checker = jsonschema.Draft202012Validator(made, format_checker=jsonschema.FormatChecker())
+            checker.validate(json.loads(text))
+    assert num_written >= 30
+
+
+# As JSON schema has them; what cannot be enforced must not be passed over.
+UNENFORCED: list[tuple[object, str]] = [
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "contains": {"const": 1}}, "contains"),
+    ({"type": "object", "propertyNames": {"maxLength": 2}}, "propertyNames"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({"not": {"type": "string"}}, "not"),
+    ({"if": {}, "then": False}, "if"),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 5}]}, "oneOf"),
+    ({"type": "string", "format": "shoe-size"}, "shoe-size"),
+    ({"type": "string", "pattern": "^(?=a)b"}, "look-around"),
+]
+
+
+@pytest.mark.parametrize(("part", "named"), UNENFORCED, ids=[named for _, named in UNENFORCED])
+def test_what_would_not_be_enforced_is_refused_with_its_place(played: Played, part: object, named: str):
+    whole = {"type": "object", "properties": {"good": {"type": "string"}, "list": {"items": part}}}
+    with pytest.raises(InvalidRequest, match=named) as refused:
+        played.begin(schema(whole))
+    assert "at /properties/list/items: " in refused.value.message
+    assert refused.value.param == "response_format"
+
+
+def test_a_schema_cannot_ask_to_be_taken_lightly(played: Played):
+    with pytest.raises(InvalidRequest, match="uniqueItems"):
+        played.begin(schema({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}))
+
+
+HOSTILE = {
+    "processor time": schema({"type": "integer", "multipleOf": 99_999_989}),
+    "nested too deeply": spec.grammar(
+        "start: A0\n" + "\n".join(f'A{i}: A{i + 1} "y"' for i in range(20_000)) + '\nA20000: "x"', "g"
+    ),
+    "": spec.regex("((a|b)*c" * 300 + ")*" * 300 + "(x{1,1000}){1,1000}", "r"),
+}
+
+
+def test_a_hostile_grammar_is_refused_and_harms_no_other(played: Played):
+    other = played.begin(spec.choice(["left", "right"], "c"))
+    played.allowed(other)
+    opened = {why: played.open(given) for why, given in HOSTILE.items()}
+    errors = played.wait(*opened.values())
+    for why, error in zip(opened, errors, strict=True):
+        assert isinstance(error, InvalidRequest)
+        assert why in error.message
+    for sequence in opened.values():
+        played.decoding.leave(sequence)
+    other.tokens.append(played.tokenizer.encode("r")[0])
+    assert played.tokenizer.encode("i")[0] in played.allowed(other)
+    played.decoding.leave(other)
+
+
+def test_masks_of_several_vocabularies_come_in_the_order_of_their_rows(played: Played, file: TokenizerFile):
+    # The same tokens, but another end: a process of its own.
+    params = SamplingParams(structured_outputs=spec.choice(["b"], "c"))
+    second = Sequence("second", [5], 1, params, seed=0, max_tokens=9)
+    other_end = played.tokenizer.encode("z")[0]
+    played.decoding.open(second, file, [other_end])
+    assert played.wait(second) == [None]
+    first, free = played.begin(spec.choice(["a"], "c")), Sequence("f", [1], 1, SamplingParams(), seed=0, max_tokens=9)
+    played.decoding.start([free, first, free, second])
+    masks, faults = played.decoding.finish()
+    assert masks is not None and not faults
+    bits = np.unpackbits(masks.bits_NW.view(np.uint8), axis=1, bitorder="little")
+    found = {row: np.flatnonzero(row_bits).tolist() for row, row_bits in zip(masks.rows, bits, strict=True)}
+    assert found == {1: played.tokenizer.encode("a"), 3: played.tokenizer.encode("b")}
+    second.tokens.append(played.tokenizer.encode("b")[0])
+    assert played.allowed(second).tolist() == [other_end]
+    for sequence in (first, second):
+        played.decoding.leave(sequence)
+
+
+def test_when_the_process_ends_its_answers_end_with_it_and_the_next_are_served(played: Played):
+    running = played.begin(spec.choice(["left"], "c"))
+    assert running.grammar is not None
+    process = running.grammar.process
+    os.kill(process._process.pid, signal.SIGSTOP)
+    opening = played.open(spec.choice(["right"], "c"))
+    played.decoding.start([running])
+    os.kill(process._process.pid, signal.SIGKILL)
+    masks, [(failed, error)] = played.decoding.finish()
+    assert masks is None and failed is running and isinstance(error, Overloaded)
+    [error] = played.wait(opening)
+    assert isinstance(error, Overloaded)
+    for sequence in (running, opening):
+        played.decoding.leave(sequence)
+    assert played.write(spec.choice(["right"], "c"), random.Random(0)) == "right"
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told(played: Played, tmp_path: Path):
+    path = tmp_path / "broken.json"
+    path.write_text("{}")
+    broken = TokenizerFile(str(path), "broken", 300)
+    sequence = played.open(spec.regex("a", "r"), broken)
+    [error] = played.wait(sequence)
+    assert isinstance(error, InvalidRequest) and "tokenizer" in error.message
+    played.decoding.leave(sequence)
+    with pytest.raises(InvalidRequest, match="tokenizer"):
+        played.open(spec.regex("a", "r"), broken)
+
+
+def test_an_idle_vocabulary_makes_room_for_another_and_one_in_use_does_not(file: TokenizerFile, tokenizer: Tokenizer):
+    played = Played(file, tokenizer)
+    files = [TokenizerFile(file.path, f"digest {i}", file.vocab_size) for i in range(MAX_VOCABULARIES + 1)]
+    open_ones = [played.open(spec.regex("a", "r"), one) for one in files[:-1]]
+    with pytest.raises(Overloaded, match="all are in use"):
+        played.open(spec.regex("a", "r"), files[-1])
+    played.decoding.leave(open_ones[1])
+    assert played.wait(played.open(spec.regex("a", "r"), files[-1])) == [None]
+    played.decoding.close()

@@ -1,0 +1,83 @@
+"""A request whose grammar is being compiled, beside others. Its process is stopped, so that this takes as long as it
+takes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.engine import Engine
+from lorafleet.workers.errors import QueueFull
+from lorafleet.workers.messages import EngineRequest, TokenizerFile, TokenOutput
+from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.startup import build_engine
+from lorafleet.workers.structured import spec
+from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.tokenizer_files import TokenizerFiles
+
+
+@pytest.fixture
+def engine(fleet) -> Iterator[Engine]:
+    engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024, max_queued_requests=9))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def file(fleet) -> Iterator[TokenizerFile]:
+    files, tokenizer = TokenizerFiles(), Tokenizer.from_folder(fleet("llama3").base)
+    yield files.of(tokenizer)
+    files.close()
+
+
+def add(
+    engine: Engine, file: TokenizerFile, name: str, prompt: list[int], given: spec.StructuredOutputs | None
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=given is None, structured_outputs=given)
+    engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, tokenizer=file))
+
+
+def finished(engine: Engine, name: str) -> TokenOutput:
+    while True:
+        for output in engine.step():
+            assert output.request_id == name
+            if output.finish_reason is not None:
+                return output
+
+
+def test_others_run_while_a_grammar_is_compiled(engine: Engine, file, prompt):
+    add(engine, file, "bound", prompt(5), spec.choice(["ab"], "x"))
+    [bound] = engine._preparing
+    pid = bound.grammar.process._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        add(engine, file, "free", prompt(6), None)
+        assert finished(engine, "free").finish_reason == "length"
+        assert engine.stats().num_waiting == 1
+        assert not engine.has_work
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert finished(engine, "bound").finish_reason == "stop"
+    assert engine.stats().num_waiting == 0
+
+
+def test_one_that_is_given_up_while_its_grammar_is_compiled_leaves_nothing(engine: Engine, file, prompt):
+    add(engine, file, "bound", prompt(5), spec.choice(["ab"], "x"))
+    engine.abort("bound")
+    assert engine.stats().num_waiting == 0
+    add(engine, file, "bound", prompt(5), spec.choice(["cd"], "x"))
+    assert finished(engine, "bound").finish_reason == "stop"
+
+
+def test_those_that_wait_for_a_grammar_count_for_the_bound_of_the_queue(fleet, file, prompt):
+    config = EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024, max_num_seqs=1, max_queued_requests=1)
+    engine = build_engine(config)
+    add(engine, file, "first", prompt(5), spec.choice(["ab"], "x"))
+    add(engine, file, "second", prompt(5), spec.choice(["ab"], "x"))
+    with pytest.raises(QueueFull):
+        add(engine, file, "third", prompt(5), None)
+    engine.close()

@@ -1,0 +1,394 @@
+"""The program that holds the grammars of one vocabulary, run as a process of its own by grammar_process.py.
+
+A schema or regex is a program of a stranger: it may compile for minutes, take all memory, or overflow the compiler's
+stack, which ends the process that it happens in. So each is compiled here and not in the engine, and first of all in a
+fork of this process that has a clock and a bound of memory; what survives that is compiled once more, beside the masks
+of others. It imports nothing of lorafleet, since it is run by its path: `python -I grammar_program.py`, a socket as its
+standard input.
+
+In: ["open", number, spec] · ["fill", [[number, row, tokens], …]] · ["close", [number, …]]
+Out: ["opened", number, error] · ["filled", [[number, error], …]], errors being "" where there is none ·
+["failed", why] before it ends where it cannot begin. A row is a mask's bits, in memory that both processes share.
+"""
+
+# B rows · W words of 32 tokens each
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import struct
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import llguidance
+import llguidance.numpy
+import msgspec
+import numpy as np
+
+LENGTH = struct.Struct("<Q")  # before each message
+STACK_BYTES = 64 << 20  # of the threads that compile and fill: deeper than what a trial, on the main one's, survives
+MAX_ERROR_CHARS = 400
+MAX_GRAMMARS = 256  # compiled, beside those in use
+MAX_REFUSED = 1024  # whose errors are remembered
+MAX_BLAMED = 500  # parts of a schema that are tried alone, to say which of them is at fault
+PROBED_TOKENS = 24  # of a random answer that a trial writes: some grammars are cheap to compile alone
+# An answer of nothing but blanks matches too, and small models get lost in it.
+WHITESPACE = r"[ \n\r\t]{1,64}"
+LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+Spec = tuple[str, str, bool]  # kind, source, any_whitespace: as workers/structured/spec.py has them
+
+
+@dataclass
+class Settings:
+    tokenizer: str  # path of its JSON
+    vocab_size: int  # the tokenizer's; the model's may be padded beyond it
+    eos_token_ids: list[int]
+    rows: int
+    mask_fd: int
+    num_threads: int
+    trial_cpu_s: float
+    trial_memory_bytes: int
+    memory_bytes: int  # of all grammars
+    max_trials: int  # at a time
+
+
+def main() -> None:
+    settings = Settings(**json.loads(os.environ["LORAFLEET_GRAMMARS"]))
+    threading.stack_size(STACK_BYTES)
+    bound_memory(settings.memory_bytes)
+    server = socket.socket(fileno=0)
+    try:
+        tokenizer = read_tokenizer(settings)
+    except Exception as error:  # the library's, of a tokenizer that it cannot read
+        send(server, "failed", first_line(str(error)))
+        return
+    Server(server, settings, tokenizer).run()
+
+
+def read_tokenizer(settings: Settings) -> Any:
+    with open(settings.tokenizer) as file:
+        text = file.read()
+    return llguidance.LLTokenizer(text, n_vocab=settings.vocab_size, eos_token=settings.eos_token_ids)
+
+
+@dataclass
+class Trial:
+    spec: Spec
+    pid: int
+    pipe: int
+    answer: bytes = b""
+
+
+@dataclass
+class Answer:
+    """One sequence's. over: its grammar has ended, and only the end of the answer may follow."""
+
+    matcher: Any
+    over: bool = False
+
+
+@dataclass
+class Server:
+    socket: socket.socket
+    settings: Settings
+    tokenizer: Any
+    compiled: OrderedDict[Spec, Any] = field(default_factory=OrderedDict)
+    refused: OrderedDict[Spec, str] = field(default_factory=OrderedDict)
+    waiting: dict[Spec, list[int]] = field(default_factory=dict)  # numbers, until the spec is compiled
+    answers: dict[int, Answer] = field(default_factory=dict)
+    queue: deque[Spec] = field(default_factory=deque)  # for a trial
+    trials: dict[int, Trial] = field(default_factory=dict)  # by pipe
+    done: deque[tuple[Spec, Any]] = field(default_factory=deque)  # compiled in a thread
+
+    def __post_init__(self) -> None:
+        words = -(-self.settings.vocab_size // 32)
+        shared = mmap.mmap(self.settings.mask_fd, 4 * words * self.settings.rows)
+        self.mask_BW = np.frombuffer(shared, np.int32).reshape(self.settings.rows, words)
+        self.executor = llguidance.LLExecutor(num_threads=self.settings.num_threads)
+        self.wake_receiver, self.wake_sender = os.pipe()
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        poll.register(self.wake_receiver, select.POLLIN)
+        registered: set[int] = set()
+        while True:
+            for pipe in self.trials.keys() - registered:
+                poll.register(pipe, select.POLLIN | select.POLLHUP)
+            registered = set(self.trials)
+            for fd, _ in poll.poll():
+                if fd == self.socket.fileno():
+                    message = receive(self.socket)
+                    if message is None:
+                        return
+                    self.handle(msgspec.msgpack.decode(message))
+                elif fd == self.wake_receiver:
+                    os.read(fd, 4096)
+                    self.take_compiled()
+                elif self.read_trial(self.trials[fd]):
+                    poll.unregister(fd)
+                    registered.discard(fd)
+            self.start_trials()
+
+    def handle(self, message: Any) -> None:
+        match message:
+            case ["open", number, [kind, source, any_whitespace]]:
+                self.open(number, (kind, source, any_whitespace))
+            case ["fill", rows]:
+                send(self.socket, "filled", self.fill(rows))
+            case ["close", numbers]:
+                for number in numbers:
+                    self.answers.pop(number, None)
+
+    def open(self, number: int, spec: Spec) -> None:
+        if spec in self.refused:
+            self.refused.move_to_end(spec)
+            send(self.socket, "opened", number, self.refused[spec])
+        elif spec in self.compiled:
+            self.compiled.move_to_end(spec)
+            self.begin(number, self.compiled[spec])
+        elif spec in self.waiting:
+            self.waiting[spec].append(number)
+        else:
+            self.waiting[spec] = [number]
+            self.queue.append(spec)
+
+    def begin(self, number: int, compiled: Any) -> None:
+        self.answers[number] = Answer(compiled.deep_copy())
+        send(self.socket, "opened", number, "")
+
+    def start_trials(self) -> None:
+        while self.queue and len(self.trials) < self.settings.max_trials:
+            spec = self.queue.popleft()
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                try_alone(self.tokenizer, spec, writer, self.settings)
+            os.close(writer)
+            self.trials[reader] = Trial(spec, pid, reader)
+
+    def read_trial(self, trial: Trial) -> bool:
+        """True at its end."""
+        part = os.read(trial.pipe, 65536)
+        trial.answer += part
+        if part:
+            return False
+        os.close(trial.pipe)
+        del self.trials[trial.pipe]
+        _, status = os.waitpid(trial.pid, 0)
+        error = trial.answer.decode() if status == 0 else how_it_ended(status, self.settings)
+        if error:
+            self.refuse(trial.spec, error)
+        else:
+            threading.Thread(target=self.compile, args=(trial.spec,), daemon=True).start()
+        return True
+
+    def compile(self, spec: Spec) -> None:
+        """In a thread: the library lets others run meanwhile."""
+        self.done.append((spec, matcher_of(self.tokenizer, grammar_of(spec))))
+        os.write(self.wake_sender, b"\0")
+
+    def take_compiled(self) -> None:
+        while self.done:
+            spec, compiled = self.done.popleft()
+            if compiled.is_error():
+                self.refuse(spec, first_line(compiled.get_error()))
+                continue
+            self.compiled[spec] = compiled
+            while len(self.compiled) > MAX_GRAMMARS:
+                self.compiled.popitem(last=False)
+            for number in self.waiting.pop(spec):
+                self.begin(number, compiled)
+
+    def refuse(self, spec: Spec, error: str) -> None:
+        self.refused[spec] = error
+        while len(self.refused) > MAX_REFUSED:
+            self.refused.popitem(last=False)
+        for number in self.waiting.pop(spec):
+            send(self.socket, "opened", number, error)
+
+    def fill(self, rows: list[tuple[int, int, list[int]]]) -> list[tuple[int, str]]:
+        """Takes what was answered since the last time, and writes which tokens may follow. Gives the faults."""
+        filling: list[tuple[Any, int]] = []
+        for number, row, tokens in rows:
+            answer = self.answers[number]
+            for token in tokens:
+                if not answer.over:
+                    answer.matcher.consume_token(token)
+                    answer.over = answer.matcher.is_stopped() and not answer.matcher.is_error()
+            filling.append((answer.matcher, row))
+        llguidance.numpy.fill_next_token_bitmask_par(self.executor, filling, self.mask_BW)
+        faults = []
+        for number, row, _ in rows:
+            matcher = self.answers[number].matcher
+            if matcher.is_error():
+                faults.append((number, first_line(matcher.get_error())))
+            elif not self.mask_BW[row].any():
+                faults.append((number, DEAD_END))
+        return faults
+
+
+DEAD_END = "no token of this model's vocabulary can follow what is answered so far"
+
+
+def try_alone(tokenizer: Any, spec: Spec, writer: int, settings: Settings) -> None:
+    """In a fork, which ends here."""
+    try:
+        bound_memory(settings.trial_memory_bytes)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also within one long call
+        signal.setitimer(signal.ITIMER_PROF, settings.trial_cpu_s)  # its own CPU time: others' load does not count
+        os.write(writer, trial_of(tokenizer, spec).encode()[: 4 * MAX_ERROR_CHARS])
+    except MemoryError:
+        os.write(writer, b"it needs too much memory")
+    except Exception as error:
+        os.write(writer, f"{type(error).__name__}: {error}".encode()[:MAX_ERROR_CHARS])
+    finally:
+        os._exit(0)
+
+
+def bound_memory(num_bytes: int) -> None:
+    """num_bytes: beside what the process has already."""
+    with open("/proc/self/statm") as file:
+        present = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (present + num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def how_it_ended(status: int, settings: Settings) -> str:
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        return f"it took more than {settings.trial_cpu_s:g} s of processor time to compile"
+    return f"it needs more than {settings.trial_memory_bytes >> 20} MiB of memory, or is nested too deeply, to compile"
+
+
+def trial_of(tokenizer: Any, spec: Spec) -> str:
+    """What is wrong with it; "" where it compiles, and a random answer can be begun."""
+    try:
+        text = grammar_of(spec)
+    except (ValueError, RecursionError) as error:
+        return first_line(str(error))
+    matcher = matcher_of(tokenizer, text)
+    if matcher.is_error():
+        fault = first_line(matcher.get_error())
+        return blamed(tokenizer, spec, fault) if spec[0] == "json_schema" else fault
+    return probe(matcher)
+
+
+def probe(matcher: Any) -> str:
+    draw = random.Random(0)
+    for _ in range(PROBED_TOKENS):
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        if matcher.is_error():
+            return first_line(matcher.get_error())
+        allowed = np.flatnonzero(bits)
+        if not len(allowed):
+            return DEAD_END
+        if not matcher.consume_token(int(draw.choice(allowed))):
+            return first_line(matcher.get_error())
+        if matcher.is_stopped():
+            return ""
+    return ""
+
+
+def grammar_of(spec: Spec) -> str:
+    """Raises ValueError."""
+    kind, source, any_whitespace = spec
+    overrides: Any
+    if kind in ("json_schema", "json_object"):
+        overrides = {"whitespace_pattern": WHITESPACE} if any_whitespace else {"whitespace_flexible": False}
+        schema = json.loads(source) if kind == "json_schema" else {"type": "object"}
+        if schema is True:
+            schema = {}
+        if schema is False:
+            raise ValueError("the schema `false` allows no answer")
+        overrides |= {"lenient": False, "coerce_one_of": False}  # else keywords would be passed over
+        return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
+    if kind == "choice":
+        # The library's own Lark spells texts as JSON does.
+        return str(llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(source)))))
+    if kind == "regex":
+        return str(llguidance.LLMatcher.grammar_from_regex(source))
+    assert kind == "grammar"
+    return str(llguidance.grammar_from("grammar", source))
+
+
+def matcher_of(tokenizer: Any, grammar: str) -> Any:
+    return llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+
+
+def blamed(tokenizer: Any, spec: Spec, error: str) -> str:
+    """The error with the innermost part of the schema that has it by itself."""
+    schema = json.loads(spec[1])
+    shared = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
+    for count, (path, part) in enumerate(parts_of(schema, "")):
+        if count == MAX_BLAMED:
+            break
+        text = json.dumps({**shared, **part})
+        matcher = matcher_of(tokenizer, llguidance.LLMatcher.grammar_from_json_schema(text))
+        if path and matcher.is_error() and first_line(matcher.get_error()) == error:
+            return f"at {path}: {error}"
+    return error
+
+
+def parts_of(schema: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Schemas within it, the innermost first; paths as JSON pointers."""
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
+            inner = value.items() if isinstance(value, dict) else ()
+            for name, one in inner:
+                yield from parts_of(one, f"{path}/{key}/{name}")
+        elif isinstance(value, list) and key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            for i, one in enumerate(value):
+                yield from parts_of(one, f"{path}/{key}/{i}")
+        elif key in ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains"):
+            yield from parts_of(value, f"{path}/{key}")
+    yield path, schema
+
+
+def first_line(error: str) -> str:
+    """Of what the library says, which may go on with its own state: a sentence for the client."""
+    lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines() if line.strip()]
+    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if named:  # the regex parser's, which draws an arrow below the place first
+        return f"{lines[0].split('regex parse error:')[0].rstrip(': ')}: {named[0]}".removeprefix(": ")[
+            :MAX_ERROR_CHARS
+        ]
+    return lines[0][:MAX_ERROR_CHARS] if lines else "the grammar cannot be used"
+
+
+def send(server: socket.socket, *message: object) -> None:
+    data = msgspec.msgpack.encode(message)
+    server.sendall(LENGTH.pack(len(data)) + data)
+
+
+def receive(server: socket.socket) -> bytes | None:
+    """None at the end."""
+    head = exactly(server, LENGTH.size)
+    return None if head is None else exactly(server, LENGTH.unpack(head)[0])
+
+
+def exactly(server: socket.socket, size: int) -> bytes | None:
+    parts: list[bytes] = []
+    while size:
+        part = server.recv(min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    main()
