@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported, ConfigError
+from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported, ConfigError, InvalidRequest
 from lorafleet.workers.lora.files import (
     SAFETENSORS_NAME,
     AdapterFolder,
@@ -29,6 +29,7 @@ from lorafleet.workers.lora.files import (
 )
 from lorafleet.workers.lora.strict_json import read_json_object, shown
 from lorafleet.workers.messages import Vocabulary
+from lorafleet.workers.structured.spec import ADAPTERS_DEFAULT, StructuredOutputs, response_format
 from lorafleet.workers.template_sandbox import ChatTemplate
 from lorafleet.workers.tokenizer import Tokenizer
 
@@ -40,6 +41,9 @@ TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
 GENERATION_NAME = "generation_config.json"
+SPECIAL_NAME = "special_tokens_map.json"
+DEFAULTS_NAME = "lorafleet.json"  # of the adapter's requests: {"response_format": …}
+TOKENIZER_NAMES = (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, SPECIAL_NAME)
 
 # As PEFT names what replaces the tables of the vocabulary.
 _TABLE = re.compile(
@@ -50,11 +54,13 @@ _TABLE = re.compile(
 @dataclass(frozen=True, slots=True)
 class Language:
     """vocabulary: None where ids and ends of answers are the base's. template: the adapter's own; None: the base's.
+    structured_outputs: what its answers must match where a request does not say.
     digest: language_digest of the files that it was read from."""
 
     tokenizer: Tokenizer
     vocabulary: Vocabulary | None = None
     template: ChatTemplate | None = None
+    structured_outputs: StructuredOutputs | None = None
     digest: str = ""
 
     def does_as(self, other: Language) -> bool:
@@ -82,12 +88,13 @@ class LanguageReader:
         eos = self._ends(files, tokenizer)
         same = vocab_size == self._vocab_size and sorted(eos) == sorted(self._eos_token_ids)
         vocabulary = None if same else Vocabulary(vocab_size, eos)
-        return Language(tokenizer, vocabulary, self._template(files, tokenizer), language_digest(files))
+        template = self._template(files, tokenizer)
+        return Language(tokenizer, vocabulary, template, _default_format(files), language_digest(files))
 
     def _tokenizer(self, files: Mapping[str, bytes]) -> Tokenizer:
         if TOKENIZER_NAME not in files:
             return self.base.tokenizer
-        own = {name: content for name, content in files.items() if name not in (TEMPLATE_NAME, GENERATION_NAME)}
+        own = {name: content for name, content in files.items() if name in TOKENIZER_NAMES}
         key = language_digest(own)
         with self._lock:
             known = self._tokenizers.get(key)
@@ -164,6 +171,21 @@ def _template_in(files: Mapping[str, bytes]) -> str | None:
     if found is not None and not isinstance(found, str):
         raise AdapterMalformed(f"{TOKENIZER_CONFIG_NAME} has the chat_template {shown(found)}; it must be a text.")
     return found or None
+
+
+def _default_format(files: Mapping[str, bytes]) -> StructuredOutputs | None:
+    if DEFAULTS_NAME not in files:
+        return None
+    given = read_json_object(files[DEFAULTS_NAME], DEFAULTS_NAME)
+    unknown = [key for key in given if key != "response_format"]
+    if unknown:
+        raise AdapterMalformed(f"{DEFAULTS_NAME} has {shown(unknown[0])}; it may have response_format alone.")
+    if "response_format" not in given:
+        return None
+    try:
+        return response_format(given["response_format"], ADAPTERS_DEFAULT)
+    except InvalidRequest as error:
+        raise AdapterMalformed(error.message) from None
 
 
 def _vocab_size_in(folder: AdapterFolder) -> int | None:

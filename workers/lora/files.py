@@ -25,6 +25,7 @@ BIN_NAME = "adapter_model.bin"
 LANGUAGE_NAMES = {
     "chat_template.jinja": 1 << 20,
     "generation_config.json": 1 << 20,
+    "lorafleet.json": 2 << 20,
     "special_tokens_map.json": 1 << 20,
     "tokenizer.json": 64 << 20,
     "tokenizer_config.json": 4 << 20,

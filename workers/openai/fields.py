@@ -34,7 +34,6 @@ NO_EFFECT = frozenset(
 NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     # OpenAI
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -55,11 +54,6 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "prompt_embeds": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),

@@ -5,6 +5,7 @@ Also says which model a name means. Knows nothing of request bodies.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from lorafleet.workers.adapter_language import Language, LanguageReader
 from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, LorafleetError, ModelNotFound
 from lorafleet.workers.lora import mixing
 from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.messages import Pooling
+from lorafleet.workers.messages import Pooling, TokenizerFile
 from lorafleet.workers.openai.admission import Quotas
 from lorafleet.workers.openai.audit import Audit
 from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
@@ -30,6 +31,7 @@ from lorafleet.workers.openai.usage import Meter
 from lorafleet.workers.openai.visibility import CallersCatalog, NoTenants, Tenants
 from lorafleet.workers.template_sandbox import TemplateSandbox
 from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.tokenizer_files import TokenizerFiles
 
 MAX_BODY_BYTES = 32 << 20  # token ids take about ten times as much once they are parsed
 
@@ -113,6 +115,7 @@ class Front:
         self.templates = TemplateSandbox()
         reader = LanguageReader(tokenizer, engine.hello.vocab_size, engine.hello.eos_token_ids)
         self._languages = AdapterLanguages(reader, engine, open_files)
+        self._tokenizer_files = TokenizerFiles()
         self._fetched_since = fetched_since
         engine.listen_to_moves(self.metrics.count_move)
 
@@ -128,6 +131,11 @@ class Front:
     def vocab_size(self, model: ServedModel) -> int:
         own = model.language.vocabulary
         return self.engine.hello.vocab_size if own is None else own.size
+
+    async def tokenizer_file(self, model: ServedModel) -> TokenizerFile:
+        """For the engine's grammars."""
+        known = self._tokenizer_files.known(model.tokenizer)
+        return known if known is not None else await asyncio.to_thread(self._tokenizer_files.of, model.tokenizer)
 
     def tool_format(self, model: ServedModel) -> KnownFormat | None:
         """How the model writes its calls; None where that is not known."""
@@ -147,6 +155,7 @@ class Front:
         """Ends the processes that render adapters' templates, and the threads that read their tokenizers."""
         self.templates.close()
         self._languages.close()
+        self._tokenizer_files.close()
 
     @property
     def dead(self) -> str | None:

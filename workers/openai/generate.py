@@ -29,6 +29,7 @@ from lorafleet.workers.openai.protocol import SGLangRequest, SGLangSampling
 from lorafleet.workers.openai.responses import DONE, EventStream, WholeReply, event, json_response
 from lorafleet.workers.openai.sampling import fitted, read_logit_bias
 from lorafleet.workers.openai.streaming import fallback_headers
+from lorafleet.workers.openai.structured import read_sglang_structured
 from lorafleet.workers.output import Delta
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.tokenizer import Tokenizer
@@ -195,7 +196,8 @@ def _params_of(
         given["logprobs"] = body.top_logprobs_num or 0
         if _first_scored(body) >= 0:
             given["prompt_logprobs"] = given["logprobs"]
-    params = SamplingParams(**given, max_tokens=max_tokens, logit_bias=read_logit_bias(one.logit_bias))
+    given |= {"logit_bias": read_logit_bias(one.logit_bias), "structured_outputs": read_sglang_structured(model, one)}
+    params = SamplingParams(**given, max_tokens=max_tokens)
     params.check_vocabulary(front.vocab_size(model))
     return params
 

@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 
 from lorafleet.workers.errors import EngineDead, InvalidRequest, LorafleetError
-from lorafleet.workers.messages import EngineRequest, FinishReason, Pooling, SequenceTimes
+from lorafleet.workers.messages import EngineRequest, FinishReason, Pooling, SequenceTimes, TokenizerFile
 from lorafleet.workers.openai.admission import set_admission
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
@@ -72,6 +72,7 @@ class Sample:
         task: Task,
         params: SamplingParams,
         deadline: Deadline,
+        tokenizer: TokenizerFile | None,
         *,
         counts_prompt: bool,
     ) -> None:
@@ -91,6 +92,7 @@ class Sample:
         self._deadline = deadline
         self.times: SequenceTimes | None = None  # where it is traced, from its first token on
         self.sent_s = 0.0  # monotonic, when it was given to the engine
+        self._tokenizer = tokenizer
         self._label = front.count_sequence(task.model)
         self._ended: FinishReason = "abort"
         self._counted = False
@@ -115,6 +117,7 @@ class Sample:
             traced=self._deadline.trace is not None,
             priority=self._priority,
             pooling=self._pooling,
+            tokenizer=self._tokenizer,
         )
         push = self._processor.push
         watch = Stopwatch()
@@ -292,9 +295,12 @@ async def make_samples(
     samples: list[Sample] = []
     group = f"{request_id}-{next(_numbers)}"
     for task in tasks:
+        constrained = task.params.structured_outputs is not None
+        tokenizer = await front.tokenizer_file(task.model) if constrained else None
         for i in range(task.params.n):
             params = task.params.of_sample(i)
-            samples.append(Sample(front, group, len(samples), task, params, deadline, counts_prompt=i == 0))
+            sample = Sample(front, group, len(samples), task, params, deadline, tokenizer, counts_prompt=i == 0)
+            samples.append(sample)
     return samples
 
 

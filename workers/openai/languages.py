@@ -41,7 +41,8 @@ class AdapterLanguages:
             found = [await self.of(part.lora) for part in lora.parts]
             if not all(language.does_as(found[0]) for language in found):
                 raise InvalidRequest(
-                    f"`model` mixes adapters with different tokenizers or chat templates: {lora.lora_name}.", "model"
+                    f"`model` mixes adapters with different tokenizers, chat templates or formats: {lora.lora_name}.",
+                    "model",
                 )
             return found[0]
         known = self._known.get(lora.digest)

@@ -11,6 +11,7 @@ from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.responses import json_response
+from lorafleet.workers.structured.spec import as_response_format
 
 
 @describe("The base model and the adapters", answer=answers.ModelList)
@@ -27,7 +28,9 @@ async def show_model(front: Front, request: Request) -> Response:
     model = await front.model(caller_of(request), request.path_params["model"])
     if model.lora is None:
         return json_response(_base_card(front, model.name))
-    return json_response(_adapter_card(front, model.lora, model.name))
+    default = model.language.structured_outputs
+    shown = {} if default is None else {"default_response_format": as_response_format(default)}
+    return json_response(_adapter_card(front, model.lora, model.name) | shown)
 
 
 def _base_card(front: Front, name: str) -> dict[str, object]:

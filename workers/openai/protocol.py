@@ -35,6 +35,50 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+_JSON_SCHEMA = [{"type": "object"}, {"type": "boolean"}, {"type": "string", "description": "The same as JSON text."}]
+_FORMAT_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "description": {"type": "string"},
+        "schema": {"anyOf": _JSON_SCHEMA},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["schema"],
+    "additionalProperties": False,
+}
+_RESPONSE_FORMATS = [
+    {
+        "type": "object",
+        "properties": {"type": {"enum": ["text", "json_object"]}},
+        "required": ["type"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {"type": {"const": "json_schema"}, "json_schema": _FORMAT_SCHEMA},
+        "required": ["type", "json_schema"],
+        "additionalProperties": False,
+    },
+]
+
+JSONSchema = Annotated[Any, _schema(anyOf=[*_JSON_SCHEMA, _NULL])]
+ResponseFormat = Annotated[Any, _schema(anyOf=[*_RESPONSE_FORMATS, _NULL])]
+
+
+class StructuredOutputsRequest(Strict):
+    """vLLM's. disable_fallback: there is no other backend to fall back to."""
+
+    json_: JSONSchema = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None
+
+
 class GenerationRequest(Tolerant):
     """What completions and chat share."""
 
@@ -68,6 +112,12 @@ class GenerationRequest(Tolerant):
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
     cache_salt: str | None = Field(None, min_length=1)
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputsRequest | None = None
+    guided_json: JSONSchema = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -170,6 +220,9 @@ class SGLangSampling(Tolerant):
     logit_bias: dict[str, float] | None = None
     sampling_seed: int | None = None
     n: int | None = None
+    json_schema: JSONSchema = None
+    regex: str | None = None
+    ebnf: str | None = None
     lora_path: Annotated[Any, _schema(anyOf=[{"type": "string"}, _NULL])] = None
 
 

@@ -9,6 +9,7 @@ import msgspec
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.protocol import GenerationRequest
+from lorafleet.workers.openai.structured import read_structured
 from lorafleet.workers.sampling_params import SamplingParams
 
 _SAME_NAMES = (
@@ -43,6 +44,7 @@ def read_params(
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` is allowed only where stream is true.", "stream_options")
     given |= {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": read_logit_bias(body.logit_bias)}
+    given["structured_outputs"] = read_structured(model, body)
     return make_params(front, model, given)
 
 

@@ -45,6 +45,15 @@ class ToolUse:
     def params(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
         if self.forced is not None:
             return msgspec.structs.replace(params, structured_outputs=self.forced)
+        asked = params.structured_outputs
+        if self.known is not None and asked is not None:
+            if not asked.is_default:
+                raise InvalidRequest(
+                    f"`{asked.param}` says what the whole answer looks like, and `tools` that it may be a call; set "
+                    "tool_choice to none or required, or leave one of them out.",
+                    asked.param,
+                )
+            params = msgspec.structs.replace(params, structured_outputs=None)
         if self.known is not None and self.known.marker in tokenizer.special_texts:
             return msgspec.structs.replace(params, skip_special_tokens=False)  # or the marker would never be seen
         return params

@@ -1,0 +1,84 @@
+"""What a request says its answer must look like: OpenAI's response_format, vLLM's structured_outputs and older
+guided_*, SGLang's json_schema, regex and ebnf. One of them; its adapter's own default where a request says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.openai.front import ServedModel
+from lorafleet.workers.openai.protocol import GenerationRequest, SGLangSampling, StructuredOutputsRequest
+from lorafleet.workers.structured import spec
+from lorafleet.workers.structured.spec import StructuredOutputs
+
+_MAKERS: Mapping[str, Callable[[Any, str], StructuredOutputs]] = {
+    "guided_json": spec.json_schema,
+    "guided_regex": spec.regex,
+    "guided_choice": spec.choice,
+    "guided_grammar": spec.grammar,
+}
+_SGLANG_MAKERS: Mapping[str, Callable[[Any, str], StructuredOutputs]] = {
+    "json_schema": spec.json_schema,
+    "regex": spec.regex,
+    "ebnf": spec.grammar,
+}
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def read_structured(model: ServedModel, body: GenerationRequest) -> StructuredOutputs | None:
+    given = {name: make for name, make in _MAKERS.items() if getattr(body, name) is not None}
+    asked = [*given, *(name for name in ("structured_outputs", "response_format") if getattr(body, name) is not None)]
+    if body.response_format == {"type": "text"} and len(asked) > 1:
+        asked.remove("response_format")  # what some clients always send
+    _check_one(asked)
+    if not asked:
+        return model.language.structured_outputs
+    [name] = asked
+    if name == "response_format":
+        return spec.response_format(body.response_format, name)
+    if body.structured_outputs is not None:
+        return _read_vllm(body.structured_outputs)
+    return given[name](getattr(body, name), name)
+
+
+def read_sglang_structured(model: ServedModel, sampling: SGLangSampling) -> StructuredOutputs | None:
+    asked = [name for name in _SGLANG_MAKERS if getattr(sampling, name) is not None]
+    _check_one(asked)
+    if not asked:
+        return model.language.structured_outputs
+    return _SGLANG_MAKERS[asked[0]](getattr(sampling, asked[0]), f"sampling_params.{asked[0]}")
+
+
+def _read_vllm(given: StructuredOutputsRequest) -> StructuredOutputs:
+    values = {"json": given.json_, **{name: getattr(given, name) for name in _KINDS if name != "json"}}
+    asked = [name for name in _KINDS if values[name] is not None and (name != "json_object" or values[name])]
+    _check_one([f"structured_outputs.{name}" for name in asked])
+    if not asked:
+        raise InvalidRequest(
+            f"`structured_outputs` must have one of {', '.join(_KINDS)}; or leave it out.", "structured_outputs"
+        )
+    [name] = asked
+    param, any_whitespace = f"structured_outputs.{name}", not given.disable_any_whitespace
+    if name == "json":
+        schema = given.json_
+        if given.disable_additional_properties:
+            schema = spec.closed(schema)
+        return spec.json_schema(schema, param, any_whitespace=any_whitespace)
+    if given.disable_additional_properties or (not any_whitespace and name != "json_object"):
+        raise InvalidRequest(
+            f"`{param}` has no JSON schema that `disable_additional_properties` or `disable_any_whitespace` could act "
+            "on; leave them out.",
+            "structured_outputs",
+        )
+    if name == "json_object":
+        return spec.json_object(param, any_whitespace=any_whitespace)
+    make = {"regex": spec.regex, "choice": spec.choice, "grammar": spec.grammar}[name]
+    return make(values[name], param)
+
+
+def _check_one(asked: list[str]) -> None:
+    if len(asked) > 1:
+        raise InvalidRequest(
+            f"`{asked[0]}` and `{asked[1]}` both say what the answer must look like; give one of them.", asked[1]
+        )
