@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from file_server import FileServer
 from tests.cluster.harness import ADMIN_KEY, SharedServer, serving
 
 
@@ -55,17 +56,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     """Two replicas of `base` behind HAProxy. ref0, ref1 and ref2 are adapters of its own, `cold` one that a resolver
-    finds. Who asks for it says `pytestmark = pytest.mark.xdist_group("shared_server")`, and changes none of these."""
+    finds in a folder, `distant` one on a web server. Who asks for it says
+    `pytestmark = pytest.mark.xdist_group("shared_server")`, and changes none of these."""
     folder = tmp_path_factory.mktemp("shared")
     resolver_dir = folder / "resolved"
     shutil.copytree(tiny_model.parent / "a2", resolver_dir / "cold")
+    web = FileServer()
+    web.put("/distant", {path.name: path.read_bytes() for path in (tiny_model.parent / "a1").iterdir()})
     modules = [f"ref{i}={tiny_model.parent / f'a{i}'}" for i in range(3)]
     arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--num-replicas", "2"]
     arguments += ["--kv-cache-tokens", "8192", "--max-loras", "4", "--lora-modules", *modules]
     arguments += ["--lora-resolver-dir", str(resolver_dir)]
+    arguments += ["--lora-resolver-http", f"{web.url}/{{lora_name}}", "--lora-cache-dir", str(folder / "cache")]
     arguments += ["--admin-key", ADMIN_KEY, "--allow-runtime-lora-updating"]
     with (
         serving(arguments, folder / "serve.log") as running,
         httpx.Client(base_url=running.url, timeout=120, headers={"authorization": f"Bearer {ADMIN_KEY}"}) as http,
     ):
         yield SharedServer(running, http, folder / "state", resolver_dir)
+    web.close()

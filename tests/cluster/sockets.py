@@ -21,6 +21,11 @@ def reachable_from_elsewhere(pid: int) -> list[str]:
     return found
 
 
+def listening_ports(pid: int) -> list[int]:
+    """TCP ports of one process."""
+    return [one.laddr.port for one in psutil.Process(pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+
+
 def _is_loopback(address: str) -> bool:
     ip = ipaddress.ip_address(address.partition("%")[0])
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None

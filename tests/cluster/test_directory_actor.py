@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lorafleet.cluster import membership as membership_module
 from lorafleet.cluster.directory import HOLD_S, Order
-from lorafleet.cluster.directory_actor import DirectoryPlace, RemoteDirectory, get_or_create
+from lorafleet.cluster.directory_actor import DirectoryPlace, RemoteDirectory, _rather_on_head, get_or_create
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.reporting import keep_reporting
 from lorafleet.cluster.residency import RouteView
@@ -141,3 +142,10 @@ async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency
         member.directory.close()  # type: ignore[attr-defined]  # a RemoteDirectory
     router.close()
     await asyncio.sleep(0.01)  # until the transports have noticed
+
+
+async def test_with_s3_the_directory_is_rather_on_the_head() -> None:
+    strategy = _rather_on_head()
+    (node,) = ray.nodes()
+    assert isinstance(strategy, NodeAffinitySchedulingStrategy)
+    assert (strategy.node_id, strategy.soft) == (node["NodeID"], True)

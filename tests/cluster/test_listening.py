@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -16,7 +17,7 @@ from openai import DefaultHttpxClient, OpenAI
 from otlp_receiver import Receiver, receiver
 from tests.cluster.certificates import Authority, serial_seen
 from tests.cluster.harness import RunningServer, serving
-from tests.cluster.sockets import reachable_from_elsewhere
+from tests.cluster.sockets import listening_ports, reachable_from_elsewhere
 
 pytestmark = pytest.mark.timeout(600)
 DEMO = Path(__file__).parents[2] / "demo"
@@ -54,6 +55,30 @@ def port(server: RunningServer) -> int:
 def test_nothing_listens_beyond_the_loopback_interface(server: RunningServer) -> None:
     assert len(server.processes("WorkerActor")) == 2  # these are the processes that are looked at
     assert reachable_from_elsewhere(server.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("process", "method"),
+    [
+        ("gcs/gcs_server", "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"),
+        ("raylet/raylet", "/ray.rpc.NodeManagerService/GetNodeStats"),
+        ("ServeReplica:lorafleet:EngineReplica", "/ray.serve.ASGIService/HandleRequest"),
+    ],
+)
+def test_ray_answers_nobody_without_its_token(server: RunningServer, process: str, method: str) -> None:
+    [pid, *_] = server.processes(process)
+    answers = {_call(port, method) for port in listening_ports(pid)}
+    assert grpc.StatusCode.UNAUTHENTICATED in answers and None not in answers, answers
+
+
+def _call(port: int, method: str) -> grpc.StatusCode | None:
+    """How an empty gRPC call without a token fails; None where it does not."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            channel.unary_unary(method)(b"", timeout=60)
+        except grpc.RpcError as error:
+            return error.code()
+    return None
 
 
 def test_openais_client_speaks_tls_with_a_private_authority(port: int, authority: Authority) -> None:

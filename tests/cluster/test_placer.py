@@ -53,12 +53,16 @@ def test_homes_that_move_are_counted_with_their_bytes() -> None:
     cluster.report("a", {f"x{i}": 1000 for i in range(8)})
     before = cluster.round(0.0)
     assert (cluster.placer.counts.moves, cluster.placer.counts.moved_bytes) == (0, 0), "first homes are no moves"
+    assert (cluster.placer.counts.placements, cluster.placer.counts.rebalances) == (8, 0)
     lost = [one for one, homes in before.items() if "b" in homes]
     cluster.residency.forget("b")
     cluster.round(1.0)
     assert lost
     assert cluster.placer.counts.moves == len(lost)
     assert cluster.placer.counts.moved_bytes == len(lost) * SIZE
+    assert (cluster.placer.counts.placements, cluster.placer.counts.rebalances) == (8, 1)
+    cluster.round(2.0)
+    assert cluster.placer.counts.rebalances == 1, "nothing has moved"
 
 
 def test_a_replica_that_leaves_during_a_round_is_out_of_the_next() -> None:

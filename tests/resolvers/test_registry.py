@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from lorafleet.resolvers import registry as registry_module
 from lorafleet.resolvers.registry import ENTRY_POINT_GROUP, LoRAResolverRegistry
-from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.errors import AdapterUnavailable, ConfigError
 from lorafleet.workers.lora.request import LoRARequest
 
 
@@ -51,6 +52,32 @@ async def test_the_first_hit_wins() -> None:
     assert await registry.resolve_lora("base", "missing") is None
     assert registry.supported() == ["none", "first", "second"]
     assert isinstance(registry.get("first"), Fixed)
+
+
+class Failing:
+    async def resolve_lora(self, _: str, lora_name: str) -> LoRARequest | None:
+        raise AdapterUnavailable(f"{lora_name}: the source is down")
+
+
+async def test_what_each_resolver_answered_is_counted_also_before_it_was_asked() -> None:
+    registry = LoRAResolverRegistry()
+    registry.register("first", Fixed())
+    registry.register("failing", Failing())
+    for name in ("sql", "sql", "missing"):
+        with contextlib.suppress(AdapterUnavailable):
+            await registry.resolve_lora("base", name)
+    samples = [sample for metric in registry.metrics.collect() for sample in metric.samples]
+    lookups = [one for one in samples if one.name == "lorafleet_resolver_lookups_total"]
+    assert {(one.labels["resolver"], one.labels["outcome"]): one.value for one in lookups} == {
+        ("first", "found"): 2,
+        ("first", "absent"): 1,
+        ("first", "failed"): 0,
+        ("failing", "found"): 0,
+        ("failing", "absent"): 0,
+        ("failing", "failed"): 1,
+    }
+    seconds = {one.labels["resolver"]: one.value for one in samples if one.name == "lorafleet_resolver_seconds_count"}
+    assert seconds == {"first": 3, "failing": 1}
 
 
 def test_names_are_unique_and_known() -> None:

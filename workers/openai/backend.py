@@ -6,6 +6,7 @@ The engine client is workers/transport.py's; the catalogue is cluster/catalog.py
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
@@ -39,6 +40,14 @@ class EngineClient(Protocol):
     async def drop_adapter(self, digest: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class StorageLimits:
+    """What a tenant may keep. None: no limit. num_bytes: of all versions, in the serving dtype."""
+
+    adapters: int | None = None
+    num_bytes: int | None = None
+
+
 class AdapterCatalog(Protocol):
     """Base model names never come here."""
 
@@ -55,8 +64,10 @@ class AdapterCatalog(Protocol):
         """
         ...
 
-    async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
-        """Acts on every replica. Raises AdapterExists, InvalidAdapterName and every other AdapterError."""
+    async def add(self, name: str, path: str, *, load_inplace: bool, limits: StorageLimits) -> LoRARequest:
+        """Acts on every replica. limits: of the tenant that the name says.
+
+        Raises AdapterExists, InvalidAdapterName and every other AdapterError."""
         ...
 
     async def remove(self, name: str) -> None:

@@ -8,6 +8,7 @@ none. Imported only where traces are on.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -49,8 +50,9 @@ class Tracing:
     is in the OTEL_EXPORTER_OTLP_… variables. ratio: of the requests whose client has not decided, 0 to 1."""
 
     def __init__(self, endpoint: str, ratio: float, replica_id: str) -> None:
+        service = os.environ.get("OTEL_SERVICE_NAME", "lorafleet")
         resource = Resource.create(
-            {"service.name": "lorafleet", "service.version": __version__, "service.instance.id": replica_id}
+            {"service.name": service, "service.version": __version__, "service.instance.id": replica_id}
         )
         self._provider = TracerProvider(sampler=ParentBasedTraceIdRatio(ratio), resource=resource)
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)

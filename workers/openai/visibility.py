@@ -6,22 +6,13 @@ are full (workers/lora/names.py); those of clients are bare. The operator sees a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from lorafleet.workers.errors import Forbidden, ModelNotFound
 from lorafleet.workers.lora.names import OWNED, bare_name, check_adapter_name, full_name, tenant_of
 from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.openai.backend import AdapterCatalog
+from lorafleet.workers.openai.backend import AdapterCatalog, StorageLimits
 from lorafleet.workers.openai.caller import Caller
-
-
-@dataclass(frozen=True, slots=True)
-class StorageLimits:
-    """None: no limit. num_bytes: of all versions, in the serving dtype."""
-
-    adapters: int | None = None
-    num_bytes: int | None = None
 
 
 class Tenants(Protocol):
@@ -90,7 +81,8 @@ class CallersCatalog:
 
     async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
         check_source(self._tenants, self._caller, path)
-        return await self._catalog.add(self.to_change(name), path, load_inplace=load_inplace)
+        limits = self._tenants.storage_limits(self._caller.tenant)
+        return await self._catalog.add(self.to_change(name), path, load_inplace=load_inplace, limits=limits)
 
     async def remove(self, name: str) -> None:
         await self._catalog.remove(self.to_change(name))

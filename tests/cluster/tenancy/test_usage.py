@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lorafleet.cluster.cli import app
+from lorafleet.cluster.tenancy import usage_log
 from lorafleet.cluster.tenancy.usage_log import AppendedLines, UsageLog
 from lorafleet.cluster.tenancy.usage_sums import read_usage, summed
 from lorafleet.workers.errors import ConfigError, InvalidRequest, StoreError
@@ -158,6 +159,18 @@ def test_a_line_cut_off_by_a_crash_is_none_and_a_damaged_one_is_named(tmp_path: 
     path.write_bytes(path.read_bytes().replace(b'"at_s":2', b'"at_s:2'))
     with pytest.raises(StoreError, match="line 2"):
         summed(tmp_path, ["tenant"])
+
+
+def test_a_large_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage_log, "MAX_FILE_BYTES", 300)
+    log = UsageLog(tmp_path, "r")
+    for number in range(20):
+        log.add(Usage(number, "r", completion_tokens=number))
+        if number % 7 == 0:
+            log.lines.sync()
+    log.lines.close()
+    assert [one.completion_tokens for one in read_usage(tmp_path)] == list(range(20))
+    assert len(list(tmp_path.iterdir())) > 2
 
 
 def test_each_incarnation_has_a_file_of_its_own(tmp_path: Path) -> None:

@@ -172,13 +172,18 @@ async def test_what_takes_from_all_tenants_or_is_another_s_needs_the_operator(
 
 
 async def test_what_a_tenant_may_store_is_bounded(house: House, adapters: dict[str, Path]) -> None:
-    house.tenants = {"acme": {"limits": {"adapters": 1}}, "rival": {"limits": {"adapter_bytes": 1}}}
+    house.tenants = {
+        "acme": {"limits": {"adapters": 1}, "sources": [str(adapters["qv"].parent)]},
+        "rival": {"limits": {"adapter_bytes": 1}},
+    }
     async with house.open():
         assert (await house.push("acme", "one", adapters["qv"])).status_code == 200
         assert (await house.push("acme", "one", adapters["all"])).status_code == 200, "a version is no other adapter"
         before = set((house.folder / "catalogue" / "adapters").iterdir())
         refused = await house.push("acme", "two", adapters["regex"])
         assert refused.status_code == 429 and "2 adapters; its limit is 1" in refused.json()["error"]["message"]
+        loaded = {"lora_name": "two", "lora_path": str(adapters["regex"])}
+        assert (await house.ask("acme", "POST", "/v1/load_lora_adapter", loaded)).status_code == 429
         refused = await house.push("rival", "one", adapters["regex"])
         assert refused.status_code == 429 and "its limit is 1." in refused.json()["error"]["message"]
         assert set((house.folder / "catalogue" / "adapters").iterdir()) == before, "and nothing of it stays"
