@@ -50,6 +50,91 @@ class CompletionLogprobs(TypedDict):
 
 
 @_exactly
+class OutputText(TypedDict):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+@_exactly
+class OutputMessage(TypedDict):
+    type: Literal["message"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+@_exactly
+class OutputCall(TypedDict):
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+@_exactly
+class InputTokensDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: Literal[0]
+
+
+@_exactly
+class OutputTokensDetails(TypedDict):
+    reasoning_tokens: Literal[0]
+
+
+@_exactly
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+@_exactly
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+@_exactly
+class ResponseBody(TypedDict):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    lora_fallback: NotRequired[Fallback]
+
+
+class ResponseEvent(TypedDict):
+    """The other members are those of OpenAI's event of that type."""
+
+    type: str
+    sequence_number: int
+
+
+@_exactly
 class EmbeddingUsage(TypedDict):
     prompt_tokens: int
     total_tokens: int

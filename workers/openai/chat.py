@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,12 +27,36 @@ from lorafleet.workers.openai.sampling import fitted, read_params
 from lorafleet.workers.openai.streaming import StreamUsage, TextChunk, event_stream, fallback_headers
 from lorafleet.workers.openai.tools import AnswerReader, ToolUse, delta_of, read_answer, read_tools
 from lorafleet.workers.output import Delta
+from lorafleet.workers.structured.spec import StructuredOutputs
 
 
 @describe("Chat", body=ChatRequest, answer=answers.ChatCompletion, events=answers.ChatCompletionChunk)
 async def chat(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, ChatRequest)
+    started = await start_chat(front, request, body, deadline, "chatcmpl-")
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    envelope = Envelope(started.id, kind, front.config.base_id)
+    answer = _Answer(front, body, started.samples, envelope, started.tools)
+    return answer.stream() if body.stream else WholeReply(answer.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedChat:
+    id: str
+    samples: list[Sample]
+    tools: ToolUse
+
+
+async def start_chat(
+    front: Front,
+    request: Request,
+    body: ChatRequest,
+    deadline: Deadline,
+    prefix: str,
+    structured_outputs: StructuredOutputs | None = None,
+) -> StartedChat:
+    """All that comes before the first token, of /v1/responses too. prefix: of the answer's id."""
     async with deadline.while_finding_models():
         model = await front.model(
             caller_of(request), body.model, draw_key(request, body.request_id, body.seed), body.lora_weights
@@ -40,16 +65,16 @@ async def chat(front: Front, request: Request) -> Response:
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     tools = read_tools(front, model, body.tools, body.tool_choice, body.parallel_tool_calls)
     params = read_params(front, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
+    if structured_outputs is not None:
+        params = msgspec.structs.replace(params, structured_outputs=structured_outputs)
     params = tools.params(params, model.tokenizer)
     prompt = truncate(front, await _read_prompt(front, model, body, tools), body.truncate_prompt_tokens, asked)
     fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
     priority = checked_priority(front, model.caller, body.priority)
-    kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    envelope = Envelope(request_id(request, "chatcmpl-", body.request_id), kind, front.config.base_id)
+    answer_id = request_id(request, prefix, body.request_id)
     task = Task(prompt, model, fitted(params, fit), cache_salt=body.cache_salt, priority=priority)
-    samples = await make_samples(front, request, envelope.id, [task], deadline)
-    answer = _Answer(front, body, samples, envelope, tools)
-    return answer.stream() if body.stream else WholeReply(answer.whole)
+    samples = await make_samples(front, request, answer_id, [task], deadline)
+    return StartedChat(answer_id, samples, tools)
 
 
 async def _read_prompt(front: Front, model: ServedModel, body: ChatRequest, tools: ToolUse) -> Prompt:

@@ -45,6 +45,15 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "web_search_options": (),
     "moderation": (),
+    # OpenAI, of responses
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "include": ([],),
+    "reasoning": (),
+    "truncation": ("disabled",),
+    "max_tool_calls": (),
+    "context_management": ([],),
     # vLLM
     "echo": (False,),  # of chat
     "use_beam_search": (False,),

@@ -125,7 +125,7 @@ def _success(operation: Operation, schemas: _Schemas) -> Schema:
     elif operation.answer is not None:
         content |= _json(schemas.of(operation.answer))
     if operation.events is not None:
-        # OpenAPI 3.1 has no words for events: each is `data: ` and this JSON, the last is `data: [DONE]`.
+        # OpenAPI 3.1 has no words for events: each is `data: ` and this JSON.
         events = {"schema": {"type": "string"}, "x-event-schema": schemas.of(operation.events)}
         content["text/event-stream"] = events
     return {"description": "Done."} | ({"content": content} if content else {})

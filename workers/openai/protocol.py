@@ -12,6 +12,7 @@ from pydantic import Field, WithJsonSchema
 
 from lorafleet.workers.openai.fields import Strict, Tolerant, tolerated
 from lorafleet.workers.openai.messages import MESSAGE_SCHEMA
+from lorafleet.workers.openai.responses_input import ITEM_SCHEMA
 
 
 def _schema(**schema: Any) -> WithJsonSchema:
@@ -170,6 +171,60 @@ class EmbeddingRequest(Tolerant):
     normalize: bool | None = None  # to length 1; default: true
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None  # keeps the last k; -1: as many as fit
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+
+class ResponsesFunction(Strict):
+    """A tool as /v1/responses has it: flat."""
+
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesToolChoice(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None  # the schema is kept to either way
+
+
+class ResponsesText(Strict):
+    format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(None, discriminator="type")
+
+
+class ResponsesRequest(Tolerant):
+    model: str | None = None
+    lora_weights: list[float | int] | None = None
+    input: Annotated[Any, _schema(anyOf=[{"type": "string"}, {"type": "array", "items": ITEM_SCHEMA, "minItems": 1}])]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: ResponsesText | None = None
+    tools: list[ResponsesFunction] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None  # given back
+    stream: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None

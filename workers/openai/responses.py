@@ -39,7 +39,8 @@ def event(value: object) -> bytes:
 
 
 class EventStream(Response):
-    """`events` gives bytes of whole events, the last of which is DONE; it may add to `headers` before its first."""
+    """`events` gives bytes of whole events, the last of which is DONE, or simply the last; it may add to
+    `headers` before its first."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
         super().__init__()
@@ -56,6 +57,8 @@ class EventStream(Response):
                 async for body in events:
                     more = not body.endswith(DONE)
                     await send({"type": "http.response.body", "body": body, "more_body": more})
+                if more:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
             except LorafleetError as error:
                 await send({"type": "http.response.body", "body": _last_words(error, scope), "more_body": False})
             except Exception:

@@ -43,6 +43,12 @@ class ToolUse:
         return self.known is not None or self.forced is not None
 
     def params(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+        if self.calls and params.structured_outputs is not None:
+            raise InvalidRequest(
+                f"`{params.structured_outputs.param}` says what the whole answer is, so that it can be no call of a "
+                "tool; set `tool_choice` to 'none', or leave one of the two out.",
+                "tools",
+            )
         if self.forced is not None:
             return msgspec.structs.replace(params, structured_outputs=self.forced)
         asked = params.structured_outputs

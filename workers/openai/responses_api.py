@@ -1,0 +1,204 @@
+"""/v1/responses in its basic form: nothing is stored, so each request carries its whole conversation.
+
+A request becomes one of chat, and its answer OpenAI's items and events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.workers.errors import InvalidRequest, LorafleetError
+from lorafleet.workers.openai import answers
+from lorafleet.workers.openai.chat import StartedChat, start_chat
+from lorafleet.workers.openai.deadline import Deadline
+from lorafleet.workers.openai.errors import http_error
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.generation import Sample, fallback_of, usage_of
+from lorafleet.workers.openai.operations import describe
+from lorafleet.workers.openai.parsing import parse_object, read_body
+from lorafleet.workers.openai.protocol import ChatRequest, JsonObjectFormat, JsonSchemaFormat, ResponsesRequest
+from lorafleet.workers.openai.responses import EventStream, WholeReply, json_response
+from lorafleet.workers.openai.responses_events import ResponseItems
+from lorafleet.workers.openai.responses_input import messages_of
+from lorafleet.workers.openai.streaming import fallback_headers
+from lorafleet.workers.openai.tool_calls.parser import Event, Text
+from lorafleet.workers.output import Delta
+from lorafleet.workers.structured import spec
+
+_MESSAGE_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}
+
+
+@describe("Responses", body=ResponsesRequest, answer=answers.ResponseBody, events=answers.ResponseEvent)
+async def responses(front: Front, request: Request) -> Response:
+    deadline = Deadline.of(front, request)
+    body = await read_body(front, request, ResponsesRequest)
+    structured = _structured(body)
+    try:
+        chat = parse_object(_as_chat(body), ChatRequest)
+        started = await start_chat(front, request, chat, deadline, "resp_", structured)
+    except InvalidRequest as error:
+        raise _in_its_own_words(error) from None
+    answer = _Answer(front, body, started)
+    if not body.stream:
+        return WholeReply(answer.whole)
+    headers: dict[str, str] = {}
+    return EventStream(answer.stream(headers), headers)
+
+
+def _as_chat(body: ResponsesRequest) -> dict[str, object]:
+    tools = [
+        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+        for tool in body.tools or ()
+    ]
+    choice = body.tool_choice
+    chosen = choice if isinstance(choice, str | None) else {"type": "function", "function": {"name": choice.name}}
+    return {
+        "messages": messages_of(body.input, body.instructions),
+        "max_tokens": body.max_output_tokens,
+        "tools": tools or None,
+        "tool_choice": chosen,
+        **{
+            name: getattr(body, name)
+            for name in ("model", "lora_weights", "temperature", "top_p", "parallel_tool_calls", "priority")
+        },
+        "cache_salt": body.cache_salt,
+        "request_id": body.request_id,
+    }
+
+
+def _structured(body: ResponsesRequest) -> spec.StructuredOutputs | None:
+    given = None if body.text is None else body.text.format
+    if isinstance(given, JsonSchemaFormat):
+        return spec.json_schema(given.schema_, "text.format.schema")
+    return spec.json_object("text.format") if isinstance(given, JsonObjectFormat) else None
+
+
+def _in_its_own_words(error: InvalidRequest) -> InvalidRequest:
+    """Where chat's words name a field that is called otherwise here."""
+    field_name, dot, rest = (error.param or "").partition(".")
+    if field_name not in _MESSAGE_FIELDS:
+        return error
+    ours = _MESSAGE_FIELDS[field_name]
+    if field_name == "messages" and dot:  # the items' numbers are others than the messages'
+        return type(error)(error.message.replace(f"`{error.param}`", f"`{ours}`"), ours)
+    return type(error)(error.message.replace(field_name, ours), ours + dot + rest)
+
+
+@dataclass(slots=True)
+class _Answer:
+    front: Front
+    body: ResponsesRequest
+    started: StartedChat
+    items: ResponseItems = field(default_factory=ResponseItems)
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def sample(self) -> Sample:
+        return self.started.samples[0]
+
+    async def whole(self) -> Response:
+        final = Delta()
+        async with aclosing(self._events(eager=False)) as events:
+            async for event, delta in events:
+                if event is not None:
+                    self.items.add(event)
+                final = delta
+        self.items.close(_item_status(final))
+        return json_response(self._response(final), fallback_headers(self.started.samples))
+
+    async def stream(self, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
+        opened, final = False, Delta()
+        try:
+            async with aclosing(self._events(eager=True)) as events:
+                async for event, delta in events:
+                    final = delta
+                    if not opened:
+                        opened = True
+                        headers.update(fallback_headers(self.started.samples))
+                        for kind in ("response.created", "response.in_progress"):
+                            yield self.items.event(kind, response=self._response(Delta()))
+                    if event is not None:
+                        yield self.items.add(event)
+        except LorafleetError as error:
+            if not opened:
+                raise  # it still has a status
+            yield self.items.event("error", code=http_error(error).code, message=error.message, param=error.param)
+            return
+        response = self._response(final)
+        closing = self.items.close(_item_status(final))
+        yield closing + self.items.event(f"response.{response['status']}", response=self._response(final))
+
+    async def _events(self, *, eager: bool) -> AsyncGenerator[tuple[Event | None, Delta], None]:
+        """Each with the delta that it came of, which is the last at the end."""
+        reader = self.started.tools.reader(eager=eager) if self.started.tools.calls else None
+        text = ""
+        async with aclosing(self.sample.run()) as deltas:
+            async for delta in deltas:
+                text += delta.text
+                if reader is None or eager:
+                    found = [Text(delta.text)] if reader is None and delta.text else []
+                    events: list[Event] = [*found, *(reader.push(delta.text) if reader is not None else [])]
+                    if not events:
+                        yield None, delta
+                    for event in events:
+                        yield event, delta
+                final = delta
+        if reader is not None:
+            for event in [*([] if eager else reader.push(text)), *reader.finish()]:
+                yield event, final
+        yield None, final
+
+    def _response(self, final: Delta) -> dict[str, object]:
+        """final: with the reason of the end, where it has come."""
+        body, fallback = self.body, fallback_of(self.started.samples)
+        status = "in_progress" if final.finish_reason is None else _item_status(final)
+        return {
+            "id": self.started.id,
+            "object": "response",
+            "created_at": self.created_s,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.sample.model.name if fallback is None else self.front.config.base_id,
+            "output": self.items.items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": self.sample.params.temperature,
+            "text": (body.text.model_dump(by_alias=True, exclude_none=True) if body.text else None)
+            or {"format": {"type": "text"}},
+            "tool_choice": "auto" if body.tool_choice is None else _dumped(body.tool_choice),
+            "tools": [{"strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
+            "top_p": self.sample.params.top_p,
+            "truncation": "disabled",
+            "usage": None if final.finish_reason is None else _usage(self.sample),
+            **({} if fallback is None else {"lora_fallback": fallback}),
+        }
+
+
+def _item_status(final: Delta) -> str:
+    return "incomplete" if final.finish_reason == "length" else "completed"
+
+
+def _dumped(choice: object) -> object:
+    return choice if isinstance(choice, str) else choice.model_dump()  # type: ignore[attr-defined]  # a model of pydantic's
+
+
+def _usage(sample: Sample) -> dict[str, object]:
+    usage = usage_of([sample])
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},  # type: ignore[dict-item]
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
