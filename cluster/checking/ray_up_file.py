@@ -55,6 +55,9 @@ def _schema(kind: str) -> Schema:
     properties = schema["properties"]
     properties["provider"] = provider_schema(kind)
     properties["available_node_types"]["patternProperties"][".*"]["properties"]["node_config"] = node_schema(kind)
+    properties["file_mounts"] = {"type": "object", "additionalProperties": {"type": "string"}}
+    for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter"):
+        properties[name] = {"type": "array", "items": {"type": "string"}}
     if kind == "local":
         properties["min_workers"] = {"type": "integer", "minimum": 0}  # Ray takes it away before it looks
         del properties["available_node_types"], properties["head_node_type"]
@@ -73,8 +76,10 @@ def _prepare(value: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
             validate_config(prepared)
     except jsonschema.ValidationError as error:
         return None, f"Ray refuses this: {error.message}"
-    except (ValueError, KeyError, AssertionError, RuntimeError, click.ClickException) as error:
-        return None, f"Ray refuses this: {' '.join(said.getvalue().split()) or error}"
+    except click.ClickException:
+        return None, f"Ray refuses this: {' '.join(said.getvalue().split())}"
+    except Exception as error:  # whatever its schema lets through and its code does not expect
+        return None, f"Ray refuses this: {error or type(error).__name__}"
     return prepared, ""
 
 

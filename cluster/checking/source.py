@@ -147,10 +147,13 @@ class _Reader:
             result[key] = self._value(value_node, (*place, key))
         return result
 
-    def _key(self, node: yaml.Node) -> Any:
-        if not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(f"{self._source.file}:{self._line(node)}: a key must be a word.")
-        return node.value if node.tag == "tag:yaml.org,2002:merge" else self._loader.construct_object(node)
+    def _key(self, node: yaml.Node) -> str:
+        if node.tag == "tag:yaml.org,2002:merge":
+            return "<<"
+        key = self._loader.construct_object(node) if isinstance(node, yaml.ScalarNode) else None
+        if not isinstance(key, str):
+            raise ConfigError(f"{self._source.file}:{self._line(node)}: a key must be text; YAML reads {_shown(node)}.")
+        return key
 
     def _item(self, node: yaml.Node, place: Place) -> Any:
         self._source.lines[place] = self._line(node)
@@ -158,6 +161,10 @@ class _Reader:
 
     def _line(self, node: yaml.Node) -> int:
         return int(node.start_mark.line) + 1 + self._offset
+
+
+def _shown(node: yaml.Node) -> str:
+    return f"{node.value} as something else: quote it" if isinstance(node, yaml.ScalarNode) else "a list or a mapping"
 
 
 def _text_at(value: Any, place: Place) -> str:

@@ -63,7 +63,8 @@ def test_lines_of_an_embedded_file_are_those_of_the_file_around_it(style: str):
         ("a: [1", r"f\.yaml:\d+: this is not YAML"),
         ("a: 1\n---\nb: 2\n", "not YAML: but found another document"),
         ("", "is empty"),
-        ("? [1, 2]\n: x\n", "f.yaml:1: a key must be a word"),
+        ("? [1, 2]\n: x\n", "f.yaml:1: a key must be text; YAML reads a list or a mapping"),
+        ("a: 1\non: 2\n", "f.yaml:2: a key must be text; YAML reads on as something else: quote it"),
         ("a: &a [*a]\n", "or 100 within each other"),
         (
             "a: &a [x, x]\n"
