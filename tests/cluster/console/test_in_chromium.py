@@ -1,0 +1,481 @@
+"""The console in a real browser against a real server: every action, by mouse and by keyboard, and what it must not do.
+
+Nothing of the page may come from or go to elsewhere, and no script may fail: checked after every test.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.cluster.harness import ADMIN_KEY, SharedServer
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the console's tests drive a browser with Playwright")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+FLAGS += ["--disable-background-networking", "--disable-component-update"]
+PATIENCE_MS = 120_000
+HOSTILE = "<img src=x onerror=alert(1)>\"'&`${1}"
+
+pytestmark = [
+    pytest.mark.xdist_group("shared_server"),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+]
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as engine:
+        chromium = engine.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_page(browser: Any, shared_server: SharedServer) -> Iterator[Open]:
+    """Opens a view in a browser profile of its own. At the end: no script has failed, and nothing left the origin."""
+    contexts: list[Any] = []
+    troubles: list[str] = []
+    origin = urlsplit(shared_server.running.url).netloc
+
+    def note_request(request: Any) -> None:
+        if urlsplit(request.url).netloc != origin and not request.url.startswith("data:"):
+            troubles.append(f"asked for {request.url}")
+
+    def note_console(message: Any) -> None:
+        # What a server refuses is a line of the browser's own.
+        if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
+            troubles.append(message.text)
+
+    def open_view(view: str = "fleet", *, key: str | None = None, prepare: Any = None, **options: Any) -> Any:
+        context = browser.new_context(**options)
+        contexts.append(context)
+        context.set_default_timeout(PATIENCE_MS)
+        page = context.new_page()
+        page.on("request", note_request)
+        page.on("console", note_console)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("dialog", lambda dialog: troubles.append(f"a script asks {dialog.message}"))
+        if key is not None:
+            page.add_init_script(f"sessionStorage.setItem('lorafleet.key', {json.dumps(key)})")
+        if prepare is not None:
+            prepare(page)
+        page.goto(f"{shared_server.running.url}/console#{view}")
+        page.wait_for_selector("#live[data-state=live]")
+        return page
+
+    yield open_view
+    for context in contexts:
+        context.close()
+    assert troubles == []
+
+
+def expect(locator: Any) -> Any:
+    playwright.expect.set_options(timeout=PATIENCE_MS)
+    return playwright.expect(locator)
+
+
+def ask(server: SharedServer, model: str) -> int:
+    body = {"model": model, "prompt": "hello", "max_tokens": 4}
+    return server.http.post("/v1/completions", json=body).status_code
+
+
+def shown(server: SharedServer, name: str) -> dict[str, Any]:
+    response = server.http.get(f"/v1/adapters/{name}")
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def push(server: SharedServer, name: str, source: Path) -> None:
+    response = server.http.post("/v1/adapters", json={"name": name, "source": str(source)})
+    assert response.status_code == 200, response.text
+
+
+def act(page: Any, action: str) -> Any:
+    """Presses a button of the sheet; answers the dialog that it opens."""
+    page.locator(f"#detail [data-act='{action}']").click()
+    return page.locator("#form")
+
+
+def submit(page: Any) -> str:
+    """Sends the dialog's form and waits until it has closed; what is said then."""
+    page.locator("#form-submit").click()
+    expect(page.locator("#form")).not_to_have_attribute("open", "")
+    return str(page.locator("#toasts p").last.inner_text())
+
+
+def show_adapter(page: Any, name: str) -> None:
+    page.get_by_role("link", name="Adapters").click()
+    page.get_by_role("searchbox").fill(name)
+    page.get_by_role("button", name=name, exact=True).click()
+    page.wait_for_selector("#detail .versions")
+
+
+def test_the_fleet_shows_what_is_in_slots_and_what_was_asked(open_page: Open, shared_server: SharedServer) -> None:
+    assert ask(shared_server, "ref0") == 200
+    page = open_page()
+    expect(page.locator(".replica")).to_have_count(2)
+    slot = page.get_by_role("button", name="ref0,").first
+    expect(slot).to_be_visible()
+    expect(page.locator("#tiles")).to_contain_text("p95 TTFT")
+    slot.click()
+    expect(page.get_by_role("dialog", name="ref0")).to_contain_text("in a slot")
+
+
+def test_a_failure_of_serving_is_listed_with_its_cause(open_page: Open, shared_server: SharedServer) -> None:
+    broken = shared_server.resolver_dir / "console-broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text("{}")
+    assert ask(shared_server, "console-broken") >= 400
+    failure = open_page().locator("#errors li", has_text="console-broken")
+    expect(failure).to_contain_text("Adapter")
+
+
+def test_search_finds_an_adapter_and_its_sheet_gives_the_focus_back(open_page: Open) -> None:
+    page = open_page("adapters")
+    expect(page.locator("#rows tr")).not_to_have_count(0)
+    page.get_by_role("searchbox").fill("REF1")
+    expect(page.locator("#rows tr")).to_have_count(1)
+    name = page.get_by_role("button", name="ref1", exact=True)
+    name.click()
+    expect(page.get_by_role("dialog", name="ref1")).to_contain_text("1 version")
+    page.keyboard.press("Escape")
+    expect(page.locator("#detail")).not_to_have_attribute("open", "")
+    expect(name).to_be_focused()
+    page.get_by_role("searchbox").fill("nobody is called so")
+    expect(page.locator("#no-rows")).to_be_visible()
+
+
+def test_without_the_key_administration_is_closed_and_says_why(open_page: Open) -> None:
+    page = open_page("adapters")
+    expect(page.get_by_role("button", name="Push adapter")).to_be_disabled()
+    expect(page.locator("#push-reason")).to_have_text("Changing adapters needs the admin key.")
+    page.get_by_role("button", name="Enter a key").click()
+    page.get_by_role("textbox", name="Key", exact=True).fill("not the key")
+    submit_key(page)
+    expect(page.locator("#push-reason")).to_contain_text("Incorrect admin key")
+    page.get_by_role("button", name="Key in use").click()
+    page.get_by_role("textbox", name="Key", exact=True).fill(ADMIN_KEY)
+    submit_key(page)
+    expect(page.get_by_role("button", name="Push adapter")).to_be_enabled()
+    assert page.evaluate("sessionStorage.length + localStorage.length + document.cookie.length") == 0
+    page.reload()
+    expect(page.get_by_role("button", name="Push adapter")).to_be_disabled()
+
+
+def submit_key(page: Any) -> None:
+    page.locator("#form-submit").click()
+    expect(page.locator("#form")).not_to_have_attribute("open", "")
+
+
+def test_an_administrator_pushes_a_folder_and_moves_rolls_back_and_removes_its_names(
+    open_page: Open, shared_server: SharedServer, tiny_model: Path
+) -> None:
+    name = "console/tool"
+    page = open_page("adapters", key=ADMIN_KEY)
+    page.get_by_role("button", name="Push adapter").click()
+    page.get_by_label("Name", exact=True).fill(name)
+    page.get_by_label("Folder on this machine").set_input_files(tiny_model.parent / "a0")
+    submit(page)
+    assert ask(shared_server, name) == 200
+    show_adapter(page, name)
+    dialog = act(page, "push")
+    dialog.get_by_label("Or a path or URI").fill(str(tiny_model.parent / "a1"))
+    assert "v2" in submit(page)
+    first, second = (one["digest"] for one in shown(shared_server, name)["versions"])
+    expect(page.locator("#detail .versions > li")).to_have_count(2)
+    expect(page.locator("#detail")).to_contain_text(second)
+    dialog = act(page, "alias")
+    dialog.get_by_label("Alias", exact=True).fill("console/next")
+    dialog.get_by_label("Version 1").fill("1")
+    submit(page)
+    assert shown(shared_server, name)["aliases"]["console/next"]["split"] == {"1": 1.0}
+    dialog = act(page, f"move {name}")
+    dialog.get_by_label("Version 1").fill("1")
+    dialog.get_by_label("Version 2").fill("3")
+    submit(page)
+    assert shown(shared_server, name)["aliases"][name]["split"] == {"1": 1.0, "2": 3.0}
+    expect(page.locator("#detail")).to_contain_text("v1 25\u00a0% · v2 75\u00a0%")
+    act(page, f"rollback {name}")
+    submit(page)
+    assert shown(shared_server, name)["aliases"][name]["split"] == {"2": 1.0}
+    act(page, "drop console/next")
+    submit(page)
+    assert list(shown(shared_server, name)["aliases"]) == [name]
+    assert first != second
+    dialog = act(page, "remove")
+    dialog.get_by_label(f"Type {name} to confirm").fill("something else")
+    page.locator("#form-submit").click()
+    expect(page.locator("#form-trouble")).to_contain_text("That is not")
+    dialog.get_by_label(f"Type {name} to confirm").fill(name)
+    submit(page)
+    assert shared_server.http.get(f"/v1/adapters/{name}").status_code == 404
+    expect(page.locator("#detail")).not_to_have_attribute("open", "")
+
+
+def test_an_administrator_pins_unpins_prefetches_and_verifies(
+    open_page: Open, shared_server: SharedServer, tiny_model: Path
+) -> None:
+    push(shared_server, "console-pins", tiny_model.parent / "a2")
+    page = open_page("adapters", key=ADMIN_KEY)
+    show_adapter(page, "console-pins")
+    act(page, "pin").get_by_label("Replicas").fill("2")
+    submit(page)
+    assert shown(shared_server, "console-pins")["pinned_replicas"] == 2
+    expect(page.locator("#detail .tagline")).to_contain_text("pinned to 2 replicas")
+    act(page, "unpin")
+    submit(page)
+    assert shown(shared_server, "console-pins")["pinned_replicas"] == 0
+    act(page, "prefetch").get_by_label("Replicas").fill("2")
+    assert "2 replicas" in submit(page)
+    act(page, "verify")
+    assert "v1 has the bytes" in submit(page)
+    act(page, "pin").get_by_label("Replicas").fill("99")
+    page.locator("#form-submit").click()
+    expect(page.locator("#form-trouble")).to_contain_text("this cluster has 2 now")
+    page.keyboard.press("Escape")
+    shared_server.http.delete("/v1/adapters/console-pins").raise_for_status()
+
+
+def test_a_folder_that_is_no_adapter_is_refused_before_it_is_sent(open_page: Open, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    page = open_page("adapters", key=ADMIN_KEY)
+    page.get_by_role("button", name="Push adapter").click()
+    page.get_by_label("Name", exact=True).fill("console-none")
+    page.get_by_label("Folder on this machine").set_input_files(tmp_path)
+    page.locator("#form-submit").click()
+    expect(page.locator("#form-trouble")).to_contain_text("adapter_config.json")
+
+
+def test_the_playground_streams_one_prompt_to_several_models(open_page: Open, shared_server: SharedServer) -> None:
+    page = open_page("playground")
+    page.get_by_label("Prompt").fill("hello")
+    page.get_by_label("Max tokens").fill("12")
+    for name in ("ref2", "console-nobody"):
+        page.get_by_label("Models side by side").fill(name)
+        page.get_by_role("button", name="Add", exact=True).click()
+    page.get_by_role("button", name="Run").click()
+    for name in ("base", "ref2"):
+        answer = page.get_by_role("article", name=name, exact=True)
+        expect(answer.locator(".badge")).to_have_text("cut at max tokens")
+        expect(answer.locator("dd").nth(0)).to_contain_text("s")
+        expect(answer.locator("dd").nth(2)).to_have_text("12")
+        assert answer.locator("pre").inner_text()
+    missing = page.get_by_role("article", name="console-nobody")
+    expect(missing.locator(".trouble")).to_have_text("The model `console-nobody` does not exist.")
+    expect(page.locator("#toasts")).to_contain_text("base: cut at max tokens, 12 tokens")
+    body = {"model": "base", "prompt": "hello", "max_tokens": 8, "temperature": 0}
+    said = shared_server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    page.get_by_text("Completion", exact=True).click()
+    page.get_by_label("Max tokens").fill("8")
+    page.keyboard.press("Control+Enter")
+    answer = page.get_by_role("article", name="base", exact=True)
+    expect(answer.locator("dd").nth(2)).to_have_text("8")
+    assert answer.locator("pre").evaluate("node => node.textContent") == said
+
+
+def test_stop_ends_the_answers(open_page: Open) -> None:
+    page = open_page("playground")
+    page.get_by_label("Prompt").fill("hello")
+    page.get_by_label("Max tokens").fill("900")
+    page.keyboard.press("Control+Enter")
+    answer = page.locator(".answer").first
+    expect(answer.locator("pre")).not_to_be_empty()
+    page.keyboard.press("Escape")
+    expect(answer.locator(".badge")).to_have_text("stopped")
+    expect(page.get_by_role("button", name="Run")).to_be_enabled()
+
+
+def test_the_keyboard_alone_reaches_and_does_everything(
+    open_page: Open, shared_server: SharedServer, tiny_model: Path
+) -> None:
+    push(shared_server, "console-keys", tiny_model.parent / "a0")
+    page = open_page("adapters", key=ADMIN_KEY)
+
+    def tab_to(name: str) -> None:
+        for _ in range(80):
+            page.keyboard.press("Tab")
+            reached = page.evaluate("(document.activeElement.ariaLabel ?? document.activeElement.textContent).trim()")
+            if reached == name or page.evaluate("document.activeElement.id") == name:
+                ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+                assert ring != "none", f"{name} does not show that it has the focus"
+                return
+        raise AssertionError(f"Tab never reaches {name}")
+
+    tab_to("search")
+    page.keyboard.type("console-keys")
+    expect(page.locator("#rows tr")).to_have_count(1)
+    tab_to("console-keys")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#detail .versions")
+    tab_to("Prefetch")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("spinbutton", name="Replicas")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#toasts")).to_contain_text("in the memory of 1 replica")
+    tab_to("Remove")
+    page.keyboard.press("Enter")
+    page.keyboard.type("console-keys")
+    page.keyboard.press("Enter")
+    expect(page.locator("#toasts")).to_contain_text("console-keys is removed")
+    assert shared_server.http.get("/v1/adapters/console-keys").status_code == 404
+
+
+def test_arrow_keys_go_from_slot_to_slot(open_page: Open) -> None:
+    page = open_page()
+    slots = page.locator(".replica").first.locator(".slot")
+    expect(slots).to_have_count(4)
+    slots.nth(0).focus()
+    for key, number in (("ArrowRight", 1), ("End", 3), ("ArrowRight", 0), ("ArrowLeft", 3)):
+        page.keyboard.press(key)
+        expect(slots.nth(number)).to_be_focused()
+    assert slots.evaluate_all("slots => slots.filter((one) => one.tabIndex === 0).length") == 1
+
+
+def hostile(page: Any) -> None:
+    """What the server answers has in every text what would do harm if it were taken for HTML."""
+
+    def answer(route: Any) -> None:
+        response = route.fetch()
+        state = response.json()
+        adapter = state["adapters"][0] | {"name": HOSTILE, "tenant": HOSTILE, "aliases": {HOSTILE: {"1": 1}}}
+        replicas = [one | {"replica": HOSTILE} for one in state["replicas"][:1]]
+        digest = "f" * 64
+        replicas[0]["slots"] = [digest]
+        failure = {"at_s": 1.0, "replica": HOSTILE, "adapter": HOSTILE, "tenant": None, "code": HOSTILE}
+        route.fulfill(
+            json=state
+            | {"adapters": [adapter], "replicas": replicas, "names": {digest: HOSTILE}, "base_models": [HOSTILE]}
+            | {"failures": [failure | {"message": HOSTILE, "count": 2}]}
+            | {"loads": [{"replica": HOSTILE, "adapter": HOSTILE, "digest": digest, "kind": HOSTILE, "since_s": 1.0}]}
+        )
+
+    def one(route: Any) -> None:
+        version = {"number": 1, "digest": "f" * 64, "homes": [HOSTILE], "tiers": {HOSTILE: "gpu"}, "rank": 1}
+        version |= {"num_bytes": 1, "created_s": 1.0, "source": HOSTILE, "metadata": {HOSTILE: HOSTILE}}
+        route.fulfill(
+            json={"name": HOSTILE, "tenant": HOSTILE, "pinned_replicas": 0, "removing": False, "found": False}
+            | {"versions": [version], "aliases": {HOSTILE: {"1": 1}}}
+            | {"history": {HOSTILE: [{"at_s": 1.0, "split": {"1": 1}}]}}
+            | {"traffic": {"requests": 0, "failed": 0, "tokens": 0, "p95_first_token_s": None}}
+        )
+
+    page.route("**/v1/console/state*", answer)
+    page.route("**/v1/console/adapters/**", one)
+
+
+def test_hostile_names_and_messages_are_text_wherever_they_stand(open_page: Open) -> None:
+    page = open_page("fleet", key=ADMIN_KEY, prepare=hostile)
+    for place in ("#loads", "#errors", "#base"):
+        expect(page.locator(place)).to_contain_text(HOSTILE)
+    page.get_by_role("link", name="Adapters").click()
+    expect(page.locator("#rows .name .link")).to_have_text(HOSTILE)
+    page.locator("#rows .name .link").click()
+    expect(page.locator("#detail-title")).to_have_text(HOSTILE)
+    expect(page.locator("#detail .source").last).to_contain_text(HOSTILE)
+    page.locator("#detail").get_by_role("button", name="Move", exact=True).click()
+    expect(page.locator("#form-title")).to_have_text(f"Move {HOSTILE}")
+    assert page.locator("img, script:not([src]), iframe").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_has_a_name_and_can_be_read(open_page: Open, scheme: str) -> None:
+    page = open_page("fleet", color_scheme=scheme, key=ADMIN_KEY)
+    for view in ("fleet", "adapters", "playground"):
+        page.evaluate(f"location.hash = '{view}'")
+        assert page.evaluate(UNNAMED) == []
+        assert page.evaluate(FAINT) == []
+    show_adapter(page, "ref0")
+    assert page.evaluate(UNNAMED) == []
+    assert page.evaluate(FAINT) == []
+    act(page, "pin")
+    assert page.evaluate(UNNAMED) == []
+    assert page.evaluate(FAINT) == []
+
+
+UNNAMED = """() => {
+  const words = (one) => [
+    one.getAttribute("aria-label"),
+    ...(one.getAttribute("aria-labelledby") ?? "").split(" ").map((id) => document.getElementById(id)?.textContent),
+    ...[...(one.labels ?? [])].map((label) => label.textContent),
+    one.textContent,
+  ];
+  return [...document.querySelectorAll("button, a, input, select, textarea, [role=button], dialog[open], section")]
+    .filter((one) => one.checkVisibility() && !words(one).some((said) => said?.trim()))
+    .map((one) => one.outerHTML);
+}"""
+# WCAG's contrast of each text that is seen with what lies behind it, 4.5 or more; disabled controls need none.
+FAINT = """() => {
+  const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  const rgba = (color) => {
+    context.clearRect(0, 0, 1, 1);
+    context.fillStyle = color;
+    context.fillRect(0, 0, 1, 1);
+    return [...context.getImageData(0, 0, 1, 1).data];
+  };
+  const linear = (one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+  const light = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const behind = (node) => {
+    const slot = node.closest(".slot");
+    if (slot) return rgba(getComputedStyle(slot.querySelector("rect")).fill);
+    for (let at = node; at; at = at.parentElement) {
+      const color = rgba(getComputedStyle(at).backgroundColor);
+      if (color[3] === 255) return color;
+    }
+    return [255, 255, 255, 255];
+  };
+  const faint = [];
+  const top = [...document.querySelectorAll("dialog[open]")].at(-1) ?? document.body;
+  const walker = document.createTreeWalker(top, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !node.checkVisibility()) continue;
+    if (node.closest(":disabled, title, option, .unseen")) continue;
+    const style = getComputedStyle(node);
+    const both = [light(rgba(node instanceof SVGElement ? style.fill : style.color)), light(behind(node))];
+    const contrast = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+    if (contrast < 4.5) faint.push(`${contrast.toFixed(2)} ${node.outerHTML.slice(0, 120)}`);
+  }
+  return faint;
+}"""
+
+
+@pytest.mark.parametrize("view", ["fleet", "adapters", "playground"])
+def test_a_phone_scrolls_down_only(open_page: Open, view: str) -> None:
+    page = open_page(view, viewport={"width": 360, "height": 740})
+    expect(page.locator("#base")).to_have_text("base")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+def test_polling_moves_nothing_and_pause_stops_it(open_page: Open, shared_server: SharedServer) -> None:
+    page = open_page("adapters")
+    expect(page.locator("#rows tr")).not_to_have_count(0)
+    page.evaluate(
+        """() => {
+          window.shifts = [];
+          new PerformanceObserver((list) => window.shifts.push(...list.getEntries().map((one) => one.value)))
+            .observe({ type: "layout-shift" });
+        }"""
+    )
+    for _ in range(2):
+        ask(shared_server, "ref1")
+        with page.expect_response(lambda response: "/v1/console/state" in response.url):
+            pass
+    assert sum(page.evaluate("window.shifts")) < 0.02
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("#live-text")).to_have_text("Paused")
+    with page.expect_response(lambda response: "/v1/console/state" in response.url):
+        page.get_by_role("button", name="Pause").click()
+    expect(page.locator("#live-text")).to_have_text("Live")
