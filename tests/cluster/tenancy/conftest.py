@@ -6,14 +6,20 @@ from typing import Any
 
 import pytest
 
+from lorafleet.cluster import catalog as catalog_module
+from lorafleet.cluster import directory as directory_module
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.transport import ipc_address
 from lorafleet.workers.worker import GPUWorker
 from tests.cluster.tenancy.house import House
-from tests.cluster.test_directory import _quick
 
-_quick = _quick  # a second of the directory's is 50 ms
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here needs these waits. How long a silent replica counts as there stays as it is: machines are slow."""
+    monkeypatch.setattr(directory_module, "HOLD_S", 0.05)
+    monkeypatch.setattr(catalog_module, "SETTLE_S", 0.01)
 
 
 @pytest.fixture(scope="session")

@@ -226,3 +226,29 @@ async def test_whatever_two_tenants_do_nobody_is_answered_with_another_s_adapter
                     for asker in ("acme", "rival", "public"):
                         shown = {one for one in await house.models(asker) if one in names}
                         assert shown == {name for name in names if seen(asker, name)}
+
+
+async def test_no_tenant_finds_what_another_s_prompts_left_in_the_prefix_cache(
+    house: House, adapters: dict[str, Path]
+) -> None:
+    """Neither of the base nor of an adapter that both have, byte for byte."""
+
+    prompt = list(range(60, 100))  # of no other test
+
+    async def num_cached(caller: str, model: str, **fields: str) -> int:
+        answer = (await house.complete(caller, model, prompt=prompt, **fields)).json()
+        cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+    async with house.open():
+        for caller in ("acme", "rival"):
+            assert (await house.push(caller, "sql", adapters["qv"])).status_code == 200
+        for model in ("base", "sql"):
+            for caller in ("acme", "rival"):
+                assert await num_cached(caller, model) == 0, (caller, model)
+                assert await num_cached(caller, model) > 0
+                assert await num_cached(caller, model, cache_salt="a") == 0
+                assert await num_cached(caller, model, cache_salt="b") == 0
+                assert await num_cached(caller, model, cache_salt="a") > 0
+        assert await num_cached("public", "base") == 0
+        assert (await house.complete("acme", "base", cache_salt="")).status_code == 400
