@@ -64,6 +64,12 @@ async def test_metering_adds_up_to_the_tokens_served(house: House, fleet: Callab
         sglang = {"text": "hello", "lora_path": "regex", "sampling_params": {"max_new_tokens": 3}}
         meta = (await house.ask("acme", "POST", "/generate", sglang)).json()["meta_info"]
         answered.update({kind: meta[f"{kind}_tokens"] for kind in ("prompt", "completion", "cached")})
+        embedded = await house.ask("acme", "POST", "/v1/embeddings", {"model": "qv", "input": ["one", "two"]})
+        answered["prompt"] += embedded.json()["usage"]["prompt_tokens"]
+        said = {"model": "regex", "input": "hello", "max_output_tokens": 16}
+        response = (await house.ask("acme", "POST", "/v1/responses", said)).json()["usage"]
+        answered.update(prompt=response["input_tokens"], completion=response["output_tokens"])
+        answered.update(cached=response["input_tokens_details"]["cached_tokens"])
         assert answered["cached"] > 0
         assert (await house.complete("acme", "nobody")).status_code == 404
         assert (await house.complete("acme", "qv", max_tokens=10**6)).status_code == 400

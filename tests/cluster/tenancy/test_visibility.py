@@ -41,6 +41,8 @@ def asked_for(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         ("POST", "/v1/completions", {"model": f"reference-all+{name}", "prompt": "hi", "lora_weights": [1, 1]}),
         ("POST", "/v1/completions", {"model": name, "prompt": "hi", "max_tokens": 1, "stream": True}),
         ("POST", "/v1/chat/completions", chat),
+        ("POST", "/v1/responses", {"model": name, "input": "hi", "max_output_tokens": 16}),
+        ("POST", "/v1/embeddings", {"model": name, "input": "hi"}),
         ("POST", "/generate", {"text": "hi", "lora_path": name}),
         ("POST", "/tokenize", {"model": name, "prompt": "hi"}),
         ("POST", "/detokenize", {"model": name, "tokens": [5]}),
@@ -75,7 +77,7 @@ async def test_another_tenant_s_adapter_is_as_one_that_never_was(house: House, a
             shown = json.dumps((await house.ask(caller, "GET", "/v1/models")).json())
             assert "secret" not in shown and "acme" not in shown
         assert (await house.ask("rival", "GET", "/v1/adapters")).json()["data"] == []
-        for got in asked_for("secret")[:11]:
+        for got in asked_for("secret")[:13]:
             if "+" not in json.dumps(got[2]) or "reference" in json.dumps(got[2]):
                 assert (await house.ask("acme", *got)).status_code == 200, got
 
