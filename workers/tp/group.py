@@ -50,8 +50,9 @@ class TPGroup:
         store = FileStore(meeting, size)
         store.set_timeout(timeout)
         _await_all(store, rank, size, check)
-        if sys.platform == "linux":  # gloo would take the interface of the host's name
+        if sys.platform == "linux":  # gloo would take the interface of the host's name, NCCL any but this one
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
