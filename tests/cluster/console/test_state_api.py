@@ -51,7 +51,7 @@ class Cluster:
         self.directory = AdapterDirectory(Catalogue(FolderStore(folder)))
         self.window = DirectoryWindow(self.directory)
         self.stats = EngineStats(lora_slots_total=4)
-        self.front = bare_front(keys, "r0", self.stats)
+        self.front = bare_front(keys, self.stats)
         self.sequence = 0
         api = StateApi(self.view, self.view_adapter, self.view_replicas)
         transport = httpx.ASGITransport(cast(Any, build_api(lambda: self.front, api.routes())))
