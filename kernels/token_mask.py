@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +19,9 @@ def mask_tokens(logits_BV: Tensor, row_N: Tensor, bits_NW: Tensor) -> None:
 
         mask_tokens_triton(logits_BV, row_N, bits_NW)
         return
-    num_tokens = logits_BV.shape[1]
-    token_V = torch.arange(min(num_tokens, 32 * bits_NW.shape[1]))
-    allowed_NV = (bits_NW[:, token_V // 32] >> (token_V % 32)) & 1
-    known = len(token_V)
-    for row, allowed_V in zip(row_N.tolist(), allowed_NV.bool(), strict=True):
-        logits_BV[row, :known].masked_fill_(~allowed_V, NEVER)
+    known = min(logits_BV.shape[1], 32 * bits_NW.shape[1])
+    bytes_NW4 = bits_NW.numpy().view(np.uint8)  # torch would make 64 bits of each bit first
+    forbidden_NV = torch.from_numpy(np.unpackbits(bytes_NW4, axis=1, count=known, bitorder="little") == 0)
+    for row, forbidden_V in zip(row_N.tolist(), forbidden_NV, strict=True):
+        logits_BV[row, :known].masked_fill_(forbidden_V, NEVER)
         logits_BV[row, known:] = NEVER

@@ -21,12 +21,11 @@ def make_case(num_rows: int, num_tokens: int, num_words: int, device: str = "cpu
 
 
 def expected(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
-    """numpy's own reading of bits, least first."""
-    bits_of = np.unpackbits(bits.cpu().numpy().view(np.uint8), axis=1, bitorder="little")
     out = logits.cpu().clone()
-    for row, allowed in zip(rows.tolist(), bits_of, strict=True):
+    for row, words in zip(rows.tolist(), bits.tolist(), strict=True):
         for token in range(logits.shape[1]):
-            if token >= len(allowed) or not allowed[token]:
+            word, bit = divmod(token, 32)
+            if word >= len(words) or not words[word] >> bit & 1:
                 out[row, token] = float("-inf")
     return out
 
