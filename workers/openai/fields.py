@@ -112,6 +112,8 @@ INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
 
 
 def _refusal(name: str, allowed: tuple[object, ...]) -> str:
+    if name == "suffix":
+        return "`suffix` is not supported: no model here fills in the middle. Give what comes before as `prompt`."
     remedy = f"leave it out or set it to {allowed[0]!r}" if allowed else "leave it out"
     if name in INSTEAD:
         remedy = f"use `{INSTEAD[name]}`"

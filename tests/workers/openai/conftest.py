@@ -224,5 +224,5 @@ def real(tmp_path_factory: pytest.TempPathFactory, fleet: Callable[[str], Any]) 
     config = {"allow_runtime_lora_updating": True, "chat_template": tool_templates.HERMES}
     folder = tmp_path_factory.mktemp("real")
     adapters = {"sql": made.adapters["all"]}
-    with real_server.running(folder, made.base, adapters, config, max_model_len=48, kv_cache_tokens=2048) as server:
+    with real_server.running(folder, made.base, adapters, config, max_model_len=80, kv_cache_tokens=2048) as server:
         yield server

@@ -248,3 +248,36 @@ async def test_a_choice_of_the_models_needs_a_known_format(
     assert error["param"] == "tool_choice"
     assert "--tool-call-parser" in error["message"]
     holder.front.close()
+
+
+@pytest.mark.xdist_group("real_server")
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_unit"}}])
+@pytest.mark.parametrize("model", ["llama", "sql"])
+def test_a_random_model_makes_just_the_calls_that_are_demanded(real: Any, choice: Any, model: str) -> None:
+    tool: Any = {
+        "type": "function",
+        "function": {
+            "name": "set_unit",
+            "parameters": {
+                "type": "object",
+                "properties": {"unit": {"$ref": "#/$defs/unit"}},
+                "required": ["unit"],
+                "additionalProperties": False,
+                "$defs": {"unit": {"enum": ["C", "F"]}},
+            },
+        },
+    }
+    before = real.front.config
+    real.front.config = replace(before, chat_template="{{ tools | length }}{{ messages[0].content }}")
+    try:
+        with openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+            answer = client.chat.completions.create(
+                model=model, messages=ASK[:1], tools=[tool], tool_choice=choice, parallel_tool_calls=False
+            )
+    finally:
+        real.front.config = before
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert isinstance(call, openai.types.chat.ChatCompletionMessageFunctionToolCall)
+    assert call.function.name == "set_unit"
+    assert json.loads(call.function.arguments)["unit"] in ("C", "F")
+    assert answer.choices[0].finish_reason == "tool_calls"

@@ -1,0 +1,116 @@
+"""Writes docs/api-compatibility.md from what the server itself reads: its models, its table of other fields, and
+openai-python's types for what OpenAI's clients may send. Run it after a change: python tests/support/compatibility.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from lorafleet.workers.openai.fields import INSTEAD, NO_EFFECT, NO_OP_VALUES, Tolerant
+from lorafleet.workers.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ResponsesRequest,
+    SGLangRequest,
+    SGLangSampling,
+)
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api-compatibility.md"
+OWN = {"lora_weights", "pooling"}
+# What sense it has here, where the name does not say.
+NOTES = {
+    "model": "an adapter's name, or the base's",
+    "lora_weights": "of a mix of adapters, `a+b`",
+    "best_of": "must equal `n`",
+    "dimensions": "the first so many numbers, brought to length 1 again",
+    "encoding_format": "`float`, `base64`",
+    "functions": "use `tools`",
+    "function_call": "use `tool_choice`",
+    "input": "texts or token ids; of `/v1/responses` also messages, calls and their results",
+    "parallel_tool_calls": "`false`: one call at most",
+    "pooling": "`last` or `mean`; default: `--pooling`",
+    "priority": "the lower, the sooner, among one adapter's requests; below 0 takes an admin key where there are keys",
+    "store": "nothing is stored",
+    "metadata": "kept with nothing; `/v1/responses` gives it back",
+    "strict": "a demanded call is always forced by its schema",
+    "suffix": "no model here fills in the middle",
+    "text": "`format`: `text`, `json_object`, `json_schema`",
+    "tool_choice": "`none`, `auto`, `required`, or a function by name",
+    "tools": "functions",
+    "truncate_prompt_tokens": "keeps the last k; -1: as many as fit",
+}
+INTRODUCTION = """\
+# API compatibility
+
+Field by field, what requests of OpenAI's, vLLM's and SGLang's clients may have. A field is *honoured*; or it has *no
+effect*, since it could not change an answer; or it is *refused* with a 400 that names it, unless its value asks for
+nothing. A field that is in no table is refused too: nothing is taken and ignored. `/openapi.json` says the same to
+programs, `/docs` shows it.
+
+This page is written by `tests/support/compatibility.py` out of what the server reads; a test fails where they
+differ.
+
+## Tool calls
+
+`tools` with `tool_choice: auto` needs a model whose chat template shows it tools, in a format that is known: Qwen's and
+Hermes's `<tool_call>`, Llama 3's JSON, Mistral's `[TOOL_CALLS]`. The format is told from the template, also from an
+adapter's own; `--tool-call-parser` (`hermes`, `llama3_json`, `mistral`, `none`) sets it. vLLM's
+`--enable-auto-tool-choice` is not needed: calls are read wherever the format is known, and else refused.
+`required` and a function by name work with every template that shows tools: a schema forces the call, and the answer
+ends with `finish_reason: tool_calls`. Under `auto` the model is not forced, also where a function says `strict`; what
+it writes that is no call of an offered function is content. In a stream a call that breaks off after it has begun goes
+on as its arguments, as the model wrote them. `tools` beside a format that says what the whole answer is
+(`response_format`, `structured_outputs`) are refused unless `tool_choice` is `none`.
+"""
+
+
+def sections() -> Iterator[tuple[str, type[Tolerant], set[str], str]]:
+    """Title, model, OpenAI's fields, whose the others are."""
+    yield "/v1/chat/completions", ChatRequest, _fields(chat_create_params, "CompletionCreateParamsBase"), "vLLM"
+    yield "/v1/completions", CompletionRequest, _fields(completion_create_params, "CompletionCreateParamsBase"), "vLLM"
+    yield "/v1/responses", ResponsesRequest, _fields(response_create_params, "ResponseCreateParamsBase"), "vLLM"
+    yield "/v1/embeddings", EmbeddingRequest, _fields(embedding_create_params, "EmbeddingCreateParams"), "vLLM"
+    yield "/generate", SGLangRequest, set(), "SGLang"
+    yield "/generate, sampling_params", SGLangSampling, set(), "SGLang"
+
+
+def _fields(module: Any, name: str) -> set[str]:
+    return {*getattr(module, name).__annotations__, "stream"} - ({"stream"} if "Embedding" in name else set())
+
+
+def state_of(model: type[Tolerant], name: str) -> str:
+    if name in model.model_fields:
+        return "honoured"
+    if name in NO_OP_VALUES:
+        values = ", ".join(f"`{json.dumps(value)}`" for value in NO_OP_VALUES[name])
+        return f"refused, but for {values}" if values else "refused"
+    return "no effect" if name in NO_EFFECT else "refused"
+
+
+def write() -> str:
+    parts = [INTRODUCTION]
+    for title, model, openais, others in sections():
+        parts += [f"\n## {title}\n\n| field | whose | here | |\n|---|---|---|---|\n"]
+        for name in sorted({*model.model_fields, *openais}):
+            whose = "OpenAI" if name in openais else "lorafleet" if name in OWN else others
+            parts.append(f"| `{name}` | {whose} | {state_of(model, name)} | {NOTES.get(name, '')} |\n")
+    known = {name for _, model, openais, _ in sections() for name in {*model.model_fields, *openais}}
+    parts.append(
+        "\n## On every one of these routes, unless a table above has it\n\n| field | here | |\n|---|---|---|\n"
+    )
+    for name in sorted((NO_EFFECT | set(NO_OP_VALUES)) - known):
+        note = f"use `{INSTEAD[name]}`" if name in INSTEAD else NOTES.get(name, "")
+        parts.append(f"| `{name}` | {state_of(Tolerant, name)} | {note} |\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(write())
