@@ -20,7 +20,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="the console's te
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-FLAGS += ["--disable-background-networking", "--disable-component-update"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"]
 PATIENCE_MS = 120_000
 HOSTILE = "<img src=x onerror=alert(1)>\"'&`${1}"
 
