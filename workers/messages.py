@@ -29,7 +29,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class TokenizerFile(msgspec.Struct, frozen=True):
-    """Where the worker finds a tokenizer of the front's, as Tokenizer.to_json has it, for structured output."""
+    """Where the worker finds a tokenizer of the front's, for structured output."""
 
     path: str
     digest: str

@@ -9,6 +9,8 @@ import threading
 import weakref
 from pathlib import Path
 
+import msgspec
+
 from lorafleet.workers.messages import TokenizerFile
 from lorafleet.workers.tokenizer import Tokenizer
 
@@ -30,10 +32,16 @@ class TokenizerFiles:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="lorafleet-tokenizers-"))
                 self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            text = tokenizer.to_json().encode()
-            digest = hashlib.sha256(text).hexdigest()
-            path = Path(self._folder, f"{len(self._written)}-{digest}.json")
-            path.write_bytes(text)
+            content = msgspec.msgpack.encode(
+                {
+                    "json": tokenizer.to_json(),
+                    "tokens": tokenizer.byte_table(skip_special_tokens=False),
+                    "special": sorted(tokenizer.special_ids),
+                }
+            )
+            digest = hashlib.sha256(content).hexdigest()
+            path = Path(self._folder, f"{len(self._written)}-{digest}")
+            path.write_bytes(content)
             weakref.finalize(tokenizer, path.unlink, missing_ok=True)
             made = self._written[tokenizer] = TokenizerFile(str(path), digest, tokenizer.vocab_size)
             return made

@@ -34,6 +34,7 @@ import llguidance
 import llguidance.numpy
 import msgspec
 import numpy as np
+import tokenizers
 
 LENGTH = struct.Struct("<Q")  # before each message
 STACK_BYTES = 64 << 20  # of the threads that compile and fill: deeper than what a trial, on the main one's, survives
@@ -51,7 +52,7 @@ Spec = tuple[str, str, bool]  # kind, source, any_whitespace: as workers/structu
 
 @dataclass
 class Settings:
-    tokenizer: str  # path of its JSON
+    tokenizer: str  # path of what workers/tokenizer_files.py wrote
     vocab_size: int  # the tokenizer's; the model's may be padded beyond it
     eos_token_ids: list[int]
     rows: int
@@ -77,9 +78,36 @@ def main() -> None:
 
 
 def read_tokenizer(settings: Settings) -> Any:
-    with open(settings.tokenizer) as file:
-        text = file.read()
-    return llguidance.LLTokenizer(text, n_vocab=settings.vocab_size, eos_token=settings.eos_token_ids)
+    with open(settings.tokenizer, "rb") as file:
+        written = msgspec.msgpack.decode(file.read())
+    tokens: list[bytes] = written["tokens"]
+    assert len(tokens) == settings.vocab_size
+    spelling = Spelling(tokens, written["special"], settings.eos_token_ids[0], written["json"])
+    spelling.library = llguidance.LLTokenizer(spelling, eos_token=settings.eos_token_ids)  # type: ignore[arg-type]  # like it
+    return spelling.library
+
+
+class Spelling:
+    """A vocabulary as the library wants it. Its own reader of tokenizers takes each added token in angle brackets for a
+    special one, which no text can spell."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: list[int], eos_token_id: int, text: str) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special
+        self.eos_token_id = eos_token_id
+        self.library: Any = None
+        self._backend = tokenizers.Tokenizer.from_str(text)
+        self._backend.encode_special_tokens = True  # as the text that they look like
+
+    def __call__(self, text: str) -> list[int]:
+        """How the model itself would write the text, where a grammar leaves nothing else."""
+        ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+        if self.library is None or b"".join(self.tokens[i] for i in ids) == text.encode():
+            return ids
+        return list(self.library.greedy_tokenize(text))  # of one that adds blanks of its own
 
 
 @dataclass

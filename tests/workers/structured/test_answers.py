@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.workers.structured import spec
+from tiny_models import VOCAB, make_model, tokenizer
+from vocab_adapters import NUM_ADDED, make_vocab_adapter
 
 PERSON = {
     "type": "object",
@@ -174,3 +177,19 @@ def test_a_preempted_answer_goes_on_where_its_grammar_was(made, prompt):
     roomy, none = answers(4096)
     assert preemptions > 0 == none
     assert crowded == roomy
+
+
+def test_an_adapter_with_a_vocabulary_of_its_own_spells_with_it(tmp_path):
+    folder = make_model(tmp_path / "base", "qwen2", num_hidden_layers=1)
+    own = copy.deepcopy(tokenizer())
+    own.add_tokens([f"<act {i}>" for i in range(VOCAB + NUM_ADDED - len(own))])
+    lora = LoRARequest("resized", 1, str(make_vocab_adapter(tmp_path / "resized", folder, "resized", own)))
+    last = VOCAB + NUM_ADDED - 1
+    name = own.convert_ids_to_tokens(last)
+    llm = LLM(str(folder), enable_lora=True, kv_cache_tokens=1024)
+    given = SamplingParams(temperature=0, max_tokens=40, structured_outputs=spec.choice([name], "x"))
+    base, adapted = (result.outputs[0] for result in llm.generate(["the", "the"], given, [None, lora]))
+    llm.close()
+    assert adapted.token_ids[0] == last
+    assert len(base.token_ids) > 2
+    assert (base.text, adapted.text) == (name, name)
