@@ -5,7 +5,7 @@ their full names (`~tenant/name`, workers/lora/names.py).
 
 GET    /v1/adapters?after=&limit=     a page, in the order of names
 POST   /v1/adapters                   push from a folder of the server or a URI
-PUT    /v1/adapters/NAME/files        push the files in the body, a tar of config and weights
+PUT    /v1/adapters/NAME/files        push the files in the body, a tar of config, weights, tokenizer
 GET    /v1/adapters/NAME              versions, aliases and their history, pins
 DELETE /v1/adapters/NAME              remove; ?alias= only that alias
 POST   /v1/adapters/NAME/VERB         alias, rollback, pin, unpin, prefetch, verify
@@ -35,7 +35,14 @@ from lorafleet.cluster.administration import REMOVE_S
 from lorafleet.cluster.catalogue.records import Adapter, Move, Share
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.workers.errors import AdapterMalformed, BodyTooLarge, Forbidden, InvalidRequest
-from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, MAX_CONFIG_BYTES, MAX_WEIGHTS_BYTES, SAFETENSORS_NAME
+from lorafleet.workers.lora.files import (
+    BIN_NAME,
+    CONFIG_NAME,
+    LANGUAGE_NAMES,
+    MAX_CONFIG_BYTES,
+    MAX_WEIGHTS_BYTES,
+    SAFETENSORS_NAME,
+)
 from lorafleet.workers.lora.names import bare_name, check_adapter_name, check_tenant, full_name, tenant_of
 from lorafleet.workers.openai.api import Handler, Route
 from lorafleet.workers.openai.audit import note
@@ -47,7 +54,8 @@ from lorafleet.workers.openai.parsing import parse_json, parse_object, parse_que
 from lorafleet.workers.openai.responses import json_response
 from lorafleet.workers.openai.visibility import check_source
 
-MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES
+MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES + sum(LANGUAGE_NAMES.values())
+UPLOADED_NAMES = frozenset((CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *LANGUAGE_NAMES))
 
 MAX_DESCRIPTION_BYTES = 64 << 10  # of a file in an uploaded tar: its times and owner
 
@@ -314,7 +322,7 @@ def _parse_options(text: str) -> PushOptions:
 
 @asynccontextmanager
 async def _unpacked(request: Request) -> AsyncIterator[Path]:
-    """The files of the body, a tar; nothing else of it gets onto the disk than config and weights."""
+    """The files of the body, a tar; nothing else of it gets onto the disk than what stage() may read."""
     with tempfile.TemporaryDirectory(prefix="lorafleet-upload-") as folder:
         size = 0
         with tempfile.TemporaryFile(dir=folder) as packed:
@@ -346,10 +354,11 @@ def _unpack(packed: IO[bytes], folder: Path) -> None:
         with tarfile.open(fileobj=packed, mode="r:") as tar:
             for member in tar:
                 content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
-                if content is None or member.name not in (CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME):
+                if content is None or member.name not in UPLOADED_NAMES:
                     raise AdapterMalformed(
                         f"the upload holds {member.name!r}; it must be an uncompressed tar of {CONFIG_NAME} and "
-                        f"{SAFETENSORS_NAME} (or {BIN_NAME}), without folders."
+                        f"{SAFETENSORS_NAME} (or {BIN_NAME}), and where it has them {', '.join(LANGUAGE_NAMES)}, "
+                        "without folders."
                     )
                 with (folder / member.name).open("xb") as file:
                     shutil.copyfileobj(content, file)

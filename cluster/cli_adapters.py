@@ -1,34 +1,27 @@
-"""`lorafleet adapters …`: administration of a running server over its /v1/adapters (admin_api.py)."""
+"""`lorafleet adapters …`: the command line of client/admin.py, which administers a running server."""
 
 from __future__ import annotations
 
 import json
-import tarfile
-import tempfile
-import urllib.error
-import urllib.request
-from pathlib import Path
-from typing import IO, Annotated, Any, NoReturn
-from urllib.parse import quote, urlencode
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
+import msgspec
 import typer
 
-from lorafleet.cluster.config import ADMIN_KEY_VARIABLE
-from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME
-
-TIMEOUT_S = 600.0  # a push waits until replicas have loaded the adapter
+from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, REMOVE_S, URL_VARIABLE, AdminClient
+from lorafleet.client.calls import PushOptions
+from lorafleet.client.errors import APIConnectionError, APIError, APIStatusError
 
 adapters = typer.Typer(help="Administer the adapters of a running server.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The adapter's public name.")]
 Replicas = Annotated[int, typer.Option(min=1, help="On so many replicas.")]
 Alias = Annotated[str | None, typer.Option(help="Another alias than the adapter's own name.")]
-Url = Annotated[str, typer.Option(envvar="LORAFLEET_URL", help="Of the server.")]
+Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Of the server.")]
 Key = Annotated[
-    str, typer.Option(envvar=ADMIN_KEY_VARIABLE, help="The server's --admin-key, or an API key of the scope admin.")
+    str, typer.Option(envvar=KEY_VARIABLE, help="The server's --admin-key, or an API key of the scope admin.")
 ]
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @adapters.command("push")
@@ -46,14 +39,11 @@ def push(
     admin_key: Key = "",
 ) -> None:
     """Register a new adapter, or a new version of one."""
-    options = {"replicas": replicas, "activate": activate, "pin": pin, "tenant": tenant, "metadata": _pairs(metadata)}
+    options = PushOptions(replicas=replicas, activate=activate, pin=pin, tenant=tenant, metadata=_pairs(metadata))
     if "://" in source:
-        _call("POST", "", url, admin_key, {"name": name, "source": source, **options})
-        return
-    query = {"options": json.dumps(options), "source": str(Path(source).absolute())}
-    with tempfile.TemporaryFile() as packed:
-        _pack(Path(source), packed)
-        _call("PUT", f"{quote(name)}/files", url, admin_key, packed, query)
+        _print(url, admin_key, lambda client: client.push_from(name, source, **options))
+    else:
+        _print(url, admin_key, lambda client: client.push(name, source, **options))
 
 
 @adapters.command("list")
@@ -64,13 +54,13 @@ def list_adapters(
     admin_key: Key = "",
 ) -> None:
     """Show adapters, in the order of their names."""
-    _call("GET", "", url, admin_key, query={"after": after, "limit": str(limit)})
+    _print(url, admin_key, lambda client: client.page(after, limit))
 
 
 @adapters.command("show")
 def show(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Show an adapter's versions, aliases with their history, and pins."""
-    _call("GET", quote(name), url, admin_key)
+    _print(url, admin_key, lambda client: client.show(name))
 
 
 @adapters.command("alias")
@@ -82,55 +72,54 @@ def alias(
     admin_key: Key = "",
 ) -> None:
     """Let a name stand for one version, or for a weighted split of several."""
-    body: dict[str, Any] = {"alias": as_}
-    if len(versions) == 1 and versions[0].isdecimal():
-        body["version"] = int(versions[0])
-    else:
-        body["split"] = {number: _weight(number, weight) for number, weight in _pairs(versions).items()}
-    _call("POST", f"{quote(name)}/alias", url, admin_key, body)
+    one = len(versions) == 1 and versions[0].isdecimal()
+    to = int(versions[0]) if one else {_version(text): _weight(text, of) for text, of in _pairs(versions).items()}
+    _print(url, admin_key, lambda client: client.alias(name, to, as_))
 
 
 @adapters.command("rollback")
 def rollback(name: Name, alias: Alias = None, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Let a name stand for what it stood for before its last move."""
-    _call("POST", f"{quote(name)}/rollback", url, admin_key, {"alias": alias})
+    _print(url, admin_key, lambda client: client.rollback(name, alias))
 
 
 @adapters.command("pin")
 def pin(name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Keep an adapter in GPU slots."""
-    _call("POST", f"{quote(name)}/pin", url, admin_key, {"replicas": replicas})
+    _print(url, admin_key, lambda client: client.pin(name, replicas))
 
 
 @adapters.command("unpin")
 def unpin(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Let an adapter's slots go to others again."""
-    _call("POST", f"{quote(name)}/unpin", url, admin_key, {})
+    _print(url, admin_key, lambda client: client.unpin(name))
 
 
 @adapters.command("prefetch")
 def prefetch(name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Load an adapter before its first request."""
-    _call("POST", f"{quote(name)}/prefetch", url, admin_key, {"replicas": replicas})
+    _print(url, admin_key, lambda client: client.prefetch(name, replicas))
 
 
 @adapters.command("remove")
 def remove(
     name: Name,
     alias: Annotated[str | None, typer.Option(help="Remove this alias only.")] = None,
-    wait_s: Annotated[float, typer.Option(min=0, help="Seconds to wait for requests in flight.")] = 60.0,
+    wait_s: Annotated[float, typer.Option(min=0, help="Seconds to wait for requests in flight.")] = REMOVE_S,
     url: Url = DEFAULT_URL,
     admin_key: Key = "",
 ) -> None:
     """Remove an adapter with all its versions, from every replica and from the catalogue."""
-    query = {"wait_s": str(wait_s)} if alias is None else {"alias": alias}
-    _call("DELETE", quote(name), url, admin_key, query=query)
+    if alias is None:
+        _print(url, admin_key, lambda client: client.remove(name, wait_s))
+    else:
+        _print(url, admin_key, lambda client: client.unalias(name, alias))
 
 
 @adapters.command("verify")
 def verify(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Read an adapter's files again and compare their digests."""
-    _call("POST", f"{quote(name)}/verify", url, admin_key, {})
+    _print(url, admin_key, lambda client: client.verify(name))
 
 
 def _pairs(texts: list[str] | None) -> dict[str, str]:
@@ -143,6 +132,12 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
     return pairs
 
 
+def _version(text: str) -> int:
+    if not text.isdecimal():
+        _end(f"{text!r} is no version; versions are numbers, such as 1.")
+    return int(text)
+
+
 def _weight(number: str, text: str) -> float:
     try:
         return float(text)
@@ -150,51 +145,18 @@ def _weight(number: str, text: str) -> float:
         _end(f"the weight of version {number} is {text!r}; give a number.")
 
 
-def _pack(folder: Path, packed: IO[bytes]) -> None:
-    """Config and weights as a tar."""
-    names = [CONFIG_NAME, next((name for name in (SAFETENSORS_NAME, BIN_NAME) if (folder / name).exists()), None)]
-    if names[1] is None or not (folder / CONFIG_NAME).exists():
-        _end(f"{folder} is no adapter: it needs {CONFIG_NAME} and {SAFETENSORS_NAME} (or {BIN_NAME}).")
-    with tarfile.open(fileobj=packed, mode="w:", format=tarfile.PAX_FORMAT) as tar:
-        for name in names:
-            tar.add((folder / str(name)).resolve(), arcname=str(name))
-
-
-def _call(
-    method: str,
-    path: str,
-    url: str,
-    key: str,
-    body: dict[str, Any] | IO[bytes] | None = None,
-    query: dict[str, str] | None = None,
-) -> None:
-    """Prints the answer, or the server's own words and ends with status 1."""
-    address = f"{url.rstrip('/')}/v1/adapters{f'/{path}' if path else ''}{f'?{urlencode(query)}' if query else ''}"
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    data: Any = None
-    if isinstance(body, dict):
-        data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-        headers["content-type"] = "application/json"
-    elif body is not None:
-        headers |= {"content-type": "application/x-tar", "content-length": str(body.seek(0, 2))}
-        body.seek(0)
-        data = body
-    request = urllib.request.Request(address, data, headers, method=method)
+def _print(url: str, key: str, call: Callable[[AdminClient], Any]) -> None:
+    """The answer, or the server's own words and status 1."""
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            typer.echo(json.dumps(json.load(answer), indent=2))
-    except urllib.error.HTTPError as error:
-        _end(_words(error))
-    except OSError as error:
-        _end(f"{url} does not answer: {getattr(error, 'reason', error)}. Name the server with --url.")
-
-
-def _words(error: urllib.error.HTTPError) -> str:
-    raw = error.read().decode(errors="replace")
-    try:
-        return f"{error.code}: {json.loads(raw)['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"{error.code}: {raw[:500]}"
+        with AdminClient(url, key) as client:
+            answer = call(client)
+    except APIStatusError as error:
+        _end(f"{error.status_code}: {error.message}")
+    except APIConnectionError as error:
+        _end(f"{error.message} Name the server with --url.")
+    except (APIError, FileNotFoundError) as error:
+        _end(str(error))
+    typer.echo(json.dumps(msgspec.to_builtins(answer), indent=2))
 
 
 def _end(message: str) -> NoReturn:

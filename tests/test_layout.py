@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CODE_FOLDERS = ("cluster", "workers", "kernels", "resolvers")
+CODE_FOLDERS = ("client", "cluster", "workers", "kernels", "resolvers")
 
 
 @pytest.mark.parametrize("folder", CODE_FOLDERS)
@@ -30,6 +30,7 @@ def test_imports_point_one_way():
         "kernels": {"kernels"},
         "resolvers": {"resolvers", "workers"},
         "workers": {"workers", "kernels", "resolvers"},
+        "client": {"client", "workers"},
     }
     for folder, targets in allowed.items():
         for path in (ROOT / folder).rglob("*.py"):

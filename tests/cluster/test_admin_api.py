@@ -101,3 +101,14 @@ def test_the_two_files_of_an_adapter_are_unpacked(tmp_path: Path, form: int) -> 
         "adapter_config.json": b"{}",
         "adapter_model.safetensors": b"weights",
     }
+
+
+def test_the_files_of_an_adapters_language_come_along(tmp_path: Path) -> None:
+    def with_language(tar: tarfile.TarFile) -> None:
+        both(tar)
+        put(tar, "tokenizer.json")
+        put(tar, "chat_template.jinja", b"{{ messages }}")
+
+    _unpack(io.BytesIO(tar_of(with_language)), tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_bytes() == b"{{ messages }}"
+    assert (tmp_path / "tokenizer.json").read_bytes() == b"{}"

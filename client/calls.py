@@ -1,0 +1,93 @@
+"""Each call of /v1/adapters as data, for the clients of admin.py to send. cluster/admin_api.py has the other side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypedDict, TypeVar
+from urllib.parse import quote
+
+from lorafleet.client.answers import Adapter, AdapterPage, Prefetched, Removed, Verified
+
+AnswerT = TypeVar("AnswerT", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[AnswerT]):
+    """path: below /v1/adapters. body: sent as JSON. folder: its files are sent as a tar."""
+
+    answer: type[AnswerT]
+    method: str
+    path: str = ""
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: Mapping[str, Any] | None = None
+    folder: Path | None = None
+
+
+class PushOptions(TypedDict, total=False):
+    """replicas: that must have loaded it before the call returns (1). activate: the name's requests go to this version
+    from now on (True). pin: keep it in slots of so many replicas. tenant: that will own it, where the operator pushes.
+    metadata: noted with the version."""
+
+    replicas: int
+    activate: bool
+    pin: int | None
+    tenant: str | None
+    base_model_name: str | None
+    metadata: dict[str, str]
+
+
+def page(after: str, limit: int) -> Call[AdapterPage]:
+    return Call(AdapterPage, "GET", query={"after": after, "limit": str(limit)})
+
+
+def show(name: str) -> Call[Adapter]:
+    return Call(Adapter, "GET", quote(name))
+
+
+def push(name: str, source: str, options: PushOptions) -> Call[Adapter]:
+    return Call(Adapter, "POST", body={"name": name, "source": source, **options})
+
+
+def upload(name: str, folder: Path, options: PushOptions) -> Call[Adapter]:
+    query = {"options": json.dumps(options), "source": str(folder.absolute())}
+    return Call(Adapter, "PUT", f"{quote(name)}/files", query, folder=folder)
+
+
+def alias(name: str, to: int | Mapping[int, float], alias: str | None) -> Call[Adapter]:
+    target = {"version": to} if isinstance(to, int) else {"split": {str(one): weight for one, weight in to.items()}}
+    return _verb(Adapter, name, "alias", {"alias": alias, **target})
+
+
+def unalias(name: str, alias: str) -> Call[Adapter]:
+    return Call(Adapter, "DELETE", quote(name), {"alias": alias})
+
+
+def rollback(name: str, alias: str | None) -> Call[Adapter]:
+    return _verb(Adapter, name, "rollback", {"alias": alias})
+
+
+def pin(name: str, replicas: int) -> Call[Adapter]:
+    return _verb(Adapter, name, "pin", {"replicas": replicas})
+
+
+def unpin(name: str) -> Call[Adapter]:
+    return _verb(Adapter, name, "unpin", {})
+
+
+def prefetch(name: str, replicas: int) -> Call[Prefetched]:
+    return _verb(Prefetched, name, "prefetch", {"replicas": replicas})
+
+
+def verify(name: str) -> Call[Verified]:
+    return _verb(Verified, name, "verify", {})
+
+
+def remove(name: str, wait_s: float) -> Call[Removed]:
+    return Call(Removed, "DELETE", quote(name), {"wait_s": str(wait_s)})
+
+
+def _verb(answer: type[AnswerT], name: str, verb: str, body: Mapping[str, Any]) -> Call[AnswerT]:
+    return Call(answer, "POST", f"{quote(name)}/{verb}", body=body)

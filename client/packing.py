@@ -1,0 +1,25 @@
+"""An adapter's folder as the tar that an upload is: the files that serving reads, and nothing else of it."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import IO
+
+from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
+
+
+def pack(folder: Path, packed: IO[bytes]) -> int:
+    """Returns the number of bytes, and leaves the file at its beginning. Raises FileNotFoundError."""
+    weights = next((name for name in (SAFETENSORS_NAME, BIN_NAME) if (folder / name).exists()), None)
+    if weights is None or not (folder / CONFIG_NAME).exists():
+        raise FileNotFoundError(
+            f"{folder} is no adapter: it needs {CONFIG_NAME} and {SAFETENSORS_NAME} (or {BIN_NAME})."
+        )
+    language = [name for name in LANGUAGE_NAMES if (folder / name).exists()]
+    with tarfile.open(fileobj=packed, mode="w:", format=tarfile.PAX_FORMAT) as tar:
+        for name in (CONFIG_NAME, weights, *language):
+            tar.add((folder / name).resolve(), arcname=name)
+    num_bytes = packed.tell()
+    packed.seek(0)
+    return num_bytes
