@@ -102,9 +102,14 @@ def without_no_ops(body: dict[str, object], known: set[str], where: str = "") ->
         if name in known or name not in NO_OP_VALUES:
             if name in known or name not in NO_EFFECT:
                 rest[name] = value
-        elif value is not None and value not in NO_OP_VALUES[name]:
+        elif value is not None and not any(_same(value, allowed) for allowed in NO_OP_VALUES[name]):
             raise InvalidRequest(_refusal(name, NO_OP_VALUES[name]), where + name)
     return rest
+
+
+def _same(value: object, allowed: object) -> bool:
+    """As JSON has it: 0 is not false, and 1 is 1.0."""
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 # What does the same.

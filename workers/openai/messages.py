@@ -63,7 +63,7 @@ def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for name, value in message.items():
         if name in _ALWAYS_EMPTY:
-            if value:
+            if value is not None and value not in ("", [], {}):
                 raise InvalidRequest(f"`{where}.{name}` is not supported by this server; remove it.", f"{where}.{name}")
         elif name in _PASSED_ON:
             if value is not None:

@@ -49,6 +49,20 @@ async def test_a_suffix_is_refused_with_what_to_do(http: httpx.AsyncClient) -> N
     assert "in the middle" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"use_beam_search": 0}, "use_beam_search"),
+        ({"messages": [{"role": "user", "content": "hi", "reasoning_content": 0}]}, "messages.0.reasoning_content"),
+    ],
+)
+async def test_zero_is_not_false(http: httpx.AsyncClient, body: dict[str, Any], param: str) -> None:
+    chat = {"model": "llama", **REQUIRED["/v1/chat/completions"], **body}
+    response = await http.post("/v1/chat/completions", json=chat)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert (await http.post("/v1/completions", json={"prompt": "hi", "length_penalty": 1})).status_code == 200
+
+
 # What the clients of `vllm bench serve` and of aiperf send, to the letter.
 BENCH: list[tuple[str, dict[str, Any]]] = [
     (
