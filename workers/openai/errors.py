@@ -9,6 +9,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Scope
 
 from lorafleet.workers.errors import (
@@ -122,8 +123,19 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         404: (f"There is no {what} here.", "unknown_url"),
         405: (f"{what} is not allowed; see the Allow header.", "method_not_supported"),
     }.get(error.status_code, (str(error.detail), None))
-    headers = dict(error.headers) if error.headers else None
+    headers = dict(error.headers) if error.headers else {}
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(sorted(_methods_of(request)))
     return Response(_body(message, _INVALID, None, code), error.status_code, headers, media_type="application/json")
+
+
+def _methods_of(request: Request) -> set[str]:
+    """Of all routes of this path: each has one, and the router's own Allow is the first route's."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods
+    return found
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> bytes:

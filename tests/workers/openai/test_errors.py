@@ -197,6 +197,7 @@ async def test_unknown_paths_and_methods_have_error_bodies(http: httpx.AsyncClie
     response = await http.get("/v1/completions")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert response.json()["error"]["code"] == "method_not_supported"
+    assert (await http.put("/ping")).headers["allow"] == "GET, HEAD, POST"
 
 
 @pytest.mark.parametrize("stream", [False, True])
