@@ -1,0 +1,245 @@
+"""What a soak serves, and what each of its adapters answers: a random tiny Llama, adapters that cannot be mistaken for
+one another, and their greedy answers, computed beforehand by the offline LLM class.
+
+Adapters are public or of three tenants, which call most of theirs by the same names. Steady ones never change; moving
+ones get new versions, of one of two contents; mortal ones are removed and pushed again too.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams, TokensPrompt
+from lorafleet.workers.messages import TokenLogprobs
+from soak_truth import ABSENT, MIN_SURE, Answers, Truth
+
+Kind = Literal["steady", "moving", "mortal"]
+
+TENANTS = ("acme", "bolt", "coil")
+KINDS: tuple[Kind, ...] = (
+    "steady",
+    "steady",
+    "moving",
+    "steady",
+    "mortal",
+    "steady",
+    "steady",
+    "moving",
+    "steady",
+    "steady",
+)
+ANSWER_TOKENS = 12
+PENALTY = 2.0  # more than any logit here: no token comes twice, where a random model would end in repeating one
+SURE_GAP = 1e-4  # of logprobs: a greedy token that is ahead by less may be another one in another batch
+CHAT = [{"role": "user", "content": "How long is a soak?"}]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+MIXES = 6  # of each tenant
+
+HIDDEN, INNER, LAYERS, KV = 64, 128, 2, 32
+
+
+@dataclass(slots=True)
+class Adapter:
+    """tenant: None is public. contents: by letter, "a" and where it changes "b". letters: the contents of its versions.
+    num_moves: of its alias, which stands_for one content or shares of several."""
+
+    tenant: str | None
+    name: str
+    kind: Kind
+    rank: int
+    contents: dict[str, bytes] = field(default_factory=dict)
+    truth: Truth = field(default_factory=lambda: Truth({}, ABSENT))
+    letters: dict[int, str] = field(default_factory=dict)
+    num_moves: int = 0
+    stands_for: set[str] = field(default_factory=set)
+
+    def packed(self, letter: str, note: str) -> bytes:
+        """As a tar. Each note makes it another version, with the same answers."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:", format=tarfile.PAX_FORMAT) as tar:
+            files = {
+                "adapter_config.json": _config(self.rank, note),
+                "adapter_model.safetensors": self.contents[letter],
+            }
+            for name, content in files.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        return packed.getvalue()
+
+
+@dataclass(slots=True)
+class World:
+    """prompts: token ids, of which the first is CHAT. mixes: by tenant, as `model` names them."""
+
+    adapters: list[Adapter]
+    prompts: list[list[int]]
+    base: Truth
+    mixes: dict[str, list[tuple[str, Truth]]]
+
+    def seen_by(self, tenant: str) -> list[Adapter]:
+        return [one for one in self.adapters if one.tenant in (None, tenant)]
+
+
+def write_model(folder: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<s>", "</s>", *alphabet]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def make_world(model: Path, num_adapters: int) -> World:
+    """Two in five adapters are public."""
+    share = num_adapters // 5
+    adapters = _adapters(None, [f"pub-{i:02d}" for i in range(num_adapters - len(TENANTS) * share)])
+    for tenant in TENANTS:
+        num_own = share // 4  # names that nobody else has
+        names = [f"own-{i:02d}" for i in range(share - num_own)] + [f"{tenant}-{i:02d}" for i in range(num_own)]
+        adapters += _adapters(tenant, names)
+    random = np.random.default_rng(7)
+    for adapter in adapters:
+        for letter in "a" if adapter.kind == "steady" else "ab":
+            adapter.contents[letter] = _weights(random, adapter.rank)
+    chat = list(b"user: How long is a soak?\nassistant:")
+    return _with_answers(model, adapters, chat)
+
+
+def _adapters(tenant: str | None, names: Sequence[str]) -> list[Adapter]:
+    return [Adapter(tenant, name, KINDS[i % len(KINDS)], rank=(4, 8, 16)[i % 3]) for i, name in enumerate(names)]
+
+
+def _config(rank: int, note: str) -> bytes:
+    return json.dumps(
+        {
+            "peft_type": "LORA",
+            "r": rank,
+            "lora_alpha": 8 * rank,
+            "target_modules": ["down_proj", "v_proj"],
+            "base_model_name_or_path": note,
+        }
+    ).encode()
+
+
+def _weights(random: np.random.Generator, rank: int) -> bytes:
+    """Large ones, so that no two adapters answer alike."""
+    tensors = {}
+    for layer, (module, rows, columns) in itertools.product(
+        range(LAYERS), (("self_attn.v_proj", KV, HIDDEN), ("mlp.down_proj", HIDDEN, INNER))
+    ):
+        prefix = f"base_model.model.model.layers.{layer}.{module}"
+        tensors[f"{prefix}.lora_A.weight"] = random.normal(0, 0.15, (rank, columns)).astype(np.float32)
+        tensors[f"{prefix}.lora_B.weight"] = random.normal(0, 0.05, (rows, rank)).astype(np.float32)
+    return save(tensors)
+
+
+def _with_answers(model: Path, adapters: list[Adapter], chat: list[int]) -> World:
+    llm = LLM(
+        str(model),
+        enable_lora=True,
+        max_loras=32,
+        max_cpu_loras=64,
+        kv_cache_tokens=1 << 15,
+        cpu_threads=1,
+        device="cpu",
+    )
+    random = np.random.default_rng(11)
+    chat_ids = llm.tokenizer.encode(bytes(chat).decode())
+    prompts = [chat_ids, *(random.integers(2, 258, length).tolist() for length in (8, 33, 70))]
+    requests: dict[tuple[str, str], LoRARequest] = {}
+    numbers = itertools.count(1)
+    for adapter in adapters:
+        for letter, weights in adapter.contents.items():
+            number = next(numbers)
+            path = model.parent / "contents" / str(number)
+            path.mkdir(parents=True)
+            (path / "adapter_config.json").write_bytes(_config(adapter.rank, "offline"))
+            (path / "adapter_model.safetensors").write_bytes(weights)
+            requests[f"{adapter.tenant}/{adapter.name}", letter] = LoRARequest(str(number), number, str(path))
+    asked: dict[tuple[str, str], LoRARequest | None] = {("base", "base"): None, **requests}
+    mixes: dict[str, list[str]] = {}
+    for tenant in TENANTS:
+        public, own = (
+            [one for one in adapters if one.tenant == who and one.kind == "steady"] for who in (None, tenant)
+        )
+        for pair in itertools.islice(zip(itertools.cycle(own), reversed(public), strict=False), MIXES):
+            parts = [requests[f"{one.tenant}/{one.name}", "a"] for one in pair]
+            mixes.setdefault(tenant, []).append("+".join(one.name for one in pair))
+            asked[tenant, mixes[tenant][-1]] = llm.mix_loras(parts)
+    answers = dict(zip(asked, _greedy(llm, prompts, list(asked.values())), strict=True))
+    llm.close()
+    check_distinct(answers)
+    for adapter in adapters:
+        full = f"{adapter.tenant}/{adapter.name}"
+        adapter.truth = Truth({letter: answers[full, letter] for letter in adapter.contents}, ABSENT)
+    mixed = {
+        tenant: [(name, Truth({"mix": answers[tenant, name]}, "mix")) for name in names]
+        for tenant, names in mixes.items()
+    }
+    return World(adapters, prompts, Truth({"base": answers["base", "base"]}, "base"), mixed)
+
+
+def _greedy(llm: LLM, prompts: list[list[int]], loras: Sequence[LoRARequest | None]) -> list[Answers]:
+    """Of each adapter, what every prompt is answered with, as far as it is sure."""
+    jobs = [(prompt, lora) for lora in loras for prompt in prompts]
+    params = SamplingParams(
+        temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=20, presence_penalty=PENALTY
+    )
+    results = llm.generate(
+        [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in jobs], params, [lora for _, lora in jobs]
+    )
+    found: list[Answers] = []
+    for number, result in enumerate(results):
+        output = result.outputs[0]
+        assert output.logprobs is not None
+        gaps = (_gap(entry, output.token_ids[:i]) for i, entry in enumerate(output.logprobs))
+        num_sure = sum(1 for _ in itertools.takewhile(lambda gap: gap > SURE_GAP, gaps))
+        if number % len(prompts) == 0:
+            found.append([])
+        found[-1].append(tuple(output.token_ids[:num_sure]))
+    return found
+
+
+def _gap(entry: TokenLogprobs, before: Sequence[int]) -> float:
+    """Between the two likeliest tokens of those that the penalty allows."""
+    allowed = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    first, second, *_ = (logprob for token_id, logprob in allowed if token_id not in before)
+    return first - second
+
+
+def check_distinct(answers: dict[tuple[str, str], Answers]) -> None:
+    """That a wrong adapter would be seen, whatever the prompt. Ends the program where not."""
+    for (one, ours), (other, theirs) in itertools.combinations(answers.items(), 2):
+        for prompt, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            length = min(len(a), len(b))
+            if length >= MIN_SURE and a[:length] == b[:length]:
+                raise SystemExit(f"{one} and {other} answer prompt {prompt} alike: {a[:length]}. Take other weights.")
