@@ -46,7 +46,7 @@ def build(args: AppArgs) -> Application:
             logger.warning(
                 "requests go to replicas without regard to their adapter: every replica will load what any request "
                 "asks for. Start Ray with RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s in its environment, or with "
-                "direct streaming (README, Running on a cluster).",
+                "direct streaming (docs/running-on-a-cluster.md).",
                 PROXY_MIDDLEWARES,
             )
         return replicas

@@ -38,7 +38,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds. Defaults: an 8B on one H200 (README, "Measured"); their proportions decide."""
+    """Seconds. Defaults: an 8B on one H200 (docs/measured.md); their proportions decide."""
 
     token_s: float = 1 / 42e3  # of prefill
     request_s: float = 0.5e-3  # what a request that runs or waits adds to the next one's first token

@@ -1,0 +1,24 @@
+"""An adapter's life, administered from Python: two versions, a canary, back, and gone. The server needs an admin key.
+
+export LORAFLEET_ADMIN_KEY=…        # the server's
+python examples/administer.py demo/adapters/shout demo/adapters/pirate
+"""
+
+import sys
+
+from lorafleet.client.admin import AdminClient
+from lorafleet.client.errors import APIStatusError
+
+first, second = sys.argv[1:]
+with AdminClient() as client:  # LORAFLEET_URL, LORAFLEET_ADMIN_KEY
+    client.push("canary", first)
+    pushed = client.push("canary", second, activate=False, metadata={"why": "to be tried"})
+    print("versions:", [version.number for version in pushed.versions])
+    print("split:", client.alias("canary", {1: 0.9, 2: 0.1}).aliases["canary"].split)
+    print("back:", client.rollback("canary").aliases["canary"].split)
+    print("all:", [adapter.id for adapter in client.list()])
+    client.remove("canary")
+    try:
+        client.show("canary")
+    except APIStatusError as error:
+        print("gone:", error.status_code, error.message)
