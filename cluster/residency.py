@@ -8,7 +8,7 @@ what changed since their version; one that is too far behind, or comes from anot
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -18,6 +18,8 @@ from lorafleet.cluster.routing import TYPICAL_BYTES, ReplicaChooser, ReplicaLoad
 from lorafleet.workers.lora.names import bare_name, tenant_of
 
 MAX_CHANGES = 200_000  # remembered for routers that are behind
+
+_Change = tuple[str, str, str]  # kind and key
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -84,7 +86,11 @@ class Residency:
         self._placed: dict[str, Placed] = {}
         self._version = 0
         self._moved_at = 0  # the last version that said more than how busy a replica is
-        self._changes: deque[tuple[str, str, str]] = deque(maxlen=MAX_CHANGES)  # kind and key; the last is `_version`
+        self._untold: dict[_Change, None] = {}
+        # The version that told of it last. How busy a replica is changes many times a second: what is told again takes
+        # the place of what was told before, or MAX_CHANGES would be reached by nothing else.
+        self._changes: OrderedDict[_Change, int] = OrderedDict()
+        self._forgotten = 0  # who is not as far misses changes
         self._deltas: dict[int, Routes] = {}  # to `told`, by the version that the router has
 
     def begin(self, epoch: str) -> None:
@@ -203,11 +209,17 @@ class Residency:
 
     def tell(self) -> None:
         self.told = self._version
+        for change in self._untold:
+            self._changes[change] = self.told
+            self._changes.move_to_end(change)
+        self._untold = {}
+        while len(self._changes) > MAX_CHANGES:
+            _, self._forgotten = self._changes.popitem(last=False)
         self._deltas.clear()
 
     def since(self, epoch: str, version: int) -> Routes:
         """What has changed up to `told`, as it is now. Routers that have the same version get the same object."""
-        if epoch != self.epoch or not self._version - len(self._changes) <= version <= self.told:
+        if epoch != self.epoch or not self._forgotten <= version <= self.told:
             return self._everything()
         if version not in self._deltas:
             self._deltas[version] = self._delta(version)
@@ -215,8 +227,8 @@ class Residency:
 
     def _delta(self, version: int) -> Routes:
         routes = Routes(self.epoch, self.told, False, [], {}, {}, {})
-        missed = itertools.islice(reversed(self._changes), self._version - self.told, self._version - version)
-        for kind, key, adapter in dict.fromkeys(missed):
+        missed = itertools.takewhile(lambda change: self._changes[change] > version, reversed(self._changes))
+        for kind, key, adapter in missed:
             if kind == "tier":
                 routes.tiers.append((key, adapter, self._tiers.get(key, {}).get(adapter)))
             elif kind == "load":
@@ -245,7 +257,7 @@ class Residency:
         self._version += 1
         if kind != "load" or key not in self.loads:
             self._moved_at = self._version
-        self._changes.append((kind, key, adapter))
+        self._untold[kind, key, adapter] = None
 
 
 class RouteView:

@@ -151,10 +151,27 @@ def test_a_router_that_fell_behind_gets_everything(monkeypatch: pytest.MonkeyPat
     residency.accept(full("a", 1, {"x": "gpu", "gone": "cpu"}))
     router.poll()
     for i in range(10):
-        residency.accept(change("a", 2 + 2 * i, y="gpu", gone=None))
-        residency.accept(change("a", 3 + 2 * i, y="cpu"))
+        residency.accept(change("a", 2 + 2 * i, y="gpu", gone=None, **{f"other{i}": "gpu"}))
+        residency.accept(change("a", 3 + 2 * i, y="cpu", **{f"other{i}": None}))
+        residency.tell()
     assert residency.since("e", router.view.version).full
     assert router.poll().holds("a") == {"x": "gpu", "y": "cpu"}
+
+
+def test_what_changes_again_and_again_is_remembered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency_module, "MAX_CHANGES", 10)
+    residency = Residency("e")
+    router, abreast = Router(residency, "a"), Router(residency, "a")
+    residency.accept(full("a", 1, {"x": "gpu"}))
+    router.poll()
+    for i in range(100):
+        residency.accept(Report("a", 2 + i, False, {"y": "gpu" if i % 2 else "cpu"}, ReplicaLoad(num_running=i)))
+        residency.tell()
+        abreast.poll()
+    routes = residency.since("e", router.view.version)
+    assert (routes.full, routes.tiers) == (False, [("a", "y", "gpu")])
+    assert routes.loads == {"a": ReplicaLoad(num_running=99)}
+    assert residency.since("e", abreast.view.version).loads == {}
 
 
 def test_a_lost_replica_holds_nothing_and_starts_anew() -> None:
