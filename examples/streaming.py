@@ -15,6 +15,7 @@ async def stream(client: openai.AsyncOpenAI, model: str) -> None:
         model=model,
         messages=[{"role": "user", "content": "Count from two to seven."}],
         max_tokens=40,
+        temperature=0,
         stream=True,
         stream_options={"include_usage": True},
     )

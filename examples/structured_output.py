@@ -25,6 +25,7 @@ with openai.OpenAI(
         messages=[{"role": "user", "content": "How is the weather in Spain?"}],
         response_format=Weather,
         max_tokens=300,
+        temperature=0,
     )
     print(repr(answer.choices[0].message.parsed))
 

@@ -21,7 +21,7 @@ class Served:
     other: Path
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def served(fleet: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     made = fleet("llama3")
     folder = tmp_path_factory.mktemp("client")

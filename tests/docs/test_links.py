@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ import typer.main
 from typer.core import TyperGroup
 
 from lorafleet.cluster.cli import app
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.tenancy.key_file import TenantLimits
+from lorafleet.resolvers.config import HTTPConfig, HubConfig, S3Config
+from lorafleet.workers.openai.errors import TABLE
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "demo/README.md", ROOT / "tests/README.md"])
@@ -87,6 +92,25 @@ def test_commands_and_their_options_are_there(name: str) -> None:
 def all_options(command: Any) -> set[str]:
     inner = command.commands.values() if isinstance(command, TyperGroup) else ()
     return options_of(command).union(*map(all_options, inner))
+
+
+def test_files_that_the_text_names_are_there() -> None:
+    path = re.compile(
+        r"\b(?:cluster|workers|kernels|resolvers|client|configs|examples|benchmarks|demo|tests)/[\w/.-]+\.\w+"
+    )
+    for name, page in BY_NAME.items():
+        for named in path.findall(re.sub(r"https?://\S+", "", page.read_text())):
+            assert (ROOT / named).exists() or (page.parent / named).exists(), f"{name}: {named}"
+
+
+def test_settings_and_codes_in_the_guides_are_the_servers() -> None:
+    known = {*AppArgs.model_fields, *(entry.code for entry in TABLE.values())}
+    for source in (S3Config, HTTPConfig, HubConfig):
+        known |= {field.name for field in dataclasses.fields(source)}
+    known |= set(TenantLimits.model_fields)
+    for name in ("docs/alerts.md", "docs/failures.md", "docs/tuning.md"):
+        for word in re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)(?:: [^`]*)?`", text_of(BY_NAME[name])):
+            assert word in known or word.startswith("lorafleet_"), f"{name}: `{word}`"
 
 
 OTHERS = {  # of other programs, which the text around them names

@@ -84,7 +84,6 @@ def test_administer(run: Run) -> None:
     assert gone.startswith("gone: 404 ")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_train_adapter(run: Run, tmp_path: Path) -> None:
     assert "written" in run("train_adapter.py", str(tmp_path / "whisper"), "--steps", "2")
     assert (tmp_path / "whisper" / "adapter_model.safetensors").exists()
