@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from lorafleet.cluster.autoscaling import LoadPolicy, load_of, wanted_replicas
 from lorafleet.cluster.config import parse_args
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.messages import EngineStats
-from tests.cluster.harness import descendants_named, running_server
+from tests.cluster.harness import START_S, RunningServer, serving
 
 
 def test_a_replica_is_as_busy_as_the_fullest_of_what_it_can_run_out_of() -> None:
@@ -61,17 +60,14 @@ def test_replicas_come_under_load_and_go_after_it(tiny_model: Path, tmp_path: Pa
     ]
     arguments += ["--upscale-delay-s", "1", "--downscale-delay-s", "2", "--kv-cache-tokens", "4096"]
 
-    def workers() -> int:
-        return len(descendants_named(os.getpid(), "WorkerActor"))
+    async def drive(server: RunningServer) -> None:
+        async def until(count: int) -> None:
+            deadline_s = time.monotonic() + START_S
+            while (workers := len(server.processes("WorkerActor"))) != count:
+                assert time.monotonic() < deadline_s, f"{workers} workers, not {count}"
+                await asyncio.sleep(0.2)
 
-    async def until(count: int) -> None:
-        deadline_s = time.monotonic() + 120
-        while workers() != count:
-            assert time.monotonic() < deadline_s, f"{workers()} workers, not {count}"
-            await asyncio.sleep(0.2)
-
-    async def drive(url: str) -> None:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
 
             async def ask_on() -> None:
                 while True:
@@ -79,7 +75,7 @@ def test_replicas_come_under_load_and_go_after_it(tiny_model: Path, tmp_path: Pa
                         model="base", prompt="hello", max_tokens=400, extra_body={"ignore_eos": True}
                     )
 
-            assert workers() == 1
+            await until(1)
             asking = [asyncio.create_task(ask_on()) for _ in range(8)]
             await until(2)
             for one in asking:
@@ -90,5 +86,5 @@ def test_replicas_come_under_load_and_go_after_it(tiny_model: Path, tmp_path: Pa
             assert failures == []
         await until(1)
 
-    with running_server(arguments, tmp_path / "serve.log") as url:
-        asyncio.run(drive(url))
+    with serving(arguments, tmp_path / "serve.log") as server:
+        asyncio.run(drive(server))

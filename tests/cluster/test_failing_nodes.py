@@ -24,8 +24,7 @@ pytestmark = pytest.mark.timeout(900)
 NUM_ADAPTERS = int(os.environ.get("FAILING_NODES_ADAPTERS", "500"))
 REPLICAS, SLOTS = 4, 4
 CLIENTS = 12
-LOAD_S = 30.0
-KILL_WORKER_S, KILL_DIRECTORY_S, KILL_NODE_S = 4.0, 10.0, 14.0
+KILL_WORKER, KILL_DIRECTORY, KILL_NODE, ENOUGH = 60, 130, 200, 350  # answers that there are before
 PROMPT = [40, 41, 42, 43, 44, 45]
 NUM_TOKENS = 48
 
@@ -116,24 +115,27 @@ async def load(nodes: Nodes) -> tuple[list[Answer], list[float]]:
     weights = 1 / np.arange(1, NUM_ADAPTERS + 1)
     answers: list[Answer] = []
     killed_s: list[float] = []
+    reached = {count: asyncio.Event() for count in (KILL_WORKER, KILL_DIRECTORY, KILL_NODE)}
 
     async def one_client(number: int, client: AsyncOpenAI) -> None:
         random = np.random.default_rng(number)
-        while time.monotonic() - began_s < LOAD_S:
+        while len(answers) < ENOUGH or len(killed_s) < 3:
             name = f"t{random.choice(NUM_ADAPTERS, p=weights / weights.sum())}"
             answers.append(await ask(client, name, bool(random.integers(2)), began_s))
+            if (event := reached.get(len(answers))) is not None:
+                event.set()
 
     async def trouble() -> None:
-        for at_s, kill in (
-            (KILL_WORKER_S, lambda: nodes.kill_busiest("WorkerActor")),
-            (KILL_DIRECTORY_S, lambda: nodes.kill_busiest("DirectoryActor")),
-            (KILL_NODE_S, lambda: nodes.order("node")),
+        for count, kill in (
+            (KILL_WORKER, lambda: nodes.kill_busiest("WorkerActor")),
+            (KILL_DIRECTORY, lambda: nodes.kill_busiest("DirectoryActor")),
+            (KILL_NODE, lambda: nodes.order("node")),
         ):
-            await asyncio.sleep(at_s - (time.monotonic() - began_s))
+            await reached[count].wait()
             killed_s.append(time.monotonic() - began_s)
             await asyncio.to_thread(kill)
 
-    async with AsyncOpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=4, timeout=60) as client:
+    async with AsyncOpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=30, timeout=300) as client:
         await asyncio.gather(trouble(), *(one_client(i, client) for i in range(CLIENTS)))
     return answers, killed_s
 
@@ -143,7 +145,7 @@ def test_tensors_that_a_trainer_pushes_are_served(nodes, adapters, expected) -> 
     nodes.order(f"push trained {adapters / 't7'}")
 
     async def answers() -> list[Answer]:
-        async with AsyncOpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        async with AsyncOpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
             return await asyncio.gather(*(ask(client, "trained", i % 2 == 0, 0.0) for i in range(8)))
 
     for answer in asyncio.run(answers()):

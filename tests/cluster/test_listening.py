@@ -19,7 +19,6 @@ from tests.cluster.certificates import Authority, serial_seen
 from tests.cluster.harness import RunningServer, serving
 from tests.cluster.sockets import listening_ports, reachable_from_elsewhere
 
-pytestmark = pytest.mark.timeout(600)
 DEMO = Path(__file__).parents[2] / "demo"
 
 

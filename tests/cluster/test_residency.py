@@ -330,6 +330,6 @@ async def test_a_report_that_was_not_taken_is_repeated_in_full_though_the_engine
 
     directory = Restarting()
     reporting = asyncio.create_task(keep_reporting(Engine(), directory, 8, 8))  # type: ignore[arg-type]  # as it uses them
-    await asyncio.wait_for(directory.accepted.wait(), 10)
+    await asyncio.wait_for(directory.accepted.wait(), 60)
     reporting.cancel()
     assert [(one.full, one.tiers) for one in directory.reports] == [(True, {"x": "gpu"})] * 3

@@ -200,19 +200,19 @@ def base_url(holder: Holder, front: Front) -> Iterator[str]:
 
 @pytest.fixture
 async def http(base_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=base_url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=base_url, timeout=120) as client:
         yield client
 
 
 @pytest.fixture
 def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base_url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=base_url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
 @pytest.fixture
 async def async_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=base_url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    async with openai.AsyncOpenAI(base_url=base_url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 

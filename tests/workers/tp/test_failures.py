@@ -64,7 +64,7 @@ def test_the_other_ranks_end_with_a_parent_that_is_killed(fleet, tmp_path):
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 120
     while Path(f"/proc/{rank}/stat").exists() and Path(f"/proc/{rank}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline_s, "the rank has outlived its parent"
         time.sleep(0.1)
@@ -118,5 +118,5 @@ def test_an_adapter_that_one_rank_cannot_read_fails_on_all_and_leaves_nothing_be
     assert len(before) == 5 and answer(digest, "qv") == before
     assert load("under another name", "all").result().rank == 8
     engine.close()
-    other.join(20)
+    other.join(120)
     assert other.exitcode == 0
