@@ -31,7 +31,7 @@ def run_interpreted(code: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=590,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 

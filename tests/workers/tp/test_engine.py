@@ -12,9 +12,8 @@ from lorafleet.workers.lora.config import LoRAConfig
 from ranks import start_llm
 
 CASES = [
-    ("llama3", 2, False),
+    ("llama_dynamic", 2, False),
     ("qwen3", 4, True),
-    ("llama_dynamic", 2, True),
     ("mixtral", 2, True),
 ]  # family, ranks, fully_sharded_loras
 # Fewer slots and less host memory than adapters: they come and go on all ranks.
