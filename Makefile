@@ -27,7 +27,7 @@ demo: install
 
 # JOBS: processes; tests/README.md says how they share the tests
 test: install
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # an hour of the adapter reader on random faults; the tests have 30 s of it
 fuzz: install

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,13 +52,26 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests stay together, as they share its fixtures; xdist_group joins files that share a server."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            file = item.path.relative_to(Path(__file__).parent).with_suffix("")
-            item.add_marker(pytest.mark.xdist_group(str(file)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay together, as they share its fixtures; its `xdist_group` joins it with other files.
+
+    xdist's own loadgroup writes the group into the test's id, which pytest 9.2 does not take: each test would go its
+    own way, and every server be started by every process.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def group(file: str) -> str:
+        mark = r'^(?:pytestmark = |    |@)pytest\.mark\.xdist_group\("(\w+)"\)'
+        found = re.search(mark, (config.rootpath / file).read_text(), re.MULTILINE)
+        return found[1] if found else file
+
+    class FilesTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid.partition("::")[0])
+
+    return FilesTogether(config, log)
 
 
 class Fleet:
