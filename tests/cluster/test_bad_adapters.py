@@ -211,21 +211,6 @@ def test_bytes_swapped_under_a_name_are_one_version_or_the_other(server: Server)
 
 
 @pytest.mark.usefixtures("beside")
-def test_an_adapter_whose_files_are_lost_is_an_error_once_it_is_in_no_memory(server: Server) -> None:
-    adapter = server.copy("lost")
-    assert server.load("lost", str(adapter.path)).status_code == 200
-    assert server.ask("lost").status_code == 200
-    shutil.rmtree(adapter.path)
-    for number in range(4):  # others take its places
-        other = server.copy(f"in-place-of-it-{number}")
-        other.map(lambda k, v: (k, v * (6 + number)))  # noqa: B023  # it is called in this turn
-        assert server.ask(other.path.name).status_code == 200
-    answer = server.ask("lost")
-    assert 400 <= answer.status_code < 500, answer.text
-    assert "lost" in answer.json()["error"]["message"]
-
-
-@pytest.mark.usefixtures("beside")
 def test_a_file_that_is_written_all_the_time_is_one_version_or_an_error(server: Server) -> None:
     adapter, stop = server.copy("written"), threading.Event()
     path = adapter.path / "adapter_model.safetensors"

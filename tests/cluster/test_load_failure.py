@@ -1,5 +1,4 @@
-"""An adapter whose files are lost after it was registered, where the base may answer in its place; that it is an error
-otherwise is test_bad_adapters.py's."""
+"""An adapter whose files are lost after it was registered, through the running server, under both policies."""
 
 from __future__ import annotations
 
@@ -7,18 +6,20 @@ import shutil
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.cluster.harness import running_server
 
 
-def test_of_a_lost_adapter_the_answer_says_that_it_is_the_bases(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["error", "base"])
+def test_a_lost_adapter_is_an_error_or_says_that_the_base_answered(tiny_model: Path, tmp_path: Path, policy: str):
     shutil.copytree(tiny_model.parent / "a0", tmp_path / "lost")
-    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--on-lora-load-failure", "base"]
+    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--on-lora-load-failure", policy]
     arguments += ["--lora-modules", f"lost={tmp_path / 'lost'}", f"kept={tiny_model.parent / 'a1'}"]
     arguments += ["--max-loras", "1", "--max-cpu-loras", "1", "--kv-cache-tokens", "2048"]
     with (
         running_server(arguments, tmp_path / "serve.log") as url,
-        httpx.Client(base_url=url, timeout=300) as client,
+        httpx.Client(base_url=url, timeout=60) as client,
     ):
 
         def ask(model: str, **fields: object) -> httpx.Response:
@@ -30,9 +31,13 @@ def test_of_a_lost_adapter_the_answer_says_that_it_is_the_bases(tiny_model: Path
         assert ask("kept").status_code == 200  # takes the only slot and the only place in memory
         shutil.rmtree(tmp_path / "lost")
         answer = ask("lost")
-        assert answer.json()["choices"] == base["choices"]
-        assert answer.json()["model"] == "base"
-        assert answer.json()["lora_fallback"]["requested"] == "lost"
-        assert answer.headers["x-lorafleet-fallback"] == "base"
-        assert '"lora_fallback"' in ask("lost", stream=True).text
+        if policy == "error":
+            assert 400 <= answer.status_code < 500
+            assert "lost" in answer.json()["error"]["message"]
+        else:
+            assert answer.json()["choices"] == base["choices"]
+            assert answer.json()["model"] == "base"
+            assert answer.json()["lora_fallback"]["requested"] == "lost"
+            assert answer.headers["x-lorafleet-fallback"] == "base"
+            assert '"lora_fallback"' in ask("lost", stream=True).text
         assert ask("kept").json()["choices"] == kept["choices"]
