@@ -20,7 +20,7 @@ import httpx
 import msgspec
 
 from lorafleet.client import calls
-from lorafleet.client.answers import Adapter, AdapterPage, Prefetched, Removed, Verified
+from lorafleet.client.answers import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
 from lorafleet.client.calls import Call, PushOptions
 from lorafleet.client.errors import APIConnectionError, APIError, status_error
 from lorafleet.client.packing import pack
@@ -111,6 +111,18 @@ class AdminClient:
     def remove(self, name: str, wait_s: float = REMOVE_S) -> Removed:
         return self._send(calls.remove(name, wait_s))
 
+    def quality(self) -> QualityList:
+        """The last run of every set of quality probes."""
+        return self._send(calls.quality())
+
+    def run_quality(self, model: str) -> Quality:
+        """Runs a model's quality probes now."""
+        return self._send(calls.run_quality(model, accept=False))
+
+    def accept_quality(self, model: str) -> Quality:
+        """Runs them, and what comes out is the new baseline."""
+        return self._send(calls.run_quality(model, accept=True))
+
     def _send(self, call: Call[AnswerT]) -> AnswerT:
         if call.folder is None:
             return self._sent(call, _json(call))
@@ -194,6 +206,15 @@ class AsyncAdminClient:
     async def remove(self, name: str, wait_s: float = REMOVE_S) -> Removed:
         return await self._send(calls.remove(name, wait_s))
 
+    async def quality(self) -> QualityList:
+        return await self._send(calls.quality())
+
+    async def run_quality(self, model: str) -> Quality:
+        return await self._send(calls.run_quality(model, accept=False))
+
+    async def accept_quality(self, model: str) -> Quality:
+        return await self._send(calls.run_quality(model, accept=True))
+
     async def _send(self, call: Call[AnswerT]) -> AnswerT:
         if call.folder is None:
             return await self._sent(call, _json(call))
@@ -221,7 +242,7 @@ def _settings(url: str | None, key: str | None, timeout_s: float) -> dict[str, A
 
 
 def _path(call: Call[Any]) -> str:
-    return f"/v1/adapters/{call.path}" if call.path else "/v1/adapters"
+    return f"/v1/{call.of}/{call.path}" if call.path else f"/v1/{call.of}"
 
 
 def _json(call: Call[Any]) -> dict[str, Any]:

@@ -71,3 +71,33 @@ class Prefetched(msgspec.Struct, frozen=True):
 class Verified(msgspec.Struct, frozen=True):
     id: str
     verified: list[int]  # numbers of versions
+
+
+class QualityMeasures(msgspec.Struct, frozen=True):
+    """Of a model beside its baseline; docs/quality.md says what each is. Perplexities: None without completions."""
+
+    agreement: float
+    drift: float  # nats
+    kl: float  # nats
+    perplexity: float | None
+    baseline_perplexity: float | None
+
+
+class Quality(msgspec.Struct, frozen=True):
+    """How a model stands on its probes. error: of the last try, at tried_s; the rest is of the last run that did not
+    fail, at at_s. Digests are of the adapter's versions, "" of the base."""
+
+    id: str
+    object: Literal["quality"]
+    tried_s: float  # since 1970, as the others
+    error: str
+    at_s: float | None
+    digest: str
+    baseline_digest: str
+    baseline_at_s: float | None
+    measures: QualityMeasures | None
+
+
+class QualityList(msgspec.Struct, frozen=True):
+    object: Literal["list"]
+    data: list[Quality]

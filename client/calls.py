@@ -1,4 +1,5 @@
-"""Each call of /v1/adapters as data, for the clients of admin.py to send. cluster/admin_api.py has the other side."""
+"""Each call of /v1/adapters and /v1/quality as data, for the clients of admin.py to send. cluster/admin_api.py and
+cluster/quality/routes.py have the other side."""
 
 from __future__ import annotations
 
@@ -6,17 +7,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 from urllib.parse import quote
 
-from lorafleet.client.answers import Adapter, AdapterPage, Prefetched, Removed, Verified
+from lorafleet.client.answers import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
 
 AnswerT = TypeVar("AnswerT", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[AnswerT]):
-    """path: below /v1/adapters. body: sent as JSON. folder: its files are sent as a tar."""
+    """path: below /v1/adapters, or /v1/quality where `of` says so. body: sent as JSON. folder: its files are sent as a
+    tar."""
 
     answer: type[AnswerT]
     method: str
@@ -24,6 +26,7 @@ class Call(Generic[AnswerT]):
     query: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, Any] | None = None
     folder: Path | None = None
+    of: Literal["adapters", "quality"] = "adapters"
 
 
 class PushOptions(TypedDict, total=False):
@@ -87,6 +90,14 @@ def verify(name: str) -> Call[Verified]:
 
 def remove(name: str, wait_s: float) -> Call[Removed]:
     return Call(Removed, "DELETE", quote(name), {"wait_s": str(wait_s)})
+
+
+def quality() -> Call[QualityList]:
+    return Call(QualityList, "GET", of="quality")
+
+
+def run_quality(model: str, *, accept: bool) -> Call[Quality]:
+    return Call(Quality, "POST", f"{quote(model)}/{'accept' if accept else 'run'}", body={}, of="quality")
 
 
 def _verb(answer: type[AnswerT], name: str, verb: str, body: Mapping[str, Any]) -> Call[AnswerT]:

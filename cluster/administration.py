@@ -37,6 +37,7 @@ from lorafleet.cluster.catalogue.records import (
 )
 from lorafleet.cluster.directory import AdapterDirectory, OrderKind
 from lorafleet.cluster.rendezvous import Rendezvous, key_of
+from lorafleet.cluster.turns import Turns
 from lorafleet.resolvers.source import is_uri
 from lorafleet.workers.errors import (
     AdapterChanged,
@@ -89,6 +90,7 @@ class Administration:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pushing: Counter[str] = Counter()  # digests: their files are kept
         self._deleting = asyncio.Lock()  # files: no push may begin to rely on them
+        self._turns = Turns()
         directory.on_replicas = self._repin
         directory.pins = self._pinned_at
 
@@ -303,6 +305,10 @@ class Administration:
                     "is freed when they end; `show` says when it is gone."
                 )
             freeing.result()
+
+    async def take_turn(self, task: str, replica_id: str, for_s: float) -> bool:
+        """See turns.py."""
+        return self._turns.take(task, replica_id, for_s)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from lorafleet.cluster.cli_inspect import inspect as inspect_adapter
 from lorafleet.cluster.cli_keys import keys
 from lorafleet.cluster.cli_merge import merge
 from lorafleet.cluster.cli_metrics import metrics
+from lorafleet.cluster.cli_quality import quality
 from lorafleet.cluster.cli_usage import usage
 from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
 from lorafleet.cluster.tls import tls_files
@@ -114,6 +115,7 @@ app.add_typer(adapters, name="adapters")
 app.add_typer(keys, name="keys")
 app.add_typer(config, name="config")
 app.add_typer(metrics, name="metrics")
+app.add_typer(quality, name="quality")
 app.command("serve")(_with_options(_serve))
 app.command("inspect")(inspect_adapter)
 app.command("convert")(convert)

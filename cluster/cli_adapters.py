@@ -41,9 +41,9 @@ def push(
     """Register a new adapter, or a new version of one."""
     options = PushOptions(replicas=replicas, activate=activate, pin=pin, tenant=tenant, metadata=_pairs(metadata))
     if "://" in source:
-        _print(url, admin_key, lambda client: client.push_from(name, source, **options))
+        print_answer(url, admin_key, lambda client: client.push_from(name, source, **options))
     else:
-        _print(url, admin_key, lambda client: client.push(name, source, **options))
+        print_answer(url, admin_key, lambda client: client.push(name, source, **options))
 
 
 @adapters.command("list")
@@ -54,13 +54,13 @@ def list_adapters(
     admin_key: Key = "",
 ) -> None:
     """Show adapters, in the order of their names."""
-    _print(url, admin_key, lambda client: client.page(after, limit))
+    print_answer(url, admin_key, lambda client: client.page(after, limit))
 
 
 @adapters.command("show")
 def show(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Show an adapter's versions, aliases with their history, and pins."""
-    _print(url, admin_key, lambda client: client.show(name))
+    print_answer(url, admin_key, lambda client: client.show(name))
 
 
 @adapters.command("alias")
@@ -74,31 +74,31 @@ def alias(
     """Let a name stand for one version, or for a weighted split of several."""
     one = len(versions) == 1 and versions[0].isdecimal()
     to = int(versions[0]) if one else {_version(text): _weight(text, of) for text, of in _pairs(versions).items()}
-    _print(url, admin_key, lambda client: client.alias(name, to, as_))
+    print_answer(url, admin_key, lambda client: client.alias(name, to, as_))
 
 
 @adapters.command("rollback")
 def rollback(name: Name, alias: Alias = None, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Let a name stand for what it stood for before its last move."""
-    _print(url, admin_key, lambda client: client.rollback(name, alias))
+    print_answer(url, admin_key, lambda client: client.rollback(name, alias))
 
 
 @adapters.command("pin")
 def pin(name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Keep an adapter in GPU slots."""
-    _print(url, admin_key, lambda client: client.pin(name, replicas))
+    print_answer(url, admin_key, lambda client: client.pin(name, replicas))
 
 
 @adapters.command("unpin")
 def unpin(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Let an adapter's slots go to others again."""
-    _print(url, admin_key, lambda client: client.unpin(name))
+    print_answer(url, admin_key, lambda client: client.unpin(name))
 
 
 @adapters.command("prefetch")
 def prefetch(name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Load an adapter before its first request."""
-    _print(url, admin_key, lambda client: client.prefetch(name, replicas))
+    print_answer(url, admin_key, lambda client: client.prefetch(name, replicas))
 
 
 @adapters.command("remove")
@@ -111,15 +111,15 @@ def remove(
 ) -> None:
     """Remove an adapter with all its versions, from every replica and from the catalogue."""
     if alias is None:
-        _print(url, admin_key, lambda client: client.remove(name, wait_s))
+        print_answer(url, admin_key, lambda client: client.remove(name, wait_s))
     else:
-        _print(url, admin_key, lambda client: client.unalias(name, alias))
+        print_answer(url, admin_key, lambda client: client.unalias(name, alias))
 
 
 @adapters.command("verify")
 def verify(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Read an adapter's files again and compare their digests."""
-    _print(url, admin_key, lambda client: client.verify(name))
+    print_answer(url, admin_key, lambda client: client.verify(name))
 
 
 def _pairs(texts: list[str] | None) -> dict[str, str]:
@@ -145,7 +145,7 @@ def _weight(number: str, text: str) -> float:
         _end(f"the weight of version {number} is {text!r}; give a number.")
 
 
-def _print(url: str, key: str, call: Callable[[AdminClient], Any]) -> None:
+def print_answer(url: str, key: str, call: Callable[[AdminClient], Any]) -> None:
     """The answer, or the server's own words and status 1."""
     try:
         with AdminClient(url, key) as client:

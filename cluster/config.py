@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from lorafleet.cluster.quality.probes import read_probes
 from lorafleet.cluster.tenancy.key_ring import KeyRing, is_key_text
 from lorafleet.resolvers.config import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
 from lorafleet.resolvers.source import is_uri
@@ -272,6 +273,12 @@ class AppArgs(BaseModel):
         description="Share of the requests that are traced, of those whose client has not decided by a `traceparent`.",
     )
 
+    quality_probes: Annotated[str | None, BeforeValidator(_absolute)] = Field(
+        None,
+        description="YAML or JSON file of prompts that models are asked every so often, which every node has at this "
+        "path: how well each agrees with its stored baseline (docs/quality.md); default: nothing is asked.",
+    )
+
     num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
     max_replicas: int | None = Field(
         None, ge=1, description="More than num_replicas are started under load, up to so many; default: never."
@@ -449,6 +456,8 @@ def check_paths(args: AppArgs) -> None:
     if args.api_keys is not None:
         KeyRing(args.api_keys)
     check_otel(args)
+    if args.quality_probes is not None:
+        read_probes(args.quality_probes)
     if args.chat_template is not None:
         _require(Path(args.chat_template), f"chat_template {args.chat_template!r} does not exist")
 

@@ -24,7 +24,7 @@ from lorafleet.cluster import directory_metrics, ingress
 from lorafleet.cluster.admin_api import admin_routes
 from lorafleet.cluster.autoscaling import load_of
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
-from lorafleet.cluster.catalogue.store import open_store
+from lorafleet.cluster.catalogue.store import Store, open_store
 from lorafleet.cluster.config import AppArgs, LoRAModule
 from lorafleet.cluster.console.page import PAGE_ROUTES
 from lorafleet.cluster.console.replica_view import ask_all, replica_view
@@ -35,6 +35,11 @@ from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.front import make_front, make_resolver, start_tracing
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
+from lorafleet.cluster.quality.book import QualityBook
+from lorafleet.cluster.quality.metrics import QualityMetrics
+from lorafleet.cluster.quality.monitor import TURN_S, QualityMonitor
+from lorafleet.cluster.quality.probes import read_probes
+from lorafleet.cluster.quality.routes import QualityApi
 from lorafleet.cluster.ranks import ReplicaRanks
 from lorafleet.cluster.reporting import keep_reporting
 from lorafleet.cluster.resources import with_cpu_threads
@@ -46,7 +51,7 @@ from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.openai.api import build_api
+from lorafleet.workers.openai.api import Route, build_api
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tp.addresses import RankAddresses
@@ -188,8 +193,21 @@ class EngineReplica:
             self._keep(work)
         self._tracing = start_tracing(self._args, self._replica_id)
         console = StateApi(self._view, self._view_adapter, self._look_at_all)
-        routes = [*admin_routes(admin), *console.routes(), *PAGE_ROUTES]
+        routes = [*admin_routes(admin), *console.routes(), *PAGE_ROUTES, *self._start_quality(self._front, store)]
         return build_api(lambda: self._front, routes, self._tracing)
+
+    def _start_quality(self, front: Front, store: Store) -> list[Route]:
+        if self._args.quality_probes is None:
+            return []
+        probes = read_probes(self._args.quality_probes)
+        monitor = QualityMonitor(front, probes, QualityBook(store), self._take_quality_turn)
+        front.metrics.add(QualityMetrics(monitor))
+        self._keep(monitor.keep_running())
+        return QualityApi(monitor).routes()
+
+    async def _take_quality_turn(self) -> bool:
+        turn = {"task": "quality", "replica_id": self._replica_id, "for_s": TURN_S}
+        return bool(await self._administer("take_turn", turn))
 
     @property
     def _cpu_loras(self) -> int:

@@ -280,6 +280,15 @@ ALERTS: tuple[Alert, ...] = (
         "The disk cache of replica {{ $labels.replica }}'s node is full, and adapters give way to others.",
         "Raise lora_cache_bytes where the disk has room.",
     ),
+    Alert(
+        "LorafleetQualityChanged",
+        f"lorafleet_quality_agreement{{{JOB}}} < 0.8 or lorafleet_quality_perplexity{{{JOB}}} > 1.1 * "
+        f"lorafleet_quality_baseline_perplexity{{{JOB}}}",
+        "5m",
+        "warning",
+        "{{ $labels.model_name }} does not answer its quality probes any more as its baseline did.",
+        "Compare the digests in `lorafleet quality show`; accept a version that is meant to differ, or roll it back.",
+    ),
 )
 
 

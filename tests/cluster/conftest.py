@@ -69,6 +69,9 @@ def shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     arguments += ["--lora-resolver-dir", str(resolver_dir)]
     arguments += ["--lora-resolver-http", f"{web.url}/{{lora_name}}", "--lora-cache-dir", str(folder / "cache")]
     arguments += ["--admin-key", ADMIN_KEY, "--allow-runtime-lora-updating"]
+    (folder / "prompts.jsonl").write_text('{"prompt": "one, two", "completion": ", three"}')
+    (folder / "probes.json").write_text('{"sets": [{"model": "base", "prompts": "prompts.jsonl", "max_tokens": 4}]}')
+    arguments += ["--quality-probes", str(folder / "probes.json")]
     with (
         serving(arguments, folder / "serve.log") as running,
         httpx.Client(base_url=running.url, timeout=120, headers={"authorization": f"Bearer {ADMIN_KEY}"}) as http,

@@ -30,7 +30,7 @@ def run(capsys, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("command", ["inspect", "convert", "merge", "compare"])
+@pytest.mark.parametrize("command", ["inspect", "convert", "merge", "compare", "quality"])
 def test_help_needs_no_torch(command):
     code = f"""
 import sys

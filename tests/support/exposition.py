@@ -11,6 +11,8 @@ from typing import Any
 
 from lorafleet.cluster.client_metrics import ClientMetrics
 from lorafleet.cluster.directory_metrics import DirectoryCounts, render
+from lorafleet.cluster.quality.metrics import QualityMetrics
+from lorafleet.cluster.quality.records import Measures, Standing
 from lorafleet.cluster.scraping import scrape_all
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.usage_log import UsageLog
@@ -77,6 +79,14 @@ def _metrics(folder: Path) -> Metrics:
     usage.add(Usage(0.0, "r", "acme", prompt_tokens=3, completion_tokens=2))
     usage.lines.close()
     metrics.add(usage)
+    measures = Measures(agreement=0.9, drift=0.1, kl=0.1, perplexity=3.0, baseline_perplexity=2.0)
+    monitor: Any = SimpleNamespace(
+        has_turn=True,
+        standings={"sql": Standing("sql", 5.0, at_s=6.0, measures=measures)},
+        runs={"sql": 2},
+        failures={"sql": 1},
+    )
+    metrics.add(QualityMetrics(monitor))
     engine: Any = SimpleNamespace(num_streams=1, stats_age_s=0.1, dead=None, num_batches=2)
     metrics.add(ClientMetrics(engine))
     return metrics

@@ -62,6 +62,26 @@ ADAPTERS = Dashboard(
             ),
         ),
         Row(
+            "Quality probes",
+            (
+                one(
+                    "Agreement with the baseline",
+                    f"lorafleet_quality_agreement{{{JOB}}}",
+                    "{{model_name}}",
+                    "percentunit",
+                    text="Share of the baseline's greedy answers that the model gives again.",
+                ),
+                one("Drift of logprobs", f"lorafleet_quality_drift{{{JOB}}}", "{{model_name}}"),
+                Panel(
+                    "Perplexity",
+                    (
+                        Query(f"lorafleet_quality_perplexity{{{JOB}}}", "{{model_name}}"),
+                        Query(f"lorafleet_quality_baseline_perplexity{{{JOB}}}", "baseline of {{model_name}}"),
+                    ),
+                ),
+            ),
+        ),
+        Row(
             "By rank",
             (
                 one(

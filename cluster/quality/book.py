@@ -1,0 +1,61 @@
+"""Baselines and standings in the catalogue's store, which every replica reads: a restart loses nothing. What is newer
+has a higher number; the store never changes what it has.
+
+quality/SET/baseline/NUMBER, quality/SET/standing/NUMBER      SET: the probes' digest, with their model's name
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from lorafleet.cluster.catalogue.store import Store
+from lorafleet.cluster.quality.probes import ProbeSet
+from lorafleet.cluster.quality.records import Baseline, Standing
+from lorafleet.workers.errors import StoreError
+
+KEPT = 5  # of each kind, for people who look into the store
+MAX_OVERTAKEN = 20
+
+Kind = Literal["baseline", "standing"]
+
+
+class QualityBook:
+    """Blocking; called in threads. Raises StoreError where the store does not answer."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def baseline(self, one: ProbeSet) -> Baseline | None:
+        content = self._newest(one, "baseline")
+        return None if content is None else msgspec.msgpack.decode(content, type=Baseline)
+
+    def standing(self, one: ProbeSet) -> Standing | None:
+        content = self._newest(one, "standing")
+        return None if content is None else msgspec.msgpack.decode(content, type=Standing)
+
+    def add_baseline(self, one: ProbeSet, baseline: Baseline) -> None:
+        self._add(one, "baseline", msgspec.msgpack.encode(baseline))
+
+    def add_standing(self, one: ProbeSet, standing: Standing) -> None:
+        self._add(one, "standing", msgspec.msgpack.encode(standing))
+
+    def _newest(self, one: ProbeSet, kind: Kind) -> bytes | None:
+        keys = self._store.keys(_prefix(one, kind))
+        return self._store.read(keys[-1]) if keys else None
+
+    def _add(self, one: ProbeSet, kind: Kind, content: bytes) -> None:
+        prefix = _prefix(one, kind)
+        for _ in range(MAX_OVERTAKEN):
+            keys = self._store.keys(prefix)
+            number = int(keys[-1].removeprefix(prefix)) + 1 if keys else 1
+            if self._store.create(f"{prefix}{number:012}", content):
+                for key in keys[: 1 - KEPT]:
+                    self._store.delete(key)
+                return
+        raise StoreError(f"catalogue {self._store.uri}: others wrote the {kind} of {one.model!r} first; run it again.")
+
+
+def _prefix(one: ProbeSet, kind: Kind) -> str:
+    return f"quality/{one.digest}/{kind}/"

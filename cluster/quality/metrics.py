@@ -1,0 +1,49 @@
+"""What /metrics shows of the quality probes: how models stand, told by the replica whose turn it is alone, and the runs
+of each replica. Their labels are the models of the probes' file, so there are few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lorafleet.cluster.quality.monitor import QualityMonitor
+
+_MEASURES = {
+    "agreement": "Share of the baseline's greedy answers, up to the first other token, that the model gives again.",
+    "drift": "Mean absolute difference from the baseline's logprobs of its answers' tokens, in nats.",
+    "perplexity": "Of the probes' completions.",
+    "baseline_perplexity": "Of the probes' completions when the baseline was made.",
+}
+
+
+class QualityMetrics(Collector):
+    def __init__(self, monitor: QualityMonitor) -> None:
+        self._monitor = monitor
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name"]
+        shown = list(self._monitor.standings.values()) if self._monitor.has_turn else []
+        for name, text in _MEASURES.items():
+            gauge = GaugeMetricFamily(f"lorafleet_quality_{name}", text, labels=labels)
+            for one in shown:
+                value = None if one.measures is None else getattr(one.measures, name)
+                if value is not None:
+                    gauge.add_metric([one.model], value)
+            yield gauge
+        last = GaugeMetricFamily(
+            "lorafleet_quality_last_run_timestamp_seconds",
+            "When the last run that did not fail ended, since 1970.",
+            labels=labels,
+        )
+        for one in shown:
+            if one.at_s is not None:
+                last.add_metric([one.model], one.at_s)
+        yield last
+        runs = CounterMetricFamily("lorafleet_quality_runs", "Runs of a model's quality probes.", labels=labels)
+        failures = CounterMetricFamily("lorafleet_quality_failures", "Those of them that failed.", labels=labels)
+        for counter, counts in ((runs, self._monitor.runs), (failures, self._monitor.failures)):
+            for model, count in counts.items():
+                counter.add_metric([model], count)
+            yield counter

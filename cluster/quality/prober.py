@@ -1,0 +1,83 @@
+"""Asks models the probes, on the way of every request but behind all of them: the last priority, one at a time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+from lorafleet.cluster.quality.probes import Probe
+from lorafleet.cluster.quality.records import Observed
+from lorafleet.workers.errors import AdapterError
+from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.openai.caller import Caller
+from lorafleet.workers.openai.deadline import Deadline
+from lorafleet.workers.openai.front import Front, ServedModel
+from lorafleet.workers.openai.generation import Sample, Task, collect
+from lorafleet.workers.openai.priority import MOST
+from lorafleet.workers.openai.prompts import Prompt, checked_ids, encode, fit_max_tokens
+from lorafleet.workers.output import Delta
+from lorafleet.workers.sampling_params import MAX_LOGPROBS, SamplingParams
+from lorafleet.workers.tools.comparing.measures import Score, score
+
+# Of no tenant, so that nobody's quota pays; usage logs name it as the key.
+CALLER = Caller(None, "quality", frozenset(("infer", "admin")))
+
+_numbers = itertools.count()
+
+
+class Prober:
+    """Raises LorafleetErrors, as requests do."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def model(self, name: str) -> ServedModel:
+        """The same version for a whole run, also where several share the name."""
+        model = await self._front.model(CALLER, name, key=CALLER.key_id)
+        _check_own(model, model.fallback_reason)
+        return model
+
+    async def observe(self, model: ServedModel, probe: Probe, max_tokens: int, along: Sequence[int] | None) -> Observed:
+        """along: the baseline's answer; None where the model's own becomes it."""
+        front = self._front
+        prompt = await encode(front, model, probe.prompt, add_special_tokens=True, must_fit="prompt")
+        room = fit_max_tokens(front, len(prompt) + 1, None, max_tokens, "prompt")  # one for what scores the answer
+        answer = (await self._run(model, prompt, SamplingParams(temperature=0, max_tokens=room))).token_ids
+        places = await self._score(model, prompt, answer if along is None else along, MAX_LOGPROBS)
+        return Observed(answer, places, await self._completion(model, prompt, probe))
+
+    async def _completion(self, model: ServedModel, prompt: list[int], probe: Probe) -> Score | None:
+        if probe.completion is None:
+            return None
+        text = await encode(self._front, model, probe.completion, add_special_tokens=False, must_fit="completion")
+        return score(await self._score(model, prompt, text, 0))
+
+    async def _score(
+        self, model: ServedModel, prompt: list[int], text: Sequence[int], top_k: int
+    ) -> list[TokenLogprobs]:
+        """What the model says of each token of the text behind the prompt."""
+        sequence = checked_ids(self._front, model, [*prompt, *text], "prompt")
+        fit_max_tokens(self._front, len(sequence), 1, None, "prompt")
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=top_k)
+        places = (await self._run(model, sequence, params, scoring=True)).prompt_logprobs or []
+        return [place for place in places[len(prompt) :] if place is not None]
+
+    async def _run(
+        self, model: ServedModel, token_ids: list[int], params: SamplingParams, *, scoring: bool = False
+    ) -> Delta:
+        group = f"{CALLER.key_id}-{next(_numbers)}"
+        # Its own salt: a prefix that was computed before would hide that it comes out differently now.
+        salt = f"{group}-{time.time_ns()}"
+        task = Task(Prompt(token_ids, None), model, params, scoring=scoring, cache_salt=salt, priority=MOST)
+        deadline = Deadline(None, time.monotonic())
+        sample = Sample(self._front, group, 0, task, params, deadline, None, counts_prompt=True)
+        [whole] = await collect([sample])
+        _check_own(model, sample.fallback_reason)
+        return whole
+
+
+def _check_own(model: ServedModel, fallback_reason: str | None) -> None:
+    """The base's answers say nothing of an adapter."""
+    if fallback_reason is not None:
+        raise AdapterError(f"the base answered in the place of {model.name!r}: {fallback_reason}")

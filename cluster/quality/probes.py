@@ -1,0 +1,131 @@
+"""The file that quality_probes names: which models are asked what, and how often. Read once, strictly, at the start."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lorafleet.workers.errors import ConfigError
+
+MAX_PROBES = 256  # of a set: a baseline keeps logprobs of each
+MAX_TOKENS = 1024  # of an answer
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls.model_fields:
+                close = difflib.get_close_matches(str(name), cls.model_fields, n=1)
+                known = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(cls.model_fields)}."
+                raise ValueError(f"unknown key {name!r}; {known}")
+        return data
+
+
+class Probe(_Strict):
+    """A line of a set's prompts. completion: a text of which the model's perplexity is measured."""
+
+    prompt: str = Field(min_length=1)
+    completion: str | None = Field(None, min_length=1)
+
+
+class _SetEntry(_Strict):
+    model: str = Field(min_length=1)
+    prompts: str = Field(min_length=1)
+    max_tokens: int = Field(32, ge=1, le=MAX_TOKENS)
+
+
+class _ProbesFile(_Strict):
+    interval_s: float = Field(3600.0, gt=0)
+    sets: list[_SetEntry] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class ProbeSet:
+    """model: an adapter's full name, or the base's. max_tokens: of each answer."""
+
+    model: str
+    max_tokens: int
+    probes: tuple[Probe, ...]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Another set of probes has another baseline, and so has another model."""
+        content = [self.model, self.max_tokens, [[one.prompt, one.completion] for one in self.probes]]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class QualityProbes:
+    """interval_s: between two runs of a set."""
+
+    interval_s: float
+    sets: tuple[ProbeSet, ...]
+
+
+M = TypeVar("M", bound=_Strict)
+
+
+def read_probes(path: str | Path) -> QualityProbes:
+    """Raises ConfigError, naming the file, the place in it and what is wrong."""
+    path = Path(path)
+    try:
+        content = yaml.safe_load(_text(path))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"quality_probes {str(path)!r} is neither YAML nor JSON: {error}") from None
+    file = _parse(_ProbesFile, content, f"quality_probes {str(path)!r}")
+    models = [one.model for one in file.sets]
+    for model in models:
+        if models.count(model) > 1:
+            raise ConfigError(
+                f"quality_probes {str(path)!r} has two sets of {model!r}; put their prompts into one file."
+            )
+    sets = [ProbeSet(one.model, one.max_tokens, _read_prompts(path.parent / one.prompts)) for one in file.sets]
+    return QualityProbes(file.interval_s, tuple(sets))
+
+
+def _read_prompts(path: Path) -> tuple[Probe, ...]:
+    lines = [(number, line) for number, line in enumerate(_text(path).splitlines(), 1) if line.strip()]
+    if not 1 <= len(lines) <= MAX_PROBES:
+        raise ConfigError(f"{path} has {len(lines)} prompts; a set of quality probes has 1 to {MAX_PROBES}.")
+    return tuple(
+        _parse(Probe, _json(line, f"{path}, line {number}"), f"{path}, line {number}") for number, line in lines
+    )
+
+
+def _json(line: str, place: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f'{place} is no JSON: {error}. Give {{"prompt": "…"}} in each line.') from None
+
+
+def _parse(kind: type[M], content: Any, place: str) -> M:
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError("; ".join(f"{place}: {_in_words(one)}" for one in error.errors())) from None
+
+
+def _in_words(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}, of the quality probes, cannot be read: {error}. Check the path.") from None

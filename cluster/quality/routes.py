@@ -1,0 +1,106 @@
+"""/v1/quality: how models stand beside their baselines, for the operator's key.
+
+GET   /v1/quality                the last run of every set of probes
+POST  /v1/quality/MODEL/run      run it now
+POST  /v1/quality/MODEL/accept   run it now, and take what comes out as the new baseline
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from pydantic import ConfigDict, with_config
+from starlette.requests import Request
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from lorafleet.cluster.quality.monitor import QualityMonitor
+from lorafleet.cluster.quality.records import Standing
+from lorafleet.workers.errors import Forbidden
+from lorafleet.workers.openai.api import Route
+from lorafleet.workers.openai.caller import caller_of
+from lorafleet.workers.openai.fields import Strict
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.operations import describe
+from lorafleet.workers.openai.parsing import read_body
+from lorafleet.workers.openai.responses import json_response
+
+_exactly = with_config(ConfigDict(extra="forbid"))
+
+
+class EmptyRequest(Strict):
+    pass
+
+
+@_exactly
+class ShownMeasures(TypedDict):
+    agreement: float
+    drift: float
+    kl: float
+    perplexity: float | None
+    baseline_perplexity: float | None
+
+
+@_exactly
+class ShownStanding(TypedDict):
+    """error: of the last try; the measures are of the last run that did not fail, and null before there was one."""
+
+    id: str
+    object: Literal["quality"]
+    tried_s: float
+    error: str
+    at_s: float | None
+    digest: str
+    baseline_digest: str
+    baseline_at_s: float | None
+    measures: ShownMeasures | None
+
+
+@_exactly
+class StandingList(TypedDict):
+    object: Literal["list"]
+    data: list[ShownStanding]
+
+
+class QualityApi:
+    def __init__(self, monitor: QualityMonitor) -> None:
+        self._monitor = monitor
+
+    def routes(self) -> list[Route]:
+        model = "/v1/quality/{name:path}"
+        return [
+            ("GET", "/v1/quality", "admin", self.show),
+            ("POST", f"{model}/run", "admin", self.run),
+            ("POST", f"{model}/accept", "admin", self.accept),
+        ]
+
+    @describe("How models stand beside their baselines", answer=StandingList)
+    async def show(self, _: Front, request: Request) -> Response:
+        _check_operator(request)
+        return json_response({"object": "list", "data": [_shown(one) for one in await self._monitor.show()]})
+
+    @describe("Run a model's quality probes", body=EmptyRequest, answer=ShownStanding)
+    async def run(self, front: Front, request: Request) -> Response:
+        return await self._run(front, request, accept=False)
+
+    @describe("Take a model as it is now for its baseline", body=EmptyRequest, answer=ShownStanding)
+    async def accept(self, front: Front, request: Request) -> Response:
+        return await self._run(front, request, accept=True)
+
+    async def _run(self, front: Front, request: Request, *, accept: bool) -> Response:
+        await read_body(front, request, EmptyRequest)
+        _check_operator(request)
+        return json_response(_shown(await self._monitor.run(str(request.path_params["name"]), accept=accept)))
+
+
+def _check_operator(request: Request) -> None:
+    """The probes, and what models answer to them, are the operator's."""
+    if not caller_of(request).is_operator:
+        raise Forbidden("Quality probes need the operator's key, one of the scope admin and of no tenant.")
+
+
+def _shown(one: Standing) -> dict[str, object]:
+    values = {name: getattr(one, name) for name in one.__struct_fields__ if name not in ("model", "measures")}
+    measures = None if one.measures is None else msgspec.to_builtins(one.measures)
+    return {"id": one.model, "object": "quality", **values, "measures": measures}

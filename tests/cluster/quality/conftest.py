@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorafleet.cluster import directory as directory_module
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.transport import ipc_address
+from lorafleet.workers.worker import GPUWorker
+from tests.cluster.tenancy.house import House
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "HOLD_S", 0.05)
+
+
+@pytest.fixture(scope="module")
+def engine_at(fleet: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str]]:
+    address = ipc_address(str(tmp_path_factory.mktemp("ipc")))
+    lora = LoRAConfig(max_loras=2, max_cpu_loras=4)
+    worker = GPUWorker(EngineConfig(model=str(fleet("llama3").base), kv_cache_tokens=2048, lora=lora), address)
+    yield worker, address
+    worker.shutdown()
+
+
+@pytest.fixture
+def house(engine_at: tuple[Any, str], fleet: Callable[[str], Any], tmp_path: Path) -> House:
+    return House(tmp_path, *engine_at, fleet("llama3").base)
