@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from lorafleet.client.admin import AsyncAdminClient
 from lorafleet.cluster.quality.book import QualityBook
 from lorafleet.cluster.quality.metrics import QualityMetrics
 from lorafleet.cluster.quality.monitor import QualityMonitor
@@ -188,6 +189,10 @@ async def test_the_operator_alone_sees_runs_and_accepts(house: House, clock: Clo
             accepted = (await ask("operator", "POST", "/base/accept")).json()
             assert accepted["baseline_at_s"] == clock.now_s > ran["baseline_at_s"]
             assert (await ask("operator", "GET", "")).json()["data"] == [accepted]
+            async with AsyncAdminClient("http://quality", house.keys["operator"], transport=transport) as client:
+                assert (await client.run_quality("base")).measures == (await client.quality()).data[0].measures
+                again = await client.accept_quality("base")
+                assert again.measures is not None and again.measures.agreement == 1.0
             unknown = await ask("operator", "POST", "/nobody/run")
             assert unknown.status_code == 404 and "'base'" in unknown.text
             for method, path in (("GET", ""), ("POST", "/base/run"), ("POST", "/base/accept")):
