@@ -7,6 +7,7 @@ import { tarOf } from "./tar.js";
 
 const CONFIG = "adapter_config.json";
 const WEIGHTS = ["adapter_model.safetensors", "adapter_model.bin"];
+const LANGUAGE = ["chat_template.jinja", "generation_config.json", "lorafleet.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]; // sent where they are there
 
 /** name: of the adapter that gets a version; "" asks for one. tenant: whose key it is; null may push for anybody. */
 export function askPush({ name = "", tenant = null, after }) {
@@ -15,8 +16,8 @@ export function askPush({ name = "", tenant = null, after }) {
     text: "A folder that PEFT has saved. Its files are checked and loaded before anybody is served with them.",
     fields: [
       ...(name ? [] : [{ name: "name", label: "Name", required: true, maxlength: 256, hint: "Requests give it as their model." }]),
-      { name: "folder", label: "Folder on this machine", type: "file", webkitdirectory: true, hint: `${CONFIG} and ${WEIGHTS[0]} of it are sent.` },
-      { name: "source", label: "Or a path or URI that the server reads", placeholder: "s3://bucket/adapter", hint: "With it, a tokenizer of the adapter's own is read too." },
+      { name: "folder", label: "Folder on this machine", type: "file", webkitdirectory: true, hint: `${CONFIG} and ${WEIGHTS[0]} of it are sent, and its tokenizer and template where it has them.` },
+      { name: "source", label: "Or a path or URI that the server reads", placeholder: "s3://bucket/adapter" },
       { name: "replicas", label: "Replicas that must have loaded it", type: "number", min: 1, step: 1, value: 1, required: true },
       ...(tenant === null && !name ? [{ name: "pin", label: "Pin to so many replicas", type: "number", min: 1, step: 1, placeholder: "not pinned" }, { name: "tenant", label: "Tenant", placeholder: "public" }] : []),
       { name: "activate", label: "Requests go to it from now on", type: "checkbox", value: true },
@@ -46,14 +47,14 @@ async function push(name, values, under) {
   return upload(`${adapterPath(name, "files")}?${query}`, tarOf(filesOf(values.folder)), under);
 }
 
-/** The two files at the top of the folder; one folder of a training run has many more. */
+/** What serving reads, at the top of the folder; one folder of a training run has many more. */
 export function filesOf(folder) {
   const top = new Map(folder.filter((file) => file.webkitRelativePath.split("/").length === 2).map((file) => [file.name, file]));
   const weights = WEIGHTS.find((name) => top.has(name));
   if (!top.has(CONFIG) || weights === undefined) {
     throw new Error(`The folder has no ${top.has(CONFIG) ? WEIGHTS.join(" or ") : CONFIG}; choose the one that PEFT has saved.`);
   }
-  return { [CONFIG]: top.get(CONFIG), [weights]: top.get(weights) };
+  return Object.fromEntries([CONFIG, weights, ...LANGUAGE].filter((name) => top.has(name)).map((name) => [name, top.get(name)]));
 }
 
 /** fetch does not tell how far an upload is. */

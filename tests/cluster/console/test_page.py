@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from lorafleet.cluster.console.page import PAGE_ROUTES, STATIC
+from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
 from lorafleet.workers.openai.api import build_api
 from state_fronts import bare_front
 
@@ -57,3 +58,8 @@ def test_files_make_no_html_of_strings_and_name_nothing_elsewhere() -> None:
         )
         assert not re.search(r"\son[a-z]+=\"|<script>|<style|\sstyle=\"|javascript:", text), file
         assert set(re.findall(r"https?://[^\"'\s)]+", text)) <= {"http://www.w3.org/2000/svg"}, file
+
+
+def test_a_pushed_folder_is_sent_with_every_file_that_serving_reads() -> None:
+    named = set(re.findall(r'"([\w.]+\.(?:json|jinja|safetensors|bin))"', (STATIC / "push.js").read_text()))
+    assert named == {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *LANGUAGE_NAMES}
