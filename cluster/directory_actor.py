@@ -173,6 +173,8 @@ def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
             # A replica's own strategy, which it has without one, would put it into that replica's placement group.
             scheduling_strategy=_rather_on_head() if in_s3 else "DEFAULT",
             max_concurrency=MAX_CALLS,
+            # Ray's head would remember each of the last 100 000 calls: 200 MB.
+            enable_task_events=False,
         )
         .remote(place.uri, place.base_names, place.fill_cpu_loras, secrets.token_hex(16))
     )

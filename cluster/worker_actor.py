@@ -87,7 +87,13 @@ class WorkerHandle:
     def __init__(self, rank: int, group: PlacementGroup, num_cpus: float, num_gpus: int) -> None:
         bundle = FIRST_BUNDLE + rank
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
+        # Ray's head would remember each of the last 100 000 calls, and health is asked for every few seconds.
+        options = {
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "scheduling_strategy": strategy,
+            "enable_task_events": False,
+        }
         self._rank = rank
         named = type(f"WorkerActor:rank{rank}", (WorkerActor,), {})  # Ray titles the process with it
         self._actor: Any = ray.remote(named).options(**options).remote(rank)

@@ -144,6 +144,24 @@ async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency
     await asyncio.sleep(0.01)  # until the transports have noticed
 
 
+async def test_ray_s_head_does_not_remember_the_directory_s_calls(tmp_path: Path) -> None:
+    """It would keep 100 000 of them, 2 KB each. What is called after them is there once they would be."""
+    directory = get_or_create(DirectoryPlace("calls", "/model", str(tmp_path), ("base",), fill_cpu_loras=False))
+    await directory.counts()
+    ray.get(ray.remote(remembered).remote())
+    deadline = time.monotonic() + PATIENCE_S
+    names = ""
+    while "remembered" not in names:
+        assert time.monotonic() < deadline, names
+        await asyncio.sleep(0.1)
+        names = " ".join(event["cat"] for event in ray.timeline() or ())  # type: ignore[no-untyped-call]  # Ray's own omission
+    assert "DirectoryActor" not in names
+
+
+def remembered() -> None:
+    pass
+
+
 async def test_with_s3_the_directory_is_rather_on_the_head() -> None:
     strategy = _rather_on_head()
     (node,) = ray.nodes()
