@@ -364,10 +364,10 @@ async def _events(answer: httpx.Response) -> AsyncGenerator[dict[str, Any], None
             yield json.loads(line.removeprefix("data: "))
 
 
-def series(text: str, name: str) -> float:
-    """Of Prometheus' text, summed over labels."""
+def series(text: str, name: str, label: str = "") -> float:
+    """Of Prometheus' text, summed over labels; only where `label`, as in 'kind="prompt"', is one of them."""
     return sum(
         float(line.rpartition(" ")[2])
         for line in text.splitlines()
-        if line.partition("{")[0].partition(" ")[0] in (name, f"{name}_total")
+        if line.partition("{")[0].partition(" ")[0] in (name, f"{name}_total") and label in line
     )
