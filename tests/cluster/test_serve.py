@@ -55,18 +55,18 @@ def test_loading_replacing_and_unloading_reach_every_replica_before_they_return(
         return {str(seen_logprobs(r)) if r.status_code == 200 else r.status_code for r in responses}
 
     def change(action: str, **body: object) -> None:
-        response = client.post(f"/v1/{action}_lora_adapter", json={"lora_name": "hot", **body})
+        response = client.post(f"/v1/{action}_lora_adapter", json={"lora_name": "loaded-at-run-time", **body})
         assert response.status_code == 200, response.text
 
     change("load", lora_path=str(tiny_model.parent / "a0"))
-    first = everywhere("hot")
+    first = everywhere("loaded-at-run-time")
     assert len(first) == 1 and 404 not in first
     change("load", lora_path=str(tiny_model.parent / "a1"), load_inplace=True)
-    second = everywhere("hot")
+    second = everywhere("loaded-at-run-time")
     assert len(second) == 1 and second != first
     change("unload")
-    assert everywhere("hot") == {404}
-    assert "hot" not in client.get("/v1/models").text
+    assert everywhere("loaded-at-run-time") == {404}
+    assert "loaded-at-run-time" not in client.get("/v1/models").text
 
 
 def test_a_body_over_the_proxys_buffer_is_answered(client: httpx.Client) -> None:

@@ -18,7 +18,7 @@ BLOCK, TRASH = 4, 400
 
 
 def chunk(name: str, tokens: list[int], num_computed: int, table: list[int], num_tokens: int) -> Chunk:
-    blocks = SequenceBlocks(0)
+    blocks = SequenceBlocks(0, 0)
     blocks.table.extend(table)
     return Chunk(
         Sequence(name, tokens, 1, SamplingParams(), 0, 9, blocks=blocks, num_computed=num_computed), num_tokens

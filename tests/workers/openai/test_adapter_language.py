@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lorafleet.workers.errors import AdapterMissing
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import EngineHello, Vocabulary
+from lorafleet.workers.messages import Vocabulary
 from lorafleet.workers.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -120,8 +121,7 @@ async def test_an_adapter_that_cannot_be_read_is_answered_by_the_base_where_that
     engine.load_adapter = load
     body = {"model": "sql", "prompt": "a"}
     assert (await http.post("/v1/completions", json=body)).status_code == 404
-    hello = engine.hello
-    engine.hello = EngineHello(hello.vocab_size, hello.max_model_len, hello.kv_cache_tokens, hello.eos_token_ids, True)
+    engine.hello = msgspec.structs.replace(engine.hello, falls_back_to_base=True)
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200 and engine.requests[-1].lora is None
     assert answer.json()["model"] == "llama" and "no such folder" in str(answer.json()["lora_fallback"])
