@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -50,6 +51,13 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
     },
     "router": {"target_modules": [], "target_parameters": ["gate.weight", "gate_up_proj"], "use_rslora": True},
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test, alone or among others, has the same random numbers."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -26,7 +26,7 @@ def run_interpreted(code: str) -> None:
         pytest.skip("needs triton")
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [sys.executable, "-c", "import torch\ntorch.manual_seed(0)\n" + textwrap.dedent(code)],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
         cwd=ROOT,
         capture_output=True,

@@ -1,7 +1,7 @@
 """What an answer must look like, as a request says it: plain data that crosses to the engine in SamplingParams.
 
 Made by the functions here, which check shape and size; whether a grammar can be served is found out where it is
-compiled, workers/structured/compiler.py.
+compiled, workers/structured/grammar_program.py.
 """
 
 from __future__ import annotations
