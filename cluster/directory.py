@@ -155,7 +155,7 @@ class AdapterDirectory:
         self._epoch = uuid.uuid4().hex
         self._version = 0
         self._changes: deque[tuple[int, str]] = deque(maxlen=MAX_CHANGES)
-        self._since: dict[str, int] = {}  # of names that changed in this epoch
+        self._since: dict[str, int] = {}  # of the served names that changed in this epoch
         self._found: dict[str, LoRARequest] = {}
         self._found_names: dict[str, tuple[str, ...]] = {}  # by digest
         self._replicas: dict[str, _Replica] = {}
@@ -523,10 +523,13 @@ class AdapterDirectory:
     def _publish(self, names: Iterable[str]) -> None:
         for name in names:
             self._version += 1
-            self._since[name] = self._version
             self._changes.append((self._version, name))
             if self.catalogue.state.owner(name) is not None:
                 self._drop_found(name)
+            if self.served(name) is not None:
+                self._since[name] = self._version
+            else:
+                self._since.pop(name, None)
             self._residency.name_changed(name)
         for replica in self._replicas.values():
             replica.changed.set()

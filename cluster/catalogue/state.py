@@ -51,7 +51,7 @@ class CatalogueState:
         self.removing: set[str] = set()  # names
         self._owned: dict[str, dict[str, int]] = {}  # by tenant: of each adapter, its bytes
         self._files_uri = files_uri
-        self._removed: dict[str, Removed] = {}
+        self._removed: dict[str, Removed] = {}  # those that some application would bring back
         self._owner: dict[str, str] = {}  # of an alias: its adapter
         self._users: dict[str, tuple[str, ...] | str] = {}  # of a digest: the adapters, or nearly always the one
 
@@ -72,7 +72,8 @@ class CatalogueState:
         if tenant is not None:
             self.owned(tenant).pop(name, None)
         if isinstance(entry, Removed):
-            self._removed[name] = entry
+            if entry.seeded_by is not None:
+                self._removed[name] = entry
             return changed
         self.adapters.put(name, packed)
         for alias in entry.aliases:
@@ -102,6 +103,7 @@ class CatalogueState:
         return iter(self._owner)
 
     def removed(self, name: str) -> Removed | None:
+        """None too where nothing would bring it back."""
         return self._removed.get(name)
 
     def users(self, digest: str) -> tuple[str, ...]:
