@@ -32,6 +32,7 @@ OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
 UNAUTHORIZED = 401
 HTTP_S = 60.0  # how long HTTP may take after the replicas are up
 POLL_S = 0.2
+RAY_IS_LATE = "timed out during startup"
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -115,22 +116,14 @@ def _check_address(listener: Listener) -> None:
 
 def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     console.print("starting Ray")
-    import ray  # these read the environment when they are imported
-    from ray import serve
+    from ray import serve  # these read the environment when they are imported
 
     from lorafleet.cluster.app import build, node_gpus
     from lorafleet.cluster.directory_actor import DirectoryPlace
 
     replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
     num_cpus = max(os.cpu_count() or 1, math.ceil(args.most_replicas * replica_cpus) + 1)
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=num_cpus,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    start_ray(num_cpus)
     _catch_signals()  # ray.init puts its own handlers in place
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if args.device == "cuda":
@@ -143,6 +136,33 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     console.print("starting HTTP")
     with _own_client(listener, run_dir) as client:
         _wait_for_http(args, client)
+
+
+def start_ray(num_cpus: int) -> None:
+    """Once more where its processes took longer than the 30 s that Ray gives them on any machine."""
+    import ray
+
+    for starts_left in (1, 0):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=num_cpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            return
+        except Exception as error:  # Ray has no class of its own for it
+            if RAY_IS_LATE not in str(error):
+                raise
+            if not starts_left:
+                raise ConfigError(
+                    f"Ray's processes did not start in two times 30 s: this machine is too busy, or a process of Ray "
+                    f"ends at once; see the logs in /tmp/ray/session_latest/logs. Ray says: {error}"
+                ) from None
+            console.print("Ray did not start in 30 s; once more")
+            end_descendants()
 
 
 def _wait_for_replicas(directory: str) -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+import ray
 
-from lorafleet.cluster.local import Listener
+from lorafleet.cluster import local
+from lorafleet.cluster.local import Listener, start_ray
 from lorafleet.cluster.tls import TLSFiles
 from lorafleet.workers.errors import ConfigError
 
@@ -36,3 +38,33 @@ def test_certificates_of_clients_are_not_asked_for_in_vain() -> None:
 )
 def test_the_url_that_is_shown_can_be_reached_from_this_machine(host: str, tls: TLSFiles | None, url: str) -> None:
     assert Listener(host, 8000, tls, direct_streaming=True).url == url
+
+
+@pytest.mark.parametrize(
+    ("said", "starts"),
+    [
+        (["The current node timed out during startup. This could"], 2),
+        (["The current node timed out during startup. This could"] * 2, 2),
+        (["no such file"], 1),
+        ([], 1),
+    ],
+    ids=["late once", "late twice", "something else", "in time"],
+)
+def test_ray_is_started_once_more_only_where_it_was_late(
+    monkeypatch: pytest.MonkeyPatch, said: list[str], starts: int
+) -> None:
+    seen: list[str] = []
+
+    def init(**_: object) -> None:
+        seen.append("start")
+        if len(said) >= seen.count("start"):
+            raise Exception(said[seen.count("start") - 1])  # Ray's own is no subclass
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(local, "end_descendants", lambda: seen.append("end of what it started"))
+    if len(said) >= starts:
+        with pytest.raises(Exception, match="too busy" if starts == 2 else said[0]):
+            start_ray(2)
+    else:
+        start_ray(2)
+    assert seen == ["start", "end of what it started", "start"][: 2 * starts - 1]
