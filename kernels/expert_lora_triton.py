@@ -37,6 +37,25 @@ def _least_slot(slots: tl.tensor) -> tl.tensor:
     return tl.min(tl.where(slots >= 0, slots, NO_SLOT), 0)
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _pairs_and_slots(
+    tile: tl.tensor, pair_ptr: tl.tensor, slot_ptr: tl.tensor, pairs_a_token: tl.tensor, tile_pairs: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """-1 where the tile has fewer pairs, or the pair no adapter."""
+    pair = tl.load(pair_ptr + tile * tile_pairs + tl.arange(0, tile_pairs)).to(tl.int64)
+    return pair, tl.load(slot_ptr + pair // pairs_a_token, mask=pair >= 0, other=-1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _field(record: tl.tensor, number: tl.constexpr) -> tl.tensor:
+    return tl.load(record.to(tl.pointer_type(tl.int64)) + number)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _rank_and_groups(record: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return tl.multiple_of(_field(record, 3).to(tl.int32), 8), _field(record, 4).to(tl.int32)
+
+
 # Slots and records begin anywhere in larger tensors: their alignment must not ask for another kernel.
 @triton.jit(do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_row", "pairs_a_token", "num_pairs", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
 def _shrink_kernel(
@@ -62,8 +81,7 @@ def _shrink_kernel(
     if expert < 0:
         return
     split = tl.program_id(1)
-    pair = tl.load(pair_ptr + tile * tile_pairs + tl.arange(0, tile_pairs)).to(tl.int64)
-    slots = tl.load(slot_ptr + pair // pairs_a_token, mask=pair >= 0, other=-1)
+    pair, slots = _pairs_and_slots(tile, pair_ptr, slot_ptr, pairs_a_token, tile_pairs)
     d = tl.arange(0, block_d)
     x_row = x_ptr + (pair // pairs_a_row)[:, None] * num_features
     p_row = p_ptr + (split.to(tl.int64) * num_pairs + pair[:, None]) * num_columns
@@ -72,13 +90,11 @@ def _shrink_kernel(
     while slot < NO_SLOT:
         record = tl.load(record_ptr + slot)
         if record != 0:
-            fields = record.to(tl.pointer_type(tl.int64))
-            rank = tl.multiple_of(tl.load(fields + 3).to(tl.int32), 8)
-            groups = tl.load(fields + 4).to(tl.int32)
+            rank, groups = _rank_and_groups(record)
             columns = rank * groups
-            a_ptr = tl.multiple_of(record + tl.load(fields), 16).to(tl.pointer_type(a_dtype))
+            a_ptr = tl.multiple_of(record + _field(record, 0), 16).to(tl.pointer_type(a_dtype))
             a_ptr += expert * columns * num_features
-            scale_ptr = (record + tl.load(fields + 2)).to(tl.pointer_type(tl.float32)) + expert * groups
+            scale_ptr = (record + _field(record, 2)).to(tl.pointer_type(tl.float32)) + expert * groups
             own = (slots == slot)[:, None]
             for first in tl.range(0, columns, block_c):
                 c = first + tl.arange(0, block_c)
@@ -120,17 +136,14 @@ def _expand_kernel(
         return
     first_output = tl.program_id(1) * block_o
     o = first_output + tl.arange(0, block_o)
-    pair = tl.load(pair_ptr + tile * tile_pairs + tl.arange(0, tile_pairs)).to(tl.int64)
-    slots = tl.load(slot_ptr + pair // pairs_a_token, mask=pair >= 0, other=-1)
+    pair, slots = _pairs_and_slots(tile, pair_ptr, slot_ptr, pairs_a_token, tile_pairs)
     acc = tl.zeros((tile_pairs, block_o), dtype=tl.float32)
     slot = _least_slot(slots)
     while slot < NO_SLOT:
         record = tl.load(record_ptr + slot)
         if record != 0:
-            fields = record.to(tl.pointer_type(tl.int64))
-            rank = tl.multiple_of(tl.load(fields + 3).to(tl.int32), 8)
-            groups = tl.load(fields + 4).to(tl.int32)
-            b_ptr = tl.multiple_of(record + tl.load(fields + 1), 16).to(tl.pointer_type(b_dtype))
+            rank, groups = _rank_and_groups(record)
+            b_ptr = tl.multiple_of(record + _field(record, 1), 16).to(tl.pointer_type(b_dtype))
             b_row = b_ptr + (expert * num_outputs + o)[None, :] * rank
             own = (slots == slot)[:, None]
             outputs = num_outputs // groups

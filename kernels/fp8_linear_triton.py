@@ -13,10 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafleet.kernels.fp8 import FP8, FP8_MAX
-from lorafleet.kernels.split_sum_triton import split_sum_triton
+from lorafleet.kernels.split_sum_triton import split_sum_triton, steps_a_split, store_part
 
-PROGRAMS = 264  # of one launch: two on each multiprocessor of an H200, as measured there
-MAX_SPLITS = 8
 BLOCK_D = 128
 
 
@@ -56,11 +54,7 @@ def _fp8_linear_kernel(
         acc = tl.dot(w.to(dtype), x, acc, input_precision="ieee")
     if is_whole:
         acc *= tl.load(scale_ptr + o, mask=o_inside, other=0.0)[:, None]
-        if has_bias:
-            acc += tl.load(bias_ptr + o, mask=o_inside, other=0.0).to(tl.float32)[:, None]
-    split = tl.program_id(2).to(tl.int64) * num_tokens * outputs
-    y_tile = y_ptr + split + t[None, :].to(tl.int64) * outputs + o[:, None]
-    tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=o_inside[:, None] & t_inside[None, :])
+    store_part(acc, bias_ptr, y_ptr, o, t, num_tokens, outputs, has_bias)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -87,13 +81,12 @@ def fp8_linear_triton(x_TD: Tensor, weight_OD: Tensor, scale_O: Tensor, bias_O: 
     assert weight_OD.shape[1] == inputs and weight_OD.dtype == FP8
     assert x_TD.is_contiguous() and weight_OD.is_contiguous()
     block_o, block_t, warps, stages = tile_of(num_tokens)
-    blocks, tiles = triton.cdiv(inputs, BLOCK_D), triton.cdiv(outputs, block_o) * triton.cdiv(num_tokens, block_t)
-    wanted = max(1, min(MAX_SPLITS, PROGRAMS // tiles, blocks // 4))
-    blocks_a_split = triton.cdiv(blocks, wanted)
+    blocks, tiles = triton.cdiv(inputs, BLOCK_D), (triton.cdiv(outputs, block_o), triton.cdiv(num_tokens, block_t))
+    blocks_a_split = steps_a_split(blocks, tiles[0] * tiles[1])
     splits = triton.cdiv(blocks, blocks_a_split)
     dtype = x_TD.dtype if splits == 1 else torch.float32
     y_KTO = torch.empty(splits, num_tokens, outputs, dtype=dtype, device=x_TD.device)
-    _fp8_linear_kernel[(triton.cdiv(outputs, block_o), triton.cdiv(num_tokens, block_t), splits)](
+    _fp8_linear_kernel[(*tiles, splits)](
         x_TD,
         weight_OD,
         scale_O,

@@ -21,13 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorafleet.kernels.split_sum_triton import split_sum_triton
+from lorafleet.kernels.split_sum_triton import split_sum_triton, steps_a_split, store_part
 
 if TYPE_CHECKING:
     from lorafleet.kernels.nf4 import NF4Weight
 
-PROGRAMS = 264  # of one launch: two on each multiprocessor of an H200, as measured there
-MAX_SPLITS = 8
 LOOKUP = 0 if os.environ.get("TRITON_INTERPRET") == "1" else 1
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -128,11 +126,7 @@ def _nf4_linear_kernel(
             acc,
             input_precision="ieee",
         )
-    if has_bias:
-        acc += tl.load(bias_ptr + o, mask=o_inside, other=0.0).to(tl.float32)[:, None]
-    split = tl.program_id(2).to(tl.int64) * num_tokens * outputs
-    y_tile = y_ptr + split + t[None, :].to(tl.int64) * outputs + o[:, None]
-    tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=o_inside[:, None] & t_inside[None, :])
+    store_part(acc, bias_ptr, y_ptr, o, t, num_tokens, outputs, has_bias)
 
 
 @triton.jit(do_not_specialize=["first_row"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -169,13 +163,12 @@ def nf4_linear_triton(x_TD: Tensor, weight: NF4Weight, bias_O: Tensor | None) ->
     assert inputs == 2 * half and x_TD.is_contiguous() and x_TD.dtype == weight.dtype
     assert weight.quantised_from is not None
     block_o, block_t, warps, stages = tile_of(num_tokens)
-    groups, tiles = half // weight.group, triton.cdiv(outputs, block_o) * triton.cdiv(num_tokens, block_t)
-    wanted = max(1, min(MAX_SPLITS, PROGRAMS // tiles, groups // 4))
-    groups_a_split = triton.cdiv(groups, wanted)
+    groups, tiles = half // weight.group, (triton.cdiv(outputs, block_o), triton.cdiv(num_tokens, block_t))
+    groups_a_split = steps_a_split(groups, tiles[0] * tiles[1])
     splits = triton.cdiv(groups, groups_a_split)
     dtype = x_TD.dtype if splits == 1 else torch.float32
     y_KTO = torch.empty(splits, num_tokens, outputs, dtype=dtype, device=x_TD.device)
-    _nf4_linear_kernel[(triton.cdiv(outputs, block_o), triton.cdiv(num_tokens, block_t), splits)](
+    _nf4_linear_kernel[(*tiles, splits)](
         x_TD,
         weight.packed_OH,
         weight.absmax_OG,

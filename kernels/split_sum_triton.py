@@ -1,7 +1,8 @@
-"""The sum of what several programs made of parts of a GEMM's inputs: y = scale * sum over K of part_KTO + bias.
+"""GEMMs whose inputs are divided among programs: into how many splits, where each program's part goes, and the parts'
+sum, y = scale * sum over K of part_KTO + bias.
 
-Idea: elementwise; with few tokens a GEMM's outputs are too few tiles for a GPU, so each tile's inputs are divided too.
-A fixed order and no atomics, so the same bits on every run.
+Idea: with few tokens a GEMM's outputs are too few tiles for a GPU, so each tile's inputs are divided too. The sum is
+elementwise, in a fixed order and without atomics, so the same bits on every run.
 """
 
 # T tokens · O out · K splits
@@ -13,7 +14,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+PROGRAMS = 264  # of one launch: two on each multiprocessor of an H200, as measured there
+MAX_SPLITS = 8
+MIN_STEPS = 4  # of a split
 BLOCK_O = 512
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def store_part(
+    acc: tl.tensor,
+    bias_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    o: tl.tensor,
+    t: tl.tensor,
+    num_tokens: tl.tensor,
+    outputs: tl.constexpr,
+    has_bias: tl.constexpr,
+) -> None:
+    """acc: a tile [o, t] of split program_id(2). y: [K, T, O]. has_bias: only where there is one split."""
+    o_inside, t_inside = o < outputs, t < num_tokens
+    if has_bias:
+        acc += tl.load(bias_ptr + o, mask=o_inside, other=0.0).to(tl.float32)[:, None]
+    split = tl.program_id(2).to(tl.int64) * num_tokens * outputs
+    y_tile = y_ptr + split + t[None, :].to(tl.int64) * outputs + o[:, None]
+    tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=o_inside[:, None] & t_inside[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -40,6 +64,12 @@ def _split_sum_kernel(
     if has_bias:
         acc += tl.load(bias_ptr + o, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * outputs + o, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def steps_a_split(num_steps: int, num_tiles: int) -> int:
+    """num_steps: that a program without splits would go through, over the inputs. num_tiles: of the outputs."""
+    wanted = max(1, min(MAX_SPLITS, PROGRAMS // num_tiles, num_steps // MIN_STEPS))
+    return -(-num_steps // wanted)
 
 
 def split_sum_triton(

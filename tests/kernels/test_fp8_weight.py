@@ -54,10 +54,10 @@ def test_the_kernel_in_the_interpreter() -> None:
     run_interpreted(
         """
         import torch
-        from lorafleet.kernels import fp8_linear_triton as kernels
+        from lorafleet.kernels import fp8_linear_triton as kernels, split_sum_triton
         kernels.FP8 = torch.float32
         for programs in (1, 64):
-            kernels.PROGRAMS = programs
+            split_sum_triton.PROGRAMS = programs
             cases = ((1, (70, 1024), True), (19, (64, 1088), False), (3, (20, 96), True))
             for tokens, (outputs, inputs), has_bias in cases:
                 w, x, scale = torch.randn(outputs, inputs), torch.randn(tokens, inputs), torch.rand(outputs)

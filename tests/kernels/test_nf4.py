@@ -95,10 +95,10 @@ def test_the_kernels_in_the_interpreter() -> None:
     run_interpreted(
         """
         import torch
-        from lorafleet.kernels import nf4_gemv_triton, nf4_triton
+        from lorafleet.kernels import nf4_gemv_triton, nf4_triton, split_sum_triton
         from tests.kernels.test_nf4 import held
         for programs in (1, 64):
-            nf4_triton.PROGRAMS = programs
+            split_sum_triton.PROGRAMS = programs
             cases = ((1, (70, 512), True), (19, (64, 1024), False), (3, (20, 96), True), (1, (21, 2048), False))
             for tokens, (outputs, inputs), has_bias in cases:
                 values = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1))
