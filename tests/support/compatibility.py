@@ -15,6 +15,7 @@ from openai.types.responses import response_create_params
 
 from lorafleet.workers.openai.fields import INSTEAD, NO_EFFECT, NO_OP_VALUES, Tolerant
 from lorafleet.workers.openai.protocol import (
+    OUTPUT_LOGPROBS,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -34,16 +35,19 @@ NOTES = {
     "encoding_format": "`float`, `base64`",
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
+    "include": f"`{OUTPUT_LOGPROBS}`; the others are of items that no answer here has",
     "input": "texts or token ids; of `/v1/responses` also messages, calls and their results",
     "parallel_tool_calls": "`false`: one call at most",
     "pooling": "`last` or `mean`; default: `--pooling`",
+    "prediction": "it makes an answer sooner, not another",
     "priority": "the lower, the sooner, among one adapter's requests; below 0 takes an admin key where there are keys",
     "store": "nothing is stored",
     "metadata": "kept with nothing; `/v1/responses` gives it back",
     "strict": "a demanded call is always forced by its schema",
     "suffix": "no model here fills in the middle",
     "text": "`format`: `text`, `json_object`, `json_schema`",
-    "tool_choice": "`none`, `auto`, `required`, or a function by name",
+    "tool_choice": "`none`, `auto`, `required`, a function by name, or `allowed_tools`",
+    "top_logprobs": "of `/v1/responses`: with `include`",
     "tools": "functions",
     "truncate_prompt_tokens": "keeps the last k; -1: as many as fit",
 }
@@ -65,10 +69,11 @@ Hermes's `<tool_call>`, Llama 3's JSON, Mistral's `[TOOL_CALLS]`. The format is 
 adapter's own; `--tool-call-parser` (`hermes`, `llama3_json`, `mistral`, `none`) sets it. vLLM's
 `--enable-auto-tool-choice` is not needed: calls are read wherever the format is known, and else refused.
 `required` and a function by name work with every template that shows tools: a schema forces the call, and the answer
-ends with `finish_reason: tool_calls`. Under `auto` the model is not forced, also where a function says `strict`; what
-it writes that is no call of an offered function is content. In a stream a call that breaks off after it has begun goes
-on as its arguments, as the model wrote them. `tools` beside a format that says what the whole answer is
-(`response_format`, `structured_outputs`) are refused unless `tool_choice` is `none`.
+ends with `finish_reason: tool_calls`. `allowed_tools` shows the model those functions alone. Under `auto` the model is
+not forced, also where a function says `strict`; what it writes that is no call of an offered function is content. In a
+stream a call that breaks off after it has begun goes on as its arguments, as the model wrote them. `tools` beside a
+format that says what the whole answer is (`response_format`, `structured_outputs`) are refused unless `tool_choice` is
+`none`.
 """
 
 

@@ -119,7 +119,7 @@ class ResponseBody(TypedDict):
     store: Literal[False]
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"]
@@ -177,7 +177,6 @@ class Envelope(TypedDict):
     id: str
     created: int
     model: str
-    system_fingerprint: None
     lora_fallback: NotRequired[Fallback]
 
 

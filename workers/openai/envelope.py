@@ -38,7 +38,6 @@ class Envelope:
             "object": self.kind,
             "created": self.created,
             "model": model,
-            "system_fingerprint": None,
         }
 
     def whole(self, samples: Sequence[Sample]) -> dict[str, object]:

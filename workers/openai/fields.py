@@ -26,6 +26,9 @@ NO_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",  # makes an answer sooner, not another
+        "max_tool_calls",  # of built-in tools, of which there are none
         "include_reasoning",  # no answer is split into reasoning and content
     }
 )
@@ -38,9 +41,8 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "reasoning_effort": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "web_search_options": (),
@@ -49,10 +51,8 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     "previous_response_id": (),
     "conversation": (),
     "background": (False,),
-    "include": ([],),
-    "reasoning": (),
+    "reasoning": ({},),
     "truncation": ("disabled",),
-    "max_tool_calls": (),
     "context_management": ([],),
     # vLLM
     "echo": (False,),  # of chat
@@ -108,7 +108,9 @@ def without_no_ops(body: dict[str, object], known: set[str], where: str = "") ->
 
 
 def _same(value: object, allowed: object) -> bool:
-    """As JSON has it: 0 is not false, and 1 is 1.0."""
+    """As JSON has it: 0 is not false, and 1 is 1.0; what is null in an object is not in it."""
+    if isinstance(value, dict):
+        value = {name: inner for name, inner in value.items() if inner is not None}
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 

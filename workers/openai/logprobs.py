@@ -37,7 +37,11 @@ def _best_by_text(tokenizer: Tokenizer, entry: TokenLogprobs, as_ids: bool) -> d
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> dict[str, object]:
-    return {"content": [_chat_entry(tokenizer, entry, as_ids) for entry in entries], "refusal": None}
+    return {"content": logprob_entries(tokenizer, entries, as_ids=as_ids), "refusal": None}
+
+
+def logprob_entries(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> list[object]:
+    return [_chat_entry(tokenizer, entry, as_ids) for entry in entries]
 
 
 def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, as_ids: bool) -> dict[str, object]:

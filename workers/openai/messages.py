@@ -9,6 +9,7 @@ from lorafleet.workers.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _PASSED_ON = ("role", "name", "tool_call_id")
+_NO_EFFECT = ("parsed",)  # openai-python's own reading of `content`, which it sends back beside it
 _ALWAYS_EMPTY = ("function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content")
 
 _PARTS = {
@@ -16,7 +17,7 @@ _PARTS = {
     "minItems": 1,
     "items": {
         "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "prompt_cache_breakpoint": {}},
         "required": ["type", "text"],
         "additionalProperties": False,
     },
@@ -45,6 +46,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
         "tool_call_id": {"type": ["string", "null"]},
         "tool_calls": {"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
         **{name: {"enum": [None, "", [], {}]} for name in _ALWAYS_EMPTY},
+        **{name: {"description": "Accepted; it changes nothing."} for name in _NO_EFFECT},
     },
     "required": ["role"],
     "if": {"not": {"properties": {"role": {"const": "assistant"}}}},
@@ -71,7 +73,7 @@ def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         elif name == "tool_calls":
             if value:
                 read[name] = _read_calls(value, f"{where}.{name}")
-        elif name != "content":
+        elif name != "content" and name not in _NO_EFFECT:
             raise InvalidRequest(f"`{where}.{name}` is no field of a message; remove it.", f"{where}.{name}")
     if read.get("role") not in ROLES:
         raise InvalidRequest(f"`{where}.role` must be one of {', '.join(ROLES)}.", f"{where}.role")
@@ -129,7 +131,7 @@ def _read_part(part: object, where: str) -> str:
         raise InvalidRequest(
             f"`{where}` is of type {part['type']!r}; this model reads text only. Remove the part.", f"{where}.type"
         )
-    unknown = set(part) - {"type", "text"}
+    unknown = set(part) - {"type", "text", "prompt_cache_breakpoint"}
     if unknown:
         raise InvalidRequest(
             f"`{where}.{min(unknown)}` is no field of a text part; remove it.", f"{where}.{min(unknown)}"

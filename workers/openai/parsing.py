@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from lorafleet.workers.errors import BodyTooLarge, InvalidRequest
@@ -29,7 +30,7 @@ def parse_query(request: Request, model: type[Body]) -> Body:
     try:
         return model.model_validate(given, strict=False)
     except ValidationError as error:
-        raise _invalid(error, "") from error
+        raise _invalid(error, "", given) from error
 
 
 async def _read_bytes(request: Request, limit: int) -> bytes:
@@ -69,25 +70,42 @@ def parse_object(body: dict[str, object], model: type[Body], where: str = "") ->
     try:
         return model.model_validate(rest)
     except ValidationError as error:
-        raise _invalid(error, where) from error
+        raise _invalid(error, where, rest) from error
 
 
-def _invalid(error: ValidationError, where: str) -> InvalidRequest:
-    first = error.errors(include_url=False, include_context=False)[0]
-    location = first["loc"]
-    # A union's errors name the member that did not fit after the field; the field is what the client wrote.
-    path = location[:1] if len({e["loc"][:1] for e in error.errors()}) < error.error_count() else location
+def _invalid(error: ValidationError, where: str, body: dict[str, object]) -> InvalidRequest:
+    """Of the first field with a fault, the one that lies deepest: of a union's members, that is the one meant."""
+    faults = error.errors(include_url=False)
+    faults = [one for one in faults if one["loc"][:1] == faults[0]["loc"][:1]]
+    paths = [_path(one["loc"], body, one["type"] == "missing") for one in faults]
+    path = max(paths, key=len)
+    fault = faults[paths.index(path)]
     param = where + ".".join(map(str, path))
-    if first["type"] == "extra_forbidden":
+    if fault["type"] == "extra_forbidden":
         return InvalidRequest(f"`{param}` is no field of this request; remove it.", param)
-    if first["type"] == "missing":
+    if fault["type"] == "missing":
         return InvalidRequest(f"`{param}` is missing.", param)
-    wishes = " or ".join(dict.fromkeys(_wish(e["msg"]) for e in error.errors() if e["loc"][:1] == location[:1]))
-    return InvalidRequest(f"`{param}` {wishes}.", param)
+    wishes = [_wish(one) for one, its in zip(faults, paths, strict=True) if its == path and one["type"] != "missing"]
+    return InvalidRequest(f"`{param}` {' or '.join(dict.fromkeys(wishes))}.", param)
 
 
-def _wish(message: str) -> str:
-    return message.replace("Input should", "should", 1)
+def _path(location: tuple[int | str, ...], body: object, misses_last: bool) -> tuple[int | str, ...]:
+    """The location without what pydantic puts into it of its own: the names of a union's members."""
+    path: list[int | str] = []
+    for i, key in enumerate(location):
+        missing = misses_last and i == len(location) - 1
+        if missing or (isinstance(body, dict) and key in body) or (isinstance(body, list) and isinstance(key, int)):
+            path.append(key)
+            body = None if missing else body[key]  # type: ignore[index]  # mypy forgets what `or` joined
+    return tuple(path)
+
+
+def _wish(fault: ErrorDetails) -> str:
+    if fault["type"] == "union_tag_invalid":
+        return f"should have a `type` of {fault['ctx']['expected_tags']}"
+    if fault["type"] == "union_tag_not_found":
+        return "should have a `type`"
+    return fault["msg"].replace("Input should", "should", 1)
 
 
 def _json_type(value: object) -> str:

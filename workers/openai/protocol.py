@@ -80,13 +80,9 @@ class StructuredOutputsRequest(Strict):
     disable_fallback: bool | None = None
 
 
-class GenerationRequest(Tolerant):
-    """What completions and chat share."""
+class SampledRequest(Tolerant):
+    """How tokens are drawn, and where they end."""
 
-    model: str | None = None
-    lora_weights: list[float | int] | None = None  # where model mixes adapters, "a+b": of each, in the order named
-    n: int | None = None
-    best_of: int | None = None  # must equal n
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -100,9 +96,18 @@ class GenerationRequest(Tolerant):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
+
+
+class GenerationRequest(SampledRequest):
+    """What completions and chat share."""
+
+    model: str | None = None
+    lora_weights: list[float | int] | None = None  # where model mixes adapters, "a+b": of each, in the order named
+    n: int | None = None
+    best_of: int | None = None  # must equal n
+    max_tokens: int | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None  # keeps the last k; -1: as many as fit
@@ -148,13 +153,29 @@ class NamedToolChoice(Strict):
     function: NamedFunction
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolChoice] = Field(min_length=1)
+
+
+class AllowedToolChoice(Strict):
+    """The model is shown these of `tools` alone."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolMode = Literal["none", "auto", "required"]
+ToolChoice = Annotated[NamedToolChoice | AllowedToolChoice, Field(discriminator="type")]
+
+
 class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: one call at most
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -186,9 +207,18 @@ class ResponsesFunction(Strict):
     strict: bool | None = None
 
 
-class ResponsesToolChoice(Strict):
+class ResponsesNamedChoice(Strict):
     type: Literal["function"]
     name: str
+
+
+class ResponsesAllowedChoice(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ResponsesNamedChoice] = Field(min_length=1)
+
+
+ResponsesToolChoice = Annotated[ResponsesNamedChoice | ResponsesAllowedChoice, Field(discriminator="type")]
 
 
 class TextFormat(Strict):
@@ -209,25 +239,48 @@ class JsonSchemaFormat(Strict):
 
 class ResponsesText(Strict):
     format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(None, discriminator="type")
+    verbosity: Literal["medium"] | None = None  # OpenAI's default; models here know no other
 
 
-class ResponsesRequest(Tolerant):
+class ResponsesStreamOptions(Strict):
+    include_obfuscation: Literal[False] | None = None
+
+
+OUTPUT_LOGPROBS = "message.output_text.logprobs"
+Includable = Literal[
+    "message.output_text.logprobs",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+]
+
+
+class ResponsesRequest(SampledRequest):
     model: str | None = None
     lora_weights: list[float | int] | None = None
     input: Annotated[Any, _schema(anyOf=[{"type": "string"}, {"type": "array", "items": ITEM_SCHEMA, "minItems": 1}])]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: ResponsesText | None = None
     tools: list[ResponsesFunction] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
+    tool_choice: ToolMode | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None  # given back
+    include: list[Includable] | None = None  # all but output_text.logprobs: of items that no answer here has
+    top_logprobs: int | None = None
     stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return OUTPUT_LOGPROBS in (self.include or ())
 
 
 class TokenizeRequest(Tolerant):

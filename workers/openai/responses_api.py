@@ -20,9 +20,20 @@ from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.errors import http_error
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generation import Sample, fallback_of, usage_of
+from lorafleet.workers.openai.logprobs import logprob_entries
 from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.parsing import parse_object, read_body
-from lorafleet.workers.openai.protocol import ChatRequest, JsonObjectFormat, JsonSchemaFormat, ResponsesRequest
+from lorafleet.workers.openai.protocol import (
+    OUTPUT_LOGPROBS,
+    ChatRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    ResponsesAllowedChoice,
+    ResponsesNamedChoice,
+    ResponsesRequest,
+    SampledRequest,
+    ToolMode,
+)
 from lorafleet.workers.openai.responses import EventStream, WholeReply, json_response
 from lorafleet.workers.openai.responses_events import ResponseItems
 from lorafleet.workers.openai.responses_input import messages_of
@@ -39,6 +50,7 @@ async def responses(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, ResponsesRequest)
     structured = _structured(body)
+    _check_logprobs(body)
     try:
         chat = parse_object(_as_chat(body), ChatRequest)
         started = await start_chat(front, request, chat, deadline, "resp_", structured)
@@ -51,25 +63,44 @@ async def responses(front: Front, request: Request) -> Response:
     return EventStream(answer.stream(headers), headers)
 
 
+def _check_logprobs(body: ResponsesRequest) -> None:
+    if body.top_logprobs is not None and not body.wants_logprobs:
+        raise InvalidRequest(f"`top_logprobs` needs {OUTPUT_LOGPROBS!r} in `include`.", "top_logprobs")
+    if body.wants_logprobs and body.tools and body.tool_choice != "none":
+        raise InvalidRequest(
+            f"`include` asks for {OUTPUT_LOGPROBS!r}, which are given of texts alone, and `tools` may make the answer "
+            "a call; set `tool_choice` to 'none', or leave one of the two out.",
+            "include",
+        )
+
+
 def _as_chat(body: ResponsesRequest) -> dict[str, object]:
     tools = [
         {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
         for tool in body.tools or ()
     ]
-    choice = body.tool_choice
-    chosen = choice if isinstance(choice, str | None) else {"type": "function", "function": {"name": choice.name}}
     return {
         "messages": messages_of(body.input, body.instructions),
         "max_tokens": body.max_output_tokens,
         "tools": tools or None,
-        "tool_choice": chosen,
+        "tool_choice": _chat_choice(body.tool_choice),
+        "logprobs": body.wants_logprobs,
+        "top_logprobs": body.top_logprobs,
         **{
             name: getattr(body, name)
-            for name in ("model", "lora_weights", "temperature", "top_p", "parallel_tool_calls", "priority")
+            for name in ("model", "lora_weights", "parallel_tool_calls", "priority", "cache_salt", "request_id")
         },
-        "cache_salt": body.cache_salt,
-        "request_id": body.request_id,
+        **{name: getattr(body, name) for name in SampledRequest.model_fields},
     }
+
+
+def _chat_choice(choice: ToolMode | ResponsesNamedChoice | ResponsesAllowedChoice | None) -> object:
+    if isinstance(choice, ResponsesNamedChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, ResponsesAllowedChoice):
+        allowed = {"mode": choice.mode, "tools": [_chat_choice(one) for one in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
 
 
 def _structured(body: ResponsesRequest) -> spec.StructuredOutputs | None:
@@ -141,6 +172,8 @@ class _Answer:
         async with aclosing(self.sample.run()) as deltas:
             async for delta in deltas:
                 text += delta.text
+                if delta.logprobs:
+                    self.items.note(logprob_entries(self.sample.model.tokenizer, delta.logprobs, as_ids=False))
                 if reader is None or eager:
                     found = [Text(delta.text)] if reader is None and delta.text else []
                     events: list[Event] = [*found, *(reader.push(delta.text) if reader is not None else [])]
@@ -177,7 +210,9 @@ class _Answer:
             "text": (body.text.model_dump(by_alias=True, exclude_none=True) if body.text else None)
             or {"format": {"type": "text"}},
             "tool_choice": "auto" if body.tool_choice is None else _dumped(body.tool_choice),
-            "tools": [{"strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
+            "tools": [
+                {"strict": None, "parameters": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()
+            ],
             "top_p": self.sample.params.top_p,
             "truncation": "disabled",
             "usage": None if final.finish_reason is None else _usage(self.sample),

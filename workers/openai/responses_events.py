@@ -18,11 +18,16 @@ class ResponseItems:
         self.items: list[Item] = []
         self._number = 0
         self._open: Item | None = None  # the last one, while it grows
+        self._logprobs: list[object] = []  # of tokens whose text has yet to come
 
     def event(self, kind: str, **fields: object) -> bytes:
         body = encode_json({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+
+    def note(self, logprobs: list[object]) -> None:
+        """Of the tokens that the next text is made of; at the end, those that make none."""
+        self._logprobs += logprobs
 
     def add(self, event: Event) -> bytes:
         if isinstance(event, Text):
@@ -44,8 +49,9 @@ class ResponseItems:
             )
         else:
             part = item["content"][0]
+            part["logprobs"] += self._noted()
             place["content_index"] = 0
-            done = self.event("response.output_text.done", **place, text=part["text"], logprobs=[])
+            done = self.event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
             done += self.event("response.content_part.done", **place, part=part)
         return done + self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
@@ -59,9 +65,17 @@ class ResponseItems:
             events += self.event("response.content_part.added", **place, content_index=0, part=part)
             self._open["content"] = [part]
         assert self._open is not None
-        self._open["content"][0]["text"] += text
+        part, logprobs = self._open["content"][0], self._noted()
+        part["text"] += text
+        part["logprobs"] += logprobs
         place = self._place(self._open)
-        return events + self.event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=[])
+        return events + self.event(
+            "response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs
+        )
+
+    def _noted(self) -> list[object]:
+        noted, self._logprobs = self._logprobs, []
+        return noted
 
     def _add_arguments(self, event: CallArguments) -> bytes:
         assert self._open is not None and self._open["type"] == "function_call"

@@ -7,13 +7,13 @@ from typing import Any
 from lorafleet.workers.errors import InvalidRequest
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
+_NO_EFFECT = ("annotations", "logprobs", "prompt_cache_breakpoint")
 _PART: dict[str, Any] = {
     "type": "object",
     "properties": {
         "type": {"enum": list(_TEXT_PARTS)},
         "text": {"type": "string"},
-        "annotations": {"type": ["array", "null"]},
-        "logprobs": {"type": ["array", "null"]},
+        **{name: {"description": "Accepted; it changes nothing."} for name in _NO_EFFECT},
     },
     "required": ["type", "text"],
     "additionalProperties": False,
@@ -31,6 +31,8 @@ def _item(kind: str, required: list[str], **properties: Any) -> dict[str, Any]:
 
 
 _TEXT = {"type": "string"}
+_TEXT_OR_PARTS = {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]}
+_PHASE = {"enum": ["commentary", "final_answer", None], "description": "Accepted; it changes nothing."}
 # What is taken here, for /openapi.json.
 ITEM_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -38,14 +40,15 @@ ITEM_SCHEMA: dict[str, Any] = {
             "message",
             ["role", "content"],
             role={"enum": ["user", "assistant", "system", "developer"]},
-            content={"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]},
+            content=_TEXT_OR_PARTS,
+            phase=_PHASE,
         ),
         _item("function_call", ["type", "call_id", "name", "arguments"], call_id=_TEXT, name=_TEXT, arguments=_TEXT),
-        _item("function_call_output", ["type", "call_id", "output"], call_id=_TEXT, output=_TEXT),
+        _item("function_call_output", ["type", "call_id", "output"], call_id=_TEXT, output=_TEXT_OR_PARTS),
     ]
 }
 _FIELDS = {
-    "message": {"role", "content"},
+    "message": {"role", "content", "phase"},
     "function_call": {"call_id", "name", "arguments"},
     "function_call_output": {"call_id", "output"},
 }
@@ -73,9 +76,9 @@ def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
     if unknown:
         raise InvalidRequest(f"`{where}.{min(unknown)}` is no field of a {kind}; remove it.", f"{where}.{min(unknown)}")
     if kind == "message":
-        messages.append({"role": _text(item, "role", where), "content": _content(item.get("content"), where)})
+        messages.append({"role": _text(item, "role", where), "content": _content(item, "content", where)})
     elif kind == "function_call_output":
-        output, call_id = _text(item, "output", where), _text(item, "call_id", where)
+        output, call_id = _content(item, "output", where), _text(item, "call_id", where)
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     else:
         _add_call(messages, item, where)
@@ -90,15 +93,21 @@ def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _content(given: object, where: str) -> object:
+def _content(item: dict[str, Any], name: str, where: str) -> object:
+    given = item.get(name)
     if not isinstance(given, list):
-        return given
+        return _text(item, name, where)
     parts: list[dict[str, str]] = []
     for i, part in enumerate(given):
-        place = f"{where}.content.{i}"
+        place = f"{where}.{name}.{i}"
         if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
             raise InvalidRequest(
                 f"`{place}` is no text, which is all that this model reads; remove it.", f"{place}.type"
+            )
+        unknown = set(part) - {"type", "text", *_NO_EFFECT}
+        if unknown:
+            raise InvalidRequest(
+                f"`{place}.{min(unknown)}` is no field of a text; remove it.", f"{place}.{min(unknown)}"
             )
         parts.append({"type": "text", "text": _text(part, "text", place)})
     return parts

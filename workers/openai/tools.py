@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.openai.front import Front, ServedModel
-from lorafleet.workers.openai.protocol import FunctionDefinition, NamedToolChoice, Tool
+from lorafleet.workers.openai.protocol import (
+    AllowedToolChoice,
+    FunctionDefinition,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+    ToolMode,
+)
 from lorafleet.workers.openai.tool_calls.forced import NamedCallParser, RequiredCallsParser
 from lorafleet.workers.openai.tool_calls.known import KnownFormat
 from lorafleet.workers.openai.tool_calls.parser import CallArguments, Calls, CallStart, Event, Text, ToolCallParser
@@ -128,9 +135,12 @@ def read_tools(
     front: Front,
     model: ServedModel,
     tools: list[Tool] | None,
-    choice: Literal["none", "auto", "required"] | NamedToolChoice | None,
+    choice: ToolMode | ToolChoice | None,
     parallel: bool | None,
 ) -> ToolUse:
+    if isinstance(choice, AllowedToolChoice):
+        tools = _allowed(tools or [], choice)
+        choice = choice.allowed_tools.mode
     functions = [tool.function for tool in tools or ()]
     if not functions:
         if choice not in (None, "none", "auto"):
@@ -162,10 +172,18 @@ def read_tools(
     return ToolUse(shown, None, known, names, parallel=parallel is not False)
 
 
+def _allowed(tools: list[Tool], choice: AllowedToolChoice) -> list[Tool]:
+    names = {one.function.name for one in choice.allowed_tools.tools}
+    unknown = names - {tool.function.name for tool in tools}
+    if unknown:
+        raise InvalidRequest(f"`tool_choice` allows {min(unknown)!r}, which is none of `tools`.", "tool_choice")
+    return [tool for tool in tools if tool.function.name in names]
+
+
 def _demanded(
     functions: list[FunctionDefinition],
     names: tuple[str, ...],
-    choice: Literal["none", "auto", "required"] | NamedToolChoice | None,
+    choice: ToolMode | NamedToolChoice | None,
     parallel: bool,
 ) -> Callable[[list[dict[str, Any]]], ToolUse] | None:
     if isinstance(choice, NamedToolChoice):

@@ -6,10 +6,11 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 import uvicorn
@@ -196,6 +197,16 @@ def base_url(holder: Holder, front: Front) -> Iterator[str]:
     holder.front = front
     yield holder.url
     holder.front = None
+
+
+@pytest.fixture
+def shown(holder: Holder, base_url: str, front: Front, tokenizer: Tokenizer, engine: ScriptedEngine) -> Iterator[None]:  # noqa: ARG001
+    """The model is shown its tools."""
+    engine.hello = msgspec.structs.replace(engine.hello, max_model_len=4096, kv_cache_tokens=8192)
+    config = replace(front.config, chat_template=tool_templates.HERMES)
+    holder.front = Front(config, tokenizer, engine, front.catalog)
+    yield
+    holder.front.close()
 
 
 @pytest.fixture

@@ -202,7 +202,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "now"}}}, "tools"),
     ({"tools": [NOW, NOW]}, "tools"),
     ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameter": {}}}]}, "tools.0.function.parameter"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
