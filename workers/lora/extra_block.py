@@ -24,6 +24,15 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+def copy_into(block: Tensor, start: int, tensor: Tensor) -> int:
+    """By numpy: torch would split it over its thread pool, see casting.py. tensor: of a dimension or more; its
+    rows may lie apart in memory. Returns where it ends in the block."""
+    source = tensor.view(torch.uint8).numpy()
+    end: int = start + source.size
+    block.numpy()[start:end].reshape(source.shape)[:] = source
+    return end
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     offset: int  # bytes
@@ -44,14 +53,11 @@ class ExtraBlock:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], allocate: Callable[[int], Tensor]) -> ExtraBlock:
-        """Copies. tensors: contiguous, on the CPU. allocate: uint8 of so many bytes, of size_of()."""
+        """Copies. tensors: as copy_into takes them. allocate: uint8 of so many bytes, of size_of()."""
         places, size = _lay_out(tensors)
         made = cls(allocate(size), places)
-        target = made.block.numpy()
         for name, tensor in giving_way(tensors.items()):
-            place = places[name]
-            source = tensor.reshape(-1).view(torch.uint8).numpy()  # numpy: torch would split it over its thread pool
-            target[place.offset : place.offset + place.num_bytes] = source
+            copy_into(made.block, places[name].offset, tensor)
         return made
 
     @staticmethod

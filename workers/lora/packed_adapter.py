@@ -26,7 +26,7 @@ from lorafleet.kernels.packed_lora import (
     scales_offset,
 )
 from lorafleet.workers.lora.base_parts import BaseParts
-from lorafleet.workers.lora.extra_block import ExtraBlock, aligned
+from lorafleet.workers.lora.extra_block import ExtraBlock, aligned, copy_into
 from lorafleet.workers.lora.giving_way import giving_way
 from lorafleet.workers.lora.layer_weights import LoRALayerWeights
 from lorafleet.workers.lora.linear_extras import extra_tensors
@@ -156,22 +156,13 @@ def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtyp
 
 
 def _fill(block: Tensor, table: AdapterTable, linears: Sequence[list[LoRALayerWeights | None]]) -> None:
-    """By numpy: torch would split each copy over its thread pool, see casting.py."""
     for offsets, slices in zip(table.offset_LA.tolist(), linears, strict=True):
         present = [(s, b_start) for s, b_start in zip(slices, offsets[1:], strict=False) if s is not None]
         a_end = offsets[0]
         for s, b_start in present:
-            a_end = _copy(s.a_RD, block, a_end)
-            _copy(s.b_OR, block, b_start)
+            a_end = copy_into(block, a_end, s.a_RD)
+            copy_into(block, b_start, s.b_OR)
         scale_end = -(-a_end // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
         for s, _ in present:
             if s.row_scale_R is not None:
-                scale_end = _copy(s.row_scale_R, block, scale_end)
-
-
-def _copy(matrix: Tensor, block: Tensor, start: int) -> int:
-    """The rows may lie apart in memory. Returns where the matrix ends in the block."""
-    rows = matrix.view(torch.uint8).numpy()
-    end: int = start + rows.size
-    block.numpy()[start:end].reshape(rows.shape)[:] = rows
-    return end
+                scale_end = copy_into(block, scale_end, s.row_scale_R)
