@@ -1,7 +1,7 @@
 """Every damaged, hostile or unsupported adapter, one after another, against the running server, while another request
 runs beside it: each is a 4xx that names the cause, soon, at little cost, with no code run, and changes nobody's answer.
 
-The table is that of tests/workers/lora/test_bad_adapters.py; here it goes the whole way, through a resolver, as any
+The tables are those of tests/workers/lora/bad_adapters/; here each goes the whole way, through a resolver, as any
 client can ask for it, and through /v1/load_lora_adapter.
 """
 
@@ -30,8 +30,9 @@ from transformers import PreTrainedTokenizerFast
 
 from lorafleet.workers.openai.errors import TABLE
 from tests.cluster.harness import descendants_named, running_server
+from tests.workers.lora.bad_adapters.cases import CASES
+from tests.workers.lora.bad_adapters.damage import CANARY, SECRET
 from tests.workers.lora.conftest import AdapterDir, make_base, peft_warnings_ignored
-from tests.workers.lora.test_bad_adapters import CANARY, CASES, SECRET
 
 WALL_S = 60.0  # a refusal takes some hundredths of a second; what is meant here would take minutes
 CPU_S = 20.0  # of all processes together, for the same adapter twice and the neighbour's tokens

@@ -18,8 +18,9 @@ from lorafleet.workers.tools.convert import convert
 from lorafleet.workers.tools.inspection import fit, inspect_folder
 from lorafleet.workers.tools.merging import merge
 from lorafleet.workers.tools.reading import read_forms
+from tests.workers.lora.bad_adapters.cases import CASES
+from tests.workers.lora.bad_adapters.damage import CANARY, SECRET
 from tests.workers.lora.conftest import AdapterDir, make_base
-from tests.workers.lora.test_bad_adapters import CANARY, CASES, SECRET
 
 AT_ONCE_S = 2.0
 REPAIRED = ["unknown infix"]  # another adapter's name in the tensors, which is what convert is for

@@ -1,0 +1,105 @@
+"""Files that change while they are read, and what is no file: workers/lora/files.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lorafleet.workers.errors import AdapterChanged, AdapterMalformed, AdapterMissing
+from lorafleet.workers.lora.files import AdapterFolder, OpenFile, open_weights
+
+
+def while_weights_are_read(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
+    read = OpenFile.read_into
+
+    def read_while_changing(self: OpenFile, target: memoryview, digest: Any) -> None:
+        read(self, target, digest)
+        if self.name.endswith(".safetensors"):
+            change()
+
+    monkeypatch.setattr(OpenFile, "read_into", read_while_changing)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    while_weights_are_read(monkeypatch, lambda: os.utime(adapter.path / "adapter_model.safetensors", ns=(1, 1)))
+    with pytest.raises(AdapterChanged, match="changed while it was read"):
+        adapter.load()
+
+
+def test_content_changed_under_the_old_time_is_noticed(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = adapter.path / "adapter_model.safetensors"
+    times = path.stat()
+
+    def overwrite() -> None:
+        with path.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\0\0\0\0")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    while_weights_are_read(monkeypatch, overwrite)
+    with pytest.raises(AdapterChanged, match="changed while it was read"):
+        adapter.load()
+
+
+def test_a_file_that_is_being_written_is_not_begun_with(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sleep = adapter.path / "adapter_model.safetensors", time.sleep
+
+    def sleep_and_write(seconds: float) -> None:
+        sleep(seconds)
+        path.write_bytes(path.read_bytes())
+
+    monkeypatch.setattr("lorafleet.workers.lora.files.time.sleep", sleep_and_write)
+    path.write_bytes(path.read_bytes())
+    with (
+        pytest.raises(AdapterChanged, match=r"safetensors is being written"),
+        AdapterFolder.at(adapter.path).open(path.name, 1 << 20),
+    ):
+        pass
+
+
+def test_a_folder_that_is_replaced_amid_a_load_is_never_mixed(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = adapter.path.parent / "other"
+    shutil.copytree(adapter.path, other)
+    type(adapter)(other).set(lora_alpha=99)
+
+    def replace() -> None:
+        if other.exists():
+            adapter.path.rename(adapter.path.parent / "old")
+            other.rename(adapter.path)
+
+    while_weights_are_read(monkeypatch, replace)
+    with pytest.raises(AdapterChanged, match="json changed while the weights were read"):
+        adapter.load()
+
+
+def test_a_file_that_grows_or_shrinks_amid_a_load_is_refused(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = adapter.path / "adapter_model.safetensors"
+    for size in (path.stat().st_size + 4096, 64):
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            while_weights_are_read(patch, lambda: os.truncate(path, size))  # noqa: B023  # it is called in this turn
+            with pytest.raises((AdapterChanged, AdapterMalformed), match=r"changed while|truncated"):
+                adapter.load()
+        path.write_bytes(before)
+
+
+def test_a_path_with_nul_is_missing() -> None:
+    with pytest.raises(AdapterMissing, match="NUL"):
+        AdapterFolder.at("/tmp/a\0b")
+
+
+def test_a_socket_is_not_opened(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = adapter.path / "adapter_model.safetensors"
+    path.unlink()
+    monkeypatch.chdir(adapter.path)  # a socket's path is short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path.name)
+        with pytest.raises(AdapterMissing, match=os.strerror(errno.ENXIO)):
+            open_weights(AdapterFolder.at(adapter.path))
