@@ -55,7 +55,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eos_token_id: int | None = hf.eos_token_id
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self.special_texts = frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special)
+        self.special_texts = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._bytes = [self._bytes_of(i) for i in range(self.vocab_size)]
         self._visible_bytes = [b"" if i in self.special_ids else b for i, b in enumerate(self._bytes)]

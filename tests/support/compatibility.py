@@ -41,14 +41,15 @@ NOTES = {
     "pooling": "`last` or `mean`; default: `--pooling`",
     "prediction": "it makes an answer sooner, not another",
     "priority": "the lower, the sooner, among one adapter's requests; below 0 takes an admin key where there are keys",
+    "response_format": "`text`, `json_object`, `json_schema`; vLLM's `structural_tag` with `triggers`",
     "store": "nothing is stored",
     "metadata": "kept with nothing; `/v1/responses` gives it back",
-    "strict": "a demanded call is always forced by its schema",
+    "structural_tag": "JSON text of `triggers` and `structures`",
     "suffix": "no model here fills in the middle",
     "text": "`format`: `text`, `json_object`, `json_schema`",
     "tool_choice": "`none`, `auto`, `required`, a function by name, or `allowed_tools`",
     "top_logprobs": "of `/v1/responses`: with `include`",
-    "tools": "functions",
+    "tools": "functions; `strict` is kept to",
     "truncate_prompt_tokens": "keeps the last k; -1: as many as fit",
 }
 INTRODUCTION = """\
@@ -69,11 +70,12 @@ Hermes's `<tool_call>`, Llama 3's JSON, Mistral's `[TOOL_CALLS]`. The format is 
 adapter's own; `--tool-call-parser` (`hermes`, `llama3_json`, `mistral`, `none`) sets it. vLLM's
 `--enable-auto-tool-choice` is not needed: calls are read wherever the format is known, and else refused.
 `required` and a function by name work with every template that shows tools: a schema forces the call, and the answer
-ends with `finish_reason: tool_calls`. `allowed_tools` shows the model those functions alone. Under `auto` the model is
-not forced, also where a function says `strict`; what it writes that is no call of an offered function is content. In a
-stream a call that breaks off after it has begun goes on as its arguments, as the model wrote them. `tools` beside a
-format that says what the whole answer is (`response_format`, `structured_outputs`) are refused unless `tool_choice` is
-`none`.
+ends with `finish_reason: tool_calls`. `allowed_tools` shows the model those functions alone. Under `auto` calls of
+functions that say `strict` match their schemas ([structured output](structured-output.md#tools)); others are read as
+the model writes them, and what is no call of an offered function is content. In a stream a call that breaks off after
+it has begun goes on as its arguments, as the model wrote them. `tools` beside a JSON format (`response_format`,
+`structured_outputs`): the answer is calls, or matches the format; other formats are refused there unless `tool_choice`
+is `none`.
 """
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -63,11 +62,9 @@ async def start_chat(
         )
     label_request(request.scope, front.label(model))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    tools = read_tools(front, model, body.tools, body.tool_choice, body.parallel_tool_calls)
     params = read_params(front, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
-    if structured_outputs is not None:
-        params = msgspec.structs.replace(params, structured_outputs=structured_outputs)
-    params = tools.params(params, model.tokenizer)
+    tools = read_tools(front, model, body, structured_outputs or params.structured_outputs)
+    params = tools.params(params)
     prompt = truncate(front, await _read_prompt(front, model, body, tools), body.truncate_prompt_tokens, asked)
     fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
     priority = checked_priority(front, model.caller, body.priority)

@@ -48,6 +48,16 @@ _FORMAT_SCHEMA = {
     "required": ["schema"],
     "additionalProperties": False,
 }
+_STRUCTURE = {
+    "type": "object",
+    "properties": {
+        "begin": {"type": "string"},
+        "schema": {"type": ["object", "boolean"]},
+        "end": {"type": "string"},
+    },
+    "required": ["begin", "schema", "end"],
+    "additionalProperties": False,
+}
 _RESPONSE_FORMATS = [
     {
         "type": "object",
@@ -59,6 +69,16 @@ _RESPONSE_FORMATS = [
         "type": "object",
         "properties": {"type": {"const": "json_schema"}, "json_schema": _FORMAT_SCHEMA},
         "required": ["type", "json_schema"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "structural_tag"},
+            "triggers": _TEXTS,
+            "structures": {"type": "array", "items": _STRUCTURE, "minItems": 1},
+        },
+        "required": ["type", "triggers", "structures"],
         "additionalProperties": False,
     },
 ]
@@ -75,6 +95,7 @@ class StructuredOutputsRequest(Strict):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None  # JSON text of response_format's form
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     disable_fallback: bool | None = None
@@ -331,6 +352,7 @@ class SGLangSampling(Tolerant):
     json_schema: JSONSchema = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | None = None
     lora_path: Annotated[Any, _schema(anyOf=[{"type": "string"}, _NULL])] = None
 
 

@@ -11,6 +11,7 @@ from lorafleet.workers.openai.front import ServedModel
 from lorafleet.workers.openai.protocol import GenerationRequest, SGLangSampling, StructuredOutputsRequest
 from lorafleet.workers.structured import spec
 from lorafleet.workers.structured.spec import StructuredOutputs
+from lorafleet.workers.structured.structural_tag import structural_tag
 
 _MAKERS: Mapping[str, Callable[[Any, str], StructuredOutputs]] = {
     "guided_json": spec.json_schema,
@@ -23,7 +24,7 @@ _SGLANG_MAKERS: Mapping[str, Callable[[Any, str], StructuredOutputs]] = {
     "regex": spec.regex,
     "ebnf": spec.grammar,
 }
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def read_structured(model: ServedModel, body: GenerationRequest) -> StructuredOutputs | None:
@@ -36,21 +37,27 @@ def read_structured(model: ServedModel, body: GenerationRequest) -> StructuredOu
         return model.language.structured_outputs
     [name] = asked
     if name == "response_format":
+        if isinstance(body.response_format, dict) and body.response_format.get("type") == "structural_tag":
+            return structural_tag(body.response_format, name, model.tokenizer.special_texts)
         return spec.response_format(body.response_format, name)
     if body.structured_outputs is not None:
-        return _read_vllm(body.structured_outputs)
+        return _read_vllm(model, body.structured_outputs)
     return given[name](getattr(body, name), name)
 
 
 def read_sglang_structured(model: ServedModel, sampling: SGLangSampling) -> StructuredOutputs | None:
-    asked = [name for name in _SGLANG_MAKERS if getattr(sampling, name) is not None]
+    asked = [name for name in (*_SGLANG_MAKERS, "structural_tag") if getattr(sampling, name) is not None]
     _check_one(asked)
     if not asked:
         return model.language.structured_outputs
-    return _SGLANG_MAKERS[asked[0]](getattr(sampling, asked[0]), f"sampling_params.{asked[0]}")
+    [name] = asked
+    param = f"sampling_params.{name}"
+    if name == "structural_tag":
+        return structural_tag(sampling.structural_tag, param, model.tokenizer.special_texts)
+    return _SGLANG_MAKERS[name](getattr(sampling, name), param)
 
 
-def _read_vllm(given: StructuredOutputsRequest) -> StructuredOutputs:
+def _read_vllm(model: ServedModel, given: StructuredOutputsRequest) -> StructuredOutputs:
     values = {"json": given.json_, **{name: getattr(given, name) for name in _KINDS if name != "json"}}
     asked = [name for name in _KINDS if values[name] is not None and (name != "json_object" or values[name])]
     _check_one([f"structured_outputs.{name}" for name in asked])
@@ -73,6 +80,8 @@ def _read_vllm(given: StructuredOutputsRequest) -> StructuredOutputs:
         )
     if name == "json_object":
         return spec.json_object(param, any_whitespace=any_whitespace)
+    if name == "structural_tag":
+        return structural_tag(given.structural_tag, param, model.tokenizer.special_texts)
     make = {"regex": spec.regex, "choice": spec.choice, "grammar": spec.grammar}[name]
     return make(values[name], param)
 

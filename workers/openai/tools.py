@@ -1,11 +1,13 @@
 """What a request says of tools: which functions the model is shown, whether it must call one, how its calls are read.
 
-A call that is demanded is forced by a schema, whatever the model's own format; one that is the model's choice is read
-by its template's format (tool_calls/known.py).
+A call that is demanded is forced by a schema, whatever the model's own format. One that is the model's choice is read
+by its template's format (tool_calls/known.py), and forced from its beginning on where a function is strict, or where
+what is no call has a format too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,72 +16,44 @@ import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.openai.front import Front, ServedModel
-from lorafleet.workers.openai.protocol import (
-    AllowedToolChoice,
-    FunctionDefinition,
-    NamedToolChoice,
-    Tool,
-    ToolChoice,
-    ToolMode,
-)
-from lorafleet.workers.openai.tool_calls.forced import NamedCallParser, RequiredCallsParser
+from lorafleet.workers.openai.protocol import AllowedToolChoice, ChatRequest, FunctionDefinition, NamedToolChoice, Tool
+from lorafleet.workers.openai.tool_calls.call_grammar import Offer
+from lorafleet.workers.openai.tool_calls.forced import NamedCallParser, RequiredCallsParser, calls_schema
+from lorafleet.workers.openai.tool_calls.formatted import FormattedParser, may_open_like
 from lorafleet.workers.openai.tool_calls.known import KnownFormat
 from lorafleet.workers.openai.tool_calls.parser import CallArguments, Calls, CallStart, Event, Text, ToolCallParser
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.structured import spec
-from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.structured.spec import StructuredOutputs
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # OpenAI's default
+ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Of one request. shown: the tools as the template is given them; None: it is told of none. forced: what the answer
-    must match. known: the format that the model's own calls are read by; None where none are read."""
+    """Of one request. shown: the tools as the template is given them; None: it is told of none. answer: what the answer
+    must match. parser: reads an answer's calls, eagerly or not (parser.Calls); None where none are read.
+    shows_special: calls are marked by a special token."""
 
+    answer: StructuredOutputs | None
     shown: list[dict[str, Any]] | None = None
-    forced: spec.StructuredOutputs | None = None
-    known: KnownFormat | None = None
-    names: tuple[str, ...] = ()
-    named: str | None = None  # the one function that must be called
+    parser: Callable[[bool], ToolCallParser] | None = None
     parallel: bool = True
+    shows_special: bool = False
 
     @property
     def calls(self) -> bool:
         """Whether the answer may have calls."""
-        return self.known is not None or self.forced is not None
+        return self.parser is not None
 
-    def params(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-        if self.calls and params.structured_outputs is not None:
-            raise InvalidRequest(
-                f"`{params.structured_outputs.param}` says what the whole answer is, so that it can be no call of a "
-                "tool; set `tool_choice` to 'none', or leave one of the two out.",
-                "tools",
-            )
-        if self.forced is not None:
-            return msgspec.structs.replace(params, structured_outputs=self.forced)
-        asked = params.structured_outputs
-        if self.known is not None and asked is not None:
-            if not asked.is_default:
-                raise InvalidRequest(
-                    f"`{asked.param}` says what the whole answer looks like, and `tools` that it may be a call; set "
-                    "tool_choice to none or required, or leave one of them out.",
-                    asked.param,
-                )
-            params = msgspec.structs.replace(params, structured_outputs=None)
-        if self.known is not None and self.known.marker in tokenizer.special_texts:
-            return msgspec.structs.replace(params, skip_special_tokens=False)  # or the marker would never be seen
-        return params
+    def params(self, params: SamplingParams) -> SamplingParams:
+        skips = params.skip_special_tokens and not self.shows_special  # or the marker would never be seen
+        return msgspec.structs.replace(params, structured_outputs=self.answer, skip_special_tokens=skips)
 
     def reader(self, *, eager: bool) -> AnswerReader:
-        if self.named is not None:
-            calls = Calls(self.names, eager=True)
-            return AnswerReader(NamedCallParser(calls, self.named), parallel=False)
-        if self.forced is not None:
-            return AnswerReader(RequiredCallsParser(Calls(self.names, eager=True)), parallel=self.parallel)
-        assert self.known is not None
-        calls = Calls(self.names, eager=eager, new_id=self.known.new_id)
-        return AnswerReader(self.known.make(calls), parallel=self.parallel)
+        assert self.parser is not None
+        return AnswerReader(self.parser(eager), parallel=self.parallel)
 
 
 class AnswerReader:
@@ -131,45 +105,44 @@ def delta_of(event: Event) -> dict[str, object]:
     return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
 
 
-def read_tools(
-    front: Front,
-    model: ServedModel,
-    tools: list[Tool] | None,
-    choice: ToolMode | ToolChoice | None,
-    parallel: bool | None,
-) -> ToolUse:
+def read_tools(front: Front, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
+    """text: what the answer must match where it is no call."""
+    tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, AllowedToolChoice):
-        tools = _allowed(tools or [], choice)
+        tools = _allowed(tools, choice)
         choice = choice.allowed_tools.mode
-    functions = [tool.function for tool in tools or ()]
+    functions = [tool.function for tool in tools]
     if not functions:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("`tool_choice` asks for a call, and `tools` names no function; give some.", "tools")
-        return ToolUse()
-    names = tuple(function.name for function in functions)
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InvalidRequest(f"`tools` names {twice!r} twice; give each function its own name.", "tools")
+        return ToolUse(text)
+    names = Counter(function.name for function in functions)
+    [(most, times)] = names.most_common(1)
+    if times > 1:
+        raise InvalidRequest(f"`tools` names {most!r} twice; give each function its own name.", "tools")
     if choice == "none":
-        return ToolUse()
+        return ToolUse(text)
     if not front.shows_tools(model):
         raise InvalidRequest(
             "This model's chat template shows it no tools; start the server with a --chat-template that does, or send "
             "no `tools`.",
             "tools",
         )
-    shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
-    make = _demanded(functions, names, choice, parallel is not False)
-    if make is not None:
-        return make(shown)
-    known = front.tool_format(model)
-    if known is None:
+    if text is not None and text.kind not in ("json_schema", "json_object"):
         raise InvalidRequest(
-            "It is not known how this model writes its calls, so that `tool_choice` cannot be auto; start the server "
-            "with a --tool-call-parser, or demand a call by 'required' or by name.",
-            "tool_choice",
+            f"`{text.param}` says what the answer is, and `tools` that it may be a call: only JSON can be told from "
+            "one. Give a JSON schema, set tool_choice to none, or leave one of the two out.",
+            text.param,
         )
-    return ToolUse(shown, None, known, names, parallel=parallel is not False)
+    shown = [tool.model_dump(exclude_none=True) for tool in tools]
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(choice, NamedToolChoice):
+        return _named(functions, choice.function.name, shown)
+    if choice == "required":
+        schema = calls_schema({one.name: _parameters(one) for one in functions}, parallel=parallel)
+        forced = spec.json_schema(schema, "tools", any_whitespace=False)
+        return ToolUse(forced, shown, lambda _: RequiredCallsParser(Calls(names, eager=True)), parallel)
+    return _chosen(front.tool_format(model), functions, model, shown, parallel, text)
 
 
 def _allowed(tools: list[Tool], choice: AllowedToolChoice) -> list[Tool]:
@@ -180,53 +153,58 @@ def _allowed(tools: list[Tool], choice: AllowedToolChoice) -> list[Tool]:
     return [tool for tool in tools if tool.function.name in names]
 
 
-def _demanded(
+def _chosen(
+    known: KnownFormat | None,
     functions: list[FunctionDefinition],
-    names: tuple[str, ...],
-    choice: ToolMode | NamedToolChoice | None,
+    model: ServedModel,
+    shown: list[dict[str, Any]],
     parallel: bool,
-) -> Callable[[list[dict[str, Any]]], ToolUse] | None:
-    if isinstance(choice, NamedToolChoice):
-        name = choice.function.name
-        if name not in names:
-            raise InvalidRequest(f"`tool_choice` names {name!r}, which is none of `tools`.", "tool_choice")
-        schema = _parameters(functions[names.index(name)])
-        forced = spec.json_schema(schema, "tools", any_whitespace=False)
-        return lambda shown: ToolUse(shown, forced, None, names, name)
-    if choice == "required":
-        forced = spec.json_schema(_calls_schema(functions, parallel), "tools", any_whitespace=False)
-        return lambda shown: ToolUse(shown, forced, None, names, parallel=parallel)
-    return None
+    text: StructuredOutputs | None,
+) -> ToolUse:
+    """Of calls that the model may make."""
+    if known is None:
+        raise InvalidRequest(
+            "It is not known how this model writes its calls, so that `tool_choice` cannot be auto; start the server "
+            "with a --tool-call-parser, or demand a call by 'required' or by name.",
+            "tool_choice",
+        )
+    special = model.tokenizer.special_texts
+    answer = None
+    if text is not None or any(function.strict for function in functions):
+        offered = {one.name: _parameters(one) if one.strict else ANY_ARGUMENTS for one in functions}
+        answer = _constraint(known, Offer(offered, special, parallel, text))
+
+    def parser(eager: bool) -> ToolCallParser:
+        calls = known.make(Calls([one.name for one in functions], eager=eager, new_id=known.new_id))
+        return calls if text is None else FormattedParser(known.openings, calls)
+
+    return ToolUse(answer, shown, parser, parallel, known.marker in special)
+
+
+def _named(functions: list[FunctionDefinition], name: str, shown: list[dict[str, Any]]) -> ToolUse:
+    function = next((function for function in functions if function.name == name), None)
+    if function is None:
+        raise InvalidRequest(f"`tool_choice` names {name!r}, which is none of `tools`.", "tool_choice")
+    forced = spec.json_schema(_parameters(function), "tools", any_whitespace=False)
+    return ToolUse(forced, shown, lambda _: NamedCallParser(Calls([name], eager=True), name), parallel=False)
+
+
+def _constraint(known: KnownFormat, offer: Offer) -> StructuredOutputs:
+    """Raises InvalidRequest where the text that is no call could not be told from one."""
+    if offer.text is not None and may_open_like(offer.text, known.openings):
+        raise InvalidRequest(
+            f"`{offer.text.param}` stands beside `tools`, and an answer of that format could begin as calls of this "
+            'model do. Give a schema of type object with "additionalProperties": false and without a property `name`, '
+            "set tool_choice to none or required, or set response_format to text.",
+            offer.text.param,
+        )
+    return offer.constraint(known.grammar(offer))
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
-    return function.parameters or NO_PARAMETERS
-
-
-def _calls_schema(functions: list[FunctionDefinition], parallel: bool) -> dict[str, Any]:
-    """Of an array of calls. Each function's schema keeps its inner references, moved to where it now is."""
-    definitions = {f"tool_{i}": _moved(_parameters(one), f"#/$defs/tool_{i}") for i, one in enumerate(functions)}
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": one.name}, "parameters": {"$ref": f"#/$defs/tool_{i}"}},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for i, one in enumerate(functions)
-    ]
-    most = {} if parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions}
-
-
-def _moved(schema: Any, to: str) -> Any:
-    if isinstance(schema, list):
-        return [_moved(one, to) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: to + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, to)
-        for name, value in schema.items()
-    }
+    schema = function.parameters or NO_PARAMETERS
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest(
+            f"`parameters` of {function.name!r} must be of type object, as the arguments of a call are.", "tools"
+        )
+    return schema if "type" in schema else {**schema, "type": "object"}

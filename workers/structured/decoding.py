@@ -194,10 +194,7 @@ def _stacked(parts: list[Bits]) -> Bits:
 def _refusal(sequence: Sequence, fault: str) -> InvalidRequest:
     spec = sequence.params.structured_outputs
     assert spec is not None
-    return InvalidRequest(
-        f"`{spec.param}` asks for a {spec.kind} that cannot be kept to: {fault}. Change or remove that part.",
-        spec.param,
-    )
+    return InvalidRequest(f"`{spec.param}` cannot be kept to: {fault}. Change or remove that part.", spec.param)
 
 
 def _ended(process: GrammarProcess) -> LorafleetError:

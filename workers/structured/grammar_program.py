@@ -308,6 +308,8 @@ def trial_of(tokenizer: Any, spec: Spec) -> str:
     matcher = matcher_of(tokenizer, text)
     if matcher.is_error():
         fault = first_line(matcher.get_error())
+        if spec[0] == "tagged":
+            return blamed_part(tokenizer, spec, fault)
         return blamed(tokenizer, spec, fault) if spec[0] == "json_schema" else fault
     return probe(matcher)
 
@@ -331,16 +333,13 @@ def probe(matcher: Any) -> str:
 def grammar_of(spec: Spec) -> str:
     """Raises ValueError."""
     kind, source, any_whitespace = spec
-    overrides: Any
     if kind in ("json_schema", "json_object"):
-        overrides = {"whitespace_pattern": WHITESPACE} if any_whitespace else {"whitespace_flexible": False}
         schema = json.loads(source) if kind == "json_schema" else {"type": "object"}
-        if schema is True:
-            schema = {}
-        if schema is False:
-            raise ValueError("the schema `false` allows no answer")
-        overrides |= {"lenient": False, "coerce_one_of": False}  # else keywords would be passed over
-        return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
+        return str(llguidance.LLMatcher.grammar_from_json_schema(with_options(schema, any_whitespace)))
+    if kind == "tagged":
+        lark, parts = json.loads(source)
+        rules = [f"{rule}: %json {json.dumps(with_options(schema, blanks))}" for rule, schema, _, blanks in parts]
+        return str(llguidance.LLMatcher.grammar_from_lark("\n".join([lark, *rules])))
     if kind == "choice":
         # The library's own Lark spells texts as JSON does.
         return str(llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(source)))))
@@ -348,6 +347,16 @@ def grammar_of(spec: Spec) -> str:
         return str(llguidance.LLMatcher.grammar_from_regex(source))
     assert kind == "grammar"
     return str(llguidance.grammar_from("grammar", source))
+
+
+def with_options(schema: Any, any_whitespace: bool) -> dict[str, Any]:
+    """A schema that says how it is to be compiled: the library takes that from a member of the schema itself. Raises
+    ValueError."""
+    if schema is False:
+        raise ValueError("the schema `false` allows no answer")
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}  # else keywords would be passed over
+    options |= {"whitespace_pattern": WHITESPACE} if any_whitespace else {"whitespace_flexible": False}
+    return {**({} if schema is True else schema), "x-guidance": options}
 
 
 def matcher_of(tokenizer: Any, grammar: str) -> Any:
@@ -365,6 +374,16 @@ def blamed(tokenizer: Any, spec: Spec, error: str) -> str:
         matcher = matcher_of(tokenizer, llguidance.LLMatcher.grammar_from_json_schema(text))
         if path and matcher.is_error() and first_line(matcher.get_error()) == error:
             return f"at {path}: {error}"
+    return error
+
+
+def blamed_part(tokenizer: Any, spec: Spec, error: str) -> str:
+    """The error of the first of its schemas that has one by itself."""
+    for _, schema, where, any_whitespace in json.loads(spec[1])[1]:
+        alone = ("json_schema", json.dumps(schema), any_whitespace)
+        matcher = matcher_of(tokenizer, grammar_of(alone))
+        if matcher.is_error():
+            return f"in {where}: {blamed(tokenizer, alone, first_line(matcher.get_error()))}"
     return error
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tagged"]
 
 ADAPTERS_DEFAULT = "lorafleet.json: response_format"  # where an adapter's folder says what its answers look like
 
@@ -27,7 +27,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     """The whole answer must match. Two that are equal but for `param` compile to the same.
 
     source: the schema's JSON text, whose order of properties the answer follows; the regex; the choices as a JSON list;
-    the grammar in Lark or GBNF; "" of json_object.
+    the grammar in Lark or GBNF; "" of json_object; of tagged the JSON of [Lark, [[rule, schema, where, any_whitespace],
+    …]]: text that may have JSON of several schemas in it, each a rule of the Lark.
     any_whitespace: of JSON: whether the model may lay it out; False: no blank outside of texts.
     param: the request's field that asked for it, which errors name.
     """
@@ -43,6 +44,15 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
         return self.param.startswith(ADAPTERS_DEFAULT)
 
 
+class JsonPart(msgspec.Struct, frozen=True, array_like=True):
+    """where: the request's field that has the schema, which errors name."""
+
+    rule: str
+    schema: dict[str, Any] | bool
+    where: str
+    any_whitespace: bool = True
+
+
 def json_schema(schema: object, param: str, *, any_whitespace: bool = True) -> StructuredOutputs:
     """schema: parsed, or as text; true and false are schemas too."""
     if isinstance(schema, str):
@@ -53,12 +63,7 @@ def json_schema(schema: object, param: str, *, any_whitespace: bool = True) -> S
             raise InvalidRequest(f"`{param}` is no JSON: {error}. Give a JSON schema.", param) from None
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"`{param}` must be a JSON schema: an object, true or false.", param)
-    _check_depth(schema, param)
-    try:
-        source = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        raise InvalidRequest(f"`{param}` holds NaN or Infinity, which JSON does not have.", param) from None
-    return StructuredOutputs("json_schema", _check_size(source, param), any_whitespace, param)
+    return StructuredOutputs("json_schema", _json_of(schema, param), any_whitespace, param)
 
 
 def closed(schema: object) -> object:
@@ -129,6 +134,23 @@ def choice(choices: Sequence[str], param: str) -> StructuredOutputs:
 def grammar(text: str, param: str) -> StructuredOutputs:
     """In Lark (its start rule is `start`) or GBNF (`root`)."""
     return StructuredOutputs("grammar", _check_text(text, param), param=param)
+
+
+def tagged(lark: str, parts: Sequence[JsonPart], param: str) -> StructuredOutputs:
+    """lark: without the parts' rules."""
+    for part in parts:
+        _json_of(part.schema, part.where)
+    source = json.dumps([lark, msgspec.to_builtins(parts)], ensure_ascii=False)
+    return StructuredOutputs("tagged", _check_size(source, param), param=param)
+
+
+def _json_of(schema: object, param: str) -> str:
+    _check_depth(schema, param)
+    try:
+        source = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise InvalidRequest(f"`{param}` holds NaN or Infinity, which JSON does not have.", param) from None
+    return _check_size(source, param)
 
 
 def _check_keys(given: dict[str, object], known: Sequence[str], param: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -53,6 +54,18 @@ async def test_each_spelling_says_the_same(http, engine, path):
         assert (await asked(http, engine, path, **fields)).kind == "grammar"
 
 
+async def test_a_structural_tag_says_the_same_in_each_spelling(http, engine):
+    tag = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}
+    text, typed = json.dumps(tag), tag | {"type": "structural_tag"}
+    found = [
+        await asked(http, engine, "/v1/chat/completions", response_format=typed),
+        await asked(http, engine, "/v1/completions", structured_outputs={"structural_tag": text}),
+        await asked(http, engine, "/generate", sampling_params={"structural_tag": json.dumps(typed)}),
+    ]
+    assert [one.kind for one in found if one] == ["tagged"] * 3
+    assert len({one.source for one in found if one}) == 1
+
+
 async def test_vllms_options_act(http, engine):
     path = "/v1/completions"
     closed = {"json": SCHEMA, "disable_additional_properties": True, "disable_any_whitespace": True}
@@ -85,7 +98,8 @@ async def test_sglangs_spelling(http, engine):
         ({"structured_outputs": {}}, "structured_outputs", "must have one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "give one"),
         ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs", "leave them"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "is no field"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "`triggers`"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "`format`"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format", "give one of them"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
         ({"guided_json": "{"}, "guided_json", "no JSON"),
@@ -145,6 +159,17 @@ async def test_an_adapters_own_default_holds_until_a_request_says_otherwise(http
     shown = (await http.get("/v1/models/bound")).json()
     assert shown["default_response_format"]["json_schema"]["schema"] == SCHEMA
     assert "default_response_format" not in (await http.get("/v1/models/sql")).json()
+
+
+@pytest.mark.usefixtures("adapter")
+async def test_an_adapters_own_default_holds_for_text_beside_tools(http, engine, front):
+    front.config = replace(front.config, chat_template="{{ tools | length }} <tool_call>")
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    found = await asked(http, engine, "/v1/chat/completions", model="bound", tools=tools)
+    assert found is not None and found.kind == "tagged"
+    assert json.loads(found.source)[1][-1][:2] == ["formatted", SCHEMA]
+    text = {"type": "text"}
+    assert await asked(http, engine, "/v1/chat/completions", model="bound", tools=tools, response_format=text) is None
 
 
 @pytest.mark.parametrize("content", ['{"response_format": {"type": "xml"}}', '{"reply_format": {}}', "[]"])

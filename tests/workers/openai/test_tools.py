@@ -196,6 +196,80 @@ def test_openai_pythons_parse_reads_arguments_into_models(client: openai.OpenAI,
     assert parsed == GetWeather(place="Oslo é")
 
 
+def strictly(tool: Any) -> Any:
+    return {"type": "function", "function": tool["function"] | {"strict": True}}
+
+
+PLACE: Any = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "place",
+        "schema": {"type": "object", "properties": {"place": {"type": "string"}}, "additionalProperties": False},
+    },
+}
+
+
+@pytest.mark.usefixtures("family")
+def test_only_a_strict_function_or_a_format_forces_what_the_model_chooses(client: openai.OpenAI, engine: Any) -> None:
+    def asked(**fields: Any) -> Any:
+        answer = client.chat.completions.create(model="llama", messages=ASK, **fields)
+        calls: Any = answer.choices[0].message.tool_calls or []
+        assert {(call.function.name, call.function.arguments) for call in calls} <= set(TWO_CALLS)
+        return engine.requests[-1].params.structured_outputs
+
+    assert asked(tools=[WEATHER, NOW]) is None
+    both = asked(tools=[strictly(WEATHER), NOW])
+    assert (both.kind, both.param) == ("tagged", "tools")
+    schemas = {rule: schema for rule, schema, *_ in json.loads(both.source)[1]}
+    assert schemas == {"arguments_0": WEATHER["function"]["parameters"], "arguments_1": {"type": "object"}}
+    assert asked(tools=[strictly(WEATHER), NOW], parallel_tool_calls=False) != both
+    beside = json.loads(asked(tools=[NOW], response_format=PLACE).source)[1]
+    assert [rule for rule, *_ in beside] == ["arguments_0", "formatted"]
+    assert beside[1][1] == PLACE["json_schema"]["schema"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_beside_tools_is_a_call_or_what_its_format_says(
+    client: openai.OpenAI, family: str, engine: Any, stream: bool
+) -> None:
+    calls = ANSWERS[family].removeprefix("Let me see.\n")
+    for text in (ARGUMENTS, calls):
+        engine.answer = lambda _, text=text: text
+        answer: Any = client.chat.completions.create(
+            model="llama", messages=ASK, tools=[WEATHER, NOW], response_format=PLACE, stream=stream
+        )
+        if stream:
+            deltas = [chunk.choices[0].delta for chunk in answer]
+            content: str | None = "".join(delta.content or "" for delta in deltas)
+            names = [call.function.name for delta in deltas for call in delta.tool_calls or [] if call.id]
+            assert len(deltas) > 8  # it came in pieces
+        else:
+            message = answer.choices[0].message
+            content = message.content or ""
+            names = [call.function.name for call in message.tool_calls or []]
+        assert (content, names) == ((ARGUMENTS, []) if text == ARGUMENTS else ("", ["get_weather", "now"]))
+
+
+@pytest.mark.parametrize("family", ["llama3_json"], indirect=True)
+@pytest.mark.usefixtures("family")
+async def test_a_format_that_could_begin_like_a_call_is_refused_beside_tools(http: httpx.AsyncClient) -> None:
+    body = {"model": "llama", "messages": ASK, "tools": [NOW], "response_format": {"type": "json_object"}}
+    error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+    assert (error["param"], "additionalProperties" in error["message"]) == ("response_format", True)
+
+
+@pytest.mark.parametrize("family", ["hermes"], indirect=True)
+@pytest.mark.usefixtures("family")
+def test_a_demanded_call_leaves_no_text_for_a_format(client: openai.OpenAI, engine: Any) -> None:
+    engine.answer = lambda _: '[{"name": "now", "parameters": {}}]'
+    for format in (PLACE, openai.omit):
+        client.chat.completions.create(
+            model="llama", messages=ASK, tools=[NOW], tool_choice="required", response_format=format
+        )
+    with_format, without = (request.params.structured_outputs for request in engine.requests[-2:])
+    assert with_format == without
+
+
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tools"),
@@ -203,6 +277,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [NOW, NOW]}, "tools"),
     ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [strictly({"function": {"name": "f", "parameters": {"type": "string"}}})]}, "tools"),
+    ({"tools": [NOW], "structured_outputs": {"regex": ".*"}}, "structured_outputs.regex"),
+    ({"tools": [strictly(NOW)], "min_tokens": 3}, "min_tokens"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameter": {}}}]}, "tools.0.function.parameter"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
@@ -281,3 +358,60 @@ def test_a_random_model_makes_just_the_calls_that_are_demanded(real: Any, choice
     assert call.function.name == "set_unit"
     assert json.loads(call.function.arguments)["unit"] in ("C", "F")
     assert answer.choices[0].finish_reason == "tool_calls"
+
+
+UNIT: Any = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
+# format, what a forced answer begins with, whether it is calls beside a response_format
+FORCED = [("llama3_json", "{", False), ("hermes", "<", True), ("mistral", "[", True), ("mistral", "{", True)]
+
+
+@pytest.mark.xdist_group("real_server")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("name", "begins", "formatted"), FORCED)
+def test_a_random_models_calls_of_its_own_match_too(
+    real: Any, name: str, begins: str, formatted: bool, stream: bool
+) -> None:
+    """It is only pushed to begin one, and kept from blanks, which would fill the answer."""
+    tokenizer = real.front.tokenizer
+    pushed = {tokenizer.encode(begins)[0]: 100.0}
+    pushed |= {tokenizer.encode(blank)[0]: -100.0 for blank in " \t\n\r"}
+    tool = {"type": "function", "function": {"name": "u", "parameters": UNIT, "strict": True}}
+    asked = {"type": "json_schema", "json_schema": {"name": "unit", "schema": UNIT}} if formatted else None
+    before = real.front.config
+    real.front.config = replace(before, chat_template="{{ tools | length }}", tool_call_parser=name)
+    try:
+        with openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+            answer: Any = client.chat.completions.create(
+                model="sql",
+                messages=ASK[:1],
+                tools=[tool],
+                parallel_tool_calls=False,
+                stream=stream,
+                logit_bias={str(token): bias for token, bias in pushed.items()},
+                **({"response_format": asked} if asked else {}),
+            )
+            chunks = list(answer) if stream else []
+    finally:
+        real.front.config = before
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        calls = [call.function for delta in deltas for call in delta.tool_calls or []]
+        content = "".join(delta.content or "" for delta in deltas)
+        called = [(call.name, "".join(c.arguments for c in calls)) for call in calls[:1]]
+        ended = chunks[-1].choices[0].finish_reason
+    else:
+        message, ended = answer.choices[0].message, answer.choices[0].finish_reason
+        content = message.content or ""
+        called = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    if begins == "{" and formatted:
+        assert (called, ended) == ([], "stop")
+        written = content
+    else:
+        [(function, written)] = called
+        assert (function, content, ended) == ("u", "", "tool_calls")
+    assert json.loads(written)["unit"] in ("C", "F")

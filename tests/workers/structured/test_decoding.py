@@ -171,9 +171,22 @@ def test_what_would_not_be_enforced_is_refused_with_its_place(played: Played, pa
     assert refused.value.param == "response_format"
 
 
+LIGHTLY = {"x-guidance": {"lenient": True}}
+
+
 def test_a_schema_cannot_ask_to_be_taken_lightly(played: Played):
-    with pytest.raises(InvalidRequest, match="uniqueItems"):
-        played.begin(schema({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}))
+    asking = {"type": "array", "uniqueItems": True} | LIGHTLY
+    for given in (asking, {"type": "array", "items": asking}):
+        with pytest.raises(InvalidRequest, match="uniqueItems"):
+            played.begin(schema(given))
+
+
+def test_a_schema_that_is_a_part_is_refused_with_its_own_place(played: Played):
+    part = {"type": "object", "properties": {"list": {"items": {"type": "array", "uniqueItems": True}}}}
+    parts = [spec.JsonPart("a", {"type": "null"}, "`a`"), spec.JsonPart("b", part | LIGHTLY, "`b`")]
+    with pytest.raises(InvalidRequest, match=r"`tools` cannot be kept to: in `b`: at /properties/list/items: .*unique"):
+        played.begin(spec.tagged('start: "x" a | "y" b', parts, "tools"))
+    assert played.write(spec.tagged('start: "x" a', parts[:1], "tools"), random.Random(0)) == "xnull"
 
 
 HOSTILE = {

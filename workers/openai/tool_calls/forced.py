@@ -3,6 +3,9 @@ an array of calls. The constraint (tools.py) leaves nothing else to be written."
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lorafleet.workers.openai.tool_calls.call_array import CallArray
 from lorafleet.workers.openai.tool_calls.json_scanner import BLANKS
 from lorafleet.workers.openai.tool_calls.parser import CallArguments, Calls, Event, Text
@@ -43,3 +46,33 @@ class RequiredCallsParser:
     def finish(self) -> list[Event]:
         events = [] if self._array is None else self._array.finish()
         return [event for event in events if not isinstance(event, Text)]
+
+
+def calls_schema(arguments: Mapping[str, dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
+    """What RequiredCallsParser reads. arguments: each function's schema, by its name, which keeps its inner references,
+    moved to where it now is."""
+    definitions = {f"tool_{i}": _moved(schema, f"#/$defs/tool_{i}") for i, schema in enumerate(arguments.values())}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/tool_{i}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for i, name in enumerate(arguments)
+    ]
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions}
+
+
+def _moved(schema: Any, to: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(one, to) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: to + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, to)
+        for name, value in schema.items()
+    }

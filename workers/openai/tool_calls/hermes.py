@@ -3,11 +3,18 @@ text."""
 
 from __future__ import annotations
 
+from lorafleet.workers.openai.tool_calls.call_grammar import Offer
 from lorafleet.workers.openai.tool_calls.call_reader import CallReader
 from lorafleet.workers.openai.tool_calls.json_scanner import BLANKS
 from lorafleet.workers.openai.tool_calls.parser import Calls, Event, MarkerSearch, last_words, shown
+from lorafleet.workers.structured import free_text
 
 START, END = "<tool_call>", "</tool_call>"
+
+
+def grammar(offer: Offer) -> str:
+    end = free_text.marker(END, offer.special)
+    return f"{offer.answer(START)}calls: BLANKS? call BLANKS? {end}\n{offer.call('arguments')}"
 
 
 class HermesParser:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lorafleet.workers.openai.tool_calls import hermes, llama3, mistral
+from lorafleet.workers.openai.tool_calls.call_grammar import Offer
 from lorafleet.workers.openai.tool_calls.parser import Calls, ToolCallParser, openai_id
 
 ToolCallFormat = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
@@ -14,17 +15,21 @@ ToolCallFormat = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 
 @dataclass(frozen=True, slots=True)
 class KnownFormat:
-    """marker: a text that begins calls; where it is a special token the answer must show those."""
+    """marker: a text that begins calls; where it is a special token the answer must show those.
+    grammar: of answers in which each call that the parser finds keeps to its function's schema.
+    openings: how such an answer begins, blanks apart, where it begins with a call."""
 
     marker: str
     make: Callable[[Calls], ToolCallParser]
+    grammar: Callable[[Offer], str]
+    openings: tuple[str, ...]
     new_id: Callable[[], str] = openai_id
 
 
 FORMATS: dict[str, KnownFormat] = {
-    "hermes": KnownFormat(hermes.START, hermes.HermesParser),
-    "llama3_json": KnownFormat(llama3.START, llama3.Llama3Parser),
-    "mistral": KnownFormat(mistral.START, mistral.MistralParser, mistral.mistral_id),
+    "hermes": KnownFormat(hermes.START, hermes.HermesParser, hermes.grammar, (hermes.START,)),
+    "llama3_json": KnownFormat(llama3.START, llama3.Llama3Parser, llama3.grammar, (llama3.START, llama3.BARE_START)),
+    "mistral": KnownFormat(mistral.START, mistral.MistralParser, mistral.grammar, (mistral.START,), mistral.mistral_id),
 }
 # What a template that shows its model tools writes around calls, in the order in which it is looked for: Llama's has no
 # marker of its own but in one branch, and says "parameters".

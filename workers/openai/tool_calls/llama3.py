@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+from lorafleet.workers.openai.tool_calls.call_grammar import Offer
 from lorafleet.workers.openai.tool_calls.call_reader import CallReader
 from lorafleet.workers.openai.tool_calls.json_scanner import BLANKS
 from lorafleet.workers.openai.tool_calls.parser import Calls, Event, MarkerSearch, last_words, shown
 
 START = "<|python_tag|>"
+BARE_START = '{"name"'  # of a call without that, as the grammar lets it be written
 _BETWEEN = BLANKS + ";"
+
+
+def grammar(offer: Offer) -> str:
+    more = '(BLANKS? ";" BLANKS? call)*' if offer.parallel else ""
+    return f"{offer.answer(START, bare=True)}calls: BLANKS? call {more}\n{offer.call('parameters')}"
 
 
 class Llama3Parser:

@@ -8,13 +8,28 @@ import secrets
 import string
 
 from lorafleet.workers.openai.tool_calls.call_array import CallArray
+from lorafleet.workers.openai.tool_calls.call_grammar import Offer
 from lorafleet.workers.openai.tool_calls.call_reader import CallReader
 from lorafleet.workers.openai.tool_calls.json_scanner import BLANKS
 from lorafleet.workers.openai.tool_calls.parser import Calls, Event, MarkerSearch, last_words, shown
+from lorafleet.workers.structured import free_text
 
-START = "[TOOL_CALLS]"
-_HEAD = re.compile(r"([A-Za-z0-9_.\-]+)\s*(?:\[ARGS\]\s*)?(?=\{)")
+START, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+_NAME = r"[A-Za-z0-9_.\-]+"
+_HEAD = re.compile(rf"({_NAME})\s*(?:\[ARGS\]\s*)?(?=\{{)")
 _HEAD_BEGUN = re.compile(r"[A-Za-z0-9_.\-]*\s*(?:\[(?:A(?:R(?:G(?:S(?:\]\s*)?)?)?)?)?)?")
+
+
+def grammar(offer: Offer) -> str:
+    more = '(BLANKS? "," BLANKS? call)*' if offer.parallel else ""
+    behind = f"BLANKS? ({free_text.marker(ARGUMENTS, offer.special)} BLANKS?)?"
+    named = [
+        f"{free_text.text(name)} {behind} {rule}" for name, rule in offer.rules.items() if re.fullmatch(_NAME, name)
+    ]
+    return (
+        f"{offer.answer(START)}calls: BLANKS? ({' | '.join(['array', *named])})\n"
+        f'array: "[" BLANKS? call {more} BLANKS? "]"\n{offer.call("arguments")}'
+    )
 
 
 def mistral_id() -> str:
