@@ -44,7 +44,6 @@ class Request:
     arrival: Arrival
     adapter: int
     first_token_s: float = math.inf
-    done_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -379,7 +378,6 @@ class Replica:
         freed = False
         while self._running and self._running[0][0] <= self._tokens + 1e-6:
             request = heapq.heappop(self._running)[2]
-            request.done_s = now
             slot = self.slots[request.adapter]
             slot.holders -= 1
             if not slot.holders:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _OF_MIXTRAL = {engine: own for own, engine in MIXTRAL.items()}
 

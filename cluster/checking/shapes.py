@@ -11,7 +11,6 @@ from lorafleet.cluster.checking.keys import Schema
 
 TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer"}
-NUMBER: Schema = {"type": "number"}
 FLAG: Schema = {"type": "boolean"}
 AMOUNT: Schema = {"type": ["integer", "string"]}  # Kubernetes: 8080 or "http", 4 or "4Gi"
 OPEN: Schema = {}

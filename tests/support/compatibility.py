@@ -43,6 +43,7 @@ NOTES = {
     "priority": "the lower, the sooner, among one adapter's requests; below 0 takes an admin key where there are keys",
     "response_format": "`text`, `json_object`, `json_schema`; vLLM's `structural_tag` with `triggers`",
     "store": "nothing is stored",
+    "log_metrics": "all requests are counted",
     "metadata": "kept with nothing; `/v1/responses` gives it back",
     "structural_tag": "JSON text of `triggers` and `structures`",
     "suffix": "no model here fills in the middle",

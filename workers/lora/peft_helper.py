@@ -8,13 +8,12 @@ Knows nothing of tensors. Module names here are PEFT's: "model.layers.0.self_att
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lorafleet.workers.errors import AdapterMalformed
-from lorafleet.workers.lora.files import CONFIG_NAME, AdapterFolder, read_config
+from lorafleet.workers.lora.files import CONFIG_NAME
 from lorafleet.workers.lora.patterns import Budget, NameList, Pattern
 from lorafleet.workers.lora.peft_fields import FIELDS, check_fields, is_unset
 from lorafleet.workers.lora.strict_json import read_json_object, shown
@@ -34,7 +33,7 @@ _ANY_LAYERS = Pattern("[^.]*", "layers_pattern")
 
 @dataclass(frozen=True, slots=True)
 class PEFTHelper:
-    """The checked config. Build it by from_file, from_bytes or from_dict. fields: its keys as written, for kinds/."""
+    """The checked config. Build it by from_bytes or from_dict. fields: its keys as written, for kinds/."""
 
     method: str  # PEFT's peft_type
     fields: Mapping[str, object]
@@ -53,11 +52,6 @@ class PEFTHelper:
     bias: str
     base_model_name_or_path: str | None
     budget: Budget = field(default_factory=Budget, compare=False, repr=False)
-
-    @classmethod
-    def from_file(cls, adapter_path: str | os.PathLike[str]) -> PEFTHelper:
-        """adapter_path: the adapter's folder."""
-        return cls.from_bytes(read_config(AdapterFolder.at(adapter_path)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PEFTHelper:

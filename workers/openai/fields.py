@@ -29,6 +29,7 @@ NO_EFFECT = frozenset(
         "prompt_cache_options",
         "prediction",  # makes an answer sooner, not another
         "max_tool_calls",  # of built-in tools, of which there are none
+        "log_metrics",  # SGLang's: all requests are counted
         "include_reasoning",  # no answer is split into reasoning and content
     }
 )

@@ -382,4 +382,3 @@ class SGLangRequest(Tolerant):
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
-    log_metrics: bool | None = None

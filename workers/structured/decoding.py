@@ -63,10 +63,6 @@ class StructuredDecoding:
         self._asked: list[_Asked] = []
         self._numbers = count()
 
-    @property
-    def num_opening(self) -> int:
-        return len(self._opening)
-
     def open(self, sequence: Sequence, tokenizer: TokenizerFile, eos_token_ids: Many[int]) -> None:
         """It may start once poll() has given it. Raises LorafleetError."""
         spec = sequence.params.structured_outputs

@@ -32,7 +32,6 @@ class Conversion:
 
     kind: str
     changes: list[str]
-    num_modules: int
     max_rank: int | None
     reduced: dict[str, Reduced] = field(default_factory=dict)
 
@@ -115,5 +114,4 @@ def _write(files: PEFTFiles, target: Path, dtype: torch.dtype | None, kind: str,
         files.write(folder)
         for name in tokenizer_files(tokenizer_of):
             copy_file(tokenizer_of, folder, name)
-    modules = {name.rsplit(".lora_", 1)[0] for name in files.tensors if ".lora_" in name}
-    return Conversion(kind, files.changes, len(modules), None)
+    return Conversion(kind, files.changes, None)

@@ -150,7 +150,7 @@ def test_targets_left_as_they_were_written(make_adapter: Any, fields: dict[str, 
 
 def test_config_can_be_read_alone(make_adapter: Any) -> None:
     adapter = make_adapter(use_rslora=True, rank_pattern={"v_proj": 16}, lora_alpha=8)
-    helper = PEFTHelper.from_file(adapter.path)
+    helper = PEFTHelper.from_bytes((adapter.path / "adapter_config.json").read_bytes())
     module = "model.layers.0.self_attn.v_proj"
     assert (helper.rank_of(module), helper.scaling_of(module, 16)) == (16, 2.0)
     assert helper.targets(module)
