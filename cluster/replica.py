@@ -21,12 +21,11 @@ from fastapi import FastAPI
 from ray import serve
 
 from lorafleet.cluster import directory_metrics, ingress
-from lorafleet.cluster.admin_api import admin_routes
+from lorafleet.cluster.api_routes import routes_beside
 from lorafleet.cluster.autoscaling import load_of
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
 from lorafleet.cluster.catalogue.store import Store, open_store
 from lorafleet.cluster.config import AppArgs, LoRAModule
-from lorafleet.cluster.console.page import PAGE_ROUTES
 from lorafleet.cluster.console.replica_view import ask_all, replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
@@ -51,7 +50,7 @@ from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.openai.api import Route, build_api
+from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tp.addresses import RankAddresses
@@ -193,17 +192,17 @@ class EngineReplica:
             self._keep(work)
         self._tracing = start_tracing(self._args, self._replica_id)
         console = StateApi(self._view, self._view_adapter, self._look_at_all)
-        routes = [*admin_routes(admin), *console.routes(), *PAGE_ROUTES, *self._start_quality(self._front, store)]
+        routes = routes_beside(admin, console, self._start_quality(self._front, store))
         return build_api(lambda: self._front, routes, self._tracing)
 
-    def _start_quality(self, front: Front, store: Store) -> list[Route]:
+    def _start_quality(self, front: Front, store: Store) -> QualityApi | None:
         if self._args.quality_probes is None:
-            return []
+            return None
         probes = read_probes(self._args.quality_probes)
         monitor = QualityMonitor(front, probes, QualityBook(store), self._take_quality_turn)
         front.metrics.add(QualityMetrics(monitor))
         self._keep(monitor.keep_running())
-        return QualityApi(monitor).routes()
+        return QualityApi(monitor)
 
     async def _take_quality_turn(self) -> bool:
         turn = {"task": "quality", "replica_id": self._replica_id, "for_s": TURN_S}
