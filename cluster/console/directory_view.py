@@ -71,8 +71,10 @@ class DirectoryWindow:
         return page[: query.limit], len(page) > query.limit
 
     def _gather(self, query: Query, viewer: Viewer, page: list[str]) -> Iterator[None]:
-        """Fills `page` with the first limit + 1 names, sorted; of a million, few are looked at closer."""
-        state, wanted = self._directory.catalogue.state, query.search.casefold()
+        """Fills `page` with the first limit + 1 names, sorted as the viewer calls them; of a million, few are looked at
+        closer."""
+        state, wanted, shown = self._directory.catalogue.state, query.search.casefold(), viewer.naming
+        after = shown(query.after)
         candidates = [*state.adapters, *self._directory.resolved]
         if wanted:
             candidates += state.aliases()
@@ -82,9 +84,11 @@ class DirectoryWindow:
             if wanted not in candidate.casefold():
                 continue
             name = self._owner(candidate) if wanted else candidate
-            if name is None or name <= query.after or (len(page) > query.limit and name >= page[-1]):
+            if name is None or (called := shown(name)) <= after:
                 continue
-            place = bisect.bisect_left(page, name)
+            if len(page) > query.limit and called >= shown(page[-1]):
+                continue
+            place = bisect.bisect_left(page, called, key=shown)
             if page[place : place + 1] != [name] and self._is_visible(name, viewer):
                 page.insert(place, name)
                 del page[query.limit + 1 :]

@@ -1,4 +1,5 @@
-"""A replica without Ray, in this process: the whole API over HTTP, a real engine, a real directory and catalogue."""
+"""A replica without Ray, in this process: the whole API and the console over HTTP, a real engine, a real directory and
+catalogue, and keys where a test wants them."""
 
 from __future__ import annotations
 
@@ -13,25 +14,31 @@ from typing import Any
 
 import uvicorn
 
-from lorafleet.cluster.admin_api import admin_routes
 from lorafleet.cluster.administration import Administration
+from lorafleet.cluster.api_routes import routes_beside
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.console.directory_view import DirectoryWindow
+from lorafleet.cluster.console.replica_view import replica_view
+from lorafleet.cluster.console.state_api import StateApi
+from lorafleet.cluster.console.view import AdapterView, ReplicaView, Viewer
 from lorafleet.cluster.directory import AdapterDirectory
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
+from lorafleet.cluster.reporting import keep_reporting
+from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front, FrontConfig
-from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient, ipc_address
 from lorafleet.workers.worker import GPUWorker
 
 ADMIN_KEY = "admin-key-of-tests"
 BASE = "llama"
+LORA = LoRAConfig(max_loras=2)
 
 
 @dataclass
@@ -47,14 +54,19 @@ class RealServer:
 
 @contextmanager
 def running(
-    folder: Path, model: Path, adapters: dict[str, Path], config: dict[str, Any], **engine: Any
+    folder: Path,
+    model: Path,
+    adapters: dict[str, Path],
+    config: dict[str, Any],
+    api_keys: Path | None = None,
+    **engine: Any,
 ) -> Iterator[RealServer]:
     """config: of FrontConfig. engine: of EngineConfig."""
     server, ready, failed = RealServer(), threading.Event(), list[BaseException]()
 
     def run() -> None:
         try:
-            asyncio.run(_serve(server, ready, folder, model, adapters, config, engine))
+            asyncio.run(_serve(server, ready, folder, model, adapters, config, api_keys, engine))
         except BaseException as error:
             failed.append(error)
             ready.set()
@@ -79,22 +91,39 @@ async def _serve(
     model: Path,
     adapters: dict[str, Path],
     config: dict[str, Any],
+    api_keys: Path | None,
     engine_config: dict[str, Any],
 ) -> None:
     server._loop = asyncio.get_running_loop()
     address = ipc_address(str(folder))
-    engine = EngineConfig(model=str(model), lora=LoRAConfig(max_loras=2), **engine_config)
+    engine = EngineConfig(model=str(model), lora=LORA, **engine_config)
     server.worker = await asyncio.to_thread(GPUWorker, engine, address)
     client = await EngineClient.connect(address, server.worker.hello())
     try:
-        async with _catalogue(folder / "catalogue", client) as (catalog, admin):
+        async with _catalogue(folder / "catalogue", client) as (directory, membership, admin):
+            catalog = DirectoryCatalog(membership, admin, client, [BASE], None)
+            keys = None if api_keys is None else str(api_keys)
+            tenancy = Tenancy(ADMIN_KEY, keys, None, None, "r0", membership.admit)
             tokenizer = Tokenizer.from_folder(model)
-            front_config = FrontConfig((BASE,), str(model), **config)
-            front = server.front = Front(front_config, tokenizer, client, catalog, gate=Gate(ADMIN_KEY))
+            front_config = FrontConfig((BASE,), str(model), replica_id="r0", **config)
+            front = server.front = Front(
+                front_config,
+                tokenizer,
+                client,
+                catalog,
+                gate=tenancy.gate,
+                quotas=tenancy.quotas,
+                tenants=tenancy.keys,
+            )
             for name, path in adapters.items():
                 await catalog.add(name, str(path), load_inplace=False)
-            api = build_api(lambda: server.front, admin_routes(admin))
+            console = _console(directory, front, engine)
+            api = build_api(lambda: server.front, routes_beside(admin, console, None))
+            reporting = keep_reporting(client, membership, LORA.cpu_loras, engine.max_num_seqs)
+            work = [asyncio.create_task(one) for one in (*tenancy.work, reporting)]
             await _answer(server, ready, uvicorn.Config(api, port=0, log_level="warning", lifespan="off", ws="none"))
+            for one in work:
+                one.cancel()
             front.close()
     finally:
         await client.close()
@@ -102,7 +131,9 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _catalogue(folder: Path, engine: EngineClient) -> AsyncIterator[tuple[DirectoryCatalog, AdapterAdmin]]:
+async def _catalogue(
+    folder: Path, engine: EngineClient
+) -> AsyncIterator[tuple[AdapterDirectory, Membership, AdapterAdmin]]:
     directory = AdapterDirectory(Catalogue(FolderStore(folder)))
     await directory.load()
     administration = Administration(directory, [BASE])
@@ -116,9 +147,21 @@ async def _catalogue(folder: Path, engine: EngineClient) -> AsyncIterator[tuple[
     await membership.become_ready()
     admin = AdapterAdmin(administer, directory.catalogue.store, [BASE], "tests", lambda path: nullcontext(Path(path)))
     try:
-        yield DirectoryCatalog(membership, admin, engine, [BASE], None), admin
+        yield directory, membership, admin
     finally:
         await membership.stop()
+
+
+def _console(directory: AdapterDirectory, front: Front, engine: EngineConfig) -> StateApi:
+    window = DirectoryWindow(directory)
+
+    async def view_adapter(name: str, viewer: Viewer) -> AdapterView | None:
+        return window.adapter(name, viewer)
+
+    async def view_replicas(names: list[str], viewer: Viewer) -> list[ReplicaView]:
+        return [replica_view(front, names, viewer, LORA.cpu_loras, engine.max_num_seqs)]
+
+    return StateApi(window.view, view_adapter, view_replicas)
 
 
 async def _answer(server: RealServer, ready: threading.Event, config: uvicorn.Config) -> None:

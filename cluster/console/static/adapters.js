@@ -35,7 +35,7 @@ export function makeAdapters({ open, ask }) {
     empty.hidden = state.adapters.length > 0;
     setText(empty, search.value ? "No adapter has such a name or alias." : "No adapters yet. Push one, or name one in a request that a resolver finds.");
   }
-  return { draw };
+  return { draw, reset: () => pager.reset() };
 }
 
 const cell = (kind, label, ...content) => h("td", { role: "cell", class: kind, "data-label": label }, ...content);

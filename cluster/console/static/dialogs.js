@@ -13,6 +13,7 @@ const fieldsAt = byId("form-fields");
 
 let act = null; // what the open dialog does
 let running = null; // AbortController of what it is doing
+let opener = null; // what had the focus before
 
 /**
  * Asks, and does it: `run(values, {signal, progress})` with the fields by name. The dialog stays open with the error in
@@ -20,6 +21,7 @@ let running = null; // AbortController of what it is doing
  */
 export function ask({ title, text = "", fields = [], submit: label, danger = false, run }) {
   act = run;
+  opener = document.activeElement;
   setText(byId("form-title"), title);
   setText(byId("form-text"), text);
   byId("form-text").hidden = !text;
@@ -105,7 +107,17 @@ dialog.addEventListener("cancel", (event) => {
   event.preventDefault();
   leave();
 });
-dialog.addEventListener("close", () => fieldsAt.replaceChildren()); // a key that was typed is not kept
+dialog.addEventListener("close", () => {
+  fieldsAt.replaceChildren(); // a key that was typed is not kept
+  refocus();
+});
+
+/** What opened it may have been drawn anew, or be gone. */
+function refocus() {
+  const again = opener.dataset.act && document.querySelector(`[data-act="${CSS.escape(opener.dataset.act)}"]`);
+  const others = ["dialog[open] .close", "#locked-key", "#main"].map((one) => document.querySelector(one));
+  [opener, again, ...others].find((one) => one?.checkVisibility() && !one.disabled).focus();
+}
 
 /** Said once, to screen readers too; goes by itself. */
 export function note(text) {

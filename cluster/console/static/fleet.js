@@ -12,6 +12,8 @@ const LETTER = 6.3; // mean width of one, at this size
 const DOT = 9; // an adapter in host memory
 const MAX_DOTS = 160;
 
+const NOT_SHOWN = "empty, or not yours";
+
 const KINDS = {
   load: "reading, as told",
   pin: "filling a slot, as pinned",
@@ -42,7 +44,7 @@ export function makeFleet({ open, pageReplicas }) {
         pictures.set(one.replica, picture);
         return picture.node;
       },
-      (_, one) => pictures.get(one.replica).draw(one, state.names, coming.get(one.replica) ?? 0),
+      (_, one) => pictures.get(one.replica).draw(one, state.names, coming.get(one.replica) ?? 0, state.viewer.sees_all),
     );
     for (const id of pictures.keys()) {
       if (!state.replicas.some((one) => one.replica === id)) pictures.delete(id);
@@ -50,7 +52,7 @@ export function makeFleet({ open, pageReplicas }) {
     loads(state.loads, open);
     errors(state.failures, open);
   }
-  return { draw };
+  return { draw, reset: () => pager.reset() };
 }
 
 function tiles({ total, load, num_replicas, num_adapters, window_s }) {
@@ -95,12 +97,13 @@ class Picture {
     this.at = 0;
   }
 
-  draw(replica, names, numComing) {
+  /** seesAll: else a slot or place that shows nothing may be another tenant's. */
+  draw(replica, names, numComing, seesAll) {
     setText(this.title, shortReplica(replica.replica));
     setAttribute(this.title, "title", replica.replica);
     setText(this.state, replica.state);
     setAttribute(this.state, "data-state", replica.state);
-    setText(this.facts, facts(replica, numComing));
+    setText(this.facts, facts(replica, numComing, seesAll));
     const slots = replica.slots ?? [];
     const width = Math.max(120, Math.floor(this.node.clientWidth || 300));
     const named = slots.length <= NAMED_SLOTS;
@@ -120,15 +123,15 @@ class Picture {
         const x = (number % columns) * (cell + GAP);
         const y = Math.floor(number / columns) * (high + GAP);
         const letters = named ? Math.floor((cell - 14) / LETTER) : 0;
-        fillSlot(node, { digest, number, name: names[digest], pinned: pinned.has(digest), letters });
+        fillSlot(node, { digest, number, name: names[digest], pinned: pinned.has(digest), letters, none: seesAll ? "empty" : NOT_SHOWN });
         place(node, x, y, cell, high, number === this.at);
       },
     );
     const below = rows * (high + GAP) + (rows ? 6 : 0);
-    const end = memory(this.memory, replica, names, width, below);
+    const end = memory(this.memory, replica, names, width, below, seesAll);
     setAttribute(this.drawing, "viewBox", `0 0 ${width} ${end}`);
     setAttribute(this.drawing, "height", end);
-    setAttribute(this.drawing, "aria-label", summary(replica, names));
+    setAttribute(this.drawing, "aria-label", `Replica ${shortReplica(replica.replica)}: ${held(replica.slots ?? [], seesAll)} slots hold an adapter`);
   }
 
   slot() {
@@ -160,12 +163,9 @@ class Picture {
   }
 }
 
-function facts(replica, numComing) {
+function facts(replica, numComing, seesAll) {
   const said = [];
-  if (replica.slots) {
-    const used = replica.slots.filter(Boolean).length;
-    said.push(`${used} of ${plural(replica.slots.length, "slot")}`);
-  }
+  if (replica.slots) said.push(`${held(replica.slots, seesAll)} ${replica.slots.length === 1 ? "slot" : "slots"}`);
   if (replica.num_running !== undefined) {
     said.push(`${replica.num_running} running`, `${replica.num_waiting} waiting`, `KV ${percent(replica.kv_used)}`);
   }
@@ -173,15 +173,12 @@ function facts(replica, numComing) {
   return said.join(" · ");
 }
 
-function summary(replica, names) {
-  const held = (replica.slots ?? []).filter(Boolean).length;
-  return `Replica ${shortReplica(replica.replica)}: ${held} of ${replica.slots?.length ?? 0} slots hold an adapter`;
-}
+const held = (slots, seesAll) => `${slots.filter(Boolean).length} ${seesAll ? "of" : "shown of"} ${slots.length}`;
 
-function fillSlot(node, { digest, number, name, pinned, letters }) {
+function fillSlot(node, { digest, number, name, pinned, letters, none }) {
   const [title, , text] = node.children;
   const label = name === undefined ? "" : name;
-  const words = label ? `slot ${number}: ${label}, ${shortDigest(digest)}${pinned ? ", pinned" : ""}` : `slot ${number}: empty`;
+  const words = label ? `slot ${number}: ${label}, ${shortDigest(digest)}${pinned ? ", pinned" : ""}` : `slot ${number}: ${none}`;
   setText(title, words);
   setAttribute(node, "aria-label", words);
   setAttribute(node, "aria-disabled", label ? false : "true");
@@ -202,7 +199,7 @@ function place(node, x, y, width, height, isCurrent) {
 }
 
 /** Host memory: a dot for each adapter, and one for each place that is free. Returns where it ends. */
-function memory(group, replica, names, width, top) {
+function memory(group, replica, names, width, top, seesAll) {
   const places = replica.cpu_loras ?? 0;
   if (!places) {
     group.replaceChildren();
@@ -210,16 +207,16 @@ function memory(group, replica, names, width, top) {
   }
   if (!group.firstChild) group.append(svg("text", { class: "caption" }), svg("g", { class: "dots" }));
   const [caption, dots] = group.children;
-  const held = replica.in_cpu;
-  setText(caption, `Host memory ${held.length} of ${places}`);
+  const known = replica.in_cpu;
+  setText(caption, `Host memory ${known.length} ${seesAll ? "of" : "shown of"} ${places}`);
   setAttribute(caption, "x", 0);
   setAttribute(caption, "y", top + 8);
   const step = DOT + 2;
   const columns = Math.max(1, Math.floor(width / step));
-  const shown = Math.max(Math.min(held.length, MAX_DOTS), Math.min(places, columns));
+  const shown = Math.max(Math.min(known.length, MAX_DOTS), Math.min(places, columns));
   keyed(
     dots,
-    Array.from({ length: shown }, (_, number) => ({ number, digest: held[number] })),
+    Array.from({ length: shown }, (_, number) => ({ number, digest: known[number] })),
     (one) => one.number,
     () => svg("rect", { width: DOT, height: DOT, rx: 2 }, svg("title")),
     (node, { number, digest }) => {
@@ -227,7 +224,7 @@ function memory(group, replica, names, width, top) {
       setAttribute(node, "y", top + 16 + Math.floor(number / columns) * step);
       setAttribute(node, "class", digest ? "held" : "free");
       node.style.setProperty("--hue", digest ? hueOf(digest) : 0);
-      setText(node.firstElementChild, digest ? names[digest] : "free");
+      setText(node.firstElementChild, digest ? names[digest] : seesAll ? "free" : NOT_SHOWN);
     },
   );
   return top + 16 + Math.ceil(shown / columns) * step;

@@ -21,7 +21,15 @@ export function askKey(changed) {
 }
 
 export function showKey({ cannot_administer: closed, tenant }) {
-  const words = !session.key ? "Key" : closed === null ? "Admin key" : tenant !== null ? `Key of ${tenant}` : "Key in use";
+  const kind = closed === null ? "Admin key" : "Key";
+  say(!session.key ? "Key" : tenant !== null ? `${kind} of ${tenant}` : closed === null ? kind : "Key in use", Boolean(session.key));
+}
+
+export function showRefusedKey() {
+  say(session.key ? "Key refused" : "Key", false);
+}
+
+function say(words, isOpen) {
   setText(byId("key-text"), words);
-  byId("open-key").toggleAttribute("data-open", Boolean(session.key));
+  byId("open-key").toggleAttribute("data-open", isOpen);
 }

@@ -14,14 +14,21 @@ const pick = byId("pick");
 
 export function makePlayground() {
   let base = null;
+  let whose = null; // the viewer that the names are shown to
   let chosen = [];
   let running = [];
   let typing = 0;
 
-  function start(state) {
-    if (base !== null) return;
-    base = state.base_models[0];
-    chosen = [base, ...state.adapters.slice(0, 2).map((one) => one.name)];
+  /** With the first adapters there are; anew where another's key is given, who may not see what was chosen. */
+  function start({ viewer, base_models: bases, adapters }) {
+    const now = `${viewer.tenant} ${viewer.sees_all}`;
+    if (whose === now) return;
+    whose = now;
+    stop();
+    byId("answers").replaceChildren();
+    byId("pick-list").replaceChildren();
+    base = bases[0];
+    chosen = [base, ...adapters.slice(0, 2).map((one) => one.name)];
     chips();
   }
 

@@ -1,27 +1,29 @@
 """The console in a real browser against a real server: every action, by mouse and by keyboard, and what it must not do.
-
-Nothing of the page may come from or go to elsewhere, and no script may fail: checked after every test.
+With tenants' keys: test_keys_in_chromium.py.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
+from tests.cluster.console.chromium import (
+    CHROMIUM,
+    FAINT,
+    UNNAMED,
+    Open,
+    act,
+    enter_key,
+    expect,
+    opening,
+    show_adapter,
+    submit,
+)
 from tests.cluster.harness import ADMIN_KEY, SharedServer
 
-playwright = pytest.importorskip("playwright.sync_api", reason="the console's tests drive a browser with Playwright")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"]
-PATIENCE_MS = 120_000
 HOSTILE = "<img src=x onerror=alert(1)>\"'&`${1}"
 
 pytestmark = [
@@ -30,59 +32,11 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
 ]
 
-Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as engine:
-        chromium = engine.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
-
 
 @pytest.fixture
 def open_page(browser: Any, shared_server: SharedServer) -> Iterator[Open]:
-    """Opens a view in a browser profile of its own. At the end: no script has failed, and nothing left the origin."""
-    contexts: list[Any] = []
-    troubles: list[str] = []
-    origin = urlsplit(shared_server.running.url).netloc
-
-    def note_request(request: Any) -> None:
-        if urlsplit(request.url).netloc != origin and not request.url.startswith("data:"):
-            troubles.append(f"asked for {request.url}")
-
-    def note_console(message: Any) -> None:
-        # What a server refuses is a line of the browser's own.
-        if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
-            troubles.append(message.text)
-
-    def open_view(view: str = "fleet", *, key: str | None = None, prepare: Any = None, **options: Any) -> Any:
-        context = browser.new_context(**options)
-        contexts.append(context)
-        context.set_default_timeout(PATIENCE_MS)
-        page = context.new_page()
-        page.on("request", note_request)
-        page.on("console", note_console)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("dialog", lambda dialog: troubles.append(f"a script asks {dialog.message}"))
-        if key is not None:
-            page.add_init_script(f"sessionStorage.setItem('lorafleet.key', {json.dumps(key)})")
-        if prepare is not None:
-            prepare(page)
-        page.goto(f"{shared_server.running.url}/console#{view}")
-        page.wait_for_selector("#live[data-state=live]")
-        return page
-
-    yield open_view
-    for context in contexts:
-        context.close()
-    assert troubles == []
-
-
-def expect(locator: Any) -> Any:
-    playwright.expect.set_options(timeout=PATIENCE_MS)
-    return playwright.expect(locator)
+    with opening(browser, shared_server.running.url) as open_view:
+        yield open_view
 
 
 def ask(server: SharedServer, model: str) -> int:
@@ -100,26 +54,6 @@ def shown(server: SharedServer, name: str) -> dict[str, Any]:
 def push(server: SharedServer, name: str, source: Path) -> None:
     response = server.http.post("/v1/adapters", json={"name": name, "source": str(source)})
     assert response.status_code == 200, response.text
-
-
-def act(page: Any, action: str) -> Any:
-    """Presses a button of the sheet; answers the dialog that it opens."""
-    page.locator(f"#detail [data-act='{action}']").click()
-    return page.locator("#form")
-
-
-def submit(page: Any) -> str:
-    """Sends the dialog's form and waits until it has closed; what is said then."""
-    page.locator("#form-submit").click()
-    expect(page.locator("#form")).not_to_have_attribute("open", "")
-    return str(page.locator("#toasts p").last.inner_text())
-
-
-def show_adapter(page: Any, name: str) -> None:
-    page.get_by_role("link", name="Adapters").click()
-    page.get_by_role("searchbox").fill(name)
-    page.get_by_role("button", name=name, exact=True).click()
-    page.wait_for_selector("#detail .versions")
 
 
 def test_the_fleet_shows_what_is_in_slots_and_what_was_asked(open_page: Open, shared_server: SharedServer) -> None:
@@ -161,22 +95,13 @@ def test_without_the_key_administration_is_closed_and_says_why(open_page: Open) 
     page = open_page("adapters")
     expect(page.get_by_role("button", name="Push adapter")).to_be_disabled()
     expect(page.locator("#push-reason")).to_have_text("Changing adapters needs the admin key.")
-    page.get_by_role("button", name="Enter a key").click()
-    page.get_by_role("textbox", name="Key", exact=True).fill("not the key")
-    submit_key(page)
+    enter_key(page, "Enter a key", "not the key")
     expect(page.locator("#push-reason")).to_contain_text("Incorrect admin key")
-    page.get_by_role("button", name="Key in use").click()
-    page.get_by_role("textbox", name="Key", exact=True).fill(ADMIN_KEY)
-    submit_key(page)
+    enter_key(page, "Key in use", ADMIN_KEY)
     expect(page.get_by_role("button", name="Push adapter")).to_be_enabled()
     assert page.evaluate("sessionStorage.length + localStorage.length + document.cookie.length") == 0
     page.reload()
     expect(page.get_by_role("button", name="Push adapter")).to_be_disabled()
-
-
-def submit_key(page: Any) -> None:
-    page.locator("#form-submit").click()
-    expect(page.locator("#form")).not_to_have_attribute("open", "")
 
 
 def test_an_administrator_pushes_a_folder_and_moves_rolls_back_and_removes_its_names(
@@ -402,54 +327,6 @@ def test_everything_has_a_name_and_can_be_read(open_page: Open, scheme: str) -> 
     act(page, "pin")
     assert page.evaluate(UNNAMED) == []
     assert page.evaluate(FAINT) == []
-
-
-UNNAMED = """() => {
-  const words = (one) => [
-    one.getAttribute("aria-label"),
-    ...(one.getAttribute("aria-labelledby") ?? "").split(" ").map((id) => document.getElementById(id)?.textContent),
-    ...[...(one.labels ?? [])].map((label) => label.textContent),
-    one.textContent,
-  ];
-  return [...document.querySelectorAll("button, a, input, select, textarea, [role=button], dialog[open], section")]
-    .filter((one) => one.checkVisibility() && !words(one).some((said) => said?.trim()))
-    .map((one) => one.outerHTML);
-}"""
-# WCAG's contrast of each text that is seen with what lies behind it, 4.5 or more; disabled controls need none.
-FAINT = """() => {
-  const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
-  const context = canvas.getContext("2d", { willReadFrequently: true });
-  const rgba = (color) => {
-    context.clearRect(0, 0, 1, 1);
-    context.fillStyle = color;
-    context.fillRect(0, 0, 1, 1);
-    return [...context.getImageData(0, 0, 1, 1).data];
-  };
-  const linear = (one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
-  const light = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
-  const behind = (node) => {
-    const slot = node.closest(".slot");
-    if (slot) return rgba(getComputedStyle(slot.querySelector("rect")).fill);
-    for (let at = node; at; at = at.parentElement) {
-      const color = rgba(getComputedStyle(at).backgroundColor);
-      if (color[3] === 255) return color;
-    }
-    return [255, 255, 255, 255];
-  };
-  const faint = [];
-  const top = [...document.querySelectorAll("dialog[open]")].at(-1) ?? document.body;
-  const walker = document.createTreeWalker(top, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const node = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !node.checkVisibility()) continue;
-    if (node.closest(":disabled, title, option, .unseen")) continue;
-    const style = getComputedStyle(node);
-    const both = [light(rgba(node instanceof SVGElement ? style.fill : style.color)), light(behind(node))];
-    const contrast = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
-    if (contrast < 4.5) faint.push(`${contrast.toFixed(2)} ${node.outerHTML.slice(0, 120)}`);
-  }
-  return faint;
-}"""
 
 
 @pytest.mark.parametrize("view", ["fleet", "adapters", "playground"])
