@@ -31,7 +31,9 @@ export function ask({ title, text = "", fields = [], submit: label, danger = fal
   show(null);
   busy(false);
   dialog.showModal();
-  (fieldsAt.querySelector("input, select") ?? submit).focus();
+  const first = fieldsAt.querySelector("input, select") ?? submit;
+  first.focus();
+  first.select?.(); // what is typed stands in the place of what is there
 }
 
 function field({ name, label, type = "text", hint, options, value, ...attributes }) {
