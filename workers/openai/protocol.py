@@ -58,6 +58,8 @@ _STRUCTURE = {
     "required": ["begin", "schema", "end"],
     "additionalProperties": False,
 }
+_PARTS = ["const_string", "any_text", "json_schema", "tag", "sequence", "or", "triggered_tags", "tags_with_separator"]
+_STRUCTURAL_FORMAT = {"type": "object", "properties": {"type": {"enum": _PARTS}}, "required": ["type"]}
 _RESPONSE_FORMATS = [
     {
         "type": "object",
@@ -79,6 +81,12 @@ _RESPONSE_FORMATS = [
             "structures": {"type": "array", "items": _STRUCTURE, "minItems": 1},
         },
         "required": ["type", "triggers", "structures"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {"type": {"const": "structural_tag"}, "format": _STRUCTURAL_FORMAT},
+        "required": ["type", "format"],
         "additionalProperties": False,
     },
 ]

@@ -32,6 +32,7 @@ from lorafleet.workers.openai.protocol import (
     ResponsesNamedChoice,
     ResponsesRequest,
     SampledRequest,
+    TextFormat,
     ToolMode,
 )
 from lorafleet.workers.openai.responses import EventStream, WholeReply, json_response
@@ -79,8 +80,10 @@ def _as_chat(body: ResponsesRequest) -> dict[str, object]:
         {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
         for tool in body.tools or ()
     ]
+    says_text = body.text is not None and isinstance(body.text.format, TextFormat)
     return {
         "messages": messages_of(body.input, body.instructions),
+        "response_format": {"type": "text"} if says_text else None,  # an adapter's default then does not hold
         "max_tokens": body.max_output_tokens,
         "tools": tools or None,
         "tool_choice": _chat_choice(body.tool_choice),

@@ -73,7 +73,7 @@ def closed(schema: object) -> object:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
             return schema  # json_schema() says what is wrong with it
-    _check_depth(schema, "structured_outputs.json")
+    check_depth(schema, "structured_outputs.json")
     return _closed(schema)
 
 
@@ -145,7 +145,7 @@ def tagged(lark: str, parts: Sequence[JsonPart], param: str) -> StructuredOutput
 
 
 def _json_of(schema: object, param: str) -> str:
-    _check_depth(schema, param)
+    check_depth(schema, param)
     try:
         source = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -175,7 +175,8 @@ def _check_size(text: str, param: str) -> str:
     return text
 
 
-def _check_depth(value: object, param: str) -> None:
+def check_depth(value: object, param: str) -> None:
+    """Raises InvalidRequest."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for one in level for inner in _inner(one)]

@@ -99,7 +99,7 @@ async def test_sglangs_spelling(http, engine):
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "give one"),
         ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs", "leave them"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "`triggers`"),
-        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "`format`"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "`type`"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format", "give one of them"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
         ({"guided_json": "{"}, "guided_json", "no JSON"),
@@ -155,6 +155,10 @@ async def test_an_adapters_own_default_holds_until_a_request_says_otherwise(http
         found = await asked(http, engine, path, model="bound")
         assert schema_of(found) == SCHEMA
     assert await asked(http, engine, "/v1/completions", model="bound", response_format={"type": "text"}) is None
+    for format, kind in ((None, "json_schema"), ({"type": "text"}, None), ({"type": "json_object"}, "json_object")):
+        fields = {"model": "bound", "input": "hi", "text": format and {"format": format}}
+        found = await asked(http, engine, "/v1/responses", **fields)
+        assert (found.kind if found else None) == kind
     assert (await asked(http, engine, "/v1/completions", model="bound", guided_regex="a")).kind == "regex"
     shown = (await http.get("/v1/models/bound")).json()
     assert shown["default_response_format"]["json_schema"]["schema"] == SCHEMA
