@@ -73,13 +73,13 @@ def serving(arguments: Sequence[str], log_file: Path, stop_signal: int = signal.
     assert status == 0, log_file.read_text()
 
 
-async def greedy_answers(url: str, jobs: Sequence[tuple[list[int], str | None]]) -> list[Any]:
+async def greedy_answers(url: str, jobs: Sequence[tuple[list[int], str | None]], base: str = "tiny") -> list[Any]:
     """Ten greedy tokens for each (prompt, adapter), all asked for at once, with logprobs and token ids."""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
 
         async def ask(ids: list[int], kind: str | None) -> Any:
             return await client.completions.create(
-                model=kind or "tiny",
+                model=kind or base,
                 prompt=ids,
                 max_tokens=10,
                 temperature=0,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
-from openai import AsyncOpenAI
 
-from tests.cluster.harness import running_server
+from tests.cluster.harness import greedy_answers, running_server
 from tiny_models import has_experts
 
 KINDS = ("all", "rslora", "regex")
@@ -25,20 +22,8 @@ async def test_a_burst_equals_transformers_and_peft(fleet, prompt, tmp_path, fam
     arguments += ["--max-num-seqs", "8", "--device", "cpu"]
     jobs = [(prompt(n), kind) for n in (5, 40) for kind in (None, *kinds)]
     with running_server(arguments, tmp_path / "serve.log") as url:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
-            answers = await asyncio.gather(
-                *(
-                    client.completions.create(
-                        model=kind or str(made.base),  # without --served-model-name the folder is the name
-                        prompt=ids,
-                        max_tokens=10,
-                        temperature=0,
-                        logprobs=0,
-                        extra_body={"ignore_eos": True, "return_token_ids": True},
-                    )
-                    for ids, kind in jobs
-                )
-            )
+        # Without --served-model-name the folder is the name.
+        answers = await greedy_answers(url, jobs, base=str(made.base))
     for (ids, kind), answer in zip(jobs, answers, strict=True):
         expected = made.reference.greedy(ids, 10, made.adapters.get(kind))
         assert answer.choices[0].model_extra["token_ids"] == expected.tokens, kind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ import yaml
 from lorafleet.cluster.checking.ray_service_file import check_ray_service
 from lorafleet.cluster.checking.ray_service_shape import RAY_SERVICE
 from lorafleet.cluster.checking.source import parse
+from tests.cluster.checking.changing import with_value
 
 FILE = Path(__file__).parents[3] / "configs" / "kuberay.yaml"
+GOOD: dict[str, Any] = yaml.safe_load(FILE.read_text())
 CRD = os.environ.get("LORAFLEET_KUBERAY_CRD")
 CLUSTER = ("spec", "rayClusterConfig")
 GROUP = (*CLUSTER, "workerGroupSpecs", 0)
@@ -24,15 +25,6 @@ CONTAINER = (*GROUP, "template", "spec", "containers", 0)
 def complaints(value: Any) -> list[str]:
     problems, _, _ = check_ray_service(parse("f.yaml", yaml.safe_dump(value, sort_keys=False)))
     return [f"{problem.place}: {problem.message}" for problem in problems]
-
-
-def with_value(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    changed: dict[str, Any] = copy.deepcopy(yaml.safe_load(FILE.read_text()))
-    inside: Any = changed
-    for part in place[:-1]:
-        inside = inside[part]
-    inside[place[-1]] = value
-    return changed
 
 
 @pytest.mark.parametrize(
@@ -49,7 +41,7 @@ def with_value(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
     ],
 )
 def test_a_misspelt_key_is_refused_with_the_nearest(place: tuple[Any, ...], value: Any, nearest: str):
-    assert any(f"did you mean {nearest!r}?" in one for one in complaints(with_value(place, value)))
+    assert any(f"did you mean {nearest!r}?" in one for one in complaints(with_value(GOOD, place, value)))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +58,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest(place: tuple[Any, ...], valu
     ],
 )
 def test_what_would_not_work_is_refused_where_it_is(place: tuple[Any, ...], value: Any, complaint: str):
-    found = complaints(with_value(place, value))
+    found = complaints(with_value(GOOD, place, value))
     assert any(complaint in one for one in found), found
 
 

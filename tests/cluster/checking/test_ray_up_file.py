@@ -11,6 +11,7 @@ import yaml
 
 from lorafleet.cluster.checking.ray_up_file import check_ray_up
 from lorafleet.cluster.checking.source import parse
+from tests.cluster.checking.changing import with_value
 
 SERVED: dict[str, Any] = {
     "http_options": {"host": "0.0.0.0"},
@@ -56,15 +57,6 @@ def good(tmp_path: Path) -> dict[str, Any]:
 def complaints(value: Any) -> list[str]:
     problems, _, _ = check_ray_up(parse("f.yaml", yaml.safe_dump(value, sort_keys=False)))
     return [f"{problem.place}: {problem.message}" for problem in problems]
-
-
-def with_value(good: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    changed = copy.deepcopy(good)
-    inside: Any = changed
-    for part in place[:-1]:
-        inside = inside[part]
-    inside[place[-1]] = value
-    return changed
 
 
 def test_a_good_cluster_says_its_nodes_and_what_it_serves(good: dict[str, Any]):

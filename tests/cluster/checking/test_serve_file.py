@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import yaml
 
 from lorafleet.cluster.checking.serve_file import check_serve
 from lorafleet.cluster.checking.source import parse
+from tests.cluster.checking.changing import with_value
 
 GOOD: dict[str, Any] = {
     "http_options": {"host": "127.0.0.1", "port": 8000},
@@ -29,15 +29,6 @@ ARGS = (*APP, "args")
 def complaints(value: Any) -> list[str]:
     problems, _ = check_serve(parse("f.yaml", yaml.safe_dump(value, sort_keys=False)))
     return [f"{problem.place}: {problem.message}" for problem in problems]
-
-
-def with_value(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    changed = copy.deepcopy(GOOD)
-    inside: Any = changed
-    for part in place[:-1]:
-        inside = inside[part]
-    inside[place[-1]] = value
-    return changed
 
 
 def test_a_good_file_says_what_it_serves():
@@ -65,7 +56,7 @@ def test_a_good_file_says_what_it_serves():
     ],
 )
 def test_a_misspelt_key_is_refused_with_the_nearest(place: tuple[Any, ...], value: Any, nearest: str):
-    assert any(f"did you mean {nearest!r}?" in one for one in complaints(with_value(place, value)))
+    assert any(f"did you mean {nearest!r}?" in one for one in complaints(with_value(GOOD, place, value)))
 
 
 @pytest.mark.parametrize(
@@ -85,11 +76,11 @@ def test_a_misspelt_key_is_refused_with_the_nearest(place: tuple[Any, ...], valu
     ],
 )
 def test_a_wrong_value_is_refused_where_it_is(place: tuple[Any, ...], value: Any, complaint: str):
-    assert any(complaint in one for one in complaints(with_value(place, value)))
+    assert any(complaint in one for one in complaints(with_value(GOOD, place, value)))
 
 
 def test_all_mistakes_are_told_at_once():
-    changed = with_value((*ARGS, "max_lora"), 1)
+    changed = with_value(GOOD, (*ARGS, "max_lora"), 1)
     changed["applications"][0]["args"] |= {"block_size": -1, "max_num_seqs": 0, "num_replicas": 0, "max_replicas": "x"}
     changed["http_options"]["prt"] = 1
     places = {one.partition(": ")[0].rpartition(".")[2] for one in complaints(changed)}
@@ -97,7 +88,7 @@ def test_all_mistakes_are_told_at_once():
 
 
 def test_an_address_open_to_the_network_needs_keys():
-    open_to_all = with_value(("http_options",), {"port": 8000})  # Serve's own default is 0.0.0.0
+    open_to_all = with_value(GOOD, ("http_options",), {"port": 8000})  # Serve's own default is 0.0.0.0
     (complaint,) = complaints(open_to_all)
     assert complaint.startswith("applications[0].args: host=0.0.0.0 is open to the network, and there are no API keys")
     open_to_all["applications"][0]["args"]["api_keys"] = "/keys.yaml"

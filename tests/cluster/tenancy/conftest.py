@@ -8,11 +8,8 @@ import pytest
 
 from lorafleet.cluster import catalog as catalog_module
 from lorafleet.cluster import directory as directory_module
-from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.transport import ipc_address
-from lorafleet.workers.worker import GPUWorker
-from tests.cluster.tenancy.house import House
+from tests.cluster.tenancy.house import House, running_engine
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +21,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tenants_engine(fleet: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str]]:
-    address = ipc_address(str(tmp_path_factory.mktemp("ipc")))
     lora = LoRAConfig(max_loras=4, max_cpu_loras=8)
-    worker = GPUWorker(EngineConfig(model=str(fleet("llama3").base), kv_cache_tokens=4096, lora=lora), address)
-    yield worker, address
-    worker.shutdown()
+    with running_engine(fleet("llama3").base, tmp_path_factory.mktemp("ipc"), lora, kv_cache_tokens=4096) as made:
+        yield made
 
 
 @pytest.fixture

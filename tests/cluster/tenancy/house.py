@@ -7,8 +7,8 @@ import asyncio
 import io
 import json
 import tarfile
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,13 @@ from lorafleet.cluster.tenancy.key_file import HASH_PREFIX
 from lorafleet.cluster.tenancy.key_text import digest_of, make_key
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.resolvers.base import LoRAResolver
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.messages import EngineRequest, TokenOutput
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front, FrontConfig
 from lorafleet.workers.tokenizer import Tokenizer
-from lorafleet.workers.transport import EngineClient
+from lorafleet.workers.transport import EngineClient, ipc_address
 from lorafleet.workers.worker import GPUWorker
 
 OPERATOR = "the operator's key"
@@ -40,6 +42,17 @@ KEYS = {
     "public": (None, ["infer"]),
 }
 PROMPT = [7, 8, 9, 10, 11, 12, 13, 14] * 5
+
+
+@contextmanager
+def running_engine(base: Path, folder: Path, lora: LoRAConfig, kv_cache_tokens: int) -> Iterator[tuple[GPUWorker, str]]:
+    """A real one and its address, for one house after another."""
+    address = ipc_address(str(folder))
+    worker = GPUWorker(EngineConfig(model=str(base), kv_cache_tokens=kv_cache_tokens, lora=lora), address)
+    try:
+        yield worker, address
+    finally:
+        worker.shutdown()
 
 
 class House:
