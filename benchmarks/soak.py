@@ -150,7 +150,7 @@ def verdict(
         print(f"! {line}")
     for drift in drifts:
         sign = " " if drift.is_flat else "!"
-        print(f"{sign} {drift.who:24} {drift.what:8} {_shown(drift, drift.start)} -> {_shown(drift, drift.end)} "
+        print(f"{sign} {drift.who:24} {drift.what:9} {_shown(drift, drift.start)} -> {_shown(drift, drift.end)} "
               f"{100 * drift.share:+6.2f} %")  # fmt: skip
     prompt = sum(one for one, _ in metered.by_tenant.values())
     completion = sum(one for _, one in metered.by_tenant.values())
@@ -174,7 +174,7 @@ def verdict(
 
 
 def _shown(drift: Drift, value: float) -> str:
-    return f"{value / 2**20:8.1f} MiB" if drift.what in ("rss", "uss") else f"{value:8.1f}    "
+    return f"{value / 2**20:8.1f} MiB" if drift.what in ("rss", "anonymous") else f"{value:8.1f}    "
 
 
 if __name__ == "__main__":

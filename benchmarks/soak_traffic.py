@@ -70,6 +70,7 @@ class Soak:
                 await self._ask(draw, tenant, *self._target(draw, tenant))
             except httpx.HTTPError as error:
                 self.report.fault("no answer", repr(error))
+                await asyncio.sleep(1)  # rather than thousands of faults for one cause
 
     def _target(self, draw: random.Random, tenant: str) -> tuple[str, Truth]:
         kind = draw.random()
