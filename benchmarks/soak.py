@@ -30,7 +30,8 @@ from lorafleet.cluster.tenancy.usage_sums import read_usage
 from soak_drift import MAX_DRIFT, Drift, Samples
 from soak_metering import Metered, compare
 from soak_traffic import LIMITED, MAX_SHOWN, OPERATOR, PROBER, TENANTS, TIMEOUT_S, WATCHER, Report, Soak, series
-from soak_world import World, make_world, write_model
+from soak_world import World, make_world
+from tiny_llama import write_tiny_llama
 
 NUM_CLIENTS = 48
 COUNTERS = (
@@ -63,7 +64,7 @@ def main() -> None:
 def soak(folder: Path, minutes: float, num_adapters: int) -> int:
     """How many checks failed."""
     os.environ["LORAFLEET_STATE_DIR"] = str(folder / "state")
-    write_model(folder / "model")
+    write_tiny_llama(folder / "model")
     begin = time.monotonic()
     world = make_world(folder / "model", num_adapters)
     print(f"answers of {num_adapters} adapters known after {time.monotonic() - begin:.0f} s", flush=True)

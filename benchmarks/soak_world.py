@@ -1,5 +1,5 @@
-"""What a soak serves, and what each of its adapters answers: a random tiny Llama, adapters that cannot be mistaken for
-one another, and their greedy answers, computed beforehand by the offline LLM class.
+"""What a soak serves, on tiny_llama.py's model, and what each of its adapters answers: adapters that cannot be mistaken
+for one another, and their greedy answers, computed beforehand by the offline LLM class.
 
 Adapters are public or of three tenants, which call most of theirs by the same names. Steady ones never change; moving
 ones get new versions, of one of two contents; mortal ones are removed and pushed again too.
@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 from safetensors.numpy import save
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams, TokensPrompt
 from lorafleet.workers.messages import TokenLogprobs
 from soak_truth import ABSENT, MIN_SURE, Answers, Truth
+from tiny_llama import HIDDEN, INNER, KV, LAYERS
 
 Kind = Literal["steady", "moving", "mortal"]
 
@@ -45,10 +43,7 @@ ANSWER_TOKENS = 12
 PENALTY = 2.0  # more than any logit here: no token comes twice, where a random model would end in repeating one
 SURE_GAP = 1e-4  # of logprobs: a greedy token that is ahead by less may be another one in another batch
 CHAT = [{"role": "user", "content": "How long is a soak?"}]
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 MIXES = 6  # of each tenant
-
-HIDDEN, INNER, LAYERS, KV = 64, 128, 2, 32
 
 
 @dataclass(slots=True)
@@ -92,30 +87,6 @@ class World:
 
     def seen_by(self, tenant: str) -> list[Adapter]:
         return [one for one in self.adapters if one.tenant in (None, tenant)]
-
-
-def write_model(folder: Path) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<s>", "</s>", *alphabet]
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokens),
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def make_world(model: Path, num_adapters: int) -> World:

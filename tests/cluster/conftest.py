@@ -18,31 +18,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama with a byte-level tokenizer; ../a0, ../a1, ../a2 are adapters for it."""
     import torch
     from peft import LoraConfig, get_peft_model
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM
+
+    from tiny_llama import write_tiny_llama
 
     folder = tmp_path_factory.mktemp("cluster")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<s>", "</s>", *alphabet]
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-    fast.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokens),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    write_tiny_llama(folder / "model")
     for number in range(3):
         torch.manual_seed(number + 1)
         base = LlamaForCausalLM.from_pretrained(folder / "model")
