@@ -23,7 +23,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Metered:
-    """surplus_tokens: asked for by clients that left, and not metered."""
+    """unmetered_tokens: asked for by clients that left, and not metered."""
 
     faults: list[str]
     by_tenant: dict[str, tuple[int, int]]  # prompt and completion tokens of the log
