@@ -41,6 +41,7 @@ NOTES = {
     "pooling": "`last` or `mean`; default: `--pooling`",
     "prediction": "it makes an answer sooner, not another",
     "priority": "the lower, the sooner, among one adapter's requests; below 0 takes an admin key where there are keys",
+    "reasoning_effort": "use `chat_template_kwargs` for what the template reads, such as `enable_thinking`",
     "response_format": "`text`, `json_object`, `json_schema`; vLLM's `structural_tag`",
     "store": "nothing is stored",
     "log_metrics": "all requests are counted",

@@ -116,7 +116,7 @@ def _same(value: object, allowed: object) -> bool:
 
 
 # What does the same.
-INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+INSTEAD = {"functions": "tools", "function_call": "tool_choice", "reasoning_effort": "chat_template_kwargs"}
 
 
 def _refusal(name: str, allowed: tuple[object, ...]) -> str:

@@ -43,7 +43,7 @@ from lorafleet.workers.openai.tool_calls.parser import Event, Text
 from lorafleet.workers.output import Delta
 from lorafleet.workers.structured import spec
 
-_MESSAGE_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}
+_CHAT_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 
 @describe("Responses", body=ResponsesRequest, answer=answers.ResponseBody, events=answers.ResponseEvent)
@@ -116,9 +116,9 @@ def _structured(body: ResponsesRequest) -> spec.StructuredOutputs | None:
 def _in_its_own_words(error: InvalidRequest) -> InvalidRequest:
     """Where chat's words name a field that is called otherwise here."""
     field_name, dot, rest = (error.param or "").partition(".")
-    if field_name not in _MESSAGE_FIELDS:
+    if field_name not in _CHAT_FIELDS:
         return error
-    ours = _MESSAGE_FIELDS[field_name]
+    ours = _CHAT_FIELDS[field_name]
     if field_name == "messages" and dot:  # the items' numbers are others than the messages'
         return type(error)(error.message.replace(f"`{error.param}`", f"`{ours}`"), ours)
     return type(error)(error.message.replace(field_name, ours), ours + dot + rest)

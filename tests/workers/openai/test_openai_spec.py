@@ -107,6 +107,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "text.format"),
     (RESPONSES, {"include": ["message.output_text.feelings"]}, "include.0"),
     (RESPONSES, {"top_logprobs": 2}, "top_logprobs"),
+    (RESPONSES, {"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),
     (RESPONSES, {"include": [LOGPROBS], "tools": [FLAT_NOW]}, "include"),
 ]
 
