@@ -48,23 +48,9 @@ class Policy:
 DEFAULT = Policy()
 
 
-def place(
-    adapters: Mapping[str, Adapter],
-    replicas: Mapping[str, float],
-    before: Homes,
-    holders: Holders,
-    policy: Policy = DEFAULT,
-) -> Homes:
+class Placement:
     """replicas: each one's share of the work, 1 in general and less while a new one warms up. A home is rather chosen
     among the holders."""
-    placement = Placement(adapters, replicas, before, holders, policy)
-    for _ in placement.steps():
-        pass
-    return placement.homes
-
-
-class Placement:
-    """place(), for an event loop that has other things to do meanwhile."""
 
     def __init__(
         self,

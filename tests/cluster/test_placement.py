@@ -1,12 +1,13 @@
-"""Properties of place(); demand is in tokens a second."""
+"""Properties of placements; demand is in tokens a second."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections import Counter
+from collections.abc import Mapping
 
-from lorafleet.cluster.placement import STEP, Adapter, Homes, Placement, Policy, place
+from lorafleet.cluster.placement import STEP, Adapter, Holders, Homes, Placement, Policy
 
 POLICY = Policy()
 SIZE = 84_000_000
@@ -14,6 +15,19 @@ SIZE = 84_000_000
 
 def nobody(_: str) -> tuple[str, ...]:
     return ()
+
+
+def place(
+    adapters: Mapping[str, Adapter],
+    where: Mapping[str, float],
+    before: Homes,
+    holders: Holders,
+    policy: Policy = POLICY,
+) -> Homes:
+    placement = Placement(adapters, where, before, holders, policy)
+    for _ in placement.steps():
+        pass
+    return placement.homes
 
 
 def replicas(count: int) -> dict[str, float]:

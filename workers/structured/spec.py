@@ -38,11 +38,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     any_whitespace: bool = True
     param: str = "structured_outputs"
 
-    @property
-    def is_default(self) -> bool:
-        """The adapter's own: no request has asked for it."""
-        return self.param.startswith(ADAPTERS_DEFAULT)
-
 
 class JsonPart(msgspec.Struct, frozen=True, array_like=True):
     """where: the request's field that has the schema, which errors name."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from lorafleet.workers.checkpoint import ModelConfig
 from lorafleet.workers.errors import ConfigError
 
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROW_PARALLEL = ("o_proj", "down_proj")
+ROW_PARALLEL = ("o_proj", "down_proj")  # all others are column parallel
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 

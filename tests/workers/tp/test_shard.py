@@ -7,8 +7,10 @@ import pytest
 
 from lorafleet.workers.checkpoint import ModelConfig, read_model_config
 from lorafleet.workers.errors import ConfigError
-from lorafleet.workers.tp.shard import COLUMN_PARALLEL, ROW_PARALLEL, Shard
+from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
 from tiny_models import make_model
+
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 @pytest.fixture(scope="module")
