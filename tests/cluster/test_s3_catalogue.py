@@ -125,7 +125,9 @@ def test_two_writers_lose_no_update_of_each_other(fleet: Fleet, bucket: RadosGat
         moved = fleet.http.post("/v1/adapters/shared/alias", json={"version": 1, "alias": f"shared-{i}"})
         assert moved.status_code == 200, moved.text
     writer.join()
-    there = Catalogue(S3Store(CATALOGUE, lambda: bucket.client)).state.adapters
+    reader = Catalogue(S3Store(CATALOGUE, lambda: bucket.client))
+    asyncio.run(reader.load())
+    there = reader.state.adapters
     assert {f"outside{i}" for i in range(20)} <= there.keys()
     assert {f"shared-{i}" for i in range(20)} <= there["shared"].aliases.keys()
     assert fleet.http.get("/v1/adapters/outside7").status_code in (200, 404)  # read when this cluster writes next

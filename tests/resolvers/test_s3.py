@@ -79,7 +79,7 @@ def outcomes(store: AdapterStore) -> dict[str, float]:
         sample.labels["outcome"]: sample.value
         for metric in store.metrics.collect()
         for sample in metric.samples
-        if sample.name == "lorafleet_adapter_fetches_total"
+        if sample.name == "lorafleet_adapter_fetches_total" and sample.value
     }
 
 
