@@ -127,6 +127,12 @@ class ResponseBody(TypedDict):
     lora_fallback: NotRequired[Fallback]
 
 
+@_exactly
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ResponseEvent(TypedDict):
     """The other members are those of OpenAI's event of that type."""
 

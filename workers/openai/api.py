@@ -32,7 +32,7 @@ from lorafleet.workers.openai.generate import generate
 from lorafleet.workers.openai.lora import load_lora_adapter, unload_lora_adapter
 from lorafleet.workers.openai.metrics import label_of_request
 from lorafleet.workers.openai.models import list_models, show_model
-from lorafleet.workers.openai.responses_api import responses
+from lorafleet.workers.openai.responses_api import count_input_tokens, responses
 from lorafleet.workers.openai.service import health, metrics, version
 from lorafleet.workers.openai.tokenize import detokenize, tokenize
 
@@ -47,6 +47,7 @@ ROUTES: tuple[Route, ...] = (
     ("POST", "/v1/completions", "infer", completions),
     ("POST", "/v1/chat/completions", "infer", chat),
     ("POST", "/v1/responses", "infer", responses),
+    ("POST", "/v1/responses/input_tokens", "infer", count_input_tokens),
     ("POST", "/v1/embeddings", "infer", embeddings),
     ("POST", "/generate", "infer", generate),
     ("GET", "/v1/models", "infer", list_models),

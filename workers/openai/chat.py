@@ -74,6 +74,12 @@ async def start_chat(
     return StartedChat(answer_id, samples, tools)
 
 
+async def count_prompt_tokens(front: Front, request: Request, body: ChatRequest) -> int:
+    model = await front.model(caller_of(request), body.model)
+    text = await render_chat(front, model, body, read_tools(front, model, body, None).shown)
+    return len(await encode(front, model, text, add_special_tokens=False))
+
+
 async def _read_prompt(front: Front, model: ServedModel, body: ChatRequest, tools: ToolUse) -> Prompt:
     text = await render_chat(front, model, body, tools.shown)
     named = "messages" if body.truncate_prompt_tokens is None else None

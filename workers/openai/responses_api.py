@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest, LorafleetError
 from lorafleet.workers.openai import answers
-from lorafleet.workers.openai.chat import StartedChat, start_chat
+from lorafleet.workers.openai.chat import StartedChat, count_prompt_tokens, start_chat
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.errors import http_error
 from lorafleet.workers.openai.front import Front
@@ -62,6 +62,17 @@ async def responses(front: Front, request: Request) -> Response:
         return WholeReply(answer.whole)
     headers: dict[str, str] = {}
     return EventStream(answer.stream(headers), headers)
+
+
+@describe("How many tokens a request of /v1/responses has", body=ResponsesRequest, answer=answers.InputTokens)
+async def count_input_tokens(front: Front, request: Request) -> Response:
+    """Nothing is generated."""
+    body = await read_body(front, request, ResponsesRequest)
+    try:
+        num_tokens = await count_prompt_tokens(front, request, parse_object(_as_chat(body), ChatRequest))
+    except InvalidRequest as error:
+        raise _in_its_own_words(error) from None
+    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 def _check_logprobs(body: ResponsesRequest) -> None:

@@ -77,6 +77,19 @@ def test_vllms_fields_say_how_tokens_are_drawn(client: openai.OpenAI, engine: An
     assert {name: getattr(params, name) for name in asked} == asked
 
 
+@pytest.mark.usefixtures("shown")
+def test_an_inputs_tokens_are_counted_as_an_answer_would_count_them(client: openai.OpenAI, engine: Any) -> None:
+    asked: Any = {"model": "sql", "input": "Oslo?", "instructions": "Be kind.", "tools": [WEATHER]}
+    counted = client.responses.input_tokens.count(**asked)
+    assert not engine.requests
+    answer = client.responses.create(**asked)
+    assert answer.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
+    with pytest.raises(openai.BadRequestError, match=r"`input\.0`"):
+        client.responses.input_tokens.count(model="sql", input=[{"type": "item_reference", "id": "x"}])
+    assert client.responses.input_tokens.count(model="sql", input="x" * 9000).input_tokens > 9000  # over the context
+
+
 def test_a_stream_has_openais_events_in_their_order(client: openai.OpenAI) -> None:
     events: list[Any] = list(client.responses.create(model="sql", input="hi", stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
