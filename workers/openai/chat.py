@@ -12,6 +12,7 @@ from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
+from lorafleet.workers.openai.errors import in_own_words
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprobs
@@ -62,7 +63,10 @@ async def start_chat(
         )
     label_request(request.scope, front.label(model))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = read_params(front, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
+    try:
+        params = read_params(front, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
+    except InvalidRequest as error:
+        raise in_own_words(error, _own_names(body)) from None
     tools = read_tools(front, model, body, structured_outputs or params.structured_outputs)
     params = tools.params(params)
     prompt = truncate(front, await _read_prompt(front, model, body, tools), body.truncate_prompt_tokens, asked)
@@ -87,6 +91,12 @@ async def _read_prompt(front: Front, model: ServedModel, body: ChatRequest, tool
     if not token_ids:
         raise InvalidRequest("The chat template makes an empty prompt of these messages.", "messages")
     return Prompt(token_ids, text)
+
+
+def _own_names(body: ChatRequest) -> dict[str, str]:
+    """Of what the engine's parameters call otherwise."""
+    names = {"logprobs": "top_logprobs"}
+    return names if body.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -47,6 +48,15 @@ class HttpError(NamedTuple):
     status: int
     type: str
     code: str | None
+
+
+def in_own_words(error: InvalidRequest, fields: Mapping[str, str]) -> InvalidRequest:
+    """Where a request calls by other names what is checked for several APIs. fields: its own name of each."""
+    field_name, dot, rest = (error.param or "").partition(".")
+    if field_name not in fields:
+        return error
+    own = fields[field_name]
+    return type(error)(error.message.replace(field_name, own), own + dot + rest)
 
 
 _INVALID = "invalid_request_error"

@@ -17,7 +17,7 @@ from lorafleet.workers.errors import InvalidRequest, LorafleetError
 from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.chat import StartedChat, count_prompt_tokens, start_chat
 from lorafleet.workers.openai.deadline import Deadline
-from lorafleet.workers.openai.errors import http_error
+from lorafleet.workers.openai.errors import http_error, in_own_words
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generation import Sample, fallback_of, usage_of
 from lorafleet.workers.openai.logprobs import logprob_entries
@@ -43,7 +43,7 @@ from lorafleet.workers.openai.tool_calls.parser import Event, Text
 from lorafleet.workers.output import Delta
 from lorafleet.workers.structured import spec
 
-_CHAT_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+_CHAT_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 
 
 @describe("Responses", body=ResponsesRequest, answer=answers.ResponseBody, events=answers.ResponseEvent)
@@ -95,7 +95,7 @@ def _as_chat(body: ResponsesRequest) -> dict[str, object]:
     return {
         "messages": messages_of(body.input, body.instructions),
         "response_format": {"type": "text"} if says_text else None,  # an adapter's default then does not hold
-        "max_tokens": body.max_output_tokens,
+        "max_completion_tokens": body.max_output_tokens,
         "tools": tools or None,
         "tool_choice": _chat_choice(body.tool_choice),
         "logprobs": body.wants_logprobs,
@@ -125,14 +125,10 @@ def _structured(body: ResponsesRequest) -> spec.StructuredOutputs | None:
 
 
 def _in_its_own_words(error: InvalidRequest) -> InvalidRequest:
-    """Where chat's words name a field that is called otherwise here."""
-    field_name, dot, rest = (error.param or "").partition(".")
-    if field_name not in _CHAT_FIELDS:
-        return error
-    ours = _CHAT_FIELDS[field_name]
+    field_name, dot, _ = (error.param or "").partition(".")
     if field_name == "messages" and dot:  # the items' numbers are others than the messages'
-        return type(error)(error.message.replace(f"`{error.param}`", f"`{ours}`"), ours)
-    return type(error)(error.message.replace(field_name, ours), ours + dot + rest)
+        return type(error)(error.message.replace(f"`{error.param}`", "`input`"), "input")
+    return in_own_words(error, _CHAT_FIELDS)
 
 
 @dataclass(slots=True)

@@ -152,8 +152,9 @@ async def test_a_wrong_field_of_a_completion_is_named(
     [
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
-        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -163,6 +164,7 @@ async def test_a_wrong_field_of_a_completion_is_named(
 async def test_a_wrong_field_of_a_chat_is_named(http: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
     error = await refused(http, "/v1/chat/completions", CHAT | fields)
     assert error["param"] == param, error
+    assert param in error["message"]
 
 
 async def test_missing_fields_are_named(http: httpx.AsyncClient) -> None:
