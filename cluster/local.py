@@ -33,6 +33,7 @@ UNAUTHORIZED = 401
 HTTP_S = 60.0  # how long HTTP may take after the replicas are up
 POLL_S = 0.2
 RAY_IS_LATE = "timed out during startup"
+RAY_STARTS = 4
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -139,10 +140,10 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
 
 
 def start_ray(num_cpus: int) -> None:
-    """Once more where its processes took longer than the 30 s that Ray gives them on any machine."""
+    """Again where its processes were late: Ray waits 15 s for one of them, and 30 s for all, on any machine."""
     import ray
 
-    for starts_left in (1, 0):
+    for starts_left in reversed(range(RAY_STARTS)):
         try:
             ray.init(
                 address="local",
@@ -156,13 +157,13 @@ def start_ray(num_cpus: int) -> None:
         except Exception as error:  # Ray has no class of its own for it
             if RAY_IS_LATE not in str(error):
                 raise
+            end_descendants()
             if not starts_left:
                 raise ConfigError(
-                    f"Ray's processes did not start in two times 30 s: this machine is too busy, or a process of Ray "
-                    f"ends at once; see the logs in /tmp/ray/session_latest/logs. Ray says: {error}"
+                    f"Ray's processes did not start in {RAY_STARTS} times 30 s: this machine is too busy, or one of "
+                    f"them ends at once; see the logs in /tmp/ray/session_latest/logs. Ray says: {error}"
                 ) from None
             console.print("Ray did not start in 30 s; once more")
-            end_descendants()
 
 
 def _wait_for_replicas(directory: str) -> None:

@@ -20,6 +20,8 @@ import httpx
 import psutil
 from openai import AsyncOpenAI
 
+from rays_turn import rays_turn
+
 START_S = 300.0  # Ray, torch and transformers are imported by several processes on few cores; FlashInfer may compile
 STOP_S = 60.0
 ADMIN_KEY = "the admin key"
@@ -63,7 +65,9 @@ def serving(arguments: Sequence[str], log_file: Path, stop_signal: int = signal.
     Afterwards: exit status 0, and none of its processes left. log_file gets what it printed.
     """
     port = free_port()
-    process = start_server([*arguments, "--port", str(port)], log_file)
+    with rays_turn():
+        process = start_server([*arguments, "--port", str(port)], log_file)
+        wait_until_printed("\nstarting ", process, log_file)  # its replicas: Ray is there
     try:
         wait_until_ready(process, log_file)
         yield RunningServer(f"http://127.0.0.1:{port}", process.pid)

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from rays_turn import rays_turn
 from tests.cluster.harness import START_S, descendants_named, free_port
 
 
@@ -42,6 +43,8 @@ def running_nodes(arguments: Mapping[str, Any]) -> Iterator[Nodes]:
     """arguments: of the application."""
     run_dir, port = tempfile.mkdtemp(prefix="lf-", dir="/tmp"), free_port()
     program = Path(__file__).with_name("three_nodes.py")
+    turn = contextlib.ExitStack()
+    turn.enter_context(rays_turn())
     process = subprocess.Popen(
         [sys.executable, program, run_dir, str(port), json.dumps(arguments)],
         stdin=subprocess.PIPE,
@@ -52,12 +55,15 @@ def running_nodes(arguments: Mapping[str, Any]) -> Iterator[Nodes]:
     assert process.stdin is not None and process.stdout is not None
     try:
         deadline_s = time.monotonic() + START_S
-        while process.stdout.readline() != "ready\n":
-            assert process.poll() is None and time.monotonic() < deadline_s
+        for word in ("started\n", "ready\n"):
+            while process.stdout.readline() != word:
+                assert process.poll() is None and time.monotonic() < deadline_s
+            turn.close()
         yield Nodes(f"http://127.0.0.1:{port}", process)
         process.stdin.close()
         process.wait(60)
     finally:
+        turn.close()
         for one in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
             one.kill()
         process.kill()

@@ -23,6 +23,7 @@ from lorafleet.cluster.residency import RouteView
 from lorafleet.cluster.routing import ReplicaChooser, Tier
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import EngineStats
+from rays_turn import rays_turn
 
 pytestmark = pytest.mark.usefixtures("_cluster")
 NUM_REPLICAS = 8
@@ -31,14 +32,15 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(scope="module")
 def _cluster() -> Iterator[None]:
-    ray.init(
-        "local",
-        num_cpus=1,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
+    with rays_turn():
+        ray.init(
+            "local",
+            num_cpus=1,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
     yield
     ray.shutdown()
 

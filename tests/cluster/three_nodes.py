@@ -1,10 +1,10 @@
 """A program for tests: a Ray cluster of three nodes on this machine, of which two say that they have GPUs, and the
 application on it, deployed from a shipped file.
 
-Says "ready" when it answers. Each line that it reads is an order, answered by a line of JSON: "node" ends one of the
-nodes, "push NAME FOLDER" pushes the folder's adapter as tensors, as a trainer in the cluster does, "scale N" sets the
-number of replicas, "residency" asks the directory which replica holds which adapter, "place TP" says which nodes Ray
-gives to the file's replicas, of so many GPUs each. Ends with its input.
+Says "started" when Ray is there, "ready" when the application answers. Each line that it reads is an order, answered by
+a line of JSON: "node" ends one of the nodes, "push NAME FOLDER" pushes the folder's adapter as tensors, as a trainer in
+the cluster does, "scale N" sets the number of replicas, "residency" asks the directory which replica holds which
+adapter, "place TP" says which nodes Ray gives to the file's replicas, of so many GPUs each. Ends with its input.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main(run_dir: str, port: int, arguments: str) -> None:
     )
     nodes = [cluster.add_node(num_cpus=2, num_gpus=NODE_GPUS, object_store_memory=OBJECT_STORE_BYTES) for _ in range(2)]
     ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    print("started", file=answers, flush=True)
     serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
     _get_global_client().deploy_apps(ServeDeploySchema.model_validate(file))
     while (application := serve.status().applications["lorafleet"]).status != "RUNNING":

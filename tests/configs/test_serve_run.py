@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from lorafleet.cluster import cluster_environment, serve_environment
-from lorafleet.cluster.local import RAY_IS_LATE
+from lorafleet.cluster.local import RAY_IS_LATE, RAY_STARTS
 from tests.cluster.harness import START_S, free_port, stop_server
 
 ROOT = Path(__file__).parents[2]
@@ -44,9 +44,9 @@ def environment() -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def serve_run(file: Path, environment: Mapping[str, str], url: str, log_file: Path) -> Iterator[None]:
-    """In the repository's root, as the file says, and once more where Ray was late, as `lorafleet serve` does."""
+    """In the repository's root, as the file says, and again where Ray was late, as `lorafleet serve` does."""
     command = [Path(sys.executable).with_name("serve"), "run", file]
-    for _ in range(2):
+    for _ in range(RAY_STARTS):
         with log_file.open("wb") as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT, env=environment

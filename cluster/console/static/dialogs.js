@@ -89,7 +89,7 @@ dialog.querySelector("form").addEventListener("submit", async (event) => {
         progress.value = share;
       },
     });
-    dialog.close();
+    close();
   } catch (error) {
     show(running.signal.aborted ? "Cancelled." : error.message);
   } finally {
@@ -101,7 +101,7 @@ dialog.querySelector("form").addEventListener("submit", async (event) => {
 // What is under way is cancelled first; a second time closes.
 function leave() {
   if (running) running.abort();
-  else dialog.close();
+  else close();
 }
 
 cancel.addEventListener("click", leave);
@@ -109,10 +109,19 @@ dialog.addEventListener("cancel", (event) => {
   event.preventDefault();
   leave();
 });
-dialog.addEventListener("close", () => {
+dialog.addEventListener("close", settle); // the browser may close it by itself
+
+function close() {
+  dialog.close();
+  settle(); // at once: what comes next, by a program or by quick fingers, finds the focus where it stays
+}
+
+function settle() {
+  if (dialog.open || opener === null) return;
   fieldsAt.replaceChildren(); // a key that was typed is not kept
   refocus();
-});
+  opener = null;
+}
 
 /** What opened it may have been drawn anew, or be gone. */
 function refocus() {

@@ -88,8 +88,13 @@ def act(page: Any, action: str) -> Any:
 def submit(page: Any) -> str:
     """Sends the dialog's form and waits until it has closed; what is said then."""
     page.locator("#form-submit").click()
-    expect(page.locator("#form")).not_to_have_attribute("open", "")
+    wait_until_closed(page)
     return str(page.locator("#toasts p").last.inner_text())
+
+
+def wait_until_closed(page: Any) -> None:
+    """The dialog; before, nothing else has the focus, and what is typed is lost."""
+    expect(page.locator("#form")).not_to_have_attribute("open", "")
 
 
 def enter_key(page: Any, button: str, key: str) -> None:
@@ -97,7 +102,7 @@ def enter_key(page: Any, button: str, key: str) -> None:
     page.get_by_role("button", name=button, exact=True).click()
     page.get_by_role("textbox", name="Key", exact=True).fill(key)
     page.locator("#form-submit").click()
-    expect(page.locator("#form")).not_to_have_attribute("open", "")
+    wait_until_closed(page)
 
 
 def show_adapter(page: Any, name: str) -> None:

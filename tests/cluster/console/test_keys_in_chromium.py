@@ -29,6 +29,7 @@ from tests.cluster.console.chromium import (
     opening,
     show_adapter,
     submit,
+    wait_until_closed,
 )
 
 pytestmark = [
@@ -225,6 +226,7 @@ def test_a_key_that_is_revoked_takes_away_what_it_showed(open_page: Open, served
         page.get_by_role("button", name="Enter a key").press("Enter")
         page.keyboard.type(served.keys["acme-app"])
         page.keyboard.press("Enter")
+        wait_until_closed(page)
         page.get_by_role("searchbox").fill("")
         expect(page.locator("#rows")).to_contain_text("shout")
         expect(page.locator("#chips")).not_to_contain_text("law-secret")
