@@ -20,7 +20,7 @@ import httpx
 import psutil
 from openai import AsyncOpenAI
 
-from rays_turn import rays_turn
+from tests.cluster.rays_turn import rays_turn
 
 START_S = 300.0  # Ray, torch and transformers are imported by several processes on few cores; FlashInfer may compile
 STOP_S = 60.0

@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
-from rays_turn import rays_turn
 from tests.cluster.harness import START_S, descendants_named, free_port
+from tests.cluster.rays_turn import rays_turn
 
 
 @dataclass(frozen=True, slots=True)

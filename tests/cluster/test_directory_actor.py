@@ -23,7 +23,7 @@ from lorafleet.cluster.residency import RouteView
 from lorafleet.cluster.routing import ReplicaChooser, Tier
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import EngineStats
-from rays_turn import rays_turn
+from tests.cluster.rays_turn import rays_turn
 
 pytestmark = pytest.mark.usefixtures("_cluster")
 NUM_REPLICAS = 8
