@@ -524,9 +524,10 @@ class AdapterDirectory:
         for name in names:
             self._version += 1
             self._changes.append((self._version, name))
-            if self.catalogue.state.owner(name) is not None:
+            is_owned = self.catalogue.state.owner_name(name) is not None
+            if is_owned:
                 self._drop_found(name)
-            if self.served(name) is not None:
+            if is_owned or name in self._found:
                 self._since[name] = self._version
             else:
                 self._since.pop(name, None)
