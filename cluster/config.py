@@ -6,7 +6,6 @@ The command line (cluster/cli.py) is made from the fields of AppArgs, so that th
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import json
 import os
@@ -17,6 +16,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from lorafleet.cluster.quality.probes import read_probes
 from lorafleet.cluster.tenancy.key_ring import KeyRing, is_key_text
+from lorafleet.cluster.wording import in_words, nearest
 from lorafleet.resolvers.config import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
 from lorafleet.resolvers.source import is_uri
 from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType, LoadFormat, OnLoadFailure
@@ -337,7 +337,9 @@ class AppArgs(BaseModel):
             raise ValueError(f"{both} and {ALIASES[both]} are the same setting; give one of them.")
         for name in renamed:
             if name not in cls.model_fields:
-                raise ValueError(f"unknown argument {name!r}{_nearest(name, list(cls.model_fields))}")
+                raise ValueError(
+                    f"unknown argument {name!r}{nearest(name, cls.model_fields, most=len(cls.model_fields))}"
+                )
         return renamed
 
     @model_validator(mode="after")
@@ -427,23 +429,12 @@ class AppArgs(BaseModel):
         return LoRAConfig(**values | {"long_lora_scaling_factors": None if factors is None else tuple(factors)})
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f". Known: {', '.join(sorted(known))}."
-
-
 def parse_args(values: dict[str, Any]) -> AppArgs:
     """AppArgs.model_validate, with a ConfigError that a person can read in place of pydantic's report."""
     try:
         return AppArgs.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_in_words(one) for one in error.errors())) from None
-
-
-def _in_words(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{where}: {message}" if where else message
+        raise ConfigError("; ".join(in_words(one) for one in error.errors())) from None
 
 
 def check_paths(args: AppArgs) -> None:

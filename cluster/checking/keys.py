@@ -6,16 +6,15 @@ no others, unless it says so: a misspelt key is a mistake, shown with the neares
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 
 from lorafleet.cluster.checking.source import Place, Problem, Source
+from lorafleet.cluster.wording import nearest
 
 Schema = dict[str, Any]
-MAX_KNOWN = 12  # keys that a message lists where none is near
 
 
 def check_keys(source: Source, place: Place, value: Any, schema: Schema) -> list[Problem]:
@@ -33,17 +32,6 @@ def check_values(source: Source, place: Place, value: Any, schema: Schema) -> li
         for error in jsonschema.Draft202012Validator(schema).iter_errors(value)
         if error.validator != "additionalProperties"  # check_keys says it better
     ]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that is not known."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    if not names:
-        return "; none is taken here."
-    return f". Known: {', '.join(names[:MAX_KNOWN])}{', …' if len(names) > MAX_KNOWN else ''}."
 
 
 def _unknown(root: Schema, schema: Schema, value: Any, at: Place) -> Iterator[tuple[Place, Any, list[str]]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lorafleet.cluster.checking.keys import check_keys, check_values, nearest
+from lorafleet.cluster.checking.keys import check_keys, check_values
 from lorafleet.cluster.checking.nodes import Cluster, NodeGroup, check_fit
 from lorafleet.cluster.checking.ray_service_shape import RAY_SERVICE
 from lorafleet.cluster.checking.ray_up_file import missing_environment
 from lorafleet.cluster.checking.serve_file import Serving, check_serve
 from lorafleet.cluster.checking.source import Place, Problem, Source
+from lorafleet.cluster.wording import nearest
 from lorafleet.workers.errors import ConfigError
 
 GPU = "nvidia.com/gpu"

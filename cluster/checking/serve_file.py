@@ -12,10 +12,11 @@ from typing import Any
 
 from pydantic import AliasChoices, ValidationError
 
-from lorafleet.cluster.checking.keys import Schema, check_keys, nearest
+from lorafleet.cluster.checking.keys import Schema, check_keys
 from lorafleet.cluster.checking.source import Place, Problem, Source
 from lorafleet.cluster.config import ALIASES, AppArgs, LoRAModule
 from lorafleet.cluster.exposure import check_exposure
+from lorafleet.cluster.wording import nearest
 from lorafleet.workers.errors import ConfigError
 
 BUILDER = "lorafleet.cluster.app:build"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import json
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from lorafleet.cluster.wording import in_words, nearest
 from lorafleet.workers.errors import ConfigError
 
 MAX_PROBES = 256  # of a set: a baseline keeps logprobs of each
@@ -27,9 +27,7 @@ class _Strict(BaseModel):
     def _known_names(cls, data: Any) -> Any:
         for name in data if isinstance(data, dict) else ():
             if name not in cls.model_fields:
-                close = difflib.get_close_matches(str(name), cls.model_fields, n=1)
-                known = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(cls.model_fields)}."
-                raise ValueError(f"unknown key {name!r}; {known}")
+                raise ValueError(f"unknown key {name!r}{nearest(str(name), cls.model_fields)}")
         return data
 
 
@@ -115,13 +113,7 @@ def _parse(kind: type[M], content: Any, place: str) -> M:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise ConfigError("; ".join(f"{place}: {_in_words(one)}" for one in error.errors())) from None
-
-
-def _in_words(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{where}: {message}" if where else message
+        raise ConfigError("; ".join(f"{place}: {in_words(one)}" for one in error.errors())) from None
 
 
 def _text(path: Path) -> str:
