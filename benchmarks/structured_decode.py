@@ -95,6 +95,9 @@ def measure(engine: Engine, tokenizer: Tokenizer, files: TokenizerFiles, args: a
     while running:
         started, first = time.perf_counter(), len(waits)
         outputs = engine.step()
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
         if sum(bool(output.token_ids) for output in outputs) == args.batch:
             taken.append((time.perf_counter() - started, sum(waits[first:])))
         running -= {output.request_id for output in outputs if output.finish_reason is not None}

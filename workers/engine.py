@@ -33,6 +33,7 @@ from lorafleet.workers.runner import LaunchedStep, ModelRunner, Sampled
 from lorafleet.workers.scheduler import Chunk, Scheduler
 from lorafleet.workers.sequence import UNKNOWN, Sequence
 from lorafleet.workers.step_metrics import StepMetrics
+from lorafleet.workers.step_plan import StepPlan
 from lorafleet.workers.structured.decoding import StructuredDecoding
 
 
@@ -147,9 +148,9 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Launches a step and gives the tokens of the one before, where steps overlap, else its own."""
         began_s = time.perf_counter()
-        outputs = self._take_in_loads() + self._take_in_grammars() + self._choose()
+        outputs = self._take_in_loads() + self._take_in_grammars()
         if self._under_way is not None and not self._may_run_ahead():
-            outputs += self._collect()
+            outputs += self._choose() + self._collect()
         chunks = self.scheduler.schedule()
         for sequence, error in self._admission.expired():
             if self._sequences.get(sequence.request_id) is sequence:
@@ -158,9 +159,15 @@ class Engine:
         if self.stalled:
             return outputs
         runs_ahead = self._under_way is not None
+        plan = self._plan(chunks)
+        refused = self._choose()  # as late as may be: masks are made meanwhile
+        if refused:
+            outputs += refused
+            chunks = [c for c in chunks if self._sequences.get(c.sequence.request_id) is c.sequence]
+            plan = self._plan(chunks)
         if not runs_ahead:
             self._structured.start([chunk.sequence for chunk in chunks if chunk.samples])
-        launched = self._launch(chunks, began_s) if chunks else None
+        launched = self._launch(chunks, plan, began_s) if plan is not None else None
         outputs += self._collect()
         self._under_way = launched
         if runs_ahead and launched is not None:
@@ -284,8 +291,13 @@ class Engine:
             return False
         return not any(sequence.needs_history for sequence in self.scheduler.running)
 
-    def _launch(self, chunks: list[Chunk], began_s: float) -> _UnderWay:
-        step = self.runner.launch(chunks, self._under_way.step if self._under_way is not None else None)
+    def _plan(self, chunks: list[Chunk]) -> StepPlan | None:
+        if not chunks:
+            return None
+        return self.runner.plan(chunks, self._under_way.step if self._under_way is not None else None)
+
+    def _launch(self, chunks: list[Chunk], plan: StepPlan, began_s: float) -> _UnderWay:
+        step = self.runner.launch(chunks, plan)
         for chunk in chunks:
             self.scheduler.launched(chunk)
         return _UnderWay(step, [chunk.sequence.num_computed for chunk in chunks], began_s)

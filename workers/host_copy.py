@@ -16,9 +16,27 @@ def to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def array_to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+class Upload:
+    """Arrays to the device by pinned memory that is kept: to pin some anew may take milliseconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def __call__(self, array: np.ndarray[Any, Any]) -> Tensor:
+        """It may be overwritten at once. On a CPU the tensor is the array itself."""
+        source = torch.from_numpy(array)
+        if self._copied is None:
+            return source
+        if source.nbytes > self._host.nbytes:
+            self._host = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
+        else:
+            self._copied.synchronize()  # as a rule long over
+        host = self._host[: source.nbytes].view(source.dtype).view(source.shape).copy_(source)
+        on_device = host.to(self._device, non_blocking=True)
+        self._copied.record()
+        return on_device
 
 
 class Download:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lorafleet.kernels.lora_batch import BASE_SLOT
 from lorafleet.kernels.token_mask import mask_tokens
 from lorafleet.workers.gpu_step_clock import GPUStepClock
-from lorafleet.workers.host_copy import Download, array_to_device, to_device
+from lorafleet.workers.host_copy import Download, Upload, to_device
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.messages import GPUSteps, TokenLogprobs
 from lorafleet.workers.planner import plan_step, predicted_tokens
@@ -24,6 +24,7 @@ from lorafleet.workers.sampler import PendingLogprobs, Row, sample
 from lorafleet.workers.scheduler import Chunk
 from lorafleet.workers.sequence import Sequence
 from lorafleet.workers.step_metrics import StepShape
+from lorafleet.workers.step_plan import StepPlan
 from lorafleet.workers.step_runner import StepLogits, StepRunner
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
@@ -104,19 +105,22 @@ class ModelRunner:
         self._block_size = block_size
         self._inputs = steps.inputs
         self._device = steps.device
+        self._upload_masks = Upload(steps.device)
         self._clock = GPUStepClock() if steps.device.type == "cuda" else None
 
-    @torch.inference_mode()
-    def launch(self, chunks: list[Chunk], last: LaunchedStep | None) -> LaunchedStep:
-        """Queues a step on the device, and the choice of its tokens unless that waits for masks. last: the step before,
-        where the host has not read its tokens yet."""
-        plan = plan_step(
+    def plan(self, chunks: list[Chunk], last: LaunchedStep | None) -> StepPlan:
+        """last: the step before, where the host has not read its tokens yet."""
+        return plan_step(
             chunks,
             row_of={} if last is None else last.row_of,
             first_known=self._inputs.first_known,
             block_size=self._block_size,
             slot_ranks=[] if self.loras is None else self.loras.slots.ranks,
         )
+
+    @torch.inference_mode()
+    def launch(self, chunks: list[Chunk], plan: StepPlan) -> LaunchedStep:
+        """Queues a step on the device, and the choice of its tokens unless that waits for masks."""
         if self._others is not None:
             self._others.check()
             self._others.send(RunStep.of(plan, self._block_size, self._generations(plan.slots)))
@@ -183,7 +187,7 @@ class ModelRunner:
         logits_BV = logits_BV.float()
         if masks is not None:
             row_N = to_device(masks.rows, torch.int64, self._device)
-            mask_tokens(logits_BV, row_N, array_to_device(masks.bits_NW, self._device))
+            mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
         sampled_B.copy_(sample(logits_BV, rows))
         if where is None or raw_BV is None:
             return None

@@ -36,7 +36,8 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """rows: of the step's samples. Bit i of word w of bits_NW: whether token 32 w + i may come; none beyond may."""
+    """rows: of the step's samples. Bit i of word w of bits_NW: whether token 32 w + i may come; none beyond may. They
+    are overwritten after the next start()."""
 
     rows: list[int]
     bits_NW: Bits
@@ -177,7 +178,9 @@ class StructuredDecoding:
 
 
 def _stacked(parts: list[Bits]) -> Bits:
-    """A copy; narrower vocabularies end before."""
+    """Narrower vocabularies end before."""
+    if len(parts) == 1:
+        return parts[0]
     width = max(part.shape[1] for part in parts)
     bits_NW: Bits = np.zeros((sum(map(len, parts)), width), np.int32)
     at = 0

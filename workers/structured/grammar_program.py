@@ -2,9 +2,10 @@
 
 A schema or regex is a program of a stranger: it may compile for minutes, take all memory, or overflow the compiler's
 stack, which ends the process that it happens in. So each is compiled here and not in the engine, and first of all in a
-fork of this process that has a clock and a bound of memory; what survives that is compiled once more, beside the masks
-of others. It imports nothing of lorafleet, since it is run by its path: `python -I grammar_program.py`, a socket as its
-standard input.
+fork that has a clock and a bound of memory; what survives that is compiled once more, beside the masks of others. The
+forks are of a second process, which has read the vocabulary and never has threads: a fork has the locks that other
+threads held, and would wait for them for ever. It imports nothing of lorafleet, since it is run by its path: `python -I
+grammar_program.py`, a socket as its standard input.
 
 In: ["open", number, spec] · ["fill", [[number, row, tokens], …]] · ["close", [number, …]]
 Out: ["opened", number, error] · ["filled", [[number, error], …]], errors being "" where there is none ·
@@ -25,6 +26,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,10 +45,13 @@ MAX_GRAMMARS = 256  # compiled, beside those in use
 MAX_REFUSED = 1024  # whose errors are remembered
 MAX_BLAMED = 500  # parts of a schema that are tried alone, to say which of them is at fault
 PROBED_TOKENS = 24  # of a random answer that a trial writes: some grammars are cheap to compile alone
+# Most masks take 10 us, the threads of the executor hundreds to come together: they are for what is left by then.
+ALONE_S = 0.001
 # An answer of nothing but blanks matches too, and small models get lost in it.
 WHITESPACE = r"[ \n\r\t]{1,64}"
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
+Socket = socket.socket
 Spec = tuple[str, str, bool]  # kind, source, any_whitespace: as workers/structured/spec.py has them
 
 
@@ -74,7 +79,14 @@ def main() -> None:
     except Exception as error:  # the library's, of a tokenizer that it cannot read
         send(server, "failed", first_line(str(error)))
         return
-    Server(server, settings, tokenizer).run()
+    tried, trying = socket.socketpair()
+    if os.fork() == 0:
+        server.close()
+        tried.close()
+        Trials(trying, settings, tokenizer).run()
+        os._exit(0)
+    trying.close()
+    Server(server, tried, settings, tokenizer).run()
 
 
 def read_tokenizer(settings: Settings) -> Any:
@@ -112,10 +124,56 @@ class Spelling:
 
 @dataclass
 class Trial:
-    spec: Spec
+    number: int
     pid: int
     pipe: int
     answer: bytes = b""
+
+
+@dataclass
+class Trials:
+    """The process that forks. In: [number, spec]. Out: [number, what is wrong with it], "" where it compiles."""
+
+    socket: Socket
+    settings: Settings
+    tokenizer: Any
+    queue: deque[tuple[int, Spec]] = field(default_factory=deque)
+    running: dict[int, Trial] = field(default_factory=dict)  # by pipe
+
+    def run(self) -> None:
+        """Until the other process closes its socket, or ends."""
+        while True:
+            found, _, _ = select.select([self.socket.fileno(), *self.running], [], [])
+            for ready in found:
+                if ready in self.running:
+                    self.read(self.running[ready])
+                elif (message := receive(self.socket)) is not None:
+                    number, [kind, source, any_whitespace] = msgspec.msgpack.decode(message)
+                    self.queue.append((number, (kind, source, any_whitespace)))
+                else:
+                    for trial in self.running.values():
+                        os.kill(trial.pid, signal.SIGKILL)
+                    return
+            while self.queue and len(self.running) < self.settings.max_trials:
+                self.start(*self.queue.popleft())
+
+    def start(self, number: int, spec: Spec) -> None:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try_alone(self.tokenizer, spec, writer, self.settings)
+        os.close(writer)
+        self.running[reader] = Trial(number, pid, reader)
+
+    def read(self, trial: Trial) -> None:
+        part = os.read(trial.pipe, 65536)
+        trial.answer += part
+        if part:
+            return
+        os.close(trial.pipe)
+        del self.running[trial.pipe]
+        _, status = os.waitpid(trial.pid, 0)
+        send(self.socket, trial.number, trial.answer.decode() if status == 0 else how_it_ended(status, self.settings))
 
 
 @dataclass
@@ -128,15 +186,17 @@ class Answer:
 
 @dataclass
 class Server:
-    socket: socket.socket
+    """trials: the other end of Trials' socket."""
+
+    socket: Socket
+    trials: Socket
     settings: Settings
     tokenizer: Any
     compiled: OrderedDict[Spec, Any] = field(default_factory=OrderedDict)
     refused: OrderedDict[Spec, str] = field(default_factory=OrderedDict)
     waiting: dict[Spec, list[int]] = field(default_factory=dict)  # numbers, until the spec is compiled
     answers: dict[int, Answer] = field(default_factory=dict)
-    queue: deque[Spec] = field(default_factory=deque)  # for a trial
-    trials: dict[int, Trial] = field(default_factory=dict)  # by pipe
+    trying: dict[int, Spec] = field(default_factory=dict)  # by the number that first asked for it
     done: deque[tuple[Spec, Any]] = field(default_factory=deque)  # compiled in a thread
 
     def __post_init__(self) -> None:
@@ -147,27 +207,22 @@ class Server:
         self.wake_receiver, self.wake_sender = os.pipe()
 
     def run(self) -> None:
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        poll.register(self.wake_receiver, select.POLLIN)
-        registered: set[int] = set()
         while True:
-            for pipe in self.trials.keys() - registered:
-                poll.register(pipe, select.POLLIN | select.POLLHUP)
-            registered = set(self.trials)
-            for fd, _ in poll.poll():
-                if fd == self.socket.fileno():
-                    message = receive(self.socket)
-                    if message is None:
-                        return
-                    self.handle(msgspec.msgpack.decode(message))
-                elif fd == self.wake_receiver:
-                    os.read(fd, 4096)
-                    self.take_compiled()
-                elif self.read_trial(self.trials[fd]):
-                    poll.unregister(fd)
-                    registered.discard(fd)
-            self.start_trials()
+            found, _, _ = select.select([self.socket.fileno(), self.trials.fileno(), self.wake_receiver], [], [])
+            if self.wake_receiver in found:
+                os.read(self.wake_receiver, 4096)
+                self.take_compiled()
+            if self.trials.fileno() in found:
+                message = receive(self.trials)
+                if message is None:
+                    return
+                number, error = msgspec.msgpack.decode(message)
+                self.take_tried(self.trying.pop(number), error)
+            if self.socket.fileno() in found:
+                message = receive(self.socket)
+                if message is None:
+                    return
+                self.handle(msgspec.msgpack.decode(message))
 
     def handle(self, message: Any) -> None:
         match message:
@@ -190,37 +245,18 @@ class Server:
             self.waiting[spec].append(number)
         else:
             self.waiting[spec] = [number]
-            self.queue.append(spec)
+            self.trying[number] = spec
+            send(self.trials, number, spec)
 
     def begin(self, number: int, compiled: Any) -> None:
         self.answers[number] = Answer(compiled.deep_copy())
         send(self.socket, "opened", number, "")
 
-    def start_trials(self) -> None:
-        while self.queue and len(self.trials) < self.settings.max_trials:
-            spec = self.queue.popleft()
-            reader, writer = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                try_alone(self.tokenizer, spec, writer, self.settings)
-            os.close(writer)
-            self.trials[reader] = Trial(spec, pid, reader)
-
-    def read_trial(self, trial: Trial) -> bool:
-        """True at its end."""
-        part = os.read(trial.pipe, 65536)
-        trial.answer += part
-        if part:
-            return False
-        os.close(trial.pipe)
-        del self.trials[trial.pipe]
-        _, status = os.waitpid(trial.pid, 0)
-        error = trial.answer.decode() if status == 0 else how_it_ended(status, self.settings)
+    def take_tried(self, spec: Spec, error: str) -> None:
         if error:
-            self.refuse(trial.spec, error)
+            self.refuse(spec, error)
         else:
-            threading.Thread(target=self.compile, args=(trial.spec,), daemon=True).start()
-        return True
+            threading.Thread(target=self.compile, args=(spec,), daemon=True).start()
 
     def compile(self, spec: Spec) -> None:
         """In a thread: the library lets others run meanwhile."""
@@ -247,22 +283,29 @@ class Server:
             send(self.socket, "opened", number, error)
 
     def fill(self, rows: list[tuple[int, int, list[int]]]) -> list[tuple[int, str]]:
-        """Takes what was answered since the last time, and writes which tokens may follow. Gives the faults."""
-        filling: list[tuple[Any, int]] = []
+        """Takes what was answered since the last time, and writes which tokens may follow, into rows 0, 1, … of the
+        mask in this order. Gives the faults."""
+        began = time.perf_counter()
+        left: list[tuple[Any, int]] = []
         for number, row, tokens in rows:
             answer = self.answers[number]
             for token in tokens:
                 if not answer.over:
                     answer.matcher.consume_token(token)
                     answer.over = answer.matcher.is_stopped() and not answer.matcher.is_error()
-            filling.append((answer.matcher, row))
-        llguidance.numpy.fill_next_token_bitmask_par(self.executor, filling, self.mask_BW)
+            if time.perf_counter() - began < ALONE_S:
+                llguidance.numpy.fill_next_token_bitmask(answer.matcher, self.mask_BW, row)
+            else:
+                left.append((answer.matcher, row))
+        if left:
+            llguidance.numpy.fill_next_token_bitmask_par(self.executor, left, self.mask_BW)
+        some_B = np.bitwise_or.reduce(self.mask_BW[: len(rows)], axis=1)
         faults = []
         for number, row, _ in rows:
             matcher = self.answers[number].matcher
             if matcher.is_error():
                 faults.append((number, first_line(matcher.get_error())))
-            elif not self.mask_BW[row].any():
+            elif not some_B[row]:
                 faults.append((number, DEAD_END))
         return faults
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 
 from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded
@@ -211,6 +212,23 @@ def test_a_hostile_grammar_is_refused_and_harms_no_other(played: Played):
     other.tokens.append(played.tokenizer.encode("r")[0])
     assert played.tokenizer.encode("i")[0] in played.allowed(other)
     played.decoding.leave(other)
+
+
+def test_grammars_are_tried_in_forks_of_a_process_without_threads(played: Played):
+    """A fork has the locks that other threads held, and would wait for them for ever."""
+    begun, sequence = played.begin(spec.regex("a+", "r")), played.open(spec.regex("a{1000000}", "r"))
+    assert begun.grammar is not None
+    process = psutil.Process(begun.grammar.process._process.pid)
+    played.woken.clear()
+    forking = None
+    while forking is None:
+        assert not played.woken.is_set(), "tried in a fork of another process"
+        forking = next((p for p in process.children() if p.children()), None)
+    assert process.num_threads() > 1 and forking.num_threads() == 1
+    [error] = played.wait(sequence)
+    assert error is not None
+    for each in (begun, sequence):
+        played.decoding.leave(each)
 
 
 def test_masks_of_several_vocabularies_come_in_the_order_of_their_rows(played: Played, file: TokenizerFile):

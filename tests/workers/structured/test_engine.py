@@ -81,3 +81,43 @@ def test_those_that_wait_for_a_grammar_count_for_the_bound_of_the_queue(fleet, f
     with pytest.raises(QueueFull):
         add(engine, file, "third", prompt(5), None)
     engine.close()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_process_that_ends_amid_answers_ends_those_alone_whose_grammars_it_held(fleet, file, prompt, alone):
+    """The step behind the one whose masks never come has been scheduled and planned with them by then."""
+    config = EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024, async_scheduling=True)
+    engine = build_engine(config)
+    free = [] if alone else ["free"]
+    for name in free:
+        add(engine, file, name, prompt(6), None)
+        undisturbed = tokens_of_the_only_answer(engine)
+        add(engine, file, name, prompt(6), None)
+    for name in ("left", "right"):
+        add(engine, file, name, prompt(5), spec.regex(f"{name}[a-z]+", "x"))
+    ended: dict[str, TokenOutput] = {}
+    tokens: dict[str, list[int]] = {}
+    while set(ended) != {"left", "right", *free}:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                ended[output.request_id] = output
+        if len(tokens.get("left", [])) == 2 and engine._structured._processes:
+            [process] = engine._structured._processes.values()
+            os.kill(process._process.pid, signal.SIGKILL)
+    assert {ended[name].finish_reason for name in ("left", "right")} == {"error"}
+    assert not engine.has_work and engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
+    for name in free:
+        assert ended[name].finish_reason == "length" and tokens[name] == undisturbed
+    add(engine, file, "next", prompt(5), spec.choice(["ab"], "x"))
+    assert finished(engine, "next").finish_reason == "stop"
+    engine.close()
+
+
+def tokens_of_the_only_answer(engine: Engine) -> list[int]:
+    tokens: list[int] = []
+    while True:
+        for output in engine.step():
+            tokens += output.token_ids
+            if output.finish_reason is not None:
+                return tokens
