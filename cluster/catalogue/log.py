@@ -8,9 +8,9 @@ of a size a larger one, so that a write costs log(n) copies over its life and a 
 run has replaced is deleted after the run has been read back.
 
 A writer that slept while its number was merged and deleted could take it again: so it looks for a run over its number
-after it has written, and starts anew where there is one. An object that was torn, by a disk that lied about a sync, is
-never overwritten: the next change names the last number that it builds upon, and so skips it; one that is skipped by
-nobody and is not the last was acknowledged, and its loss is an error.
+after it has written, and starts anew where there is one that has not taken its change in. An object that was torn, by a
+disk that lied about a sync, is never overwritten: the next change names the last number that it builds upon, and so
+skips it; one that is skipped by nobody and is not the last was acknowledged, and its loss is an error.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ class _Change(msgspec.Struct, frozen=True):
 
 
 class _Run(msgspec.Struct, frozen=True):
-    """after: the number of the change before its first. last: of its last one."""
+    """after: the number of the change before its first. last: of its last one. writers: of each change, in runs of
+    MERGE numbers: who finds one over its own number sees whether it was taken in."""
 
     after: int
     last: int
     entries: list[msgspec.Raw]
+    writers: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,14 @@ class CatalogueLog:
         """Returns [] once the entry is durable. Else nothing was written, and these changes of other writers came
         first: take them in, look whether yours still holds, and repeat. Raises Fenced, or StoreError."""
         number = self._next
-        content = _frame(_Change(self._last, f"{self._writer}:{uuid.uuid4().hex}", msgspec.Raw(pack(entry))))
+        writer = f"{self._writer}:{uuid.uuid4().hex}"
+        content = _frame(_Change(self._last, writer, msgspec.Raw(pack(entry))))
         key = _change_key(number)
         # A repeated request may find its own first try.
         if not self._store.create(key, content) and self._store.read(key) != content:
             return self._catch_up()
-        if any(span.end > number for span in self._runs()):
+        merged = [span for span in self._runs() if span.end > number]
+        if merged and not any(self._has_taken(span, writer) for span in merged):
             self._store.delete(key)
             raise Fenced
         self._last, self._next = number, number + 1
@@ -171,6 +175,11 @@ class CatalogueLog:
     def _runs(self) -> list[_Span]:
         return [_Span(*_bounds(key), True) for key in self._store.keys("runs/")]
 
+    def _has_taken(self, run: _Span, writer: str) -> bool:
+        content = self._store.read(run.key)
+        payload = None if content is None else _unframe(content)
+        return payload is not None and writer in _run_decoder.decode(payload).writers
+
     # -- merging ------------------------------------------------------------------------------------------------------
 
     def _merge_if_possible(self) -> None:
@@ -199,7 +208,7 @@ class CatalogueLog:
 
     def _join(self, whole: _Span, pieces: list[_Span]) -> _Span:
         after: int | None = None
-        last, entries = -1, dict[str, msgspec.Raw]()
+        last, entries, writers = -1, dict[str, msgspec.Raw](), list[str]()
         with ThreadPoolExecutor(READ_THREADS) as pool:
             for span, content in zip(pieces, pool.map(lambda one: self._store.read(one.key), pieces), strict=True):
                 if content is None:
@@ -211,10 +220,12 @@ class CatalogueLog:
                 after = part.after if after is None else after
                 last = part.last
                 entries.update((head(entry).name, entry) for entry in part.entries)
+                writers += part.writers
         if after is None:
             raise _Vanished(whole.key)
         kept = entries.values() if whole.start else (e for e in entries.values() if not _is_forgettable(e))
-        self._store.create(whole.key, _frame(_Run(after, last, list(kept))))
+        told = writers if whole.end - whole.start == MERGE else []
+        self._store.create(whole.key, _frame(_Run(after, last, list(kept), told)))
         written = self._store.read(whole.key)
         if written is None or _unframe(written) is None:
             raise StoreError(f"{whole.key} cannot be read back; its parts are kept.")
@@ -227,7 +238,7 @@ class _Vanished(Exception):
 
 def _as_run(span: _Span, payload: memoryview) -> _Run:
     change = _change_decoder.decode(payload)
-    return _Run(change.after, span.start, [change.entry])
+    return _Run(change.after, span.start, [change.entry], [change.writer])
 
 
 def _is_forgettable(entry: msgspec.Raw) -> bool:

@@ -153,6 +153,24 @@ def test_writers_at_the_same_time_lose_no_update(tmp_path: Path) -> None:
     assert state(tmp_path) == {"shared": adapter("shared", 60)}
 
 
+def test_a_change_that_others_merged_before_its_writer_looked_is_not_written_twice(tmp_path: Path) -> None:
+    class Overtaken(FolderStore):
+        def create(self, key: str, content: bytes) -> bool:
+            created = super().create(key, content)
+            other, _ = opened(tmp_path)
+            while other.length < 4:
+                other.append(adapter("other", other.length))
+            return created
+
+    log = CatalogueLog(Overtaken(tmp_path))
+    log.load()
+    assert log.append(adapter("mine")) == []
+    assert state(tmp_path) == {"mine": adapter("mine"), "other": adapter("other", 3)}
+    with pytest.raises(Fenced):
+        log.append(adapter("next"))
+    assert "next" not in state(tmp_path)
+
+
 class Crash(BaseException):
     pass
 
