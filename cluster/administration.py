@@ -494,6 +494,8 @@ class Administration:
             yield
         finally:
             self._pushing[digest] -= 1
+            if not self._pushing[digest]:
+                del self._pushing[digest]
 
     async def _drop_everywhere(self, lora: LoRARequest) -> None:
         """However long requests run. A replica that leaves takes its copy with it."""

@@ -13,7 +13,6 @@ import itertools
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple, Protocol
 
@@ -24,6 +23,7 @@ from lorafleet.cluster.catalogue.state import Served
 from lorafleet.cluster.directory_metrics import DirectoryCounts
 from lorafleet.cluster.filling import Filler
 from lorafleet.cluster.placer import Pins, Placer
+from lorafleet.cluster.recent_changes import RecentChanges
 from lorafleet.cluster.residency import Report, Residency, Routes
 from lorafleet.cluster.routing import TYPICAL_BYTES
 from lorafleet.cluster.slices import in_slices
@@ -46,7 +46,7 @@ HAND_OVER_S = 10.0  # how long a replica that Serve stops waits for others to re
 MOVES_S = 0.002
 LOADS_S = 0.05
 GATHER_S = 0.02  # a thousand replicas may come within a second
-MAX_CHANGES = 100_000  # remembered for replicas that are behind; who is further behind joins again
+MAX_CHANGES = 10_000  # names, remembered for replicas that are behind; who is further behind joins again
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -154,7 +154,7 @@ class AdapterDirectory:
         self._started = clock()
         self._epoch = uuid.uuid4().hex
         self._version = 0
-        self._changes: deque[tuple[int, str]] = deque(maxlen=MAX_CHANGES)
+        self._changes = RecentChanges[str]()
         self._since: dict[str, int] = {}  # of the served names that changed in this epoch
         self._found: dict[str, LoRARequest] = {}
         self._found_names: dict[str, tuple[str, ...]] = {}  # by digest
@@ -523,7 +523,7 @@ class AdapterDirectory:
     def _publish(self, names: Iterable[str]) -> None:
         for name in names:
             self._version += 1
-            self._changes.append((self._version, name))
+            self._changes.note(name, self._version)
             is_owned = self.catalogue.state.owner_name(name) is not None
             if is_owned:
                 self._drop_found(name)
@@ -532,15 +532,15 @@ class AdapterDirectory:
             else:
                 self._since.pop(name, None)
             self._residency.name_changed(name)
+        self._changes.shrink(MAX_CHANGES)
         for replica in self._replicas.values():
             replica.changed.set()
         self._tell_routers()
 
     def _changed_since(self, version: int) -> dict[str, Served | None]:
-        if version < self._version - len(self._changes):
+        if version < self._changes.forgotten:
             raise StaleEpoch(self._epoch)
-        names = itertools.takewhile(lambda change: change[0] > version, reversed(self._changes))
-        return {name: self.served(name) for _, name in names}
+        return {name: self.served(name) for name in self._changes.since(version)}
 
     def _wake_writers(self) -> None:
         self._acknowledgement, moved = asyncio.Event(), self._acknowledgement

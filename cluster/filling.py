@@ -28,7 +28,9 @@ class Filler:
         self._adapters = adapters
         self._prefetch = prefetch
         self._unseen: Iterator[str] = iter(())  # what is left of a pass over all
-        self._told: dict[str, str] = {}  # adapter -> replica, for as long as it lives: what fails is not tried for ever
+        # adapter -> replica, for as long as both live: what fails is not tried for ever.
+        self._told: dict[str, str] = {}
+        self._told_before: dict[str, str] = {}  # what this pass has not come by yet; the rest of it is gone at its end
 
     def steps(self, leaving: Container[str]) -> Iterator[None]:
         """A round's share of the work, in short steps. leaving: replicas that take nothing more."""
@@ -40,7 +42,10 @@ class Filler:
             adapter = next(self._unseen, None)
             if adapter is None:
                 self._unseen = iter(self._adapters())
+                self._told, self._told_before = {}, self._told
                 return
+            if adapter in self._told_before:
+                self._told[adapter] = self._told_before.pop(adapter)
             if not self._residency.holders(adapter) and self._told.get(adapter) not in self._residency.loads:
                 replica = rendezvous.first(key_of(adapter), 1)[0]
                 self._told[adapter] = replica

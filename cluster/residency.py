@@ -7,17 +7,17 @@ what changed since their version; one that is too far behind, or comes from anot
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
+from lorafleet.cluster.recent_changes import RecentChanges
 from lorafleet.cluster.routing import TYPICAL_BYTES, ReplicaChooser, ReplicaLoad, Tier
 from lorafleet.workers.lora.names import bare_name, tenant_of
 
 MAX_CHANGES = 200_000  # remembered for routers that are behind
+FEW_CHANGES = 1000  # remembered however little there is to tell
 
 _Change = tuple[str, str, str]  # kind and key
 
@@ -87,10 +87,8 @@ class Residency:
         self._version = 0
         self._moved_at = 0  # the last version that said more than how busy a replica is
         self._untold: dict[_Change, None] = {}
-        # The version that told of it last. How busy a replica is changes many times a second: what is told again takes
-        # the place of what was told before, or MAX_CHANGES would be reached by nothing else.
-        self._changes: OrderedDict[_Change, int] = OrderedDict()
-        self._forgotten = 0  # who is not as far misses changes
+        self._num_held = 0  # of all replicas together
+        self._changes = RecentChanges[_Change]()  # by the version that told of it last
         self._deltas: dict[int, Routes] = {}  # to `told`, by the version that the router has
 
     def begin(self, epoch: str) -> None:
@@ -154,6 +152,7 @@ class Residency:
     def _set_tier(self, replica_id: str, held: dict[str, Tier], adapter: str, tier: Tier | None) -> None:
         if held.get(adapter) == tier:
             return
+        self._num_held += (tier is not None) - (adapter in held)
         if tier is None:
             del held[adapter]
             self._drop_holder(adapter, replica_id)
@@ -210,16 +209,14 @@ class Residency:
     def tell(self) -> None:
         self.told = self._version
         for change in self._untold:
-            self._changes[change] = self.told
-            self._changes.move_to_end(change)
+            self._changes.note(change, self.told)
         self._untold = {}
-        while len(self._changes) > MAX_CHANGES:
-            _, self._forgotten = self._changes.popitem(last=False)
+        self._changes.shrink(min(MAX_CHANGES, FEW_CHANGES + self._num_tellable))
         self._deltas.clear()
 
     def since(self, epoch: str, version: int) -> Routes:
         """What has changed up to `told`, as it is now. Routers that have the same version get the same object."""
-        if epoch != self.epoch or not self._forgotten <= version <= self.told:
+        if epoch != self.epoch or not self._changes.forgotten <= version <= self.told:
             return self._everything()
         if version not in self._deltas:
             self._deltas[version] = self._delta(version)
@@ -227,8 +224,7 @@ class Residency:
 
     def _delta(self, version: int) -> Routes:
         routes = Routes(self.epoch, self.told, False, [], {}, {}, {})
-        missed = itertools.takewhile(lambda change: self._changes[change] > version, reversed(self._changes))
-        for kind, key, adapter in missed:
+        for kind, key, adapter in self._changes.since(version):
             if kind == "tier":
                 routes.tiers.append((key, adapter, self._tiers.get(key, {}).get(adapter)))
             elif kind == "load":
@@ -248,6 +244,12 @@ class Residency:
         if self._names is not None:
             names = {name: self._told_of(name) for adapter in adapters for name in self._names.names(adapter)}
         return Routes(self.epoch, self.told, True, tiers, dict(self.loads), names, dict(self._placed))
+
+    @property
+    def _num_tellable(self) -> int:
+        """About what _everything() holds, where each adapter has one name. To remember more is of no use: it is mostly
+        of adapters that are gone, and who missed so much is told everything in fewer words."""
+        return self._num_held + len(self.loads) + len(self._holders) + 2 * len(self._placed)
 
     def _told_of(self, name: str) -> tuple[str, ...]:
         adapters = self._names.adapters(name) if self._names is not None else ()
@@ -278,12 +280,16 @@ class RouteView:
     def apply(self, routes: Routes) -> None:
         chooser = self.chooser
         if routes.full:
-            self._carried = chooser.holding
+            if routes.epoch != self.epoch:
+                self._carried = chooser.holding
             chooser.clear_homes()
+            for replica_id in self._held.keys() - self._carried:
+                self._drop_held(replica_id)
+                if replica_id not in routes.loads:
+                    chooser.forget(replica_id)
         for replica_id in self._carried & routes.loads.keys():
             self._carried.discard(replica_id)
-            for adapter in self._held.pop(replica_id, set()):
-                chooser.set_tier(replica_id, adapter, None)
+            self._drop_held(replica_id)
         for replica_id, adapter, tier in routes.tiers:
             chooser.set_tier(replica_id, adapter, tier)
             held = self._held.setdefault(replica_id, set())
@@ -311,6 +317,10 @@ class RouteView:
         for adapter, placed in routes.placed.items():
             chooser.set_homes(adapter, placed.homes, placed.num_bytes)
         self.epoch, self.version = routes.epoch, routes.version
+
+    def _drop_held(self, replica_id: str) -> None:
+        for adapter in self._held.pop(replica_id, ()):
+            self.chooser.set_tier(replica_id, adapter, None)
 
     def _is_held(self, name: str) -> bool:
         return any(map(self.chooser.is_held, self._names.get(name, ())))

@@ -20,6 +20,7 @@ from lorafleet.resolvers.checksum import Checker
 from lorafleet.resolvers.deadline import Deadline
 from lorafleet.resolvers.source import Interrupted, RemoteFile, Source
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnavailable
+from lorafleet.workers.lora.files import CHUNK_BYTES, read_buffer
 
 PART_BYTES = 8 << 20
 PARALLEL_PARTS = 8
@@ -116,7 +117,7 @@ def _verify(file: RemoteFile, path: Path) -> None:
         logger.info("%s: its source says nothing of its content; its size was checked", file.location)
         return
     check = Checker(file.checksum, file.size)
-    buffer = memoryview(bytearray(4 << 20))
+    buffer = memoryview(read_buffer(CHUNK_BYTES))
     with path.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             check.update(buffer[:count])

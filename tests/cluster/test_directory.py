@@ -217,6 +217,28 @@ async def test_bad_files_and_names_register_nothing(catalogue: Catalogue, make: 
         assert list((tmp_path / "catalogue" / "adapters").iterdir()) == []
 
 
+async def test_a_name_that_changes_again_and_again_does_not_leave_replicas_behind(
+    catalogue: Catalogue, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "MAX_CHANGES", 3)
+    directory = await loaded(AdapterDirectory(catalogue))
+    joined = await directory.join("r1", "", [], [], True)
+
+    async def come_and_go(name: str) -> None:
+        await directory.found(joined.epoch, LoRARequest(name, 1, make(name), "d"))
+        assert directory.forget_found(name)
+
+    for _ in range(10):
+        for name in ("a", "b", "c"):
+            await come_and_go(name)
+    changes = await directory.watch("r1", joined.epoch, joined.version, 0)
+    assert changes.served == {"a": None, "b": None, "c": None}
+    await come_and_go("d")
+    with pytest.raises(directory_module.StaleEpoch):
+        await directory.watch("r1", joined.epoch, joined.version, 0)
+    assert list((await directory.watch("r1", joined.epoch, changes.version, 0)).served) == ["d"]
+
+
 class Silent(AdapterDirectory):
     """Stops answering the watch calls of one replica."""
 

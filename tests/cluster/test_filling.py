@@ -72,6 +72,21 @@ def test_an_adapter_that_cannot_be_read_is_tried_again_only_when_that_replica_is
     assert [one for one, _ in cluster.told] == [replica, "b" if replica == "a" else "a"]
 
 
+def test_nothing_is_kept_of_adapters_that_are_gone() -> None:
+    cluster = Cluster(10, "a", "b")
+    for _ in range(10):
+        cluster.round()
+    cluster.adapters = ["x0", "x0"]  # by two names
+    for one in cluster.held:
+        cluster.held[one] = {}
+        cluster.report(one)
+    before = len(cluster.told)
+    for _ in range(6):
+        cluster.round()
+    assert len(cluster.told) == before, "where it was told before it is not told again"
+    assert [*cluster.filler._told, *cluster.filler._told_before] == ["x0"]
+
+
 def test_a_round_looks_at_a_bounded_number_of_adapters() -> None:
     cluster = Cluster(5 * SCAN, "a")
     cluster.held["a"] = dict.fromkeys([f"x{i}" for i in range(5)], "cpu")

@@ -174,6 +174,61 @@ def test_what_changes_again_and_again_is_remembered_once(monkeypatch: pytest.Mon
     assert residency.since("e", abreast.view.version).loads == {}
 
 
+def test_no_more_is_remembered_than_there_is_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency_module, "FEW_CHANGES", 10)
+    residency = Residency("e")
+    behind, abreast = Router(residency, "a"), Router(residency, "a")
+    residency.accept(full("a", 1, {"x": "gpu"}))
+    behind.poll()
+    abreast.poll()
+    for i in range(100):
+        residency.accept(change("a", 2 + i, **{f"new{i}": "gpu", f"new{i - 1}": None}))
+        residency.set_placed(f"new{i}", Placed(("a",), 1))
+        residency.set_placed(f"new{i - 1}", Placed())
+        residency.tell()
+        assert not residency.since("e", abreast.view.version).full
+        abreast.poll()
+    assert len(residency._changes) < 20
+    assert behind.poll().holds("a") == abreast.holds("a") == {"x": "gpu", "new99": "gpu"}
+
+
+def test_of_much_that_is_held_as_much_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency_module, "FEW_CHANGES", 0)
+    residency = Residency("e")
+    router = Router(residency, "a", "b").poll()
+    held: Tiers = {f"x{i}": "cpu" for i in range(50)}
+    residency.accept(full("a", 1, held))
+    residency.accept(full("b", 1, held))
+    residency.tell()
+    assert not residency.since("e", router.view.version).full
+    assert (router.poll().holds("a"), router.holds("b")) == (held, held)
+    residency.forget("b")
+    residency.accept(full("a", 2, {}))
+    residency.tell()
+    assert residency._num_tellable == 1, "how busy a is"
+    assert (router.poll().holds("a"), router.holds("b")) == ({}, {})
+
+
+def test_what_a_restarted_directory_has_not_heard_of_goes_on_counting_for_a_router_that_falls_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residency_module, "FEW_CHANGES", 0)
+    residency = Residency("e")
+    router = Router(residency, "a", "b")
+    residency.accept(full("a", 1, {"x": "gpu"}))
+    residency.accept(full("b", 1, {"y": "gpu"}))
+    router.poll()
+    router.residency = restarted = Residency("e2")
+    router.poll()
+    for i in range(10):
+        restarted.accept(full("a", 2 + i, {f"x{i}": "gpu"}))
+        restarted.tell()
+    assert restarted.since("e2", router.view.version).full
+    assert (router.poll().holds("a"), router.holds("b")) == ({"x9": "gpu"}, {"y": "gpu"})
+    restarted.accept(full("b", 2, {"z": "gpu"}))
+    assert router.poll().holds("b") == {"z": "gpu"}
+
+
 def test_a_lost_replica_holds_nothing_and_starts_anew() -> None:
     residency = Residency("e")
     router = Router(residency, "a", "b")

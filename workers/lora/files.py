@@ -7,6 +7,7 @@ in the folder, or lead to the blobs of the Hugging Face cache entry that the fol
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import stat
 import time
@@ -218,13 +219,19 @@ def new_digest(config: bytes, weights: OpenFile, language: Mapping[str, bytes]) 
 def read_through(config: bytes, language: Mapping[str, bytes], weights: OpenFile, copy: BinaryIO | None = None) -> str:
     """The digest, of weights that nobody needs in memory; what is read goes into copy too."""
     digest = new_digest(config, weights, language)
-    buffer = memoryview(bytearray(CHUNK_BYTES))
+    buffer = memoryview(read_buffer(CHUNK_BYTES))
     for start in range(0, weights.size, CHUNK_BYTES):
         chunk = buffer[: weights.size - start]
         weights.read_into(chunk, digest)
         if copy is not None:
             copy.write(chunk)
     return digest.hexdigest()
+
+
+def read_buffer(num_bytes: int) -> mmap.mmap:
+    """Pages that go back to the system with the last reference. With glibc's malloc each thread that ever read a file
+    keeps as many: once one such block was freed, it takes the next ones from heaps that it does not give back."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def folder_digest(path: Path) -> str:

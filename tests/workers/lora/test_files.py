@@ -7,13 +7,15 @@ import os
 import shutil
 import socket
 import time
+import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lorafleet.workers.errors import AdapterChanged, AdapterMalformed, AdapterMissing
-from lorafleet.workers.lora.files import AdapterFolder, OpenFile, open_weights
+from lorafleet.workers.lora.files import CHUNK_BYTES, AdapterFolder, OpenFile, folder_digest, open_weights
 
 
 def while_weights_are_read(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
@@ -31,6 +33,18 @@ def test_a_file_that_changes_while_it_is_read_is_refused(adapter: Any, monkeypat
     while_weights_are_read(monkeypatch, lambda: os.utime(adapter.path / "adapter_model.safetensors", ns=(1, 1)))
     with pytest.raises(AdapterChanged, match="changed while it was read"):
         adapter.load()
+
+
+def test_a_file_is_read_through_pages_that_no_heap_keeps(tmp_path: Path) -> None:
+    """A thread's heap would keep a whole buffer for good, as glibc's does once one such block was freed."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(CHUNK_BYTES + 1))
+    tracemalloc.start()
+    try:
+        folder_digest(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < CHUNK_BYTES / 4
+    finally:
+        tracemalloc.stop()
 
 
 def test_content_changed_under_the_old_time_is_noticed(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
