@@ -58,6 +58,9 @@ def _ray() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
+        # A proxy that is not ready after three times as long is killed, and the start fails with it: 15 s are too few
+        # on a machine that is busy. The start itself waits for it for 60 s.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
         # Ray's processes listen on the loopback interface only; what the name says is not all that it does.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+from textwrap import dedent
 
 from lorafleet.cluster import serve_environment
 
@@ -17,3 +20,16 @@ def test_two_servers_on_one_machine_take_different_replica_ports():
         assert not serve_environment._is_free(replica.getsockname()[1])
     held = serve_environment._hold_range()
     assert not serve_environment._is_free(held), "long before a replica listens there"
+
+
+def test_a_proxy_has_as_long_to_begin_as_the_start_waits_for_it():
+    told = """
+        from lorafleet.cluster import serve_environment
+        serve_environment.prepare("/tmp/x", direct_streaming=False)
+        from ray.serve._private import constants
+        print(constants.PROXY_READY_CHECK_TIMEOUT_S * constants.PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD)
+        print(constants.HTTP_PROXY_TIMEOUT)
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(told)], capture_output=True, text=True, check=True)
+    until_it_is_killed_s, until_the_start_fails_s = map(float, done.stdout.split())
+    assert until_it_is_killed_s >= until_the_start_fails_s
