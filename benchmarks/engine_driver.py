@@ -30,7 +30,13 @@ def load(engine: Engine, paths: Sequence[Path]) -> list[LoRARequest]:
 
 
 def submit(
-    engine: Engine, name: str, count: int, num_tokens: int, generated: int, loras: Sequence[LoRARequest]
+    engine: Engine,
+    name: str,
+    count: int,
+    num_tokens: int,
+    generated: int,
+    loras: Sequence[LoRARequest],
+    traced: bool = False,
 ) -> None:
     """Greedy requests with random prompts; request i uses adapter i modulo their number."""
     params = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True)
@@ -38,7 +44,9 @@ def submit(
     for i in range(count):
         prompt = torch.randint(10, engine.hello.vocab_size - MARGIN, (num_tokens,), generator=generator).tolist()
         lora = loras[i % len(loras)] if loras else None
-        engine.add(EngineRequest(request_id=f"{name} {i}", prompt_token_ids=prompt, params=params, lora=lora))
+        engine.add(
+            EngineRequest(request_id=f"{name} {i}", prompt_token_ids=prompt, params=params, lora=lora, traced=traced)
+        )
 
 
 def abort(engine: Engine, name: str, count: int) -> None:

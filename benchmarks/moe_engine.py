@@ -3,9 +3,10 @@
     python benchmarks/moe_engine.py [--layers 6] [--batches 1 8 64 256] [--json FILE]
 
 Milliseconds a decode step and prefill tokens a second, as engine_e2e.py times them, without adapters, with 8 of rank 16
-on attention alone, and with 8 on attention and all experts; request i uses adapter i modulo their number. The floor is
-what a step must read, at the copy bandwidth of the same run: attention, routers, head, KV cache, of the experts those
-that so many tokens choose when all are as likely, and of the adapters their parts of these.
+on attention alone, and with 8 on attention and all experts, in turn, three times, and the median counts; request i uses
+adapter i modulo their number. The floor is what a step must read, at the copy bandwidth of the same run: attention,
+routers, head, KV cache, of the experts those that so many tokens choose when all are as likely, and of the adapters
+their parts of these.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,11 @@ from typing import Any
 from engine_driver import copy_bandwidth, decode_step_ms, load, prefill_tokens_per_s
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.startup import build_engine
 from random_llama import write_alike_adapters
 
-PROMPT, GENERATED, RANK, ADAPTERS = 512, 48, 16, 8
+PROMPT, GENERATED, RANK, ADAPTERS, ROUNDS = 512, 128, 16, 8, 3
 EXPERTS, PER_TOKEN, HIDDEN, INNER, HEADS, KV_HEADS, HEAD = 128, 8, 2048, 768, 32, 4, 128
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -73,6 +76,8 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     config = CONFIG | {"num_hidden_layers": arguments.layers}
     rows: list[dict[str, Any]] = []
+    loras: dict[str, list[LoRARequest]]
+    steps_ms: dict[tuple[str, int], list[float]]
     with tempfile.TemporaryDirectory() as root:
         model = Path(root) / "model"
         model.mkdir()
@@ -92,23 +97,26 @@ def main() -> None:
                 max_model_len=1024,
                 kv_cache_tokens=max(arguments.batches) * (PROMPT + GENERATED + 32),
                 enable_prefix_caching=False,
-                lora=LoRAConfig(max_loras=ADAPTERS, max_lora_rank=RANK, extra_memory_gib=16),
+                lora=LoRAConfig(
+                    max_loras=ADAPTERS, max_lora_rank=RANK, max_cpu_loras=2 * ADAPTERS, extra_memory_gib=16
+                ),
             )
         )
-        for kind in ("none", "attention", "experts"):
-            loras = load(engine, made[kind]) if kind in made else []
-            for batch in arguments.batches:
-                prefill = prefill_tokens_per_s(engine, batch, PROMPT, 2, loras, 2)
-                step_ms = decode_step_ms(engine, batch, PROMPT, GENERATED, loras)
-                floor = floor_bytes(arguments.layers, batch, len(loras), kind == "experts") / bandwidth * 1e3
-                rows.append(
-                    {"adapters": kind, "batch": batch, "step_ms": step_ms, "floor_ms": floor, "prefill": prefill}
-                )
-                print(
-                    f"{kind:9} batch {batch:3}: {step_ms:6.2f} ms a step, floor {floor:5.2f}; "
-                    f"prefill {prefill:8.0f} tokens/s",
-                    flush=True,
-                )
+        loras = {"none": [], **{kind: load(engine, paths) for kind, paths in made.items()}}
+        steps_ms = {(kind, batch): [] for kind in loras for batch in arguments.batches}
+        for _ in range(ROUNDS):
+            for kind, batch in steps_ms:
+                steps_ms[kind, batch].append(decode_step_ms(engine, batch, PROMPT, GENERATED, loras[kind]))
+        for (kind, batch), times in steps_ms.items():
+            prefill = prefill_tokens_per_s(engine, batch, PROMPT, 2, loras[kind], 2)
+            step_ms = statistics.median(times)
+            floor = floor_bytes(arguments.layers, batch, len(loras[kind]), kind == "experts") / bandwidth * 1e3
+            rows.append({"adapters": kind, "batch": batch, "step_ms": step_ms, "floor_ms": floor, "prefill": prefill})
+            print(
+                f"{kind:9} batch {batch:3}: {step_ms:6.2f} ms a step ({min(times):.2f} to {max(times):.2f}), "
+                f"floor {floor:5.2f}; prefill {prefill:8.0f} tokens/s",
+                flush=True,
+            )
         engine.close()
     if arguments.json:
         arguments.json.write_text(json.dumps({"bandwidth": bandwidth, "layers": arguments.layers, "rows": rows}))
