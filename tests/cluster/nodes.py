@@ -64,8 +64,10 @@ def running_nodes(arguments: Mapping[str, Any]) -> Iterator[Nodes]:
         process.wait(60)
     finally:
         turn.close()
-        for one in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            one.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # what ends by itself need not be killed
+            for one in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
         process.kill()
         process.wait()
         process.stdout.close()
