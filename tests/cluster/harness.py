@@ -22,6 +22,7 @@ from openai import AsyncOpenAI
 
 from tests.cluster.rays_turn import rays_turn
 
+LAST_S = 5.0  # what was told to end when the server ended may take a while to
 START_S = 300.0  # Ray, torch and transformers are imported by several processes on few cores; FlashInfer may compile
 STOP_S = 60.0
 ADMIN_KEY = "the admin key"
@@ -121,7 +122,7 @@ def wait_until_printed(words: str, process: subprocess.Popen[bytes], log_file: P
 
 
 def stop_server(process: subprocess.Popen[bytes], stop_signal: int) -> tuple[int, list[str]]:
-    """Exit status, and the command lines of the descendants that outlived it (which are then killed)."""
+    """Exit status, and the command lines of the descendants that outlived it for long (which are then killed)."""
     family = _family(process.pid)
     process.send_signal(stop_signal)
     try:
@@ -129,7 +130,9 @@ def stop_server(process: subprocess.Popen[bytes], stop_signal: int) -> tuple[int
     except subprocess.TimeoutExpired:
         process.kill()
         status = process.wait()
-    left = [one for one in family if _is_alive(one)]
+    deadline_s = time.monotonic() + LAST_S
+    while (left := [one for one in family if is_alive(one)]) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     names = [" ".join(_command(one))[:100] for one in left]
     for one in left:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -167,7 +170,7 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -7,9 +7,9 @@ import sys
 import tempfile
 import time
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lorafleet.workers.config import EngineConfig
@@ -23,6 +23,7 @@ from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.tp.follower import RankWorker
 from ranks import start_llm, start_process
+from tests.cluster.harness import is_alive
 
 
 def test_a_model_that_cannot_be_divided_is_refused_and_leaves_no_process(fleet):
@@ -60,12 +61,12 @@ def test_the_other_ranks_end_with_a_parent_that_is_killed(fleet, tmp_path):
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, script, fleet("llama3").base], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    rank = int(parent.stdout.readline())
+    rank = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.wait()
     parent.stdout.close()
     deadline_s = time.monotonic() + 120
-    while Path(f"/proc/{rank}/stat").exists() and Path(f"/proc/{rank}/stat").read_text().split()[2] != "Z":
+    while is_alive(rank):
         assert time.monotonic() < deadline_s, "the rank has outlived its parent"
         time.sleep(0.1)
 
