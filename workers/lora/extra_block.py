@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lorafleet.workers.lora.giving_way import giving_way
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has neither bfloat16 nor FP8
 ALIGNMENT = 256  # bytes; what the GPU's allocator gives, so that kernels may load 16 bytes at a time
 
 
@@ -25,11 +26,11 @@ def aligned(offset: int) -> int:
 
 
 def copy_into(block: Tensor, start: int, tensor: Tensor) -> int:
-    """By numpy: torch would split it over its thread pool, see casting.py. tensor: of a dimension or more; its
-    rows may lie apart in memory. Returns where it ends in the block."""
-    source = tensor.view(torch.uint8).numpy()
-    end: int = start + source.size
-    block.numpy()[start:end].reshape(source.shape)[:] = source
+    """By numpy: torch would split it over its thread pool, see casting.py. tensor: of any strides, which of a matrix
+    with one column torch keeps in contiguous() too. Returns where it ends in the block."""
+    source = tensor.view(_WORDS[tensor.dtype.itemsize]).numpy()
+    end: int = start + source.nbytes
+    block.numpy()[start:end].view(source.dtype).reshape(source.shape)[...] = source
     return end
 
 

@@ -56,6 +56,20 @@ def test_every_matrix_is_found_again_bit_by_bit(dtype: torch.dtype) -> None:
     assert adapter.info.target_modules == ["down", "gate", "up"]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matrices_of_any_strides_are_packed(dtype: torch.dtype) -> None:
+    """A column of a matrix, [R, 1] or [O, 1], is contiguous to torch and keeps its stride."""
+    plain = layer(12, 6, 1, dtype)
+    a_RD, b_OR = torch.zeros(12, 5).to(dtype).T[:1], torch.zeros(1, 6).to(dtype).T
+    a_RD.copy_(plain.a_RD), b_OR.copy_(plain.b_OR)
+    assert a_RD.contiguous().stride(1) == 5
+    odd = LoRALayerWeights(a_RD, b_OR, plain.scaling, plain.row_scale_R)
+    for weights in (plain, odd):
+        first = packed({"layers.0.up": weights}, dtype).weights(0, *SHAPES[0])
+        assert first is not None and first.b[1] is not None
+        assert same(first.a_RD, plain.a_RD) and same(first.b[1], plain.b_OR)
+
+
 def test_scales_lie_behind_an_fp8_a_where_the_kernels_look_for_them() -> None:
     gate, up, down = layer(12, 10, 3, FP8), layer(12, 6, 5, FP8), layer(10, 12, 7, FP8)
     adapter = packed({"layers.0.gate": gate, "layers.0.up": up, "layers.0.down": down}, FP8)
