@@ -138,7 +138,10 @@ class LLM:
         )
         self._ranks = RankProcesses(config) if tensor_parallel_size > 1 else None
         try:
-            self._engine = build_engine(config, addresses=None if self._ranks is None else self._ranks.addresses)
+            if self._ranks is None:
+                self._engine = build_engine(config)
+            else:
+                self._engine = build_engine(config, addresses=self._ranks.addresses, check=self._ranks.check)
         except BaseException:
             if self._ranks is not None:
                 self._ranks.close()

@@ -140,14 +140,22 @@ def build_engine(
     progress: Progress | None = None,
     wake: Callable[[], None] = lambda: None,
     addresses: RankAddresses | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Engine:
     """The engine on rank 0; the other ranks must be started beside it, at `addresses`. Raises as build_rank does.
 
+    check: as build_rank's, for what the caller knows of the other ranks beside what they say themselves.
     wake: called from other threads when the engine has something to do, see WorkerLoRAManager.
     """
     others = None if addresses is None else OtherRanks(addresses, wake)
+
+    def check_others() -> None:
+        if others is not None:
+            others.check()
+        check()
+
     try:
-        rank = build_rank(config, 0, addresses, progress, others.check if others is not None else lambda: None)
+        rank = build_rank(config, 0, addresses, progress, check_others)
     except BaseException:
         if others is not None:
             others.close()

@@ -8,17 +8,19 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from multiprocessing.connection import wait
 
 import torch
 
 from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.errors import ConfigError, EngineDead
 from lorafleet.workers.tp.addresses import RankAddresses
 
 log = logging.getLogger(__name__)
 
 STOP_S = 10
+LAST_WORDS_S = 1.0
 
 
 class RankProcesses:
@@ -40,6 +42,20 @@ class RankProcesses:
         ]
         for process in self.processes:
             process.start()
+        self._gone_s: float | None = None
+
+    def check(self) -> None:
+        """Raises EngineDead where one has ended, but for a moment in which its last words may still be on their way."""
+        gone = next((rank for rank, process in enumerate(self.processes, 1) if process.exitcode is not None), None)
+        if gone is None:
+            return
+        self._gone_s = self._gone_s or time.monotonic()
+        if time.monotonic() - self._gone_s > LAST_WORDS_S:
+            code = self.processes[gone - 1].exitcode
+            raise EngineDead(
+                f"the process of rank {gone} of the replica has ended with exit code {code} before it was ready. In a "
+                'program of your own, start the engine below `if __name__ == "__main__":`; ranks import the program.'
+            )
 
     def close(self) -> None:
         """After the engine, which has told them to stop."""

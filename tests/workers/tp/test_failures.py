@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from living import is_alive
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.errors import AdapterMalformed, ConfigError, EngineDead
 from lorafleet.workers.llm import SamplingParams
@@ -23,7 +24,6 @@ from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.tp.follower import RankWorker
 from ranks import start_llm, start_process
-from tests.cluster.harness import is_alive
 
 
 def test_a_model_that_cannot_be_divided_is_refused_and_leaves_no_process(fleet):
@@ -42,6 +42,25 @@ def test_a_rank_that_dies_ends_the_engine_at_once(fleet, prompt):
     with pytest.raises((EngineDead, RuntimeError)):  # by the link, or by gloo in a collective
         llm.generate(asked, SamplingParams(max_tokens=2))
     llm.close()
+
+
+UNGUARDED = """
+import sys
+from lorafleet.workers.llm import LLM
+
+LLM(sys.argv[1], device="cpu", kv_cache_tokens=512, tensor_parallel_size=2, cpu_threads=1)
+"""
+
+
+def test_a_program_that_its_ranks_run_again_is_told_so_at_once(fleet, tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    ended = subprocess.run(
+        [sys.executable, script, fleet("llama3").base], stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert ended.returncode == 1
+    assert "rank 1 of the replica has ended with exit code 1 before it was ready" in ended.stderr
+    assert '`if __name__ == "__main__":`' in ended.stderr
 
 
 PARENT = """
