@@ -20,6 +20,7 @@ import httpx
 import psutil
 from openai import AsyncOpenAI
 
+from living import is_alive
 from tests.cluster.rays_turn import rays_turn
 
 LAST_S = 5.0  # what was told to end when the server ended may take a while to
@@ -168,10 +169,3 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline() or [process.name()]
     except psutil.Error:
         return []
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

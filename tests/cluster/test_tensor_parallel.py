@@ -19,13 +19,13 @@ import pytest
 import torch
 from openai import OpenAI
 
+from living import is_alive
 from tests.cluster.harness import (
     START_S,
     RunningServer,
     descendants_named,
     free_port,
     greedy_answers,
-    is_alive,
     serving,
     start_server,
     stop_server,
