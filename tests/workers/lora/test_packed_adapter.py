@@ -62,7 +62,7 @@ def test_matrices_of_any_strides_are_packed(dtype: torch.dtype) -> None:
     plain = layer(12, 6, 1, dtype)
     a_RD, b_OR = torch.zeros(12, 5).to(dtype).T[:1], torch.zeros(1, 6).to(dtype).T
     a_RD.copy_(plain.a_RD), b_OR.copy_(plain.b_OR)
-    assert a_RD.contiguous().stride(1) == 5
+    assert b_OR.contiguous().stride(1) == 6
     odd = LoRALayerWeights(a_RD, b_OR, plain.scaling, plain.row_scale_R)
     for weights in (plain, odd):
         first = packed({"layers.0.up": weights}, dtype).weights(0, *SHAPES[0])
