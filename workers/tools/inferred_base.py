@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from lorafleet.workers.errors import AdapterTooLarge, ConfigError
-from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, BaseLayout
+from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, TABLES, BaseLayout, peft_name
 from lorafleet.workers.lora.files import CONFIG_NAME, AdapterFolder, open_weights, read_config
 from lorafleet.workers.lora.kinds.kind import Base
+from lorafleet.workers.lora.kinds.trained_tokens import ROWS, trained_tokens
+from lorafleet.workers.lora.peft_helper import PEFTHelper
 from lorafleet.workers.lora.peft_names import engine_name
 from lorafleet.workers.lora.strict_json import read_json_object
 from lorafleet.workers.lora.weight_files import TensorInfo, read_weights
@@ -87,9 +89,28 @@ def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Ba
     saved = frozenset(m for m in linears if _has(leaves[m], "base_layer.bias", 1) or _has(leaves[m], "bias", 1))
     biased = frozenset(linears) if config.get("bias", "none") == "none" else saved
     layout = BaseLayout(
-        linears, vocab_size or MAX_TOKENS, hidden_size or _hidden_size(linears), (1, 1), biased=biased, norms=norms
+        linears,
+        vocab_size or MAX_TOKENS,
+        hidden_size or _hidden_size(linears),
+        (1, 1),
+        tied=_is_tied(PEFTHelper.from_dict(config), leaves),
+        biased=biased,
+        norms=norms,
     )
     return Base(layout, NoWeights())
+
+
+def _is_tied(helper: PEFTHelper, leaves: Mapping[str, Leaves]) -> bool:
+    """Whether embedding or head has a change that adapter_config.json asks of the other alone: PEFT ties changes where
+    the base ties the tables."""
+    tokens = trained_tokens(helper, tied=False)
+    for table in TABLES:
+        own = leaves.get(table, {})
+        if any(leaf.endswith(ROWS) for leaf in own) and table not in tokens:
+            return True
+        if any(leaf.startswith("lora_") for leaf in own) and not helper.targets(peft_name(table), is_linear=False):
+            return helper.flag("ensure_weight_tying")
+    return False
 
 
 def _shape_of(module: str, leaves: Leaves) -> tuple[int, int]:

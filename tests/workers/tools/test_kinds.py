@@ -27,6 +27,10 @@ PLAIN = [
     "VB-LoRA, best alone", "HRA", "MiSS", "MiSS, mini", "DeLoRA", "GraLoRA with a plain one", "LoHa on the head",
 ]  # fmt: skip
 KEPT = ["DoRA", "bias on B", "IA3", "saved head", "trained tokens", "tokens alone", "PiSSA with DoRA"]
+TIED = [
+    "embedding, tied", "head, tied", "embedding and head, tied", "saved embedding, tied", "trained tokens",
+    "trained tokens, tied", "trained tokens of the embedding", "tokens alone",
+]  # fmt: skip
 WITHOUT_BASE = ["AdaLoRA", "LoHa", "LoKr", "DeLoRA", "GraLoRA"]
 NEEDS_BASE = ["PiSSA", "OLoRA", "KaSA", "BD-LoRA", "VeRA", "VB-LoRA", "HRA", "MiSS", "LoHa on the head"]
 MERGED = [
@@ -71,6 +75,14 @@ def test_what_is_of_low_rank_becomes_a_plain_lora_and_the_rest_stays(bases, tmp_
         done = convert(adapter.path, tmp_path / "out", base)
     same(logits_of(load(bases["llama"], tmp_path / "out")), peft_logits(adapter))
     assert (done.kind.startswith("LoRA") and "kept" not in str(done.changes)) == (kind in PLAIN)
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_what_a_tied_base_ties_stays_tied(bases, tmp_path, kind):
+    adapter = make(tmp_path / "a", "qwen2, tied", KINDS[kind])
+    with BaseModel.opened(bases["qwen2, tied"]) as base:
+        convert(adapter.path, tmp_path / "out", base)
+    same(logits_of(load(bases["qwen2, tied"], tmp_path / "out")), peft_logits(adapter))
 
 
 @pytest.mark.parametrize("kind", WITHOUT_BASE)
