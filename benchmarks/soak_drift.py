@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 
 MAX_DRIFT = 0.03
-# What a small process may grow by whatever its size. A kernel takes unused pages of programs back, and gives them again;
-# Ray's raylet grows by 1.4 MiB in ten minutes in which nobody asks; Python's table of interned strings, which pathlib
-# adds each part of a path to, doubles once to 1.8 MiB.
+# What a small process may grow by whatever its size. A kernel takes unused pages of programs back, and gives them
+# again; Ray's raylet grows by 1.4 MiB in ten minutes in which nobody asks; Python's table of interned strings, which
+# pathlib adds each part of a path to, doubles once to 1.8 MiB.
 FLOORS = {"rss": 4 << 20, "anonymous": 4 << 20, "fds": 8.0, "threads": 4.0}
 IDLE_CONNECTIONS = 24.0  # to replicas, of which HAProxy keeps up to one a client; they come and go by tens
 

@@ -253,8 +253,8 @@ def test_a_file_that_is_written_all_the_time_is_one_version_or_an_error(server: 
             for data in (one, other):
                 with path.open("r+b") as file:
                     file.write(data[: len(data) // 2])
-                    file.flush()
                     half_s = time.monotonic()
+                    file.flush()
                     file.write(data[len(data) // 2 :])
                     file.flush()
                     if time.monotonic() - half_s > TICK_S / 2:  # the system gave the processor to others

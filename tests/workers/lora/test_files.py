@@ -78,6 +78,19 @@ def test_a_file_that_is_being_written_is_not_begun_with(adapter: Any, monkeypatc
         pass
 
 
+def test_a_clock_that_lags_is_waited_for(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is past the file's time, a write would leave that as it is."""
+    path = adapter.path / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes())
+    written_ns, real = path.stat().st_ctime_ns, time.clock_gettime_ns
+    lagging = [written_ns - 4_000_000, written_ns, written_ns]
+    monkeypatch.setattr(
+        "lorafleet.workers.lora.files.time.clock_gettime_ns", lambda clock: lagging.pop(0) if lagging else real(clock)
+    )
+    with AdapterFolder.at(adapter.path).open(path.name, 1 << 20):
+        assert not lagging
+
+
 def test_a_folder_that_is_replaced_amid_a_load_is_never_mixed(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     other = adapter.path.parent / "other"
     shutil.copytree(adapter.path, other)

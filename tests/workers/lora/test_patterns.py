@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
+from typing import Any
 
 import pytest
 from peft.utils.other import get_pattern_key
 
-from lorafleet.workers.errors import AdapterUnsupported
-from lorafleet.workers.lora.patterns import Budget, Pattern
+from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
+from lorafleet.workers.lora.patterns import TOTAL_MATCH_S, Budget, Pattern
 
 MODULES = [f"model.layers.{i}.{m}" for i in (0, 1, 11) for m in ("self_attn.q_proj", "mlp.gate_proj")]
 PATTERNS = [
@@ -41,6 +43,32 @@ def test_rules_equal_peft(text: str) -> None:
     for module in MODULES:
         assert pattern.fullmatch(module, Budget()) == (re.fullmatch(text, module) is not None)
         assert pattern.matches_ending(module, Budget()) == (get_pattern_key([text], module) == text)
+
+
+def test_only_what_a_pattern_computes_itself_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may wait for a processor for as long as it must, while others compute."""
+    pattern, budget = Pattern(r"(q|gate)_proj", "rank_pattern"), Budget()
+    compiled = pattern._compiled(r"(.*\.)?((q|gate)_proj)$")
+    tries = iter([TimeoutError, TimeoutError])
+
+    class Starved:
+        def match(self, *arguments: Any, **options: Any) -> Any:
+            for error in tries:
+                raise error
+            return compiled.match(*arguments, **options)
+
+    monkeypatch.setattr(pattern, "_compiled", lambda _: Starved())
+    assert pattern.matches_ending("model.layers.0.self_attn.q_proj", budget)
+
+
+def test_what_a_pattern_computes_is_bounded_for_all_modules_together() -> None:
+    pattern, budget = Pattern(r"(?:a|.|..|...)*Z?(?<!oj)", "target_modules"), Budget()
+    started_s = time.thread_time()
+    with pytest.raises(AdapterMalformed, match="backtracking"):
+        [pattern.fullmatch(module, budget) for module in MODULES]
+    assert time.thread_time() - started_s < 4 * TOTAL_MATCH_S
+    with pytest.raises(AdapterMalformed, match="backtracking"):
+        Pattern(r"(q|k)_proj", "target_modules").fullmatch("q_proj", budget)
 
 
 @pytest.mark.parametrize(
