@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from openai import AsyncOpenAI
 
-from living import is_alive
+from living import command, family, is_alive, kill
 from tests.cluster.rays_turn import rays_turn
 
 LAST_S = 5.0  # what was told to end when the server ended may take a while to
@@ -124,7 +123,7 @@ def wait_until_printed(words: str, process: subprocess.Popen[bytes], log_file: P
 
 def stop_server(process: subprocess.Popen[bytes], stop_signal: int) -> tuple[int, list[str]]:
     """Exit status, and the command lines of the descendants that outlived it for long (which are then killed)."""
-    family = _family(process.pid)
+    ours = family(process.pid)
     process.send_signal(stop_signal)
     try:
         status = process.wait(STOP_S)
@@ -132,12 +131,10 @@ def stop_server(process: subprocess.Popen[bytes], stop_signal: int) -> tuple[int
         process.kill()
         status = process.wait()
     deadline_s = time.monotonic() + LAST_S
-    while (left := [one for one in family if is_alive(one)]) and time.monotonic() < deadline_s:
+    while (left := [one for one in ours if is_alive(one)]) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    names = [" ".join(_command(one))[:100] for one in left]
-    for one in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+    names = [" ".join(command(one))[:100] for one in left]
+    kill(left)
     return status, names
 
 
@@ -154,18 +151,4 @@ def free_port() -> int:
 
 def descendants_named(pid: int, name: str) -> list[int]:
     """Process ids below pid whose title or command line contains the name: "WorkerActor", "haproxy"."""
-    return [one.pid for one in _family(pid) if any(name in part for part in _command(one))]
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline() or [process.name()]
-    except psutil.Error:
-        return []
+    return [one.pid for one in family(pid) if any(name in part for part in command(one))]

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from living import family, kill
 from tests.cluster.harness import START_S, descendants_named, free_port
 from tests.cluster.rays_turn import rays_turn
 
@@ -64,10 +65,7 @@ def running_nodes(arguments: Mapping[str, Any]) -> Iterator[Nodes]:
         process.wait(60)
     finally:
         turn.close()
-        with contextlib.suppress(psutil.NoSuchProcess):  # what ends by itself need not be killed
-            for one in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+        kill(family(process.pid) if process.poll() is None else [])
         process.kill()
         process.wait()
         process.stdout.close()

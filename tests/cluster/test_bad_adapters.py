@@ -29,6 +29,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from living import command, family
 from lorafleet.workers.lora.files import TICK_S
 from lorafleet.workers.openai.errors import TABLE
 from tests.cluster.harness import descendants_named, running_server
@@ -67,15 +68,7 @@ class Server:
 
     def processes(self) -> list[psutil.Process]:
         """Those that adapters' bytes come near to, and the proxy."""
-        family = psutil.Process(self.pid).children(recursive=True)
-        return [p for p in family if any(part in p.name() + _title(p) for part in ("ray::", "haproxy"))]
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+        return [p for p in family(self.pid) if any(name in " ".join(command(p)) for name in ("ray::", "haproxy"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +106,7 @@ class Cost:
     def __exit__(self, *_: object) -> None:
         self.cpu_s, self.read_bytes, self.growth_bytes, stayed = 0.0, 0, 0, ""
         for process, before in self._before.items():
-            name, peak_bytes, after = _title(process), _peak_bytes(process.pid), Spent.of(process)
+            name, peak_bytes, after = " ".join(command(process)), _peak_bytes(process.pid), Spent.of(process)
             if after is None or peak_bytes is None:
                 continue
             self.cpu_s += after.cpu_s - before.cpu_s

@@ -197,7 +197,7 @@ def test_a_slow_server_is_given_up_in_time(
     started = time.monotonic()
     with pytest.raises(AdapterUnavailable, match="longer than 2 s"):
         store.fetch(uri)
-    assert time.monotonic() - started < 20  # without the limit it takes 40
+    assert time.monotonic() - started < 5
     assert nothing_is_left_of_it(tmp_path / "c")
     proxy.bytes_per_s = None
     with store.open(uri) as found:
@@ -438,7 +438,7 @@ def test_stopping_ends_a_download(proxy: TCPProxy, folder: Any, make_files: Make
         time.sleep(0.01)
     started = time.monotonic()
     store.stop()
-    assert time.monotonic() - started < 20  # the rest would take 40
+    assert time.monotonic() - started < 3
     with pytest.raises(AdapterUnavailable, match="stopped"):
         fetch.result(0)
     assert nothing_is_left_of_it(tmp_path / "c")

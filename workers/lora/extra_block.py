@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,10 +27,16 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+def as_words(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The tensor's own memory, as integers of its elements' width. Of any strides: those of a dimension of one element
+    torch keeps in contiguous() too, and then views no float as bytes."""
+    words: np.ndarray[Any, Any] = tensor.view(_WORDS[tensor.dtype.itemsize]).numpy()
+    return words
+
+
 def copy_into(block: Tensor, start: int, tensor: Tensor) -> int:
-    """By numpy: torch would split it over its thread pool, see casting.py. tensor: of any strides, which of a matrix
-    with one column torch keeps in contiguous() too. Returns where it ends in the block."""
-    source = tensor.view(_WORDS[tensor.dtype.itemsize]).numpy()
+    """By numpy: torch would split it over its thread pool, see casting.py. Returns where it ends in the block."""
+    source = as_words(tensor)
     end: int = start + source.nbytes
     block.numpy()[start:end].view(source.dtype).reshape(source.shape)[...] = source
     return end

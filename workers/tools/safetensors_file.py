@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.lora.extra_block import as_words
 
 DTYPES = {
     "F64": torch.float64,
@@ -50,7 +52,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], value_of: Callab
             for name in order:
                 tensor = value_of(name)
                 assert (tuple(tensor.shape), tensor.dtype) == (entries[name].shape, entries[name].dtype), name
-                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                file.write(np.ascontiguousarray(as_words(tensor)).data)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
 

@@ -18,6 +18,7 @@ def test_the_library_reads_what_is_written(tmp_path):
         "matrix": torch.randn(4, 6).T,
         "scalar": torch.tensor(2.5, dtype=torch.float64),
         "empty": torch.empty(0, 3),
+        "one of a row, whose stride stays in contiguous()": torch.randn(1, 6).T[:1],
     }
     asked = []
     entries = {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
