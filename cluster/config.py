@@ -155,7 +155,7 @@ class AppArgs(BaseModel):
     cpu_threads: int | None = Field(
         None, description="torch threads of a CPU worker; default: cores / (replicas x tensor_parallel_size)."
     )
-    seed: int = Field(0, description="Seeds the requests that name none.")
+    seed: int = Field(0, description="Seeds the requests that name none; each replica mixes it with its own id.")
 
     enable_lora: bool = Field(True, description="Serve adapters beside the base model.")
     max_loras: int = Field(8, description="Adapters in GPU slots; raise it if the swap rate is high.")

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.random_numbers import named_seed
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import EngineClient, ipc_address
@@ -85,6 +87,8 @@ class EngineReplica:
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
+        # Otherwise requests without a seed would draw the same numbers on every replica.
+        self._config = replace(self._config, seed=named_seed(config.seed, self._replica_id))
         self._place = DirectoryPlace(context.app_name, **args.directory_place())
         self._directory = get_or_create(self._place)
         self._membership = Membership(self._directory, self._replica_id, self._obey)

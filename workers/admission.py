@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from lorafleet.workers.errors import QueueFull, QueueTimeout
@@ -18,6 +18,7 @@ from lorafleet.workers.scheduler import Scheduler
 from lorafleet.workers.sequence import Group, Sequence
 
 RATE_MEMORY_S = 30.0  # of service under a backlog, after which older service counts half
+SPARE_DEADLINES = 64  # of ended sequences, kept before they are swept out
 MAX_RETRY_S = 60.0  # what clients of OpenAI's make accept; they ignore a longer Retry-After
 
 
@@ -41,7 +42,8 @@ class Admission:
         self._num_apart = num_apart
         self._clock = clock
         self._groups: dict[str, Group] = {}
-        self._deadlines: list[tuple[float, int, float, Sequence]] = []  # when, number, timeout
+        self._deadlines: list[tuple[float, int]] = []  # heap: when, number; of sequences that have ended too
+        self._timed: dict[int, tuple[Sequence, float]] = {}  # by number: those that have not ended, and their timeouts
         self._numbers = count()
         self._rate = _Rate(clock())
 
@@ -60,8 +62,9 @@ class Admission:
     def queued(self, sequence: Sequence, timeout_s: float | None) -> None:
         sequence.queued_s = self._clock()
         if timeout_s is not None:
-            entry = (sequence.queued_s + timeout_s, next(self._numbers), timeout_s, sequence)
-            heappush(self._deadlines, entry)
+            sequence.deadline_number = next(self._numbers)
+            self._timed[sequence.deadline_number] = sequence, timeout_s
+            heappush(self._deadlines, (sequence.queued_s + timeout_s, sequence.deadline_number))
 
     def left(self, sequence: Sequence) -> None:
         """A sequence has ended."""
@@ -69,17 +72,23 @@ class Admission:
         group.unfinished -= 1
         if not group.unfinished:
             self._groups.pop(group.name, None)
+        if sequence.deadline_number is not None:
+            self._timed.pop(sequence.deadline_number, None)
+            self._forget_ended()
 
     def expired(self) -> list[tuple[Sequence, QueueTimeout]]:
-        """Once a step, after it was scheduled: those whose time is up and nothing of whose request has started. Some
-        may have ended otherwise."""
+        """Returns the sequences whose time is up and nothing of whose request has started.
+
+        To be called once a step, after it was scheduled.
+        """
         now = self._clock()
         waiting = self._scheduler.waiting
         self._rate.note(now, waiting.started_tokens, backlog=len(waiting) > 0)
         found: list[tuple[Sequence, QueueTimeout]] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, timeout_s, sequence = heappop(self._deadlines)
-            if not sequence.group.started:
+            _, number = heappop(self._deadlines)
+            sequence, timeout_s = self._timed.pop(number, (None, 0.0))
+            if sequence is not None and not sequence.group.started:
                 self.refused["deadline"] += 1
                 found.append((sequence, self._timeout(timeout_s)))
         return found
@@ -87,6 +96,12 @@ class Admission:
     def retry_after_s(self) -> float:
         """How long what waits now will take at the measured rate."""
         return min(MAX_RETRY_S, max(1.0, self._rate.seconds_for(self._scheduler.waiting.num_tokens)))
+
+    def _forget_ended(self) -> None:
+        """Bounds the heap by the sequences that live: a client may leave long before its deadline."""
+        if len(self._deadlines) > 2 * len(self._timed) + SPARE_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._timed]
+            heapify(self._deadlines)
 
     def _check_room(self, num_tokens: int) -> None:
         waiting = self._scheduler.waiting

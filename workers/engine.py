@@ -152,9 +152,7 @@ class Engine:
         if self._under_way is not None and not self._may_run_ahead():
             outputs += self._choose() + self._collect()
         chunks = self.scheduler.schedule()
-        for sequence, error in self._admission.expired():
-            if self._sequences.get(sequence.request_id) is sequence:
-                outputs.append(self._refuse(sequence, error))
+        outputs += [self._refuse(sequence, error) for sequence, error in self._admission.expired()]
         self.stalled = not chunks and self._under_way is None
         if self.stalled:
             return outputs
@@ -175,6 +173,11 @@ class Engine:
         if not self._overlap or any(chunk.sequence.needs_history for chunk in chunks):
             outputs += self._choose() + self._collect()
         return outputs
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of sequences that wait or run."""
+        return len(self._sequences)
 
     @property
     def num_adapter_moves(self) -> int:

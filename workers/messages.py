@@ -37,7 +37,7 @@ class TokenizerFile(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
-    """One sequence to generate. `params.n` is 1 here: the front makes one request per sample, with seed + i.
+    """One sequence to generate. `params.n` is 1 here: the front makes one request per sample.
 
     vocabulary: the adapter's own, which AdapterInfo and its tokenizer's files give; None: the base's. language: that of
     the files that the prompt was tokenized by (AdapterInfo.language). tokenizer: where params.structured_outputs is

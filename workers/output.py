@@ -1,6 +1,6 @@
 """Makes what a caller sees of one sequence out of the engine's tokens: text, visible tokens, why it ended.
 
-Owns stop strings. Used by the HTTP front and by LLM alike; knows nothing of HTTP. Where a stop string ends the answer,
+Used by the HTTP front and by LLM alike; knows nothing of HTTP. Where a stop string ends the answer,
 the caller aborts the engine's sequence by closing its generator.
 """
 
@@ -13,6 +13,7 @@ import msgspec
 from lorafleet.workers.detokenizer import make_detokenizer
 from lorafleet.workers.messages import FinishReason, TokenLogprobs, TokenOutput
 from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.stop_strings import StopStrings
 from lorafleet.workers.tokenizer import Tokenizer
 
 
@@ -35,57 +36,6 @@ class Delta(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     fallback_reason: str | None = None
-
-
-class StopStrings:
-    """Lets text through until one of `stops` is complete; holds back what could be the beginning of one.
-
-    The stop that is complete first ends the text, so the result does not depend on how the text was cut into pieces.
-    """
-
-    __slots__ = ("_beginnings", "_include", "_longest", "_stops", "held")
-
-    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
-        self._stops = stops
-        self._include = include
-        self._longest = max(map(len, stops))
-        self._beginnings = frozenset(stop[:k] for stop in stops for k in range(1, len(stop)))
-        self.held = ""
-
-    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """(text to show, the stop string that ended it or None)."""
-        if not text:
-            return "", None
-        buffer = self.held + text
-        if may_stop:
-            match = self._first_match(buffer)
-            if match is not None:
-                end, start, stop = match
-                self.held = ""
-                return buffer[: end if self._include else start], stop
-        keep = self._num_held(buffer)
-        shown = len(buffer) - keep
-        self.held = buffer[shown:]
-        return buffer[:shown], None
-
-    def flush(self) -> str:
-        text, self.held = self.held, ""
-        return text
-
-    def _first_match(self, buffer: str) -> tuple[int, int, str] | None:
-        checked = len(self.held)  # a match that ends in here was looked for before, or exempted by min_tokens
-        matches = []
-        for stop in self._stops:
-            start = buffer.find(stop, max(0, checked - len(stop) + 1))
-            if start >= 0:
-                matches.append((start + len(stop), start, stop))
-        return min(matches) if matches else None
-
-    def _num_held(self, buffer: str) -> int:
-        for k in range(min(self._longest - 1, len(buffer)), 0, -1):
-            if buffer[-k:] in self._beginnings:
-                return k
-        return 0
 
 
 class OutputProcessor:

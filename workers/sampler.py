@@ -1,7 +1,6 @@
 """From logits to tokens and logprobs, for all rows of a step at once; an operator runs only where a row asks for it.
 
-Random draws are a function of (seed, position) alone: no generator has a state that the rest of the batch could move,
-and a preempted sequence draws the same numbers again.
+Random draws are a function of (seed, position) alone, see random_numbers.py.
 """
 
 # B rows (sequences that sample in this step) · V vocabulary · W a rank's part of it · N ranks
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from lorafleet.workers.host_copy import Download, to_device
 from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.random_numbers import uniform
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.tp.group import TPGroup
 
@@ -149,18 +149,3 @@ def _keep_best(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     # Where top_p is off, rounding in the sum must not cut the tail.
     sorted_BV = sorted_BV.masked_fill((before_BV >= p_B1) & (p_B1 < 1), NEVER)
     return torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)
-
-
-_MASK = 2**64 - 1
-
-
-def uniform(seed: int, position: int) -> float:
-    """In [0, 1), 53 bits, from (seed, position) by two rounds of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    return (_splitmix(_splitmix(seed & _MASK) ^ position) >> 11) * 2.0**-53
-
-
-def _splitmix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)

@@ -7,10 +7,12 @@ import math
 import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.random_numbers import child_seed
 from lorafleet.workers.structured.spec import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # of one stop string
 MAX_N = 128
 
 
@@ -68,10 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 _between(name, value, 0, MAX_LOGPROBS)
-        if len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"stop has {len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS}.", "stop")
-        if any(not s for s in self.stop_strings):
-            raise InvalidRequest("stop has an empty string, which would end every answer at once; remove it.", "stop")
+        _check_stop_strings(self.stop_strings)
         if self.structured_outputs is not None and self.min_tokens:
             # A grammar may leave nothing but the end of the answer.
             raise InvalidRequest("`min_tokens` cannot be kept beside structured output; leave it out.", "min_tokens")
@@ -98,10 +97,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def of_sample(self, sample: int) -> SamplingParams:
-        """The parameters of one of `n` samples: each has a seed of its own."""
+        """The parameters of one of `n` samples: each has a seed of its own, mixed from the request's and its index."""
         if self.n == 1:
             return self
-        seed = None if self.seed is None else (self.seed + sample + 2**63) % 2**64 - 2**63
+        seed = None if self.seed is None else child_seed(self.seed, sample)
         return msgspec.structs.replace(self, n=1, seed=seed)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -112,6 +111,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                     raise InvalidRequest(
                         f"{name} names token {token}; this model's vocabulary has ids 0 to {vocab_size - 1}.", name
                     )
+
+
+def _check_stop_strings(stops: list[str]) -> None:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS}.", "stop")
+    if any(not stop for stop in stops):
+        raise InvalidRequest("stop has an empty string, which would end every answer at once; remove it.", "stop")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS}. Shorten it.", "stop"
+        )
 
 
 def _between(

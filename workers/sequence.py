@@ -40,7 +40,7 @@ class Group:
     started: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """tokens: prompt, then answer; the last is UNKNOWN while the step that samples it is under way. num_computed: how
     many of them have their keys and values in the cache, or will after that step.
@@ -81,6 +81,7 @@ class Sequence:
     started_s: float = 0.0
     cache_salt: str = ""
     times: SequenceTimes | None = None
+    deadline_number: int | None = None  # of its entry among Admission's deadlines
 
     def __post_init__(self) -> None:
         self.num_rotated = self.num_prompt

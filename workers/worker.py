@@ -79,7 +79,7 @@ class EngineLoop(threading.Thread):
         self._stopping = False
         self._acknowledged = 0
         self._replies: list[AdapterReply] = []
-        self._stats_due_s, self._told_moves = 0.0, 0
+        self._stats_due_s, self._told_moves, self._told_idle = 0.0, 0, True
 
     def stop(self) -> None:
         self._stopping = True
@@ -151,8 +151,9 @@ class EngineLoop(threading.Thread):
 
     def _send(self, outputs: list[TokenOutput], heard: bool) -> None:
         now = time.monotonic()
-        moves = self._engine.num_adapter_moves
-        stats_due = now >= self._stats_due_s or moves != self._told_moves
+        moves, is_idle = self._engine.num_adapter_moves, self._engine.num_unfinished == 0
+        became_idle = is_idle and not self._told_idle
+        stats_due = now >= self._stats_due_s or moves != self._told_moves or became_idle
         if not (outputs or heard or self._replies or stats_due):
             return
         batch = StepBatch(self._acknowledged, outputs, self._replies)
@@ -161,6 +162,7 @@ class EngineLoop(threading.Thread):
             if self._engine.loras is not None:
                 batch.adapter_moves = self._engine.loras.take_moves()
             self._stats_due_s, self._told_moves = now + STATS_PERIOD_S, moves
+        self._told_idle = is_idle
         self._socket.send(batch)
         self._replies = []
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 
 import pytest
 
-from lorafleet.workers.admission import MAX_RETRY_S, Admission
+from lorafleet.workers.admission import MAX_RETRY_S, SPARE_DEADLINES, Admission
 from lorafleet.workers.errors import EngineDead, Overloaded, QueueFull, QueueTimeout, from_wire, to_wire
 from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.messages import EngineRequest
@@ -202,3 +204,20 @@ def test_retry_after_crosses_processes():
             (QueueFull, "x", 3),
         )
     assert type(from_wire(to_wire(EngineDead("gone")))) is EngineDead
+
+
+def test_a_sequence_that_has_ended_is_not_kept_until_its_deadline():
+    queue = Queue(max_queued=None)
+    for name in ("running 1", "running 2"):
+        queue.add(name)
+    queue.step()
+    queue.add("late", timeout_s=5.0)
+    left = [queue.add(f"left {i}", timeout_s=1e9) for i in range(1000)]
+    references = [weakref.ref(sequence) for sequence in left]
+    while left:
+        queue.end(left.pop())
+    gc.collect()
+    assert not any(reference() for reference in references)
+    assert len(queue.admission._deadlines) <= SPARE_DEADLINES + 2
+    assert queue.step(5.0) == ["late"]
+    assert queue.step(2e9) == []

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lorafleet.workers.messages import FinishReason, TokenLogprobs, TokenOutput
-from lorafleet.workers.output import Delta, OutputProcessor, StopStrings
+from lorafleet.workers.output import Delta, OutputProcessor
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.tokenizer import Tokenizer
 
@@ -83,26 +83,6 @@ def test_text_does_not_depend_on_how_many_tokens_an_output_carries(tokenizer: To
             processor, deltas = run(tokenizer, ids, stop=stops, per_output=per_output)
             results.add((text_of(deltas), deltas[-1].stop_reason, processor.num_tokens))
         assert len(results) == 1
-
-
-def test_stop_matching_equals_a_scan_character_by_character() -> None:
-    rng = random.Random(4)
-    for _ in range(2000):
-        text = "".join(rng.choice("ab") for _ in range(10))
-        stops = ["".join(rng.choice("ab") for _ in range(rng.randrange(1, 5))) for _ in range(2)]
-        want = text
-        for end in range(len(text) + 1):
-            found = [s for s in stops if text[:end].endswith(s)]
-            if found:
-                want = text[: end - max(map(len, found))]
-                break
-        matcher, got = StopStrings(stops, include=False), ""
-        for char in text:
-            piece, stop = matcher.push(char)
-            got += piece
-            if stop is not None:
-                break
-        assert got + matcher.flush() == want
 
 
 def test_tokens_and_logprobs_wait_for_their_text_and_end_with_the_stop(tokenizer: Tokenizer) -> None:

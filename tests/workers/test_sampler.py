@@ -5,7 +5,7 @@ import torch
 
 from lorafleet.workers import sampler
 from lorafleet.workers.host_copy import Download
-from lorafleet.workers.sampler import PendingLogprobs, Row, greedy, uniform
+from lorafleet.workers.sampler import PendingLogprobs, Row, greedy
 from lorafleet.workers.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -41,14 +41,6 @@ def test_of_equal_logits_the_greedy_choice_is_the_first(vocab):
 def test_draws_follow_the_distribution():
     found = torch.bincount(draws(20000, temperature=0.8), minlength=VOCAB) / 20000
     assert (found - (logits()[0] / 0.8).softmax(-1)).abs().max() < 0.012
-
-
-def test_uniform_numbers_are_uniform_and_fixed():
-    numbers = torch.tensor([uniform(seed, position) for seed in range(100) for position in range(100)])
-    counts = torch.histc(numbers.float(), 10, 0, 1)
-    assert (counts - 1000).abs().max() < 150
-    assert uniform(42, 7) == uniform(42, 7) != uniform(42, 8)
-    assert 0 <= uniform(-(2**63), 0) < 1
 
 
 def test_top_k_keeps_the_k_best():

@@ -115,6 +115,12 @@ async def test_a_client_that_has_asked_nothing_hears_of_the_worker(client):
     assert (await client.next_stats()).kv_blocks_total > 0
 
 
+async def test_the_last_output_comes_with_the_stats_of_an_idle_engine(client, prompt):
+    for i in range(10):  # stats that come by the clock alone would be late for most of them
+        assert len(await tokens_of(client, request(f"idle {i}", prompt(5), 3))) == 3
+        assert (client.stats.num_running, client.stats.num_waiting) == (0, 0)
+
+
 async def test_a_dead_loop_ends_every_stream_and_fails_the_health_check(fleet, prompt, tmp_path, monkeypatch):
     config = EngineConfig(model=str(fleet("llama3").base), kv_cache_tokens=1024)
     worker = GPUWorker(config, ipc_address(str(tmp_path)))

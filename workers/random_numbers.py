@@ -1,0 +1,41 @@
+"""Random numbers that are a function of their arguments alone.
+
+No generator has a state that the rest of a batch could move, so a request draws the same numbers whatever runs beside
+it, and again after it was preempted.
+Source: SplitMix64, Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+_MASK = 2**64 - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """Returns a number in [0, 1) with 53 random bits."""
+    return (_splitmix(_splitmix(seed & _MASK) ^ position) >> 11) * 2.0**-53
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Returns the seed of one of several samples, in int64. Sample 0 has the seed itself.
+
+    The seed is mixed twice before the index comes in, and once more than in uniform(): so the children of neighboring
+    seeds have nothing in common, and no child is a number that the parent draws.
+    """
+    if index == 0:
+        return seed
+    mixed = _splitmix(_splitmix(_splitmix(seed & _MASK)) ^ index)
+    return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def named_seed(seed: int, name: str) -> int:
+    """Returns another seed for each name, in int64."""
+    return child_seed(seed, int.from_bytes(sha256(name.encode()).digest()[:8]))
+
+
+def _splitmix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
