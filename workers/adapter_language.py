@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lorafleet.workers.lora.weight_files import TensorInfo
 
 MAX_TOKENIZERS = 32  # of adapters, in memory at a time; one of 128 thousand tokens takes about 100 MB
+MAX_EOS_TOKEN_IDS = 64  # of one adapter; each request carries them
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
@@ -86,6 +87,7 @@ class LanguageReader:
         vocab_size = _vocab_size_in(folder) or self._vocab_size
         tokenizer = self._tokenizer(files)
         eos = self._ends(files, tokenizer)
+        _check_ends(eos, vocab_size)
         same = vocab_size == self._vocab_size and sorted(eos) == sorted(self._eos_token_ids)
         vocabulary = None if same else Vocabulary(vocab_size, eos)
         template = self._template(files, tokenizer)
@@ -133,6 +135,20 @@ class LanguageReader:
         if source is None or (source == base.chat_template and tokenizer.special_tokens == base.special_tokens):
             return None
         return ChatTemplate(source, tokenizer.special_tokens)
+
+
+def _check_ends(eos_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Trainers cause the second fault by accident: a tokenizer with an added token, saved beside tables that were not
+    resized."""
+    if len(eos_token_ids) > MAX_EOS_TOKEN_IDS:
+        raise AdapterMalformed(f"the adapter has {len(eos_token_ids)} eos_token_ids; at most {MAX_EOS_TOKEN_IDS}.")
+    for token in eos_token_ids:
+        if not 0 <= token < vocab_size:
+            raise AdapterMalformed(
+                f"the adapter's answers end with token {shown(token)} ({GENERATION_NAME} or its tokenizer's eos_token), "
+                f"and its vocabulary has ids 0 to {vocab_size - 1}. Save the resized embed_tokens and lm_head with the "
+                "adapter, or correct the eos token."
+            )
 
 
 def _load(files: Mapping[str, bytes]) -> Tokenizer:

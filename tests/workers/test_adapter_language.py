@@ -87,6 +87,20 @@ def test_an_end_of_its_own_stands_beside_the_bases_where_that_means_the_same(
         reader.read(adapter)
 
 
+@pytest.mark.parametrize("eos", [PADDED, 10**30, [0, PADDED], [EOS] * 65])
+def test_ends_of_answers_that_no_answer_can_have_are_refused(reader, adapter, eos):
+    (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(AdapterMalformed, match="ids 0 to 399|at most 64"):
+        reader.read(adapter)
+
+
+def test_an_added_end_beside_tables_that_were_not_resized_is_refused(base, adapter, byte_tokenizer_folder):
+    own_tokenizer(byte_tokenizer_folder, adapter, "<end>", eos_token="<end>")
+    reader = LanguageReader(base, base.vocab_size, [EOS])
+    with pytest.raises(AdapterMalformed, match=f"token {base.vocab_size} .*Save the resized embed_tokens"):
+        reader.read(adapter)
+
+
 def test_a_template_is_the_adapters_own_in_either_file_and_the_bases_where_it_is_the_same(reader, adapter, base):
     (adapter / "chat_template.jinja").write_text("{{ messages[0].content }}")
     template = reader.read(adapter).template
