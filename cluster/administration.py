@@ -7,13 +7,11 @@ leaves the catalogue as it was. Runs in the directory's process; HTTP, command l
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import logging
 import tempfile
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ from lorafleet.cluster.catalogue.records import (
     without_alias,
     without_versions,
 )
+from lorafleet.cluster.catalogue.stored_files import FileLock, StoredFiles
 from lorafleet.cluster.directory import AdapterDirectory, OrderKind
 from lorafleet.cluster.rendezvous import Rendezvous, key_of
 from lorafleet.cluster.turns import Turns
@@ -46,6 +45,7 @@ from lorafleet.workers.errors import (
     InvalidRequest,
     LorafleetError,
     ModelNotFound,
+    OutcomeUnknown,
     Overloaded,
     QuotaExceeded,
 )
@@ -88,11 +88,11 @@ class Administration:
         self._pins: dict[tuple[str, str], LoRARequest] = {}  # ordered: by replica and digest
         self._freeing: dict[str, asyncio.Task[None]] = {}  # by adapter
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pushing: Counter[str] = Counter()  # digests: their files are kept
-        self._deleting = asyncio.Lock()  # files: no push may begin to rely on them
+        self._files = StoredFiles(directory.catalogue)
         self._turns = Turns()
         directory.on_replicas = self._repin
         directory.pins = self._pinned_at
+        directory.catalogue.on_others = self._follow_others
 
     @property
     def _catalogue(self) -> Catalogue:
@@ -142,12 +142,14 @@ class Administration:
             await asyncio.wait([freeing], timeout=REMOVE_S)
             if not freeing.done():
                 raise Overloaded(f"adapter {pushed.name!r} is being removed: requests for it still run. Try again.")
-        async with self._using(pushed.digest):
-            try:
-                adapter = await self._push(pushed)
-            except LorafleetError:
-                await self._forget_files(pushed.digest, num_pushes=1)
-                raise
+        try:
+            async with self._files.in_use(pushed.digest) as lock:
+                adapter = await self._push(pushed, lock)
+        except OutcomeUnknown:
+            raise  # The log may name the files.
+        except LorafleetError:
+            await self._forget_unregistered(pushed.digest)
+            raise
         await self._prune(adapter)
         logger.info("adapter %s: %s pushed from %s", pushed.name, pushed.digest[:12], pushed.source)
         return self._adapter(pushed.name)
@@ -172,7 +174,7 @@ class Administration:
         check_full_name(name, self._base_names)
         return await self.push(Pushed(name, await asyncio.to_thread(put_files), **options))
 
-    async def _push(self, pushed: Pushed) -> Adapter:
+    async def _push(self, pushed: Pushed, lock: FileLock) -> Adapter:
         self._check_free(pushed.name, pushed.replace)
         if not await asyncio.to_thread(self._catalogue.store.has_files, pushed.digest):
             raise AdapterMissing(f"the catalogue has no files with digest {pushed.digest[:12]}…; push them first.")
@@ -184,7 +186,10 @@ class Administration:
         version = msgspec.structs.replace(version, rank=info.rank, num_bytes=info.num_bytes)
 
         def decide(present: Adapter | None) -> Adapter | None:
+            lock.check()
             self._check_free(pushed.name, pushed.replace)
+            if present is not None and present.removing:
+                raise Overloaded(f"adapter {pushed.name!r} is being removed by another server. Try again in a moment.")
             adapter = present or self._new(pushed.name)
             known = next((one for one in adapter.versions if one.digest == pushed.digest), None)
             if known is None:
@@ -464,7 +469,7 @@ class Administration:
             try:
                 await self._directory.acknowledged()
                 await self._free(adapter.name, adapter.versions)
-                await self._catalogue.change(adapter.name, lambda _: Removed(adapter.name, adapter.seeded_by))
+                await self._catalogue.change(adapter.name, self._gone)
                 logger.info("adapter %s is removed", adapter.name)
             finally:
                 del self._freeing[adapter.name]
@@ -472,30 +477,41 @@ class Administration:
         task = self._freeing[adapter.name] = asyncio.get_running_loop().create_task(free())
         return task
 
+    @staticmethod
+    def _gone(present: Adapter | None) -> Removed | None:
+        """None if another server of the same catalogue was first, whatever it did."""
+        return Removed(present.name, present.seeded_by) if present is not None and present.removing else None
+
     async def _free(self, name: str, versions: Iterable[Version]) -> None:
         """From every replica, once no request uses it, and from the store, unless another version has its bytes."""
         for version in versions:
-            if not self._catalogue.state.versions(version.digest):
-                await self._drop_everywhere(self._catalogue.state.request(name, version))
-            await self._forget_files(version.digest)
+            await self._drop_unless_used(name, version)
+            if not version.location and not await self._files.delete_unless_named(version.digest, removed=name):
+                logger.info("adapter %s: the files of %s stay, others name them", name, version.digest[:12])
 
-    async def _forget_files(self, digest: str, num_pushes: int = 0) -> None:
-        """Unless a version has them by now, or other pushes than those of the caller need them."""
-        async with self._deleting:
-            stored = any(not version.location for version in self._catalogue.state.versions(digest))
-            if not stored and self._pushing[digest] <= num_pushes:
-                await asyncio.to_thread(self._catalogue.store.delete_files, digest)
+    async def _drop_unless_used(self, name: str, version: Version) -> None:
+        if not self._catalogue.state.versions(version.digest):
+            await self._drop_everywhere(self._catalogue.state.request(name, version))
 
-    @contextlib.asynccontextmanager
-    async def _using(self, digest: str) -> AsyncIterator[None]:
-        async with self._deleting:
-            self._pushing[digest] += 1
+    async def _forget_unregistered(self, digest: str) -> None:
+        """After a push that changed nothing. What cannot be deleted now is collected later."""
         try:
-            yield
-        finally:
-            self._pushing[digest] -= 1
-            if not self._pushing[digest]:
-                del self._pushing[digest]
+            await self._files.delete_unless_named(digest)
+        except LorafleetError as error:
+            logger.warning("the files of %s stay until they are collected: %s", digest[:12], error)
+
+    async def collect_files(self) -> None:
+        """Called from time to time: deletes files that nobody names. Raises StoreError."""
+        await self._files.collect()
+
+    def _follow_others(self, before: list[Adapter]) -> None:
+        """Another server of the same catalogue has changed these: what they had and nobody names now is dropped from
+        this one's replicas. The files in the store are the other's to delete."""
+        self._repin()
+        for adapter in before:
+            for version in [] if adapter.removing else adapter.versions:
+                if not self._catalogue.state.versions(version.digest):
+                    self._keep(self._drop_unless_used(adapter.name, version))
 
     async def _drop_everywhere(self, lora: LoRARequest) -> None:
         """However long requests run. A replica that leaves takes its copy with it."""

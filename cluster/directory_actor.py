@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lorafleet.cluster.administration import Administration
-from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.catalogue import Catalogue, keep_reading
 from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.console.directory_view import DirectoryWindow
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, Viewer
@@ -34,7 +34,7 @@ from lorafleet.cluster.placer import ROUND_S
 from lorafleet.cluster.residency import Report, Routes
 from lorafleet.cluster.state_folder import state_folder
 from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
-from lorafleet.workers.errors import WireError
+from lorafleet.workers.errors import LorafleetError, WireError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 NAMESPACE = "lorafleet"
@@ -43,6 +43,8 @@ MAX_CALLS = 10_000  # at a time: every replica and router holds one or two
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives the head node
 
 LOAD_AGAIN_S = 2.0
+READ_ON_S = 1.0  # How often the log is read for what other directories of the same catalogue have written.
+COLLECT_S = 3600.0  # How often files that nobody names are looked for.
 SWITCH_S = 0.0001
 MOVED_S = 3.0  # a directory that was not heard of for so long may run elsewhere; Ray knows where
 
@@ -90,6 +92,7 @@ class DirectoryActor:
         self._server = DirectoryServer(self._directory, host, ray.get_runtime_context().get_actor_id() or "", secret)
         self._watchdog = loop.create_task(self._watch())
         self._placing = loop.create_task(self._keep_placing())
+        self._caring: list[asyncio.Task[None]] = []
 
     async def address(self) -> Address:
         """Where join, report, routes and watch are answered."""
@@ -119,7 +122,16 @@ class DirectoryActor:
             await asyncio.sleep(ROUND_S)
             await self._directory.place()
 
+    async def _keep_collecting(self) -> None:
+        while True:
+            await asyncio.sleep(COLLECT_S)
+            try:
+                await self._administration.collect_files()
+            except LorafleetError as error:
+                logger.warning("files that nobody names are collected later: %s", error)
+
     async def _load(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             try:
                 with _quick_switches():
@@ -129,6 +141,8 @@ class DirectoryActor:
                 await asyncio.sleep(LOAD_AGAIN_S)
             else:
                 self._administration.resume()
+                reading = keep_reading(self._directory.catalogue, READ_ON_S)
+                self._caring = [loop.create_task(work) for work in (reading, self._keep_collecting())]
                 return
 
     async def _watch(self) -> None:

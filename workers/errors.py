@@ -25,6 +25,8 @@
     │   ├── QuotaExceeded        the caller's key or tenant has used up what it may ask for
     │   └── QueueTimeout         the request could not start in the time that it had
     ├── StoreError               the catalogue's store does not answer, or refuses
+    │   ├── StoreRefused         the store has certainly not done a write
+    │   ├── OutcomeUnknown       a change may or may not be in the catalogue's log
     │   └── CatalogueDamaged     an object of the catalogue is lost or has other bytes than were written
     └── EngineDead               the engine loop stopped; the replica is being replaced
 
@@ -163,6 +165,14 @@ class QuotaExceeded(Overloaded):
 
 
 class StoreError(LorafleetError):
+    pass
+
+
+class StoreRefused(StoreError):
+    pass
+
+
+class OutcomeUnknown(StoreError):
     pass
 
 

@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
 
-from lorafleet.cluster.catalogue.log import CatalogueLog, Fenced
+from lorafleet.cluster.catalogue.log import SETTLE_S, CatalogueLog, Fenced
 from lorafleet.cluster.catalogue.packed import pack
 from lorafleet.cluster.catalogue.records import Adapter, Entry
 from lorafleet.cluster.catalogue.state import CatalogueState
 from lorafleet.cluster.catalogue.store import Store
-from lorafleet.workers.errors import Overloaded
+from lorafleet.workers.errors import Overloaded, StoreError
 
 MAX_OVERTAKEN = 20
 
 Decide = Callable[[Adapter | None], Entry | None]
+T = TypeVar("T")
+
+logger = logging.getLogger("lorafleet.cluster")
 
 
 class Catalogue:
-    """Empty until load() has ended. on_change: told the public names that a change may have touched, by a change and
-    not by load(). One event loop; the store's calls in threads."""
+    """Empty until load() has ended. One event loop; the store's calls in threads.
 
-    def __init__(self, store: Store) -> None:
+    on_change: called with the public names that a change may have touched, by a change and not by load().
+    on_others: called with adapters as they were before another writer changed them.
+    """
+
+    def __init__(self, store: Store, settle_s: float = SETTLE_S) -> None:
         self.store = store
-        self._log = CatalogueLog(store)
+        self._log = CatalogueLog(store, settle_s)
         self.state = CatalogueState(store.files_uri)
         self.on_change: Callable[[set[str]], None] = lambda _: None
+        self.on_others: Callable[[list[Adapter]], None] = lambda _: None
         self._writing = asyncio.Lock()
 
     async def load(self) -> None:
         """Reads everything: seconds, where there are a million adapters."""
-        self.state = await asyncio.to_thread(self._load)
+        self.state = await _in_thread(self._load)
 
     async def change(self, name: str, decide: Decide) -> Adapter | None:
         """Writes what `decide` makes of the present adapter (None: leave it so), and returns what is there then.
 
-        decide is asked again where another writer was first; it raises where the change cannot be made.
+        decide is asked again where another writer was first; it raises where the change cannot be made. Raises
+        OutcomeUnknown where the change may have been written: read_on() finds it then.
         """
         async with self._writing:
             for _ in range(MAX_OVERTAKEN):
@@ -43,21 +54,71 @@ class Catalogue:
                 if entry is None:
                     return self.state.adapters.get(name)
                 try:
-                    others = await asyncio.to_thread(self._log.append, entry)
+                    others = await _in_thread(partial(self._log.append, entry))
                 except Fenced:
-                    before, self.state = self.state, await asyncio.to_thread(self._load)
-                    self.on_change({*before.aliases(), *self.state.aliases()})
+                    await self._load_again()
                     continue
-                for one in others or (entry,):
-                    self.on_change(self.state.apply(pack(one)))
                 if not others:
+                    self.on_change(self.state.apply(pack(entry)))
                     return self.state.adapters.get(name)
+                self._take_in(others)
         raise Overloaded(
             f"adapter {name!r}: other writers to {self.store.uri} were first {MAX_OVERTAKEN} times; try again."
         )
+
+    async def read_on(self) -> None:
+        """Takes in what other processes have written to the same store, and changes of this one whose outcome was
+        unknown. Raises StoreError."""
+        async with self._writing:
+            try:
+                others = await _in_thread(self._log.read_on)
+            except Fenced:
+                await self._load_again()
+            else:
+                self._take_in(others)
+
+    def _take_in(self, others: Iterable[Entry]) -> None:
+        for entry in others:
+            before = self.state.adapters.get(entry.name)
+            self.on_change(self.state.apply(pack(entry)))
+            if before is not None:
+                self.on_others([before])
+
+    async def _load_again(self) -> None:
+        before = self.state
+        after = await _in_thread(self._load)
+        changed = await _in_thread(lambda: before.adapters.differing(after.adapters))
+        self.state = after
+        adapters = [before.adapters[name] for name in changed if name in before.adapters]
+        now = [after.adapters[name] for name in changed if name in after.adapters]
+        self.on_change({alias for one in (*adapters, *now) for alias in one.aliases})
+        self.on_others(adapters)
 
     def _load(self) -> CatalogueState:
         state = CatalogueState(self.store.files_uri)
         for entry in self._log.load().values():
             state.apply(entry)
         return state
+
+
+async def keep_reading(catalogue: Catalogue, pause_s: float) -> None:
+    """Follows what other processes write to the store. An outage of the store is logged once."""
+    has_failed = False
+    while True:
+        await asyncio.sleep(pause_s)
+        try:
+            await catalogue.read_on()
+            has_failed = False
+        except StoreError as error:
+            logger.log(logging.DEBUG if has_failed else logging.WARNING, "changes of others are not seen: %s", error)
+            has_failed = True
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Ends only when the work has ended, also where the caller is cancelled: the log takes one call at a time."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 
 from lorafleet.resolvers.durable import sync
-from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError
+from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 
 
 class FolderStore:
@@ -36,11 +36,7 @@ class FolderStore:
     def create(self, key: str, content: bytes) -> bool:
         target, aside = self._root / key, self._aside / uuid.uuid4().hex
         try:
-            _make_folders(target.parent, self._root)
-            with aside.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            self._write_aside(aside, target, content)
             try:
                 os.link(aside, target)
             except FileExistsError:
@@ -52,6 +48,18 @@ class FolderStore:
         finally:
             with contextlib.suppress(OSError):
                 aside.unlink()
+
+    def _write_aside(self, aside: Path, target: Path, content: bytes) -> None:
+        """Nobody can see the object before it is linked, so an error here leaves nothing."""
+        try:
+            _make_folders(target.parent, self._root)
+            with aside.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            reason = error.strerror or error
+            raise StoreRefused(f"catalogue {self.uri}: nothing was written: {reason}.") from error
 
     def read(self, key: str) -> bytes | None:
         try:
@@ -71,8 +79,10 @@ class FolderStore:
             raise _failed(f"{prefix} cannot be listed", self.uri, error) from error
 
     def delete(self, key: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            (self._root / key).unlink()
+        try:
+            (self._root / key).unlink(missing_ok=True)
+        except OSError as error:
+            raise _failed(f"{key} cannot be deleted", self.uri, error) from error
 
     def put_files(self, digest: str, folder: Path) -> None:
         if self.has_files(digest):
@@ -99,20 +109,27 @@ class FolderStore:
     def has_files(self, digest: str) -> bool:
         return (self._files / digest).is_dir()
 
+    def stored_digests(self) -> list[str]:
+        return [key.rpartition("/")[2] for key in self.keys("adapters/")]
+
     def fetch_files(self, digest: str, folder: Path) -> None:
         try:
             shutil.copytree(self._files / digest, folder, dirs_exist_ok=True)
         except FileNotFoundError:
             raise AdapterMissing(f"the catalogue {self.uri} has no files of adapter {digest[:12]}.") from None
+        except OSError as error:
+            raise _failed(f"the files of adapter {digest[:12]} cannot be read", self.uri, error) from error
 
     def delete_files(self, digest: str) -> None:
         """Away in one step, so that no reader finds half of it."""
         aside = self._aside / uuid.uuid4().hex
         try:
             (self._files / digest).rename(aside)
+            sync(self._files)
         except FileNotFoundError:
             return
-        sync(self._files)
+        except OSError as error:
+            raise _failed(f"the files of adapter {digest[:12]} cannot be deleted", self.uri, error) from error
         shutil.rmtree(aside, ignore_errors=True)
 
 

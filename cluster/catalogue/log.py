@@ -5,7 +5,12 @@
 
 A write creates one small object, however many adapters there are. Every MERGE numbers become a run, every FAN_OUT runs
 of a size a larger one, so that a write costs log(n) copies over its life and a start reads a few dozen objects. What a
-run has replaced is deleted after the run has been read back.
+run has replaced is deleted after the run has been read back, except the last MERGE changes: another process that reads
+the log every few seconds finds them one by one, and need not load everything.
+
+A write whose answer is lost is repeated: creating the same object twice has the same outcome as once. If the store does
+not answer for SETTLE_S, the outcome stays unknown until the log is read again. The change is then either wholly there
+or, once another change has taken its number, wholly absent.
 
 A writer that slept while its number was merged and deleted could take it again: so it looks for a run over its number
 after it has written, and starts anew where there is one that has not taken its change in. An object that was torn, by a
@@ -17,8 +22,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -27,12 +33,14 @@ import msgspec
 from lorafleet.cluster.catalogue.packed import Packed, head, pack, unpack
 from lorafleet.cluster.catalogue.records import Entry
 from lorafleet.cluster.catalogue.store import Store
-from lorafleet.workers.errors import CatalogueDamaged, StoreError
+from lorafleet.workers.errors import CatalogueDamaged, OutcomeUnknown, StoreError, StoreRefused
 
 MERGE = 128
 FAN_OUT = 16
 READ_THREADS = 16
 LOAD_ATTEMPTS = 5  # another writer may delete what was listed a moment ago
+SETTLE_S = 10.0  # How long a write whose outcome is unknown is repeated before the caller is told so.
+SETTLE_PAUSE_S = 0.2  # Pause between two such attempts.
 
 _MAGIC = b"lorafleet catalogue 1\n"
 
@@ -77,8 +85,9 @@ class _Span:
 class CatalogueLog:
     """Keeps its place in the log; what the changes add up to is the caller's. Blocking, one call at a time."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, settle_s: float = SETTLE_S) -> None:
         self._store = store
+        self._settle_s = settle_s
         self._writer = uuid.uuid4().hex
         self._next = 0
         self._last = -1  # the number of the last whole change; torn ones may lie behind it
@@ -99,22 +108,78 @@ class CatalogueLog:
 
     def append(self, entry: Entry) -> list[Entry]:
         """Returns [] once the entry is durable. Else nothing was written, and these changes of other writers came
-        first: take them in, look whether yours still holds, and repeat. Raises Fenced, or StoreError."""
+        first: take them in, look whether yours still holds, and repeat.
+
+        Raises Fenced or StoreError if nothing was written, and OutcomeUnknown if only a later read can tell.
+        """
         number = self._next
         writer = f"{self._writer}:{uuid.uuid4().hex}"
         content = _frame(_Change(self._last, writer, msgspec.Raw(pack(entry))))
-        key = _change_key(number)
-        # A repeated request may find its own first try.
-        if not self._store.create(key, content) and self._store.read(key) != content:
-            return self._catch_up()
-        merged = [span for span in self._runs() if span.end > number]
-        if merged and not any(self._has_taken(span, writer) for span in merged):
-            self._store.delete(key)
+        if not self._settled(lambda: self._create(number, content), is_written=False):
+            others = self.read_on()
+            if not others:
+                raise Fenced
+            return others
+        if self._settled(lambda: self._is_fenced_off(number, writer), is_written=True):
             raise Fenced
         self._last, self._next = number, number + 1
         if self._next % MERGE == 0:
             self._merge_if_possible()
         return []
+
+    def read_on(self) -> list[Entry]:
+        """The changes that were written behind the last one that is known here. Raises Fenced where they have been
+        merged away, and StoreError; then the place in the log is what it was."""
+        found: list[Entry] = []
+        last, number = self._last, self._next
+        while (content := self._store.read(_change_key(number))) is not None:
+            payload = _unframe(content)
+            if payload is not None:
+                change = _change_decoder.decode(payload)
+                if change.after != last:
+                    raise Fenced
+                found.append(unpack(change.entry))
+                last = number
+            number += 1
+        if not found and any(run.end > number for run in self._runs()):
+            raise Fenced
+        self._last, self._next = last, number
+        return found
+
+    def _settled(self, step: Callable[[], bool], *, is_written: bool) -> bool:
+        """The outcome of one step of a write, which is repeated while it is unknown. is_written: whether there may be
+        an object already, so that a refusal does not mean that nothing was written."""
+        deadline = time.monotonic() + self._settle_s
+        while True:
+            try:
+                return step()
+            except StoreError as error:
+                if isinstance(error, StoreRefused) and not is_written:
+                    raise
+                if time.monotonic() >= deadline:
+                    raise OutcomeUnknown(
+                        f"{error.message} The change may have been made: look with `show` before you repeat it."
+                    ) from error
+            is_written = True
+            time.sleep(SETTLE_PAUSE_S)
+
+    def _create(self, number: int, content: bytes) -> bool:
+        """Whether the number is this change's. A repeated request may find its own first try."""
+        key = _change_key(number)
+        if self._store.create(key, content):
+            return True
+        try:
+            return self._store.read(key) == content
+        except StoreRefused as error:  # refuses the read; what is there may be ours
+            raise StoreError(error.message) from error
+
+    def _is_fenced_off(self, number: int, writer: str) -> bool:
+        """Whether the number had been merged away before it was taken again; then it is given back."""
+        merged = [span for span in self._runs() if span.end > number]
+        if not merged or any(self._has_taken(span, writer) for span in merged):
+            return False
+        self._store.delete(_change_key(number))
+        return True
 
     def _load(self) -> dict[str, Packed]:
         changes = {_number(key): _Span(_number(key), _number(key) + 1, False) for key in self._store.keys("log/")}
@@ -157,21 +222,6 @@ class CatalogueLog:
             "catalog_uri to begin with an empty catalogue."
         )
 
-    def _catch_up(self) -> list[Entry]:
-        found: list[Entry] = []
-        while (content := self._store.read(_change_key(self._next))) is not None:
-            payload = _unframe(content)
-            if payload is not None:
-                change = _change_decoder.decode(payload)
-                if change.after != self._last:
-                    raise Fenced
-                found.append(unpack(change.entry))
-                self._last = self._next
-            self._next += 1
-        if not found:
-            raise Fenced
-        return found
-
     def _runs(self) -> list[_Span]:
         return [_Span(*_bounds(key), True) for key in self._store.keys("runs/")]
 
@@ -202,7 +252,8 @@ class CatalogueLog:
                 blocks.setdefault(span.start // size, []).append(span)
         for block, pieces in blocks.items():
             runs.append(self._join(_Span(block * size, (block + 1) * size, True), pieces))
-        for span in (*changes.values(), *runs):
+        old = [change for change in changes.values() if change.start < self._next - MERGE]
+        for span in (*old, *runs):
             if any(run.start <= span.start and span.end <= run.end and run != span for run in runs):
                 self._store.delete(span.key)
 

@@ -43,6 +43,10 @@ class PackedAdapters(Mapping[str, Adapter]):
     def put(self, name: str, packed: Packed) -> None:
         self._packed[name] = packed
 
+    def differing(self, other: PackedAdapters) -> set[str]:
+        """The names of adapters that only one of the two has, or that differ."""
+        return {name for name, _ in self._packed.items() ^ other._packed.items()}
+
     def pop(self, name: str) -> Adapter | None:
         packed = self._packed.pop(name, None)
         return None if packed is None else _adapter_decoder.decode(packed)

@@ -18,12 +18,13 @@ from boto3.exceptions import Boto3Error
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
-from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError
+from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 from lorafleet.workers.lora.files import CONFIG_NAME
 
 TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 ABSENT = {"NoSuchKey", "404", "NotFound"}
 REFUSED = {401, 403}
+NAMES_FIELD = "lorafleet-files"  # metadata of an adapter's config: the names of its files
 
 
 def _make_client() -> Any:
@@ -81,16 +82,31 @@ class S3Store:
             self._client.delete_object(Bucket=self._bucket, Key=self._key(key))
 
     def put_files(self, digest: str, folder: Path) -> None:
-        """The config goes last: where it is, everything is."""
+        """The config goes last, and names all files: has_files() looks for each of them."""
+        paths = sorted(folder.iterdir(), key=lambda p: (p.name == CONFIG_NAME, p.name))
+        names = {NAMES_FIELD: ",".join(path.name for path in paths)}
         with self._errors(f"the files of adapter {digest[:12]} cannot be written"):
-            for path in sorted(folder.iterdir(), key=lambda p: (p.name == CONFIG_NAME, p.name)):
-                self._client.upload_file(str(path), self._bucket, self._key(f"adapters/{digest}/{path.name}"))
+            for path in paths:
+                key = self._key(f"adapters/{digest}/{path.name}")
+                fields = {"Metadata": names} if path.name == CONFIG_NAME else {}
+                self._client.upload_file(str(path), self._bucket, key, ExtraArgs=fields)
 
     def files_uri(self, digest: str) -> str:
         return f"{self.uri}/adapters/{digest}"
 
     def has_files(self, digest: str) -> bool:
-        return f"adapters/{digest}/{CONFIG_NAME}" in self.keys(f"adapters/{digest}/")
+        with self._errors(f"the files of adapter {digest[:12]} cannot be read"):
+            names = self._names(digest)
+        return names is not None and names <= {key.rpartition("/")[2] for key in self.keys(f"adapters/{digest}/")}
+
+    def stored_digests(self) -> list[str]:
+        prefix = self._key("adapters/")
+        with self._errors("adapters/ cannot be listed"):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=prefix, Delimiter="/"
+            )
+            folders = [one["Prefix"] for page in pages for one in page.get("CommonPrefixes", ())]
+        return [folder.removeprefix(prefix).rstrip("/") for folder in folders]
 
     def fetch_files(self, digest: str, folder: Path) -> None:
         names = self.keys(f"adapters/{digest}/")
@@ -115,22 +131,43 @@ class S3Store:
     def _key(self, key: str) -> str:
         return self._prefix + key
 
+    def _names(self, digest: str) -> set[str] | None:
+        """The names of the files that were stored together; None if there is no config.
+
+        Files of older releases have no list of their names.
+        """
+        try:
+            key = self._key(f"adapters/{digest}/{CONFIG_NAME}")
+            answer = self._client.head_object(Bucket=self._bucket, Key=key)
+        except ClientError as error:
+            if _code(error) in ABSENT:
+                return None
+            raise
+        return {CONFIG_NAME, *filter(None, answer["Metadata"].get(NAMES_FIELD, "").split(","))}
+
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except (ClientError, BotoCoreError, Boto3Error) as error:
             cause = error if isinstance(error, ClientError) else error.__context__  # boto3's transfers hide it
+            kind = StoreRefused if isinstance(cause, ClientError) and _is_certain(cause) else StoreError
             status = cause.response["ResponseMetadata"].get("HTTPStatusCode") if isinstance(cause, ClientError) else 0
             if status in REFUSED or isinstance(error, NoCredentialsError | PartialCredentialsError):
                 self._made = None
-                raise StoreError(
+                raise kind(
                     f"catalogue {self.uri}: {what}: the server refuses this cluster's credentials: {error}. Renew "
                     "them; no restart is needed. Look whether it was done before you repeat it."
                 ) from error
-            raise StoreError(
+            raise kind(
                 f"catalogue {self.uri}: {what}: {error}. Look whether it was done before you repeat it."
             ) from error
+
+
+def _is_certain(error: ClientError) -> bool:
+    """Whether the first and only attempt was refused; boto3 repeats those that were not answered."""
+    answer: dict[str, int] = error.response.get("ResponseMetadata", {})
+    return 400 <= answer.get("HTTPStatusCode", 0) < 500 and answer.get("RetryAttempts", 0) == 0
 
 
 def _code(error: ClientError) -> str:

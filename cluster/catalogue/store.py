@@ -13,13 +13,17 @@ from lorafleet.workers.errors import ConfigError
 
 
 class Store(Protocol):
-    """Blocking; called in threads. Raises StoreError where the store does not answer."""
+    """Blocking; called in threads. Raises StoreError where the store does not answer, and StoreRefused, which is one,
+    where what was asked for has certainly not been done."""
 
     @property
     def uri(self) -> str: ...
 
     def create(self, key: str, content: bytes) -> bool:
-        """Durable and whole once it has returned True; False where the key exists."""
+        """Durable and whole once it has returned True; False where the key exists.
+
+        After any other StoreError than StoreRefused the object may have been written.
+        """
         ...
 
     def read(self, key: str) -> bytes | None:
@@ -42,7 +46,13 @@ class Store(Protocol):
         """A local folder's path, or an s3:// prefix."""
         ...
 
-    def has_files(self, digest: str) -> bool: ...
+    def has_files(self, digest: str) -> bool:
+        """Whether all of them are there."""
+        ...
+
+    def stored_digests(self) -> list[str]:
+        """The digests of which there are files, whole or not."""
+        ...
 
     def fetch_files(self, digest: str, folder: Path) -> None:
         """Copies an adapter's files into a folder that exists. AdapterMissing where there are none."""

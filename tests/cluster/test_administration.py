@@ -199,14 +199,14 @@ async def test_removal_waits_for_requests_and_frees_every_replica_and_the_store(
         assert numbers(await cluster.push("sql", make("x"))) == [1]
 
 
-async def test_nothing_is_kept_of_digests_that_were_pushed_once(cluster: Cluster, make: Any) -> None:
+async def test_no_lock_is_kept_of_digests_that_were_pushed_once(cluster: Cluster, make: Any) -> None:
     async with cluster.replicas(Engine()):
         for name in ("x", "y", "z"):
             await cluster.push("sql", make(name))
         await cluster.admin.remove("sql")
         with pytest.raises(AdapterMissing):
             await cluster.push("sql", make("bad"))
-        assert list(cluster.admin._pushing) == []
+        assert cluster.directory.catalogue.store.keys("locks/") == []
 
 
 async def test_a_removal_goes_on_after_a_restart(cluster: Cluster, make: Any) -> None:

@@ -146,6 +146,21 @@ async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency
     await asyncio.sleep(0.01)  # until the transports have noticed
 
 
+async def test_two_directories_of_one_catalogue_soon_see_what_the_other_has_written(tmp_path: Path) -> None:
+    places = [DirectoryPlace(app, "/model", str(tmp_path), ("base",), fill_cpu_loras=False) for app in ("one", "two")]
+    one, two = [get_or_create(place) for place in places]
+    lora = LoRARequest("sql", 1, "/sql", "digest")
+    await one.administer("seed", {"lora": lora, "info": AdapterInfo("digest", 8, 1, []), "application": "run"})
+    deadline = time.monotonic() + PATIENCE_S
+    while not await two.administer("list_adapters", {}):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    await one.administer("remove", {"name": "sql"})
+    while await two.administer("list_adapters", {}):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
 async def test_ray_s_head_does_not_remember_the_directory_s_calls(tmp_path: Path) -> None:
     """It would keep 100 000 of them, 2 KB each. What is called after them is there once they would be."""
     directory = get_or_create(DirectoryPlace("calls", "/model", str(tmp_path), ("base",), fill_cpu_loras=False))

@@ -13,7 +13,7 @@ from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.log import CatalogueLog, Fenced
 from lorafleet.cluster.catalogue.packed import Packed, unpack
 from lorafleet.cluster.catalogue.records import Adapter, Entry, Removed, Version
-from lorafleet.workers.errors import CatalogueDamaged
+from lorafleet.workers.errors import CatalogueDamaged, StoreError
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_a_start_reads_few_objects_however_long_the_log_is(tmp_path: Path) -> No
         "0000000000000000-0000000000000036",
         "0000000000000036-0000000000000040",
     ]
-    assert len(FolderStore(tmp_path).keys("log/")) == 1
+    assert len(FolderStore(tmp_path).keys("log/")) == 1 + 4  # the last MERGE stay for those who read on
 
 
 def test_a_removal_outlives_merges_only_while_it_says_something(tmp_path: Path) -> None:
@@ -128,6 +128,42 @@ def test_a_writer_that_slept_while_its_number_was_merged_away_is_fenced(tmp_path
     assert sleeper.append(adapter("b")) == []
 
 
+def test_a_reader_sees_what_others_wrote_and_loads_anew_only_when_it_is_far_behind(tmp_path: Path) -> None:
+    reader, _ = opened(tmp_path)
+    writer, _ = opened(tmp_path)
+    assert reader.read_on() == []
+    for number in range(1, 20):
+        writer.append(adapter("a", number))
+        assert reader.read_on() == [adapter("a", number)]
+    for number in range(20, 30):
+        writer.append(adapter("a", number))
+    with pytest.raises(Fenced):
+        reader.read_on()
+    assert unpacked(reader.load()) == {"a": adapter("a", 29)}
+    assert reader.read_on() == []
+
+
+def test_a_read_that_fails_in_the_middle_loses_none_of_the_changes(tmp_path: Path) -> None:
+    class Failing(FolderStore):
+        fails_at = ""
+
+        def read(self, key: str) -> bytes | None:
+            if key == self.fails_at:
+                raise StoreError("the store does not answer")
+            return super().read(key)
+
+    store = Failing(tmp_path)
+    reader, (writer, _) = CatalogueLog(store), opened(tmp_path)
+    reader.load()
+    for number in (1, 2):
+        writer.append(adapter("a", number))
+    store.fails_at = "log/0000000000000001"
+    with pytest.raises(StoreError):
+        reader.read_on()
+    store.fails_at = ""
+    assert reader.read_on() == [adapter("a", 1), adapter("a", 2)]
+
+
 def test_writers_at_the_same_time_lose_no_update(tmp_path: Path) -> None:
     def count_up(name: str) -> None:
         log, entries = opened(tmp_path)
@@ -158,14 +194,14 @@ def test_a_change_that_others_merged_before_its_writer_looked_is_not_written_twi
         def create(self, key: str, content: bytes) -> bool:
             created = super().create(key, content)
             other, _ = opened(tmp_path)
-            while other.length < 4:
+            while other.length < 9:
                 other.append(adapter("other", other.length))
             return created
 
     log = CatalogueLog(Overtaken(tmp_path))
     log.load()
     assert log.append(adapter("mine")) == []
-    assert state(tmp_path) == {"mine": adapter("mine"), "other": adapter("other", 3)}
+    assert state(tmp_path) == {"mine": adapter("mine"), "other": adapter("other", 8)}
     with pytest.raises(Fenced):
         log.append(adapter("next"))
     assert "next" not in state(tmp_path)

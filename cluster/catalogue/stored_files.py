@@ -1,0 +1,141 @@
+"""Deletes adapters' files from the store, and never those that a change in the log may name.
+
+Several directories may share a store, so each that is about to register files, or to delete them, says so in the store
+itself by a small object, a lock: locks/<digest>.<use or delete>.<seconds since 1970>.<unique>. Whoever makes one lists
+those of the others afterwards: of a use and a deletion at the same time, one at least sees the other and gives way.
+Before a deletion the log is read to its end. A lock whose owner died expires after LOCK_S.
+
+Files that nobody names stay behind where a push died, or where the outcome of its change is unknown. collect() deletes
+them when they have been without a name for ORPHAN_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Literal
+
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.workers.errors import OutcomeUnknown, Overloaded, StoreError
+
+LOCK_S = 3600.0  # Age at which a lock counts as left behind; clocks of directories differ by much less.
+ORPHAN_S = 3600.0  # How long files must have been without a name before they are collected.
+WAIT_S = 10.0  # How long a push waits for a deletion of the same files.
+WAIT_PAUSE_S = 0.1
+
+Kind = Literal["use", "delete"]
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class FileLock:
+    """clock: gives seconds since 1970."""
+
+    def __init__(self, key: str, clock: Callable[[], float]) -> None:
+        self.key = key
+        self._clock = clock
+        self._since_s = clock()
+
+    def check(self) -> None:
+        """Called right before a change that relies on the files. Raises Overloaded if the lock is about to expire."""
+        age_s = self._clock() - self._since_s
+        if age_s > LOCK_S / 2:
+            raise Overloaded(f"the push took {age_s:.0f} s, more than {LOCK_S / 2:.0f} s. Push again.")
+
+
+class StoredFiles:
+    """clock: gives seconds since 1970."""
+
+    def __init__(self, catalogue: Catalogue, clock: Callable[[], float] = time.time) -> None:
+        self._catalogue = catalogue
+        self._store = catalogue.store
+        self._clock = clock
+        self._unnamed_since_s: dict[str, float] = {}  # by digest, as collect() has seen it
+
+    @contextlib.asynccontextmanager
+    async def in_use(self, digest: str) -> AsyncIterator[FileLock]:
+        """No directory deletes the files of the digest within the block. After OutcomeUnknown the lock stays until it
+        expires, as the change may be in the log. Raises Overloaded, or StoreError."""
+        lock = await self._lock_for_use(digest)
+        try:
+            yield lock
+        except OutcomeUnknown:
+            raise
+        except BaseException:
+            await self._unlock(lock)
+            raise
+        await self._unlock(lock)
+
+    async def delete_unless_named(self, digest: str, removed: str | None = None) -> bool:
+        """Whether the files are gone. They stay if an adapter other than `removed` names them, or if somebody is about
+        to register them. Raises StoreError."""
+        lock = await asyncio.to_thread(self._lock, digest, "delete")
+        try:
+            if await asyncio.to_thread(self._is_locked, digest, "use"):
+                return False
+            await self._catalogue.read_on()
+            if self._is_named(digest, removed):
+                return False
+            await asyncio.to_thread(self._store.delete_files, digest)
+            return True
+        finally:
+            await self._unlock(lock)
+
+    async def collect(self) -> None:
+        """Deletes what was left behind. Called from time to time. Raises StoreError."""
+        await self._catalogue.read_on()
+        stored = await asyncio.to_thread(self._store.stored_digests)
+        now = self._clock()
+        users = self._catalogue.state.users
+        unnamed = await asyncio.to_thread(lambda: [digest for digest in stored if not users(digest)])
+        self._unnamed_since_s = {digest: self._unnamed_since_s.get(digest, now) for digest in unnamed}
+        for digest, since_s in list(self._unnamed_since_s.items()):
+            if now - since_s >= ORPHAN_S and await self.delete_unless_named(digest):
+                logger.info("catalogue %s: collected the files of %s, which nobody names", self._store.uri, digest[:12])
+        await asyncio.to_thread(self._delete_expired_locks)
+
+    def _is_named(self, digest: str, removed: str | None = None) -> bool:
+        state = self._catalogue.state
+        leaving = [state.adapters[name] for name in state.removing if name != removed]
+        versions = [*state.versions(digest), *(version for one in leaving for version in one.versions)]
+        return any(version.digest == digest and not version.location for version in versions)
+
+    # -- locks --------------------------------------------------------------------------------------------------------
+
+    async def _lock_for_use(self, digest: str) -> FileLock:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            lock = await asyncio.to_thread(self._lock, digest, "use")
+            if not await asyncio.to_thread(self._is_locked, digest, "delete"):
+                return lock
+            await self._unlock(lock)
+            if time.monotonic() > deadline:
+                raise Overloaded(f"the files of adapter {digest[:12]} are being deleted. Push again in a moment.")
+            await asyncio.sleep(WAIT_PAUSE_S)
+
+    def _lock(self, digest: str, kind: Kind) -> FileLock:
+        lock = FileLock(f"locks/{digest}.{kind}.{int(self._clock())}.{uuid.uuid4().hex}", self._clock)
+        self._store.create(lock.key, b"")
+        return lock
+
+    async def _unlock(self, lock: FileLock) -> None:
+        try:
+            await asyncio.to_thread(self._store.delete, lock.key)
+        except StoreError as error:
+            logger.warning("a lock stays until it expires after %.0f s: %s", LOCK_S, error)
+
+    def _is_locked(self, digest: str, kind: Kind) -> bool:
+        prefix = f"locks/{digest}.{kind}."
+        return any(key.startswith(prefix) and not self._has_expired(key) for key in self._store.keys("locks/"))
+
+    def _has_expired(self, key: str) -> bool:
+        return self._clock() - int(key.split(".")[2]) > LOCK_S
+
+    def _delete_expired_locks(self) -> None:
+        for key in self._store.keys("locks/"):
+            if self._has_expired(key):
+                self._store.delete(key)

@@ -1,0 +1,74 @@
+"""boto3's S3 client over a dictionary, with as much of the protocol as the catalogue's store uses: a server that does
+what it is asked for, and whose answers a test can lose. The real server of s3_server.py is not everywhere."""
+
+# ruff: noqa: ARG002  (the names of arguments are the protocol's)
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from botocore.exceptions import ClientError, ReadTimeoutError
+
+
+class MemoryS3:
+    """fault: called before and behind each operation, and raises where the test wants it to."""
+
+    def __init__(self, fault: Callable[[], None] = lambda: None) -> None:
+        self.objects: dict[str, tuple[bytes, dict[str, str]]] = {}
+        self.fault = fault
+
+    def put_object(self, *, Bucket: str, Key: str, Body: bytes, IfNoneMatch: str | None = None) -> None:
+        self.fault()
+        if IfNoneMatch and Key in self.objects:
+            raise _error("PreconditionFailed", 412)
+        self.objects[Key] = Body, {}
+        self.fault()
+
+    def get_object(self, *, Bucket: str, Key: str) -> dict[str, Any]:
+        self.fault()
+        return {"Body": io.BytesIO(self._found(Key)[0])}
+
+    def head_object(self, *, Bucket: str, Key: str) -> dict[str, Any]:
+        self.fault()
+        return {"Metadata": self._found(Key)[1]}
+
+    def delete_object(self, *, Bucket: str, Key: str) -> None:
+        self.fault()
+        self.objects.pop(Key, None)
+        self.fault()
+
+    def upload_file(self, path: str, bucket: str, key: str, ExtraArgs: dict[str, Any]) -> None:
+        self.fault()
+        self.objects[key] = Path(path).read_bytes(), ExtraArgs.get("Metadata", {})
+        self.fault()
+
+    def download_file(self, bucket: str, key: str, path: str) -> None:
+        self.fault()
+        Path(path).write_bytes(self._found(key)[0])
+
+    def get_paginator(self, _: str) -> MemoryS3:
+        return self
+
+    def paginate(self, *, Bucket: str, Prefix: str, Delimiter: str = "") -> Iterator[dict[str, Any]]:
+        self.fault()
+        keys = sorted(key for key in self.objects if key.startswith(Prefix))
+        folders = sorted({key[: key.index("/", len(Prefix)) + 1] for key in keys if "/" in key[len(Prefix) :]})
+        yield {"CommonPrefixes": [{"Prefix": one} for one in folders]} if Delimiter else {}
+        for key in [] if Delimiter else keys:
+            yield {"Contents": [{"Key": key}]}
+
+    def _found(self, key: str) -> tuple[bytes, dict[str, str]]:
+        if key not in self.objects:
+            raise _error("NoSuchKey", 404)
+        return self.objects[key]
+
+
+def lost_answer() -> ReadTimeoutError:
+    return ReadTimeoutError(endpoint_url="http://s3.invalid")
+
+
+def _error(code: str, status: int) -> ClientError:
+    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "S3")
