@@ -45,7 +45,7 @@ from lorafleet.workers.lora.files import (
 )
 from lorafleet.workers.lora.names import bare_name, check_adapter_name, check_tenant, full_name, tenant_of
 from lorafleet.workers.openai.api import Handler, Route
-from lorafleet.workers.openai.audit import note
+from lorafleet.workers.openai.audit import begin
 from lorafleet.workers.openai.caller import Caller, caller_of
 from lorafleet.workers.openai.fields import Strict
 from lorafleet.workers.openai.front import Front
@@ -161,18 +161,17 @@ class _AdminApi:
     @describe("Push an adapter from a folder of the server or a URI", body=PushRequest, answer=ShownAdapter)
     async def push(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, PushRequest)
-        note(request, name=body.name, source=body.source)
+        await begin(request, name=body.name, source=body.source, tenant=body.tenant)
         check_source(front.tenants, caller_of(request), body.source)
         return await self._push(front, request, body.name, body.source, body.source, body)
 
     @describe("Push an adapter's files", body=TarFile, query=UploadQuery, answer=ShownAdapter)
     async def upload(self, front: Front, request: Request) -> object:
         query = parse_query(request, UploadQuery)
-        options = _parse_options(query.options)
+        options, name = _parse_options(query.options), str(request.path_params["name"])
+        await begin(request, name=name, source=query.source, tenant=options.tenant)
         async with _unpacked(request) as folder:
-            return await self._push(
-                front, request, str(request.path_params["name"]), str(folder), query.source, options
-            )
+            return await self._push(front, request, name, str(folder), query.source, options)
 
     @describe("One adapter", answer=ShownAdapter)
     async def show(self, front: Front, request: Request) -> object:
@@ -181,6 +180,7 @@ class _AdminApi:
     @describe("Remove an adapter, or one alias", query=RemoveQuery, answer=ShownAdapter | Removed)
     async def remove(self, front: Front, request: Request) -> object:
         query, name = parse_query(request, RemoveQuery), _name(front, request)
+        await begin(request)
         if query.alias is not None:
             adapter = await self._admin.unalias(name, _alias_name(front, request, query.alias) or name)
             return shown(adapter, caller_of(request))
@@ -191,44 +191,51 @@ class _AdminApi:
     async def alias(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, AliasRequest)
         alias = _alias_name(front, request, body.alias)
-        note(request, alias=body.alias, version=body.version, split=body.split)
-        return shown(await self._admin.alias(_name(front, request), _shares(body), alias), caller_of(request))
+        name, shares = _name(front, request), _shares(body)
+        await begin(request, alias=body.alias, version=body.version, split=body.split)
+        return shown(await self._admin.alias(name, shares, alias), caller_of(request))
 
     @describe("Move an alias back", body=RollbackRequest, answer=ShownAdapter)
     async def rollback(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, RollbackRequest)
         alias = _alias_name(front, request, body.alias)
-        note(request, alias=body.alias)
-        return shown(await self._admin.rollback(_name(front, request), alias), caller_of(request))
+        name = _name(front, request)
+        await begin(request, alias=body.alias)
+        return shown(await self._admin.rollback(name, alias), caller_of(request))
 
     @describe("Keep an adapter in slots", body=ReplicasRequest, answer=ShownAdapter)
     async def pin(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, ReplicasRequest)
         _check_may_pin(request)
+        await begin(request, replicas=body.replicas)
         return shown(await self._admin.pin(_name(front, request), body.replicas), caller_of(request))
 
     @describe("Let an adapter's slots go", body=EmptyRequest, answer=ShownAdapter)
     async def unpin(self, front: Front, request: Request) -> object:
         await read_body(front, request, EmptyRequest)
         _check_may_pin(request)
+        await begin(request)
         return shown(await self._admin.unpin(_name(front, request)), caller_of(request))
 
     @describe("Load an adapter before it is asked for", body=ReplicasRequest, answer=Prefetched)
     async def prefetch(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, ReplicasRequest)
-        replicas = await self._admin.prefetch(_name(front, request), body.replicas)
+        name = _name(front, request)
+        await begin(request, replicas=body.replicas)
+        replicas = await self._admin.prefetch(name, body.replicas)
         return {"id": request.path_params["name"], "replicas": replicas}
 
     @describe("Compare an adapter's files with their digests", body=EmptyRequest, answer=Verified)
     async def verify(self, front: Front, request: Request) -> object:
         await read_body(front, request, EmptyRequest)
-        versions = await self._admin.verify(_name(front, request))
+        name = _name(front, request)
+        await begin(request)
+        versions = await self._admin.verify(name)
         return {"id": request.path_params["name"], "verified": [version.number for version in versions]}
 
     async def _push(
         self, front: Front, request: Request, name: str, path: str, source: str, options: PushOptions
     ) -> object:
-        note(request, name=name, source=source, tenant=options.tenant)
         if options.pin is not None:
             _check_may_pin(request)
         full = _pushed_name(front, request, name, options.tenant)

@@ -19,6 +19,7 @@ from lorafleet.cluster.quality.monitor import QualityMonitor
 from lorafleet.cluster.quality.records import Standing
 from lorafleet.workers.errors import Forbidden
 from lorafleet.workers.openai.api import Route
+from lorafleet.workers.openai.audit import begin
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.fields import Strict
 from lorafleet.workers.openai.front import Front
@@ -91,6 +92,7 @@ class QualityApi:
     async def _run(self, front: Front, request: Request, *, accept: bool) -> Response:
         await read_body(front, request, EmptyRequest)
         _check_operator(request)
+        await begin(request)
         return json_response(_shown(await self._monitor.run(str(request.path_params["name"]), accept=accept)))
 
 

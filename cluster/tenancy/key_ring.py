@@ -7,15 +7,26 @@ Looked at by its inode, times and size, and read once these have stayed for one 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lorafleet.cluster.tenancy.key_file import HASH_PREFIX, KeyEntry, KeyFile, TenantEntry, owners_of, parse, read
+from lorafleet.cluster.tenancy.key_file import (
+    HASH_PREFIX,
+    KeyEntry,
+    KeyFile,
+    TenantEntry,
+    outermost_prefixes,
+    owners_of,
+    parse,
+    read,
+)
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.openai.backend import StorageLimits
 from lorafleet.workers.openai.gate import KnownKey
@@ -49,13 +60,17 @@ class KeyRing(Collector):
         }
         self.entries: Mapping[str, KeyEntry] = {key.id: key for key in file.keys}
         self.tenants: Mapping[str, TenantEntry] = file.tenants
-        self._owners = tuple(owners_of(file.tenants))
+        self._owners = outermost_prefixes(owners_of(file.tenants))
 
     def tenant(self, name: str | None) -> TenantEntry:
         return self.tenants.get(name or "", _NOTHING_SAID)
 
     def owner_of_name(self, name: str) -> str | None:
-        return next((tenant for prefix, tenant in self._owners if name.startswith(prefix)), None)
+        lowered = name.lower()
+        # No prefix lies within another, so a name's own is the last one that does not come after the name.
+        at = bisect.bisect_right(self._owners, lowered, key=itemgetter(0))
+        prefix, tenant = self._owners[at - 1] if at else ("", None)
+        return tenant if prefix and lowered.startswith(prefix) else None
 
     def may_read(self, tenant: str, source: str) -> bool:
         """Where its entry in the file says so: by beginnings of URIs, and folders with all that is in them."""

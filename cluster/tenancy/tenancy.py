@@ -36,7 +36,7 @@ class Tenancy:
 
     @property
     def collectors(self) -> Iterator[Collector]:
-        yield from (one for one in (self.keys, self.usage) if one is not None)
+        yield from (one for one in (self.keys, self.usage, self.audit) if one is not None)
 
     @property
     def work(self) -> Iterator[Coroutine[Any, Any, None]]:
@@ -47,6 +47,7 @@ class Tenancy:
             yield self.usage.lines.keep_syncing()
 
     def close(self) -> None:
-        for log in (self.usage, self.audit):
-            if log is not None:
-                log.lines.close()
+        if self.usage is not None:
+            self.usage.lines.close()
+        if self.audit is not None:
+            self.audit.close()

@@ -2,18 +2,18 @@
 
 A line is with the kernel before the client hears the end of its answer: a replica that is killed loses only what was
 under way. fsync follows within SYNC_S, so a machine that loses its power loses no more than that. What cannot be
-written, as on a full disk, is kept and tried again with the next line; a metric says how much waits.
+written, as on a full disk, is kept in memory and tried again every SYNC_S. Nothing is ever dropped: once
+MAX_UNWRITTEN_BYTES wait, no new sequence begins until the disk has room.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import os
 import threading
-import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,37 +21,38 @@ import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lorafleet.workers.errors import ConfigError
+from lorafleet.cluster.tenancy.line_file import MAX_FILE_BYTES, LineFile
+from lorafleet.workers.errors import StoreError
 from lorafleet.workers.openai.usage import Usage
 
 SYNC_S = 1.0
-MAX_FILE_BYTES = 256 << 20  # about a million sequences
-SUFFIX = ".jsonl"
+MAX_UNWRITTEN_BYTES = 32 << 20  # About 100,000 sequences; those that had begun before still come on top.
+CHUNK_LINES = 1024  # Lines that one system call writes.
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
-class AppendedLines:
-    """Files that only grow, in a folder where several processes have their own; a new one is begun when one is large.
-    add() is the event loop's, sync() may be called in a thread."""
+class BufferedLines:
+    """Writes each line at once where the disk has room, and keeps it otherwise.
 
-    def __init__(self, folder: Path, name: str) -> None:
-        """Raises ConfigError where nothing can be written."""
-        self._folder, self._name = folder, name
-        self._lock = threading.Lock()  # of all below; nobody waits for the disk with it
-        self._full: list[int] = []  # files to be synced and closed
-        self.unwritten = b""
+    add() is called by the event loop and costs the same however many lines wait; sync() is called in a thread.
+    """
+
+    def __init__(self, file: LineFile) -> None:
+        self._file = file
+        self._lock = threading.Lock()  # Guards all below; nobody waits for fsync while holding it.
+        self._full: list[int] = []  # Files to be synced and closed.
+        self._waiting: deque[bytes] = deque()
         self._unsynced = False
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._open()
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be written: {error}. Give a folder that can, or mend it.") from None
+        self.unwritten_bytes = 0
+        self.num_sync_failures = 0
 
     def add(self, line: bytes) -> None:
         with self._lock:
-            self.unwritten += line + b"\n"
-            self._write()
+            self._waiting.append(line + b"\n")
+            self.unwritten_bytes += len(line) + 1
+            if len(self._waiting) == 1:  # While others wait, sync() tries for all of them.
+                self._write_some()
 
     async def keep_syncing(self) -> None:
         """Never ends."""
@@ -60,49 +61,82 @@ class AppendedLines:
             await asyncio.to_thread(self.sync)
 
     def sync(self) -> None:
+        self._write_all()
         with self._lock:
-            self._write()
-            full, self._full = self._full, []
-            unsynced, self._unsynced = self._unsynced, False
-        if unsynced:
-            _fsync(self._file)
-        for file in full:
-            _fsync(file)
+            files, self._full = self._full, []
+            unsynced, self._unsynced = self._file.fd if self._unsynced else None, False
+        if unsynced is not None:
+            self._fsync(unsynced)
+        for file in files:
+            self._fsync(file)
             os.close(file)
 
     def close(self) -> None:
         self.sync()
-        os.close(self._file)
+        self._file.close()
 
-    def _open(self) -> int:
-        path = self._folder / f"{self._name}-{time.time_ns()}{SUFFIX}"
-        self._size = 0
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    def _write_all(self) -> None:
+        wrote = True
+        while wrote:  # The lock is free between two chunks, for the event loop's add().
+            with self._lock:
+                wrote = bool(self._waiting) and self._write_some()
 
-    def _write(self) -> None:
+    def _write_some(self) -> bool:
+        """Whether a chunk could be written."""
+        chunk = b"".join(itertools.islice(self._waiting, CHUNK_LINES))
         try:
-            while self.unwritten:
-                num_written = os.write(self._file, self.unwritten)
-                self.unwritten = self.unwritten[num_written:]
-                self._size += num_written
-                self._unsynced = True
-            if self._size > MAX_FILE_BYTES:
-                before, self._file = self._file, self._open()
-                self._full.append(before)
+            num_written = self._file.write(chunk)
         except OSError as error:
-            logger.error("%d bytes cannot be written yet and are kept: %s", len(self.unwritten), error)
+            logger.error("%d bytes cannot be written yet and are kept: %s", self.unwritten_bytes, error)
+            return False
+        self._take_off(num_written)
+        self._unsynced = True
+        whole_lines = num_written == len(chunk)  # No line is parted between two files.
+        if whole_lines and (full := self._file.next_if_full()) is not None:
+            self._full.append(full)
+        return True
 
+    def _take_off(self, num_bytes: int) -> None:
+        self.unwritten_bytes -= num_bytes
+        while num_bytes:
+            line = self._waiting.popleft()
+            if len(line) > num_bytes:
+                self._waiting.appendleft(line[num_bytes:])
+            num_bytes -= min(num_bytes, len(line))
 
-def _fsync(file: int) -> None:
-    with contextlib.suppress(OSError):  # the next line's write says what is wrong
-        os.fsync(file)
+    def _fsync(self, file: int) -> None:
+        try:
+            os.fsync(file)
+        except OSError as error:
+            self.num_sync_failures += 1
+            logger.error("lines of the usage log may not be on the disk: fsync failed: %s", error)
 
 
 class UsageLog(Collector):
-    def __init__(self, folder: Path, replica_id: str) -> None:
-        self.lines = AppendedLines(folder, f"usage-{replica_id}")
+    def __init__(
+        self,
+        folder: Path,
+        replica_id: str,
+        max_unwritten_bytes: int = MAX_UNWRITTEN_BYTES,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        """Raises ConfigError where the folder cannot be written."""
+        self.lines = BufferedLines(LineFile(folder, f"usage-{replica_id}", max_file_bytes))
+        self._folder, self._max_unwritten_bytes = folder, max_unwritten_bytes
         self._tokens: Counter[tuple[str, str]] = Counter()  # by tenant and kind
         self._sequences: Counter[str] = Counter()  # by tenant
+        self._num_refused = 0
+
+    def check_room(self) -> None:
+        """Raises StoreError while so much could not be written that nothing more may begin."""
+        if self.lines.unwritten_bytes < self._max_unwritten_bytes:
+            return
+        self._num_refused += 1
+        raise StoreError(
+            f"The usage log cannot be written: {self.lines.unwritten_bytes} bytes wait, and at most "
+            f"{self._max_unwritten_bytes} may. Nothing is generated that cannot be metered. Try again once the "
+            "operator has made room in --usage-dir."
+        )
 
     def add(self, usage: Usage) -> None:
         self.lines.add(msgspec.json.encode(usage))
@@ -127,5 +161,15 @@ class UsageLog(Collector):
         yield GaugeMetricFamily(
             "lorafleet_usage_unwritten_bytes",
             "Of the usage log: what could not be written yet.",
-            len(self.lines.unwritten),
+            self.lines.unwritten_bytes,
+        )
+        yield CounterMetricFamily(
+            "lorafleet_usage_refused",
+            "Requests that were refused because too much of the usage log could not be written.",
+            self._num_refused,
+        )
+        yield CounterMetricFamily(
+            "lorafleet_usage_sync_failures",
+            "Failed fsyncs of the usage log: lines that a power failure may lose.",
+            self.lines.num_sync_failures,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from lorafleet.cluster.tenancy.usage_log import SUFFIX
+from lorafleet.cluster.tenancy.line_file import SUFFIX
 from lorafleet.workers.errors import InvalidRequest, StoreError
 from lorafleet.workers.openai.usage import Usage
 

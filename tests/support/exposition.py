@@ -14,6 +14,7 @@ from lorafleet.cluster.directory_metrics import DirectoryCounts, render
 from lorafleet.cluster.quality.metrics import QualityMetrics
 from lorafleet.cluster.quality.records import Measures, Standing
 from lorafleet.cluster.scraping import scrape_all
+from lorafleet.cluster.tenancy.audit_log import AuditLog
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.usage_log import UsageLog
 from lorafleet.resolvers.cache import AdapterCache
@@ -79,6 +80,9 @@ def _metrics(folder: Path) -> Metrics:
     usage.add(Usage(0.0, "r", "acme", prompt_tokens=3, completion_tokens=2))
     usage.lines.close()
     metrics.add(usage)
+    audit = AuditLog(folder / "audit", "r1")
+    audit.close()
+    metrics.add(audit)
     measures = Measures(agreement=0.9, drift=0.1, kl=0.1, perplexity=3.0, baseline_perplexity=2.0)
     monitor: Any = SimpleNamespace(
         has_turn=True,

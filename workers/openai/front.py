@@ -82,7 +82,7 @@ class Front:
     """scrape: the metrics of all replicas; None where there is only this one. fetched_since: whether an adapter, by its
     digest, was brought to this node since then (time.monotonic). open_files: for its tokenizer's files. gate: knows
     whom a request comes from. quotas: what callers may ask for; None limits nobody. tenants: whose
-    adapters are whose. meter: told of every sequence. audit: told of every administrator's call."""
+    adapters are whose. meter: told of every sequence. audit: writes down every administrator's call."""
 
     def __init__(
         self,

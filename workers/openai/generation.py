@@ -26,7 +26,7 @@ from lorafleet.workers.openai.endpoint import endpoint_of
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.metrics import Stopwatch
 from lorafleet.workers.openai.prompts import Prompt
-from lorafleet.workers.openai.usage import Usage
+from lorafleet.workers.openai.usage import Usage, short_id
 from lorafleet.workers.output import Delta, OutputProcessor
 from lorafleet.workers.sampling_params import SamplingParams
 
@@ -182,13 +182,13 @@ class Sample:
         if self._front.quotas is not None:
             self._front.quotas.charge(self.model.caller, self.num_tokens - num_unserved)
         if self._front.meter is not None:
-            self._front.meter(self._usage(num_prompt - num_unserved))
+            self._front.meter.add(self._usage(num_prompt - num_unserved))
 
     def _usage(self, num_prompt: int) -> Usage:
         caller, lora, fell_back = self.model.caller, self.model.lora, self.fallback_reason is not None
         return Usage(
             time.time(),
-            self._group,
+            short_id(self._group),
             caller.tenant or "",
             caller.key_id,
             "" if lora is None else lora.lora_name,
@@ -285,6 +285,8 @@ async def make_samples(
     total = sum(task.params.n for task in tasks)
     if total > MAX_SAMPLES:
         raise InvalidRequest(f"prompts x n is {total}; at most {MAX_SAMPLES} answers in one request.", "n")
+    if front.meter is not None:
+        front.meter.check_room()
     if front.quotas is not None:
         num_prompt_tokens = sum(len(task.prompt.token_ids) for task in tasks)
         admission = await front.quotas.admit(caller_of(request), num_prompt_tokens)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from lorafleet.workers.errors import AdapterExists, Forbidden, InvalidRequest, ModelNotFound
-from lorafleet.workers.openai.audit import note
+from lorafleet.workers.openai.audit import begin
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.operations import PlainText, describe
@@ -27,10 +27,10 @@ async def load_lora_adapter(front: Front, request: Request) -> Response:
     _check_allowed(front)
     body = await read_body(front, request, LoadAdapterRequest)
     name, path = body.lora_name, body.lora_path
-    note(request, name=name, source=path)
     if not name or not path:
         missing = "lora_path" if name else "lora_name"
         raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", missing)
+    await begin(request, name=name, source=path)
     try:
         await front.catalog_of(caller_of(request)).add(name, path, load_inplace=bool(body.load_inplace))
     except AdapterExists:
@@ -48,9 +48,9 @@ async def unload_lora_adapter(front: Front, request: Request) -> Response:
     _check_allowed(front)
     body = await read_body(front, request, UnloadAdapterRequest)
     name = body.lora_name
-    note(request, name=name)
     if not name:
         raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
+    await begin(request, name=name)
     try:
         catalog = front.catalog_of(caller_of(request))
         await _check_number(catalog, name, body.lora_int_id)

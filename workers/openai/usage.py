@@ -4,11 +4,13 @@ answer goes unmetered. cluster/tenancy/usage_log.py keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from lorafleet.workers.messages import FinishReason
+
+MAX_ID_CHARS = 256  # Of a request's id in a line of the usage log.
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -32,4 +34,14 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     fell_back: bool = False
 
 
-Meter = Callable[[Usage], None]
+class Meter(Protocol):
+    def check_room(self) -> None:
+        """Raises StoreError while nothing more can be metered, so that nothing more may begin."""
+        ...
+
+    def add(self, usage: Usage) -> None: ...
+
+
+def short_id(request_id: str) -> str:
+    """As a line has it, which must be short however long an id the client chose. The end, which differs, is kept."""
+    return request_id if len(request_id) <= MAX_ID_CHARS else f"{request_id[: MAX_ID_CHARS - 32]}…{request_id[-31:]}"

@@ -100,7 +100,7 @@ class House:
             gate=tenancy.gate,
             quotas=tenancy.quotas,
             tenants=tenancy.keys,
-            meter=None if tenancy.usage is None else tenancy.usage.add,
+            meter=tenancy.usage,
             audit=tenancy.audit,
         )
         for collector in tenancy.collectors:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
-from collections.abc import Callable
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lorafleet.cluster.tenancy.audit_log import MAX_REFUSALS_PER_MINUTE, AuditLog, DurableLines
+from lorafleet.cluster.tenancy.line_file import LineFile
+from lorafleet.workers.errors import StoreError
+from lorafleet.workers.openai.audit import Audited
 from lorafleet.workers.openai.tenant_metrics import of_tenant
 from tests.cluster.tenancy.house import House
 
@@ -32,7 +44,12 @@ async def test_every_administrator_s_call_is_logged_with_its_outcome_and_without
         await house.complete("acme", "sql")
         [path] = (house.folder / "audit").iterdir()
         text = path.read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    written = [json.loads(line) for line in text.splitlines()]
+    lines = [line for line in written if "status" in line]
+    begun = {line["call"]: number for number, line in enumerate(written) if "status" not in line}
+    acted = [line for line in lines if line["call"] in begun]
+    assert len(acted) == len(begun) == 5, "the keys without the scope did nothing"
+    assert all(begun[line["call"]] < written.index(line) for line in acted)
     assert [line["status"] for line in lines] == [call[0].status_code for call in calls]
     assert [line["status"] for line in lines] == [200, 200, 404, 403, 401, 400, 403]
     assert [line.get("key", "") for line in lines] == [call[1] for call in calls]
@@ -44,6 +61,195 @@ async def test_every_administrator_s_call_is_logged_with_its_outcome_and_without
     assert lines[-1]["what"] == {"name": "x", "source": "/etc"}
     assert all(line["peer"] == "127.0.0.1" and line["at_s"] > 1.7e9 for line in lines)
     assert not any(key in text for key in house.keys.values())
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """Every file of the folder that this process has open becomes /dev/full: writes fail as on a full disk."""
+    files = [int(fd) for fd in os.listdir("/proc/self/fd") if _target(fd).startswith(str(folder))]
+    kept = {fd: os.dup(fd) for fd in files}
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert files
+    try:
+        for fd in files:
+            os.dup2(full, fd)
+        yield
+    finally:
+        for fd, file in kept.items():
+            if _target(str(fd)) == "/dev/full":  # else the log has given it up
+                os.dup2(file, fd)
+            os.close(file)
+        os.close(full)
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def text_in(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted(folder.iterdir()))
+
+
+def num_files(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
+def lines_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text_in(folder).splitlines()]
+
+
+def acting_calls(folder: Path) -> list[tuple[str, str, Any]]:
+    """One of each route that changes something, none of which would be refused."""
+    loaded = {"lora_name": "new", "lora_path": str(folder)}
+    return [
+        ("POST", "/v1/load_lora_adapter", loaded),
+        ("POST", "/v1/adapters", {"name": "new", "source": str(folder)}),
+        ("POST", "/v1/adapters/sql/alias", {"version": 1, "alias": "b"}),
+        ("POST", "/v1/adapters/sql/rollback", {}),
+        ("POST", "/v1/adapters/sql/pin", {}),
+        ("POST", "/v1/adapters/sql/unpin", {}),
+        ("POST", "/v1/adapters/sql/prefetch", {}),
+        ("POST", "/v1/adapters/sql/verify", {}),
+        ("DELETE", "/v1/adapters/sql?alias=sql", None),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": "sql"}),
+        ("DELETE", "/v1/adapters/sql", None),
+    ]
+
+
+async def test_on_a_full_disk_nothing_is_administered(house: House, fleet: Callable[[str], Any]) -> None:
+    folder = fleet("llama3").adapters["qv"]
+    async with house.open():
+        assert (await house.push("operator", "sql", folder)).status_code == 200
+        before = (await house.ask("operator", "GET", "/v1/adapters")).json()
+        for call in acting_calls(folder):
+            with full_disk(house.folder / "audit"):
+                refused = await house.ask("operator", *call)
+            assert refused.status_code == 503 and "retry-after" in refused.headers, call
+            assert "The audit log cannot be written: No space left on device" in refused.json()["error"]["message"]
+        with full_disk(house.folder / "audit"):
+            assert (await house.push("operator", "new", folder)).status_code == 503
+            assert (await house.complete("public", "sql")).status_code == 200, "only administration stops"
+        assert (await house.ask("operator", "GET", "/v1/adapters")).json() == before
+        for call in acting_calls(folder)[:3]:
+            assert (await house.ask("operator", *call)).status_code in (200, 400), "by itself, once there is room"
+
+
+async def test_an_outcome_that_cannot_be_written_is_no_success(house: House, fleet: Callable[[str], Any]) -> None:
+    async with house.open():
+        assert (await house.push("acme", "sql", fleet("llama3").adapters["qv"])).status_code == 200
+        remove = house.administration.remove
+
+        async def removing(**arguments: Any) -> None:
+            await remove(**arguments)
+            filled.enter_context(full_disk(house.folder / "audit"))
+
+        house.administration.remove = removing  # type: ignore[method-assign]
+        with ExitStack() as filled:
+            answer = await house.ask("acme", "DELETE", "/v1/adapters/sql")
+        assert answer.status_code == 503
+        assert "has ended with status 200, and this could not be written" in answer.json()["error"]["message"]
+        [last] = [one for one in lines_in(house.folder / "audit") if one["action"].startswith("DELETE")]
+        assert "status" not in last, "that it began is known"
+
+
+class _Syncs:
+    """Counts fsyncs, and says what was in the files when each ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.synced: list[bytes] = []
+        self._fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", self)
+
+    def __call__(self, fd: int) -> None:
+        self._fsync(fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        self.synced.append(path.read_bytes() if path.is_file() else b"")
+
+
+async def test_calls_at_one_time_are_each_on_the_disk_before_their_answer_and_share_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, syncs = DurableLines(LineFile(tmp_path, "audit")), _Syncs(monkeypatch)
+
+    async def append(number: int) -> None:
+        await lines.append(b"line %d" % number)
+        assert b"line %d\n" % number in syncs.synced[-1]
+
+    await asyncio.gather(*(append(number) for number in range(100)))
+    assert len(syncs.synced) < 10
+    assert sorted(text_in(tmp_path).encode().splitlines()) == sorted(b"line %d" % number for number in range(100))
+    lines.close()
+
+
+@contextmanager
+def room_for(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes: a write gets as far as there is room, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_line_that_fits_in_part_leaves_no_part_and_those_beside_it_are_refused_too(tmp_path: Path) -> None:
+    lines = DurableLines(LineFile(tmp_path, "audit"))
+    await lines.append(b"first")
+    with room_for(12):
+        failed = await asyncio.gather(*(lines.append(b"another") for _ in range(3)), return_exceptions=True)
+    assert [type(error) for error in failed] == [StoreError] * 3
+    await lines.append(b"last")
+    assert text_in(tmp_path) == "first\nlast\n"
+    lines.close()
+
+
+async def test_after_a_failed_fsync_the_file_is_not_trusted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = DurableLines(LineFile(tmp_path, "audit"))
+    await lines.append(b"first")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", _fails)
+        for _ in range(3):
+            with pytest.raises(StoreError, match="Input/output error"):
+                await lines.append(b"lost")
+    await lines.append(b"last")
+    assert text_in(tmp_path) == "first\nlast\n" and num_files(tmp_path) == 2
+    lines.close()
+
+
+def _fails(_: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+async def test_refusals_in_a_loop_fill_no_disk_and_are_counted(tmp_path: Path) -> None:
+    now_s = 0.0
+    log = AuditLog(tmp_path, "r", lambda: now_s)
+    for _ in range(1000):
+        await log.refused(Audited(0.0, "c", "POST /v1/adapters", 401))
+    await log.refused(Audited(0.0, "c", "POST /v1/adapters", 403, key="acme-app"))
+    now_s = 1.0
+    await log.refused(Audited(0.0, "c", "POST /v1/adapters", 401))
+    lines = lines_in(tmp_path)
+    assert len(lines) == MAX_REFUSALS_PER_MINUTE + 2
+    assert lines[-2]["key"] == "acme-app", "one key's loop does not hide another's"
+    assert lines[-1]["unlogged"] == 1000 - MAX_REFUSALS_PER_MINUTE
+    counts = {s.name: s.value for metric in log.collect() for s in metric.samples}
+    assert counts["lorafleet_audit_unlogged_total"] == 1000 - MAX_REFUSALS_PER_MINUTE
+    log.close()
+
+
+async def test_a_line_is_short_whatever_the_call_said(house: House) -> None:
+    long = "x" * 100_000
+    async with house.open():
+        headers = {"authorization": f"Bearer {house.keys['acme']}", "x-forwarded-for": long}
+        body = {"name": long, "source": long}
+        await house.http.post("/v1/adapters", headers=headers, json=body, params={"a": long[:50_000]})
+    [line] = [one for one in lines_in(house.folder / "audit") if "status" not in one]
+    assert len(json.dumps(line)) < 6000 and "(100000 characters)" in line["what"]["source"]
 
 
 EXPOSITION = b"""\

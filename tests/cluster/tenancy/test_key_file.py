@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from lorafleet.cluster.cli import app
+from lorafleet.cluster.tenancy import key_file
 from lorafleet.cluster.tenancy.key_file import parse, read
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.key_text import check_key, digest_of, make_key
@@ -155,13 +158,79 @@ def test_keys_may_come_from_the_environment() -> None:
         (f"keys: [{{id: a, hash: '{HASH}', scopes: [infer]}}, {{id: b, hash: '{HASH}', scopes: [infer]}}]", "two keys"),
         ("tenants: {acme: {limits: {requests_per_minute: 0}}}", "greater than or equal to 1"),
         ("tenants: {a: {name_prefixes: [x-]}, b: {name_prefixes: [x-y]}}", "lies within"),
+        ("tenants: {a: {name_prefixes: [x-]}, b: {name_prefixes: [y-, X-Y]}}", "'x-y' of tenant 'b' lies within 'x-'"),
+        ("tenants: {a: {name_prefixes: [x-]}, b: {name_prefixes: [x-]}}", "lies within"),
         ("tenants: {a: {name_prefixes: ['../']}}", "name_prefixes"),
+        ("tenants: {acme: {limits: {requests_per_minute: -1}}}", "greater than or equal to 1"),
+        ("tenants: {acme: {limits: {requests_per_minute: 1e400}}}", "valid integer"),
+        ("tenants: {acme: {limits: {requests_per_minute: 1.0e+400}}}", "finite"),
+        ("tenants: {acme: {limits: {requests_per_minute: .nan}}}", "finite"),
+        (f"tenants: {{acme: {{limits: {{tokens_per_minute: 1{'0' * 400}}}}}}}", "tokens_per_minute"),
+        (f"tenants: {{acme: {{limits: {{adapter_bytes: 1{'0' * 30}}}}}}}", "less than or equal to"),
+        ('{"tenants": {"acme": {"limits": {"max_concurrent": 1e400}}}}', "max_concurrent"),
+        (f"keys: [{{id: a, hash: '{HASH}', scopes: [infer], expires: 1.0e+300}}]", "keys.0.expires"),
+        (f"tenants: {{acme: {{sources: [{'/a, ' * 1001}]}}}}", "at most 1000"),
+        ("keys: " + "[" * 200_000, "neither YAML nor JSON"),
+        ("- " * 200_000, "neither YAML nor JSON"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(content: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=r"keys\.yaml: ") as error:
+    with pytest.raises(ConfigError, match=r"keys\.yaml") as error:
         parse(content, "keys.yaml")
     assert complaint in error.value.message and "secret" not in error.value.message
+
+
+def test_a_large_file_is_read_with_work_in_proportion_to_its_size() -> None:
+    """Counts how often a key or a prefix is compared with another, rather than the time."""
+    num_compared = 0
+
+    class Counted(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+        def startswith(self, *arguments: Any) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str.startswith(self, *arguments)
+
+        def lower(self) -> str:
+            return Counted(str.lower(self))
+
+    key_file._check_each_once("id", [Counted(f"key-{number}") for number in range(20_000)])
+    assert num_compared < 100_000
+    key_file.outermost_prefixes((Counted(f"tenant-{number}/"), str(number)) for number in range(20_000))
+    assert num_compared < 200_000
+    entries = [{"id": f"k{n}", "hash": f"sha256:{n:064x}", "scopes": ["infer"]} for n in range(20_000)]
+    tenants = {f"t{n}": {"name_prefixes": [f"t{n}/"]} for n in range(20_000)}
+    assert len(parse(json.dumps({"keys": entries, "tenants": tenants}), "keys.json").keys) == 20_000
+
+
+def test_a_file_beyond_the_largest_size_or_number_of_keys_is_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_file, "MAX_FILE_BYTES", 100)
+    file.write_text("keys: []" + " " * 100)
+    with pytest.raises(ConfigError, match="more than 100 bytes"):
+        read(file)
+    keys = [{"id": f"k{n}", "hash": f"sha256:{n:064x}", "scopes": ["infer"]} for n in range(key_file.MAX_KEYS + 1)]
+    with pytest.raises(ConfigError, match="at most 100000 items"):
+        parse(json.dumps({"keys": keys}), "keys.json")
+
+
+def test_whose_a_name_is_does_not_depend_on_its_case_nor_on_how_many_tenants_there_are() -> None:
+    """A hub takes Acme/sql for acme/sql: another tenant would get what is behind it by writing it so."""
+    tenants = {f"t{n}": {"name_prefixes": [f"t{n}-", f"t{n}-x"]} for n in range(1000)}
+    tenants["acme"] = {"name_prefixes": ["Acme/", "acme-"]}
+    ring = KeyRing(json.dumps({"tenants": tenants}))
+    owned = {"acme/sql": "acme", "ACME/sql": "acme", "aCme-1": "acme", "t7-x": "t7", "T999-": "t999", "t1-": "t1"}
+    for name, owner in owned.items():
+        assert ring.owner_of_name(name) == owner
+    for name in ("acme", "acm", "t1", "t1000-", "", "zzz", "a"):
+        assert ring.owner_of_name(name) is None
 
 
 def test_what_is_written_reads_the_same(file: Path) -> None:

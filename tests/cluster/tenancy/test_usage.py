@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lorafleet.cluster.cli import app
-from lorafleet.cluster.tenancy import usage_log
-from lorafleet.cluster.tenancy.usage_log import AppendedLines, UsageLog
+from lorafleet.cluster.tenancy.line_file import LineFile
+from lorafleet.cluster.tenancy.usage_log import UsageLog
 from lorafleet.cluster.tenancy.usage_sums import read_usage, summed
 from lorafleet.workers.errors import ConfigError, InvalidRequest, StoreError
 from lorafleet.workers.openai.usage import Usage
@@ -145,12 +145,80 @@ def test_what_cannot_be_written_is_kept_and_written_later(tmp_path: Path, monkey
     for number in (1, 2):
         log.add(Usage(number, "r", completion_tokens=number))
     waiting = {s.name: s.value for metric in log.collect() for s in metric.samples}["lorafleet_usage_unwritten_bytes"]
-    assert waiting == len(log.lines.unwritten) > 0
+    assert waiting == log.lines.unwritten_bytes > 0
     assert list(read_usage(tmp_path)) == []
     room[0] = 10**6
     log.lines.sync()
-    assert [one.completion_tokens for one in read_usage(tmp_path)] == [1, 2] and not log.lines.unwritten
+    assert [one.completion_tokens for one in read_usage(tmp_path)] == [1, 2] and not log.lines.unwritten_bytes
     log.lines.close()
+
+
+class _Disk:
+    """Stands in for os.write: there is room for so many bytes; counts calls and the bytes that they were given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room, self.num_calls, self.num_offered = room, 0, 0
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, file: int, data: bytes) -> int:
+        self.num_calls, self.num_offered = self.num_calls + 1, self.num_offered + len(data)
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(self.room, len(data))
+        self.room -= taken
+        return self._write(file, data[:taken])
+
+
+def test_on_a_full_disk_a_line_costs_the_same_however_many_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, disk = UsageLog(tmp_path, "r"), _Disk(monkeypatch, room=0)
+    for number in range(5000):
+        log.add(Usage(number, "r", completion_tokens=number))
+    waiting = log.lines.unwritten_bytes
+    assert disk.num_offered < 1000, "no line is offered to the disk with all that wait before it"
+    disk.room = waiting // 3  # in the middle of a line
+    log.lines.sync()
+    assert 0 < log.lines.unwritten_bytes < waiting
+    disk.room = 10**9
+    log.lines.sync()
+    assert disk.num_offered < 4 * waiting and not log.lines.unwritten_bytes
+    assert [one.completion_tokens for one in read_usage(tmp_path)] == list(range(5000))
+    log.add(Usage(5000, "r"))
+    assert not log.lines.unwritten_bytes, "with room every line is written at once"
+    log.lines.close()
+
+
+async def test_while_too_much_is_unwritten_nothing_more_is_generated_and_nothing_is_lost(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house.open():
+        assert house.tenancy.usage is not None
+        house.tenancy.usage._max_unwritten_bytes = 300
+        disk = _Disk(monkeypatch, room=0)
+        answered = 0
+        while (answer := await house.complete("acme", "base")).status_code == 200:
+            answered += 1
+        disk.room = 10**9
+        assert answer.status_code == 503 and "retry-after" in answer.headers
+        assert "bytes wait, and at most 300 may" in answer.json()["error"]["message"]
+        assert (await house.ask("acme", "POST", "/tokenize", {"prompt": "hi"})).status_code == 200
+        shown = (await house.ask("operator", "GET", "/metrics")).text
+        assert 'lorafleet_usage_refused_total{replica=""} 1.0' in shown
+        house.tenancy.usage.lines.sync()
+        assert (await house.complete("acme", "base")).status_code == 200, "by itself, once there is room"
+        assert summed(house.folder / "usage", ["tenant"])["acme",].sequences == answered + 1 > 1
+
+
+async def test_a_line_is_short_however_long_an_id_the_client_chose(house: House) -> None:
+    async with house.open():
+        headers = {"authorization": f"Bearer {house.keys['acme']}", "x-request-id": "x" * 30_000}
+        body = {"model": "base", "prompt": PROMPT, "max_tokens": 1}
+        answers = [await house.http.post("/v1/completions", headers=headers, json=body) for _ in range(2)]
+    lines = [line for path in (house.folder / "usage").iterdir() for line in path.read_bytes().splitlines()]
+    assert len(lines) == sum(answer.status_code == 200 for answer in answers)
+    assert all(len(line) < 1000 for line in lines) and len(set(lines)) == len(lines)
 
 
 def test_a_line_cut_off_by_a_crash_is_none_and_a_damaged_one_is_named(tmp_path: Path) -> None:
@@ -167,9 +235,8 @@ def test_a_line_cut_off_by_a_crash_is_none_and_a_damaged_one_is_named(tmp_path: 
         summed(tmp_path, ["tenant"])
 
 
-def test_a_large_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_log, "MAX_FILE_BYTES", 300)
-    log = UsageLog(tmp_path, "r")
+def test_a_large_file_is_followed_by_another(tmp_path: Path) -> None:
+    log = UsageLog(tmp_path, "r", max_file_bytes=300)
     for number in range(20):
         log.add(Usage(number, "r", completion_tokens=number))
         if number % 7 == 0:
@@ -180,13 +247,13 @@ def test_a_large_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest
 
 
 def test_each_incarnation_has_a_file_of_its_own(tmp_path: Path) -> None:
-    logs = [AppendedLines(tmp_path, "usage-r") for _ in range(3)]
+    logs = [LineFile(tmp_path, "usage-r") for _ in range(3)]
     assert len(list(tmp_path.iterdir())) == 3
     for log in logs:
         log.close()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
-        AppendedLines(tmp_path / "file" / "usage", "r")
+        LineFile(tmp_path / "file" / "usage", "r")
 
 
 def test_the_command_sums_by_what_is_named_and_in_a_span_of_time(tmp_path: Path) -> None:
