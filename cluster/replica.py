@@ -108,6 +108,7 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
+        _check_alive(self._engine)
         await self._ranks.check_health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -270,10 +271,14 @@ class EngineReplica:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch_ranks(self, engine: EngineClient) -> None:
-        """Ends the requests in flight and all ranks when one is gone; Serve's own health check comes later."""
+        """Ends the requests in flight and all ranks when one is gone, or when the connection to rank 0 has failed.
+
+        Serve's own health check comes later.
+        """
         while True:
             await asyncio.sleep(WATCH_S)
             try:
+                _check_alive(engine)
                 await self._ranks.check_health()
             except EngineDead as error:
                 logger.error("the replica ends: %s", error.message)
@@ -298,3 +303,9 @@ class EngineReplica:
             await self._membership.stop()
         self._directory.close()
         shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+def _check_alive(engine: EngineClient | None) -> None:
+    """Raises EngineDead where the engine, or the connection to it, has failed."""
+    if engine is not None and engine.dead is not None:
+        raise EngineDead(engine.dead)

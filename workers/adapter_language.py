@@ -145,9 +145,9 @@ def _check_ends(eos_token_ids: Sequence[int], vocab_size: int) -> None:
     for token in eos_token_ids:
         if not 0 <= token < vocab_size:
             raise AdapterMalformed(
-                f"the adapter's answers end with token {shown(token)} ({GENERATION_NAME} or its tokenizer's eos_token), "
-                f"and its vocabulary has ids 0 to {vocab_size - 1}. Save the resized embed_tokens and lm_head with the "
-                "adapter, or correct the eos token."
+                f"the adapter's answers end with token {shown(token)} ({GENERATION_NAME}, or its tokenizer's "
+                f"eos_token), and its vocabulary has ids 0 to {vocab_size - 1}. Save the resized embed_tokens and "
+                "lm_head with the adapter, or correct the eos token."
             )
 
 

@@ -7,6 +7,7 @@ on before its last token is known, which the device keeps for it, and what it co
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.workers.admission import Admission
 from lorafleet.workers.config import OnLoadFailure
-from lorafleet.workers.errors import AdapterChanged, ContextOverflow, InvalidRequest, LorafleetError, to_wire
+from lorafleet.workers.errors import AdapterChanged, ContextOverflow, InvalidRequest, LorafleetError, fault_of, to_wire
 from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.lora.worker_manager import LoadCounts, WorkerLoRAManager
@@ -30,11 +31,14 @@ from lorafleet.workers.messages import (
     TokenOutput,
 )
 from lorafleet.workers.runner import LaunchedStep, ModelRunner, Sampled
+from lorafleet.workers.sampling_params import check_token_ids
 from lorafleet.workers.scheduler import Chunk, Scheduler
 from lorafleet.workers.sequence import UNKNOWN, Sequence
 from lorafleet.workers.step_metrics import StepMetrics
 from lorafleet.workers.step_plan import StepPlan
 from lorafleet.workers.structured.decoding import StructuredDecoding
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +92,26 @@ class Engine:
     def add(self, request: EngineRequest) -> None:
         """Raises LorafleetError where the request can never be served, or not now; nothing is queued then."""
         self._check(request)
+        eos = self.hello.eos_token_ids if request.vocabulary is None else request.vocabulary.eos_token_ids
+        sequence = self._make_sequence(request, eos)
+        sequence.group = self._admission.join(request)
+        try:
+            if self.loras is not None and request.lora is not None:
+                sequence.tier = self.loras.count_request(request.lora)
+            if request.params.structured_outputs is None:
+                self.scheduler.add(sequence)
+            else:
+                self._prepare(sequence, request.tokenizer, eos)
+        except BaseException:
+            self._admission.left(sequence)
+            raise
+        self._sequences[request.request_id] = sequence
+        self._admission.queued(sequence, request.queue_timeout_s)
+
+    def _make_sequence(self, request: EngineRequest, eos_token_ids: list[int]) -> Sequence:
         params, prompt = request.params, request.prompt_token_ids
         room = self.hello.max_model_len - len(prompt)
-        own = request.vocabulary
-        eos = self.hello.eos_token_ids if own is None else own.eos_token_ids
-        sequence = Sequence(
+        return Sequence(
             request_id=request.request_id,
             tokens=list(prompt),
             num_prompt=len(prompt),
@@ -101,21 +120,13 @@ class Engine:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             lora=request.lora,
             prompt_logprobs=[] if params.prompt_logprobs is not None else None,
-            stop_ids=frozenset(() if params.ignore_eos else eos) | frozenset(params.stop_token_ids or ()),
-            own_vocabulary=own is not None,
-            group=self._admission.join(request),
+            stop_ids=frozenset(() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids or ()),
+            own_vocabulary=request.vocabulary is not None,
             priority=request.priority,
             pooling=request.pooling,
-            tier=self.loras.count_request(request.lora) if self.loras and request.lora else "",
             cache_salt=request.cache_salt,
             times=SequenceTimes() if request.traced else None,
         )
-        if params.structured_outputs is None:
-            self.scheduler.add(sequence)
-        else:
-            self._prepare(sequence, request.tokenizer, eos)
-        self._sequences[request.request_id] = sequence
-        self._admission.queued(sequence, request.queue_timeout_s)
 
     def abort(self, request_id: str) -> None:
         """Frees what the sequence holds, before the next step. Unknown ids are finished ones."""
@@ -244,11 +255,7 @@ class Engine:
 
     def _prepare(self, sequence: Sequence, tokenizer: TokenizerFile | None, eos_token_ids: list[int]) -> None:
         assert tokenizer is not None, "who asks for structured output says how the model spells its answers"
-        try:
-            self._structured.open(sequence, tokenizer, eos_token_ids)
-        except LorafleetError:
-            self._admission.left(sequence)
-            raise
+        self._structured.open(sequence, tokenizer, eos_token_ids)
         self._preparing.add(sequence)
 
     def _check(self, request: EngineRequest) -> None:
@@ -270,6 +277,8 @@ class Engine:
                 f"the prompt has token id {wrong}; this model's vocabulary has ids 0 to {vocab_size - 1}.", "prompt"
             )
         request.params.check_vocabulary(vocab_size)
+        if request.vocabulary is not None:
+            check_token_ids("eos_token_id", request.vocabulary.eos_token_ids, vocab_size)
         if request.lora is not None and self.loras is None:
             raise InvalidRequest("this server runs without LoRA; start it with --enable-lora.", "model")
         assert request.lora is None or request.lora.digest, "adapters are read once before they are requested"
@@ -321,9 +330,7 @@ class Engine:
         outputs: list[TokenOutput] = []
         for chunk, end, sampled in zip(under_way.step.chunks, under_way.ends, under_way.step.collect(), strict=True):
             if self._sequences.get(chunk.sequence.request_id) is chunk.sequence:
-                output = self._advance(chunk.sequence, end, sampled)
-                if output is not None:
-                    outputs.append(output)
+                outputs += self._advance_or_refuse(chunk.sequence, end, sampled)
         self._step_metrics.ended(under_way.step.shape, under_way.began_s)
         return outputs
 
@@ -349,13 +356,22 @@ class Engine:
     def _without_adapter(self, sequence: Sequence, error: LorafleetError) -> TokenOutput | None:
         may_fall_back = sequence.num_generated == 0 and not sequence.own_vocabulary
         if self._on_lora_load_failure == "base" and may_fall_back:
-            sequence.lora, sequence.fallback_reason = None, error.message
+            sequence.lora, sequence.fallback_reason = None, to_wire(error).message
             return None
         return self._refuse(sequence, error)
 
     def _refuse(self, sequence: Sequence, error: LorafleetError) -> TokenOutput:
         self.abort(sequence.request_id)
         return TokenOutput(request_id=sequence.request_id, finish_reason="error", error=to_wire(error))
+
+    def _advance_or_refuse(self, sequence: Sequence, end: int, sampled: Sampled) -> list[TokenOutput]:
+        """A fault of one sequence ends that sequence, and no other."""
+        try:
+            output = self._advance(sequence, end, sampled)
+        except Exception as error:
+            log.exception("request %s ends", sequence.request_id)
+            return [self._refuse(sequence, fault_of(error))]
+        return [] if output is None else [output]
 
     def _advance(self, sequence: Sequence, end: int, sampled: Sampled) -> TokenOutput | None:
         """end: how many of the sequence's tokens the step had computed; the sampled one comes behind them."""

@@ -198,9 +198,16 @@ def _subclasses(cls: type[LorafleetError]) -> dict[str, type[LorafleetError]]:
     return found
 
 
+def fault_of(error: Exception) -> LorafleetError:
+    """What the client of one request is told about a fault of ours that ended that request alone."""
+    return LorafleetError(f"The engine failed at this request ({type(error).__name__}); the server's log says why.")
+
+
 def to_wire(error: LorafleetError) -> WireError:
     retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else None
-    return WireError(type(error).__name__, error.message, error.param, retry_after_s)
+    # A message may quote a path or a text with halves of characters, which cannot be encoded.
+    message = error.message.encode(errors="backslashreplace").decode()
+    return WireError(type(error).__name__, message, error.param, retry_after_s)
 
 
 def from_wire(error: WireError) -> LorafleetError:

@@ -226,17 +226,31 @@ class EngineStats(msgspec.Struct, frozen=True):
     resident_cpu: list[str] = []  # digests in CPU memory
 
 
+class SealedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """An EngineRequest that is encoded by itself, see sealing.py."""
+
+    request_id: str
+    body: msgspec.Raw
+
+
+class SealedCall(msgspec.Struct, frozen=True, array_like=True):
+    """An AdapterCall that is encoded by itself, see sealing.py."""
+
+    call_id: int
+    body: msgspec.Raw
+
+
 class ClientBatch(msgspec.Struct):
     """Replica to worker. `sequence` counts up; the worker repeats it in StepBatch.acknowledged."""
 
     sequence: int
-    requests: list[EngineRequest] = []
+    requests: list[SealedRequest] = []
     aborts: list[str] = []
-    adapter_calls: list[AdapterCall] = []
+    adapter_calls: list[SealedCall] = []
 
 
 class StepBatch(msgspec.Struct):
-    """Worker to replica, once a step."""
+    """Worker to replica, once a step. sent_s: monotonic."""
 
     acknowledged: int
     outputs: list[TokenOutput] = []
@@ -244,6 +258,7 @@ class StepBatch(msgspec.Struct):
     adapter_moves: list[AdapterMove] = []
     stats: EngineStats | None = None
     fatal: str | None = None
+    sent_s: float = 0.0
 
 
 class EngineHello(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -105,12 +106,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequest where a token id named here does not exist."""
-        for name, ids in (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids or [])):
-            for token in ids:
-                if not 0 <= token < vocab_size:
-                    raise InvalidRequest(
-                        f"{name} names token {token}; this model's vocabulary has ids 0 to {vocab_size - 1}.", name
-                    )
+        check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
+
+
+def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raises InvalidRequest where one of the ids of the field `name` does not exist."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"{name} names token {token}; this model's vocabulary has ids 0 to {vocab_size - 1}.", name
+            )
 
 
 def _check_stop_strings(stops: list[str]) -> None:

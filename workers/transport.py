@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -37,8 +38,12 @@ from lorafleet.workers.messages import (
     TokenOutput,
     UnpinAdapter,
 )
+from lorafleet.workers.sealing import seal_call, seal_request
 
 HELLO = b""
+UNACKNOWLEDGED_S = 10.0  # how long a worker that sends other messages may leave a batch unacknowledged
+
+log = logging.getLogger(__name__)
 
 
 class WorkerSocket:
@@ -76,7 +81,15 @@ class WorkerSocket:
             except zmq.Again:
                 return batches
             if message != HELLO:
-                batches.append(self._decoder.decode(message))
+                batches += self._decoded(message)
+
+    def _decoded(self, message: bytes) -> list[ClientBatch]:
+        """Nothing where the message cannot be read: the client notices that it is not acknowledged, and fails."""
+        try:
+            return [self._decoder.decode(message)]
+        except msgspec.MsgspecError:
+            log.exception("a message of %d bytes from the replica cannot be read", len(message))
+            return []
 
     def send(self, batch: StepBatch) -> None:
         """Dropped where nobody is connected: the replica has gone, and its requests with it."""
@@ -91,10 +104,14 @@ class WorkerSocket:
 
 
 class EngineClient:
-    """The replica's end, in its asyncio loop."""
+    """The replica's end, in its asyncio loop.
 
-    def __init__(self, address: str, hello: EngineHello) -> None:
+    unacknowledged_s: how long a worker that sends other messages may leave a batch unacknowledged.
+    """
+
+    def __init__(self, address: str, hello: EngineHello, unacknowledged_s: float = UNACKNOWLEDGED_S) -> None:
         self.hello = hello
+        self._unacknowledged_limit_s = unacknowledged_s
         self.stats = EngineStats()
         self._stats_s = time.monotonic()
         self._context = zmq.asyncio.Context()
@@ -114,6 +131,8 @@ class EngineClient:
         self._next_call = 0
         self._gathering = ClientBatch(0)
         self._unacknowledged = False
+        self._sent_s = 0.0  # monotonic, of the last batch
+        self._num_late = 0  # messages that the worker sent long after that batch, without acknowledging it
         self._flush_planned = False
         self._dead: EngineDead | None = None
         self._moves_before: list[AdapterMove] = []  # before somebody listened
@@ -122,8 +141,10 @@ class EngineClient:
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
     @classmethod
-    async def connect(cls, address: str, hello: EngineHello) -> EngineClient:
-        return cls(address, hello)
+    async def connect(
+        cls, address: str, hello: EngineHello, unacknowledged_s: float = UNACKNOWLEDGED_S
+    ) -> EngineClient:
+        return cls(address, hello, unacknowledged_s)
 
     @property
     def dead(self) -> str | None:
@@ -157,12 +178,13 @@ class EngineClient:
         Raises the LorafleetError that the engine refused the request with, or EngineDead.
         """
         self._check_alive()
+        sealed = seal_request(request)
         stream: asyncio.Queue[TokenOutput | EngineDead] = asyncio.Queue()
         self._streams[request.request_id] = stream
         digest = request.lora.digest if request.lora is not None else ""
         self._in_flight[digest] += 1
         num_tokens = len(request.prompt_token_ids)
-        self._gathering.requests.append(request)
+        self._gathering.requests.append(sealed)
         self._plan_flush()
         finished = False
         try:
@@ -218,10 +240,10 @@ class EngineClient:
         self._on_adapter_move = listener
 
     async def close(self) -> None:
+        self.fail("the engine was closed")
         self._receiver.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._receiver
-        self.fail("the engine was closed")
         self._socket.close()
         self._context.term()
 
@@ -235,9 +257,10 @@ class EngineClient:
 
     async def _call(self, call: AdapterCall) -> AdapterInfo | None:
         self._check_alive()
+        sealed = seal_call(call)
         reply: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
         self._calls[call.call_id] = reply
-        self._gathering.adapter_calls.append(call)
+        self._gathering.adapter_calls.append(sealed)
         self._plan_flush()
         try:
             return await reply
@@ -263,32 +286,57 @@ class EngineClient:
         batch = self._gathering
         if self._dead is not None or not (batch.requests or batch.aborts or batch.adapter_calls):
             return
-        self._sequence += 1
-        batch.sequence = self._sequence
-        self._gathering = ClientBatch(0)
-        self._unacknowledged = True
+        try:
+            self._send(batch)
+        except Exception as error:
+            log.exception("a batch cannot be sent to the worker")
+            self.fail(f"a batch cannot be sent to the worker: {error!r}")
+
+    def _send(self, batch: ClientBatch) -> None:
+        batch.sequence = self._sequence + 1
+        message = self._encoder.encode(batch)
         # No high-water mark: the send is queued at once, and its future is done.
-        self._socket.send(self._encoder.encode(batch))
+        self._socket.send(message)
+        self._sequence += 1
+        self._gathering = ClientBatch(0)
+        self._unacknowledged, self._sent_s, self._num_late = True, time.monotonic(), 0
 
     async def _receive(self) -> None:
-        while self._dead is None:
-            batch = self._decoder.decode(await self._socket.recv())
-            if batch.stats is not None:
-                self.stats, self._stats_s = batch.stats, time.monotonic()
-                self._stats_came.set()
-            if batch.acknowledged == self._sequence:
-                self._unacknowledged = False
-                self._flush()
-            for output in batch.outputs:
-                stream = self._streams.get(output.request_id)
-                if stream is not None:
-                    stream.put_nowait(output)
-            for move in batch.adapter_moves:
-                self._on_adapter_move(move)
-            for reply in batch.adapter_replies:
-                self._answer(reply)
-            if batch.fatal is not None:
-                self.fail(batch.fatal)
+        """Whatever ends this ends every stream and call: nobody waits for answers that nobody reads."""
+        try:
+            while self._dead is None:
+                self._take_in(self._decoder.decode(await self._socket.recv()))
+        except Exception as error:
+            log.exception("the connection to the worker ends")
+            self.fail(f"a message from the worker cannot be taken in: {error!r}")
+        finally:
+            self.fail("the connection to the worker has ended")
+
+    def _take_in(self, batch: StepBatch) -> None:
+        if batch.stats is not None:
+            self.stats, self._stats_s = batch.stats, time.monotonic()
+            self._stats_came.set()
+        if batch.acknowledged == self._sequence:
+            self._unacknowledged = False
+            self._flush()
+        for output in batch.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put_nowait(output)
+        for move in batch.adapter_moves:
+            self._on_adapter_move(move)
+        for reply in batch.adapter_replies:
+            self._answer(reply)
+        if batch.fatal is not None:
+            self.fail(batch.fatal)
+        self._check_acknowledged(batch)
+
+    def _check_acknowledged(self, batch: StepBatch) -> None:
+        """The worker reads all that has come before each step. So the second message that it sends long after a batch
+        was sent must acknowledge that batch; the first may end a step that began before."""
+        self._num_late += self._unacknowledged and batch.sent_s - self._sent_s > self._unacknowledged_limit_s
+        if self._num_late >= 2:
+            self.fail(f"the worker has not read what it was sent {batch.sent_s - self._sent_s:.0f} s ago")
 
     def _answer(self, reply: AdapterReply) -> None:
         caller = self._calls.get(reply.call_id)
@@ -300,9 +348,10 @@ class EngineClient:
             caller.set_result(reply.info)
 
     def fail(self, reason: str) -> None:
-        """The worker is gone: every stream and call ends with EngineDead, and so do later ones."""
-        if self._dead is None:
-            self._dead = EngineDead(reason)
+        """Ends every stream and call, and all later ones, with EngineDead. The first reason counts."""
+        if self._dead is not None:
+            return
+        self._dead = EngineDead(reason)
         for stream in self._streams.values():
             stream.put_nowait(EngineDead(reason))
         for caller in self._calls.values():

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.errors import EngineDead, LorafleetError, to_wire
+from lorafleet.workers.errors import EngineDead, LorafleetError, fault_of, to_wire
 from lorafleet.workers.lora.request import AdapterInfo
 from lorafleet.workers.messages import (
     AdapterCall,
@@ -23,10 +23,12 @@ from lorafleet.workers.messages import (
     DropAdapter,
     EngineHello,
     PinAdapter,
+    SealedRequest,
     StepBatch,
     TokenOutput,
     UnpinAdapter,
 )
+from lorafleet.workers.sealing import open_call, open_request
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import WorkerSocket
@@ -119,16 +121,29 @@ class EngineLoop(threading.Thread):
         """The refusals."""
         self._acknowledged = batch.sequence
         refused: list[TokenOutput] = []
-        for request in batch.requests:
-            try:
-                self._engine.add(request)
-            except LorafleetError as e:
-                refused.append(TokenOutput(request_id=request.request_id, finish_reason="error", error=to_wire(e)))
+        for sealed in batch.requests:
+            error = self._add(sealed)
+            if error is not None:
+                refused.append(TokenOutput(request_id=sealed.request_id, finish_reason="error", error=to_wire(error)))
         for request_id in batch.aborts:
             self._engine.abort(request_id)
         for call in batch.adapter_calls:
-            self._take_call(call)
+            try:
+                self._take_call(open_call(call))
+            except LorafleetError as error:
+                self._replies.append(AdapterReply(call.call_id, error=to_wire(error)))
         return refused
+
+    def _add(self, sealed: SealedRequest) -> LorafleetError | None:
+        """Returns why the request is refused."""
+        try:
+            self._engine.add(open_request(sealed))
+        except LorafleetError as error:
+            return error
+        except Exception as error:
+            log.exception("request %s cannot be taken in", sealed.request_id)
+            return fault_of(error)
+        return None
 
     def _take_call(self, call: AdapterCall) -> None:
         if isinstance(call, DropAdapter | UnpinAdapter):
@@ -156,7 +171,7 @@ class EngineLoop(threading.Thread):
         stats_due = now >= self._stats_due_s or moves != self._told_moves or became_idle
         if not (outputs or heard or self._replies or stats_due):
             return
-        batch = StepBatch(self._acknowledged, outputs, self._replies)
+        batch = StepBatch(self._acknowledged, outputs, self._replies, sent_s=now)
         if stats_due or self._replies:
             batch.stats = self._engine.stats()
             if self._engine.loras is not None:

@@ -90,7 +90,7 @@ def test_an_end_of_its_own_stands_beside_the_bases_where_that_means_the_same(
 @pytest.mark.parametrize("eos", [PADDED, 10**30, [0, PADDED], [EOS] * 65])
 def test_ends_of_answers_that_no_answer_can_have_are_refused(reader, adapter, eos):
     (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    with pytest.raises(AdapterMalformed, match="ids 0 to 399|at most 64"):
+    with pytest.raises(AdapterMalformed, match=r"ids 0 to 399|at most 64"):
         reader.read(adapter)
 
 
