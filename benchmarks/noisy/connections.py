@@ -1,0 +1,235 @@
+"""Connections to the ingress: slow, idle, half closed, and such as speak something else than HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable
+
+from noisy.hostile import Attack, Hostile, repeated
+
+NUM_IDLE = 2000
+
+
+async def slow_headers(hostile: Hostile) -> None:
+    """Five hundred connections that send a line of their head every second."""
+
+    async def slow() -> None:
+        async with hostile.connection() as (_, writer):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n")
+            while True:
+                writer.write(b"x-more: a\r\n")
+                await writer.drain()
+                await asyncio.sleep(1)
+
+    await repeated(slow, 500)
+
+
+async def slow_bodies(hostile: Hostile) -> None:
+    """Five hundred requests whose bodies come a byte a second."""
+    head = hostile.head("POST", "/v1/completions", "content-length: 100000")
+
+    async def slow() -> None:
+        async with hostile.connection() as (_, writer):
+            writer.write(head + b'{"model": "m", "prompt": "')
+            while True:
+                writer.write(b"a")
+                await writer.drain()
+                await asyncio.sleep(1)
+
+    await repeated(slow, 500)
+
+
+async def idle_connections(hostile: Hostile) -> None:
+    """Two thousand connections on which nothing is sent."""
+
+    async def idle() -> None:
+        async with hostile.connection():
+            await asyncio.sleep(3600)
+
+    await repeated(idle, NUM_IDLE)
+
+
+async def kept_connections(hostile: Hostile) -> None:
+    """A thousand connections that are kept after one request each."""
+
+    async def keep() -> None:
+        async with hostile.connection() as (reader, writer):
+            writer.write(hostile.head("GET", "/v1/models"))
+            await writer.drain()
+            await reader.read(1)
+            await asyncio.sleep(3600)
+
+    await repeated(keep, 1000)
+
+
+async def new_connections(hostile: Hostile) -> None:
+    """Connections that are opened and closed, as fast as it goes."""
+
+    async def once() -> None:
+        async with hostile.connection():
+            pass
+
+    await repeated(once, 64)
+
+
+async def half_closed(hostile: Hostile) -> None:
+    """Requests whose clients close their side before the answer, and never read it."""
+    request = hostile.written(hostile.completion(stream=True, max_tokens=400))
+
+    async def once() -> None:
+        async with hostile.connection() as (_, writer):
+            writer.write(request)
+            writer.write_eof()
+            await asyncio.sleep(1)
+
+    await repeated(once, 100)
+
+
+async def garbage(hostile: Hostile) -> None:
+    """Random bytes, and random bytes behind a good request on the same connection."""
+    draw = random.Random(0)
+
+    async def once() -> None:
+        async with hostile.connection() as (reader, writer):
+            writer.write(hostile.head("GET", "/health") if draw.random() < 0.5 else b"")
+            writer.write(draw.randbytes(8192))
+            await writer.drain()
+            async with asyncio.timeout(2):
+                await _drained(reader)
+
+    await _patiently(hostile, once)
+
+
+async def pipelining(hostile: Hostile) -> None:
+    """A hundred requests on a connection at once, without waiting for an answer."""
+    requests = hostile.head("GET", "/v1/models") * 100
+
+    async def once() -> None:
+        async with hostile.connection() as (reader, writer):
+            writer.write(requests)
+            await writer.drain()
+            async with asyncio.timeout(2):
+                await _drained(reader)
+
+    await _patiently(hostile, once)
+
+
+async def tls_on_the_plain_port(hostile: Hostile) -> None:
+    """TLS handshakes on a port that speaks none."""
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(500)
+
+    async def once() -> None:
+        async with hostile.connection() as (reader, writer):
+            writer.write(hello)
+            await writer.drain()
+            async with asyncio.timeout(2):
+                await _drained(reader)
+
+    await _patiently(hostile, once, 32)
+
+
+async def smuggling(hostile: Hostile) -> None:
+    """Requests whose lengths contradict one another, with a second request hidden in the first."""
+    hidden = hostile.head("DELETE", "/v1/adapters/pirate", "content-length: 0")
+    heads = [
+        ("content-length: 5", "transfer-encoding: chunked"),
+        ("transfer-encoding: chunked", "transfer-encoding: identity"),
+        ("transfer-encoding: xchunked",),
+        ("content-length: 5", "content-length: 6"),
+        ("content-length: +5",),
+        ("content-length: 0x5",),
+        ("transfer-encoding : chunked",),
+    ]
+    draw = random.Random(0)
+
+    async def once() -> None:
+        async with hostile.connection() as (reader, writer):
+            writer.write(hostile.head("POST", "/v1/completions", *draw.choice(heads)) + b"0\r\n\r\n" + hidden)
+            await writer.drain()
+            async with asyncio.timeout(2):
+                await _drained(reader)
+
+    await _patiently(hostile, once)
+
+
+async def odd_chunks(hostile: Hostile) -> None:
+    """Bodies of one-byte chunks, with long extensions, endless lengths and trailers."""
+    head = hostile.head("POST", "/v1/completions", "transfer-encoding: chunked")
+    bodies = [b"1\r\na\r\n" * 20_000, b"1;" + b"x" * 8_000 + b"\r\na\r\n", b"f" * 5_000, b"0\r\n" + b"t: a\r\n" * 1_000]
+    draw = random.Random(0)
+
+    async def once() -> None:
+        async with hostile.connection() as (reader, writer):
+            writer.write(head + draw.choice(bodies))
+            await writer.drain()
+            async with asyncio.timeout(2):
+                await _drained(reader)
+
+    await _patiently(hostile, once)
+
+
+async def large_heads(hostile: Hostile) -> None:
+    """Heads of a thousand lines, of lines of 60 kB, and paths of 30 kB."""
+    heads = [
+        hostile.head("GET", "/v1/models", *(f"x-{i}: a" for i in range(1000))),
+        hostile.head("GET", "/v1/models", "x-long: " + "a" * 60_000),
+        hostile.head("GET", "/v1/models/" + "a" * 30_000),
+        hostile.head("GET", "/v1/adapters?" + "&".join(f"a{i}=b" for i in range(1_500))),
+    ]
+    draw = random.Random(0)
+
+    async def once() -> None:
+        async with hostile.connection() as (reader, writer):
+            writer.write(draw.choice(heads))
+            await writer.drain()
+            async with asyncio.timeout(2):
+                await _drained(reader)
+
+    await _patiently(hostile, once)
+
+
+async def upgrades(hostile: Hostile) -> None:
+    """Requests to become a WebSocket or HTTP/2, CONNECT, TRACE, and bodies announced but never sent."""
+    heads = [
+        hostile.head("GET", "/v1/completions", "upgrade: websocket", "connection: upgrade", "sec-websocket-key: a"),
+        hostile.head("GET", "/", "connection: upgrade, http2-settings", "upgrade: h2c", "http2-settings: AAMAAABk"),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        hostile.head("CONNECT", "127.0.0.1:22"),
+        hostile.head("TRACE", "/v1/models"),
+        hostile.head("POST", "/v1/completions", "expect: 100-continue", "content-length: 1000"),
+    ]
+    draw = random.Random(0)
+
+    async def once() -> None:
+        async with hostile.connection() as (reader, writer):
+            writer.write(draw.choice(heads))
+            await writer.drain()
+            async with asyncio.timeout(2):
+                await _drained(reader)
+
+    await _patiently(hostile, once)
+
+
+async def _drained(reader: asyncio.StreamReader) -> None:
+    while await reader.read(1 << 16):
+        pass
+
+
+async def _patiently(hostile: Hostile, once: Callable[[], Awaitable[None]], width: int = 16) -> None:
+    """Counts answers that do not end in time, as those of a connection that is kept."""
+
+    async def patient() -> None:
+        try:
+            await once()
+        except TimeoutError:
+            hostile.seen["kept"] += 1
+
+    await repeated(patient, width)
+
+
+ATTACKS: tuple[Attack, ...] = (
+    *(slow_headers, slow_bodies, idle_connections, kept_connections, new_connections, half_closed, garbage),
+    *(pipelining, tls_on_the_plain_port, smuggling, odd_chunks, large_heads, upgrades),
+)

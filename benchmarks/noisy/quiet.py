@@ -1,0 +1,117 @@
+"""The quiet tenant: asks its adapters short questions at a steady rate, and times each answer.
+
+Questions are asked when it is time, whether or not the last one is answered, each on a connection of its own: so a wait
+of three seconds is seen by every question of these three seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+PATIENCE_S = 30.0  # after which a question counts as not answered
+MAX_TOKENS = 32
+
+Question = tuple[str, str]  # model, text
+
+
+@dataclass(slots=True)
+class Answer:
+    """ttft_s: None where no token came. status: 0 where there was none. fault: None where all is right."""
+
+    asked_s: float
+    status: int = 0
+    ttft_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)
+    fault: str | None = None
+
+
+class QuietTenant:
+    def __init__(self, url: str, key: str, questions: Sequence[Question], interval_s: float) -> None:
+        self._url = url
+        self._headers = {"authorization": f"Bearer {key}"}
+        self._questions = questions
+        self._interval_s = interval_s
+        self._right: dict[Question, str] = {}
+
+    async def learn(self) -> None:
+        """Takes the answers to all questions while nobody else asks anything: they are the right ones."""
+        for question in self._questions:
+            async with self._client() as http:
+                answer = await http.post("/v1/chat/completions", json=self._body(question))
+            answer.raise_for_status()
+            self._right[question] = answer.json()["choices"][0]["message"]["content"]
+
+    @asynccontextmanager
+    async def asking(self) -> AsyncIterator[list[Answer]]:
+        """Asks within the block. The list grows as answers end; afterwards it has all of them."""
+        answers: list[Answer] = []
+        asking = asyncio.create_task(self._ask_on(answers))
+        try:
+            yield answers
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+            await asyncio.gather(*self._asked)
+
+    async def _ask_on(self, answers: list[Answer]) -> None:
+        self._asked: set[asyncio.Task[None]] = set()
+        begin = time.monotonic()
+        for number, question in enumerate(itertools.cycle(self._questions)):
+            await asyncio.sleep(begin + number * self._interval_s - time.monotonic())
+            task = asyncio.create_task(self._ask(question, answers))
+            self._asked.add(task)
+            task.add_done_callback(self._asked.discard)
+
+    async def _ask(self, question: Question, answers: list[Answer]) -> None:
+        answer = Answer(time.monotonic())
+        try:
+            async with asyncio.timeout(PATIENCE_S), self._client() as http:
+                await self._read(http, question, answer)
+        except (TimeoutError, httpx.HTTPError) as error:
+            answer.fault = f"{type(error).__name__} after {time.monotonic() - answer.asked_s:.1f} s"
+        answers.append(answer)
+
+    async def _read(self, http: httpx.AsyncClient, question: Question, answer: Answer) -> None:
+        body = self._body(question) | {"stream": True}
+        async with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+            answer.status = stream.status_code
+            if answer.status != 200:
+                answer.fault = f"{answer.status}: {(await stream.aread()).decode(errors='replace')[:200]}"
+                return
+            text, last_s = "", answer.asked_s
+            async for line in stream.aiter_lines():
+                words = _words(line)
+                now = time.monotonic()
+                if words and answer.ttft_s is None:
+                    answer.ttft_s = now - last_s
+                elif words:
+                    answer.gaps_s.append(now - last_s)
+                if words:
+                    text, last_s = text + words, now
+            if text != self._right[question]:
+                answer.fault = f"wrong: {text[:100]!r} in place of {self._right[question]!r}"
+
+    def _body(self, question: Question) -> dict[str, Any]:
+        model, text = question
+        message: Mapping[str, str] = {"role": "user", "content": text}
+        return {"model": model, "messages": [message], "max_tokens": MAX_TOKENS, "temperature": 0}
+
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=PATIENCE_S, trust_env=False)
+
+
+def _words(line: str) -> str:
+    """The text that an event adds. An error event is none of the answer's text, which is then wrong."""
+    if not line.startswith("data: {"):
+        return ""
+    choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]
+    return choices[0].get("delta", {}).get("content") or ""

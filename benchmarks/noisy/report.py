@@ -1,0 +1,120 @@
+"""What a round of the quiet tenant came to: the figures, the bounds that they broke, and the table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from noisy.hostile import FAILED
+from noisy.quiet import Answer
+from noisy.watch import Seen
+
+MAX_TTFT_S = 2.0
+MAX_GROWN_MIB = 300.0
+ALONE = "alone"
+ALL_AT_ONCE = "all at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds; NaN where there are none."""
+
+    p50: float
+    p99: float
+    worst: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Times:
+        if not seconds:
+            return cls(float("nan"), float("nan"), float("nan"))
+        values = 1000 * np.asarray(seconds)
+        p50, p99 = np.percentile(values, (50, 99))
+        return cls(float(p50), float(p99), float(values.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One attack: what the quiet tenant and the watch saw, and what the attack itself was answered."""
+
+    name: str
+    num_asked: int
+    ttft: Times
+    gaps: Times
+    statuses: Mapping[int, int]
+    faults: Mapping[str, int]
+    health_worst_ms: float
+    metrics_worst_ms: float
+    refused: Mapping[str, int]  # by /health and /metrics
+    grown: tuple[str, float]  # the process that grew most, and MiB
+    lost: Sequence[str]
+    num_zombies: int
+    hostile: Mapping[str, int]
+
+    @classmethod
+    def of(cls, name: str, answers: Sequence[Answer], seen: Seen, hostile: Mapping[str, int]) -> Round:
+        return cls(
+            name=name,
+            num_asked=len(answers),
+            ttft=Times.of([one.ttft_s for one in answers if one.ttft_s is not None]),
+            gaps=Times.of([gap for one in answers for gap in one.gaps_s]),
+            statuses=dict(Counter(one.status for one in answers)),
+            faults=dict(Counter(one.fault for one in answers if one.fault is not None)),
+            health_worst_ms=Times.of(seen.health_s).worst,
+            metrics_worst_ms=Times.of(seen.metrics_s).worst,
+            refused=dict(Counter(seen.refused)),
+            grown=seen.most_grown,
+            lost=seen.lost,
+            num_zombies=seen.num_zombies,
+            hostile=dict(hostile),
+        )
+
+    @property
+    def broken(self) -> list[str]:
+        """The bounds that were not kept, each in a few words."""
+        found = [f"{count} x {fault}" for fault, count in self.faults.items()]
+        if self.name != ALL_AT_ONCE and self.ttft.worst > 1000 * MAX_TTFT_S:
+            found.append(f"worst TTFT {self.ttft.worst:.0f} ms")
+        if self.grown[1] > MAX_GROWN_MIB:
+            found.append(f"{self.grown[0]} grew by {self.grown[1]:.0f} MiB")
+        if self.lost:
+            found.append(f"lost {', '.join(self.lost)}")
+        if FAILED in self.hostile:
+            found.append(FAILED)
+        if not self.num_asked:
+            found.append("nothing was asked")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"broken": self.broken}
+
+
+HEADER = (
+    "| beside | TTFT p50 | p99 | worst | gap p50 | p99 | worst | not 200 | /health | /metrics | most grown | kept |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def row(one: Round) -> str:
+    """A line of the table; times are in milliseconds."""
+    process, grown_mib = one.grown
+    cells = [
+        one.name,
+        *(f"{value:.0f}" for value in (one.ttft.p50, one.ttft.p99, one.ttft.worst)),
+        *(f"{value:.0f}" for value in (one.gaps.p50, one.gaps.p99, one.gaps.worst)),
+        str(sum(count for status, count in one.statuses.items() if status != 200)),
+        f"{one.health_worst_ms:.0f}",
+        f"{one.metrics_worst_ms:.0f}",
+        f"{process.rpartition(' ')[0]} {grown_mib:+.0f} MiB",
+        "NO" if one.broken else "yes",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def summary(rounds: Sequence[Round]) -> str:
+    """What was broken, as markdown."""
+    lines = [f"- {one.name}: {'; '.join(one.broken)}" for one in rounds if one.broken]
+    return "\n".join(lines) or f"All bounds were kept beside {len(rounds) - 1} kinds of attack."

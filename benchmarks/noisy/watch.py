@@ -1,0 +1,125 @@
+"""What happens to the server's processes meanwhile: their memory, which of them end, and how soon /health answers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+MIB = 1 << 20
+SAMPLE_S = 0.5
+PROBE_S = 10.0  # longest wait for an answer of /health or /metrics
+# Those that answer requests, whose end somebody notices.
+SERVING = ("EngineReplica", "WorkerActor", "AdapterRouter", "DirectoryActor", "ProxyActor", "haproxy")
+
+_Identity = tuple[int, float]  # pid and start: a pid may be given twice
+
+
+@dataclass(slots=True)
+class Seen:
+    """grown_mib: by which each process was larger at its peak than before, or in all where it is new."""
+
+    grown_mib: dict[str, float] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    num_zombies: int = 0
+    health_s: list[float] = field(default_factory=list)
+    metrics_s: list[float] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # by /health and /metrics
+
+    @property
+    def most_grown(self) -> tuple[str, float]:
+        return max(self.grown_mib.items(), key=lambda one: one[1], default=("", 0.0))
+
+
+class Watch:
+    """From its making until `seen` is asked for."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._roles: dict[_Identity, str] = {}
+        self._before: dict[_Identity, float] = {}
+        self._peaks: dict[_Identity, float] = {}
+        self._before = {who: _status(process, "VmRSS") for who, process in self._processes().items()}
+        for pid, _ in self._before:
+            with suppress(OSError):
+                Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak counts from here
+
+    def sample(self) -> None:
+        for who, process in self._processes().items():
+            self._peaks[who] = max(self._peaks.get(who, 0.0), _status(process, "VmHWM"))
+
+    def seen(self) -> Seen:
+        self.sample()
+        now = self._processes()
+        found = Seen()
+        for who, peak in self._peaks.items():
+            role = f"{self._roles[who]} {who[0]}"
+            found.grown_mib[role] = (peak - self._before.get(who, 0.0)) / MIB
+        lost = [who for who in self._before if who not in now and self._roles[who] in SERVING]
+        found.lost = sorted(f"{self._roles[who]} {who[0]}" for who in lost)
+        found.num_zombies = sum(_is_zombie(one) for one in psutil.Process(self._pid).children(recursive=True))
+        return found
+
+    def _processes(self) -> dict[_Identity, psutil.Process]:
+        found = {}
+        for process in psutil.Process(self._pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                who = (process.pid, process.create_time())
+                if who not in self._roles or self._roles[who] not in SERVING:
+                    self._roles[who] = role_of(process.cmdline() or [process.name()])
+                found[who] = process
+        return found
+
+
+def role_of(command: list[str]) -> str:
+    """What serves by its role; all else by the program."""
+    title = " ".join(command)
+    known = next((role for role in SERVING if role in title), None)
+    if known is not None:
+        return known
+    program = next((part for part in command if part.endswith(".py")), command[0])
+    return re.sub(r"[^\w:.-]+", " ", program.rpartition("/")[2])[:30]
+
+
+def _status(process: psutil.Process, name: str) -> float:
+    """A size from /proc in bytes; 0 where the process has ended."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        return 0.0
+    found = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
+    return 1024.0 * int(found[1]) if found else 0.0
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return False
+
+
+async def sample_on(watch: Watch) -> None:
+    while True:
+        await asyncio.to_thread(watch.sample)
+        await asyncio.sleep(SAMPLE_S)
+
+
+async def probe(http: httpx.AsyncClient, path: str, every_s: float, took_s: list[float], refused: list[str]) -> None:
+    """Asks for the path over and over."""
+    while True:
+        began = time.monotonic()
+        try:
+            answer = await http.get(path)
+            if answer.status_code != 200:
+                refused.append(f"{path} {answer.status_code}")
+        except httpx.HTTPError as error:
+            refused.append(f"{path} {type(error).__name__}")
+        took_s.append(time.monotonic() - began)
+        await asyncio.sleep(every_s)

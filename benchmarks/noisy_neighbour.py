@@ -1,0 +1,139 @@
+"""How much does a quiet tenant notice of a hostile one? Its time to first token and the gaps between its tokens, alone,
+beside each of many attacks, and beside all of them at once.
+
+    python benchmarks/noisy_neighbour.py --json noisy.json
+    python benchmarks/noisy_neighbour.py --only logit-bias connections
+    python benchmarks/noisy_neighbour.py --list
+
+Starts `lorafleet serve` on the CPU with the demo's model. Attacks (noisy/) come from a process of lower priority, as
+their senders' processors would not be the server's. Ends with status 1 where a bound was not kept: a first token within
+2 s beside any single attack, no replica lost, no process larger by 300 MiB, and nothing but right answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from noisy import report
+from noisy.attacks import ALL, BY_AREA, chosen
+from noisy.hostile import Attack, Target, description_of, name_of, run
+from noisy.processes import TITLES
+from noisy.quiet import QuietTenant
+from noisy.report import ALL_AT_ONCE, ALONE, Round
+from noisy.watch import Watch, probe, sample_on
+from noisy.world import World, serving
+
+AFTER_S = 3.0  # what an attack leaves behind is seen by questions of this time
+GRACE_S = 60.0  # for an attacking process to end
+NICENESS = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attack-s", type=float, default=8.0, help="how long each attack goes on")
+    parser.add_argument("--interval-s", type=float, default=0.25, help="between two questions of the quiet tenant")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="attacks, or areas of them")
+    parser.add_argument("--without-all", action="store_true", help="not all at once at the end")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--list", action="store_true", help="print the attacks and end")
+    args = parser.parse_args()
+    if args.list:
+        _print_list()
+        return
+    attacks = chosen(args.only)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536), hard))
+    groups = [[attack] for attack in attacks] + ([] if args.without_all or len(attacks) < 2 else [attacks])
+    with (
+        tempfile.TemporaryDirectory(prefix="lorafleet-noisy-", ignore_cleanup_errors=True) as folder,
+        serving(Path(folder), args.replicas) as world,
+    ):
+        rounds = asyncio.run(_rounds(world, groups, args.attack_s, args.interval_s))
+    print(f"\n{report.summary(rounds)}")
+    if args.json is not None:
+        args.json.write_text(json.dumps([one.as_json() for one in rounds], indent=1))
+    sys.exit(any(one.broken for one in rounds))
+
+
+def _print_list() -> None:
+    for area, attacks in BY_AREA.items():
+        print(f"\n{area}")
+        for attack in attacks:
+            print(f"  {name_of(attack):34} {description_of(attack)}")
+    print(f"\n{len(ALL)} attacks")
+
+
+async def _rounds(world: World, groups: Sequence[Sequence[Attack]], attack_s: float, interval_s: float) -> list[Round]:
+    await world.push_adapters()
+    quiet = QuietTenant(world.server.url, world.keys["quiet"], world.questions, interval_s)
+    await quiet.learn()
+    print(report.HEADER, flush=True)
+    rounds = []
+    for group in ([], *groups):
+        one = await _round(world, quiet, group, attack_s)
+        print(report.row(one), flush=True)
+        rounds.append(one)
+        await world.settle()
+    return rounds
+
+
+async def _round(world: World, quiet: QuietTenant, attacks: Sequence[Attack], attack_s: float) -> Round:
+    """The quiet tenant beside these attacks, and for a while after them."""
+    watch = Watch(world.server.pid)
+    health_s: list[float] = []
+    metrics_s: list[float] = []
+    refused: list[str] = []
+    async with quiet.asking() as answers, world.client("operator") as http, contextlib.AsyncExitStack() as stack:
+        for beside in (
+            sample_on(watch),
+            probe(http, "/health", 0.5, health_s, refused),
+            probe(http, "/metrics", 2.0, metrics_s, refused),
+        ):
+            stack.callback(asyncio.create_task(beside).cancel)
+        hostile = await _attacked(world.target(), attacks, attack_s)
+        await asyncio.sleep(AFTER_S)
+    seen = watch.seen()
+    seen.health_s, seen.metrics_s, seen.refused = health_s, metrics_s, refused
+    name = ALONE if not attacks else name_of(attacks[0]) if len(attacks) == 1 else ALL_AT_ONCE
+    return Round.of(name, answers, seen, hostile)
+
+
+async def _attacked(target: Target, attacks: Sequence[Attack], seconds: float) -> Counter[str]:
+    """What the attacks were answered, all together. Whatever becomes of them, no process stays stopped."""
+    if not attacks:
+        await asyncio.sleep(seconds)
+        return Counter()
+    loop = asyncio.get_running_loop()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attacker:
+        try:
+            work = loop.run_in_executor(attacker, attack, [name_of(one) for one in attacks], target, seconds)
+            seen = await asyncio.wait_for(work, seconds + GRACE_S)
+        finally:
+            for pid in (pid for title in TITLES for pid in target.pids(title)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+    return sum(seen.values(), Counter())
+
+
+def attack(names: Sequence[str], target: Target, seconds: float) -> dict[str, Counter[str]]:
+    """What the attacking process does."""
+    os.nice(NICENESS)
+    return asyncio.run(run([ALL[name] for name in names], target, seconds))
+
+
+if __name__ == "__main__":
+    main()
