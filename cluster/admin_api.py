@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import wraps
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 from pydantic import Field
@@ -31,10 +31,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.cluster.admin_answers import AdapterPage, Prefetched, Removed, ShownAdapter, Verified
-from lorafleet.cluster.administration import REMOVE_S
+from lorafleet.cluster.administration import MAX_LISTED, REMOVE_S
 from lorafleet.cluster.catalogue.records import Adapter, Move, Share
 from lorafleet.cluster.pushing import AdapterAdmin
+from lorafleet.workers import limits
 from lorafleet.workers.errors import AdapterMalformed, BodyTooLarge, Forbidden, InvalidRequest
+from lorafleet.workers.limits import Range
 from lorafleet.workers.lora.files import (
     BIN_NAME,
     CONFIG_NAME,
@@ -46,11 +48,13 @@ from lorafleet.workers.lora.files import (
 from lorafleet.workers.lora.names import bare_name, check_adapter_name, check_tenant, full_name, tenant_of
 from lorafleet.workers.openai.api import Handler, Route
 from lorafleet.workers.openai.audit import begin
+from lorafleet.workers.openai.bounds import AtMost, Within
 from lorafleet.workers.openai.caller import Caller, caller_of
 from lorafleet.workers.openai.fields import Strict
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.operations import TarFile, describe
 from lorafleet.workers.openai.parsing import parse_json, parse_object, parse_query, read_body
+from lorafleet.workers.openai.protocol import Metadata, ModelName
 from lorafleet.workers.openai.responses import json_response
 from lorafleet.workers.openai.visibility import check_source
 
@@ -64,52 +68,58 @@ logger = logging.getLogger("lorafleet.http")
 Administer = Callable[[Front, Request], Awaitable[object]]
 
 
+Place = Annotated[str, AtMost(limits.MAX_PATH_CHARS)]
+Replicas = Annotated[int, Within(limits.REPLICAS)]
+Weight = Annotated[float, Within(limits.SPLIT_WEIGHT)]
+Split = Annotated[dict[Annotated[str, AtMost(10)], Weight], AtMost(limits.MAX_SPLIT)]
+
+
 class PushOptions(Strict):
     """activate: the name's requests go to this version from now on. replicas: that must have loaded it before the call
     returns."""
 
     activate: bool = True
-    replicas: int = 1
-    pin: int | None = None  # to so many replicas
-    base_model_name: str | None = None
-    tenant: str | None = None  # whose it will be; the operator may name any
-    metadata: dict[str, str] = Field(default_factory=dict)
+    replicas: Replicas = 1
+    pin: Replicas | None = None  # to so many replicas
+    base_model_name: ModelName | None = None
+    tenant: Annotated[str, AtMost(limits.MAX_TENANT_CHARS)] | None = None  # whose it will be; the operator may name any
+    metadata: Metadata = Field(default_factory=dict)
 
 
 class PushRequest(PushOptions):
-    name: str
-    source: str
+    name: ModelName
+    source: Place
 
 
 class UploadQuery(Strict):
-    options: str = "{}"  # PushOptions in JSON
-    source: str = "upload"
+    options: Annotated[str, AtMost(limits.MAX_OPTIONS_CHARS)] = "{}"  # PushOptions in JSON
+    source: Place = "upload"
 
 
 class ListQuery(Strict):
-    after: str = ""
-    limit: int = 100
+    after: ModelName = ""
+    limit: Annotated[int, Within(Range(1, MAX_LISTED))] = 100
 
 
 class RemoveQuery(Strict):
-    alias: str | None = None
-    wait_s: float = REMOVE_S
+    alias: ModelName | None = None
+    wait_s: Annotated[float, Within(limits.REMOVE_WAIT_S)] = REMOVE_S
 
 
 class AliasRequest(Strict):
     """Either one version, or a split: version -> weight. alias: another name than the adapter's own."""
 
-    alias: str | None = None
-    version: int | None = None
-    split: dict[str, float] | None = None
+    alias: ModelName | None = None
+    version: Annotated[int, Within(limits.VERSION)] | None = None
+    split: Split | None = None
 
 
 class RollbackRequest(Strict):
-    alias: str | None = None
+    alias: ModelName | None = None
 
 
 class ReplicasRequest(Strict):
-    replicas: int = 1
+    replicas: Replicas = 1
 
 
 class EmptyRequest(Strict):
@@ -319,6 +329,11 @@ def _shares(body: AliasRequest) -> list[Share]:
     for number, weight in (body.split or {}).items():
         if not number.isdecimal():
             raise InvalidRequest(f"`split` has the version {number!r}; versions are numbers, such as 1.", "split")
+        if number != str(int(number)):
+            raise InvalidRequest(
+                f"`split` has the version {number!r}; write it as {str(int(number))!r}, so that it is there once.",
+                "split",
+            )
         shares.append(Share(int(number), weight))
     return shares
 

@@ -21,8 +21,8 @@ from lorafleet.resolvers.config import CACHE_BYTES, HTTPConfig, HubConfig, S3Con
 from lorafleet.resolvers.source import is_uri
 from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType, LoadFormat, OnLoadFailure
 from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.limits import MAX_BODY_BYTES
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
-from lorafleet.workers.openai.front import MAX_BODY_BYTES
 from lorafleet.workers.openai.tool_calls.known import ToolCallFormat
 from lorafleet.workers.quantisation_methods import Method
 

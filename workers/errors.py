@@ -5,7 +5,9 @@
     │   └── UnsupportedModel     the checkpoint needs something this engine does not do
     ├── InvalidRequest           the request is wrong; `param` names the field
     │   ├── ContextOverflow      prompt and max_tokens do not fit the context or the KV cache
-    │   └── BodyTooLarge         the HTTP body is larger than the server takes
+    │   ├── BodyTooLarge         the HTTP body is larger than the server takes
+    │   ├── BodyTimeout          the HTTP body did not arrive in time
+    │   └── UnsupportedMediaType the HTTP body is not said to be JSON
     ├── ModelNotFound            no such base model or adapter
     ├── Forbidden                the server was not started with this feature
     ├── Unauthorized             no key, or a wrong one
@@ -71,6 +73,14 @@ class ContextOverflow(InvalidRequest):
 
 
 class BodyTooLarge(InvalidRequest):
+    pass
+
+
+class BodyTimeout(InvalidRequest):
+    pass
+
+
+class UnsupportedMediaType(InvalidRequest):
     pass
 
 

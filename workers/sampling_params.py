@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
 import msgspec
 
+from lorafleet.workers import limits
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.limits import shown_number
 from lorafleet.workers.random_numbers import child_seed
 from lorafleet.workers.structured.spec import StructuredOutputs
-
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024  # of one stop string
-MAX_N = 128
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,34 +45,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        _between("n", self.n, 1, MAX_N)
-        _between("temperature", self.temperature, 0.0, 100.0)
-        _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _between("top_k", self.top_k, -1, 2**31 - 1)
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
-        _between("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.seed is not None:
-            _between("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.max_tokens is not None:
-            _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
-            if self.min_tokens > self.max_tokens:
-                raise InvalidRequest(
-                    f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}; lower it or raise max_tokens.",
-                    "min_tokens",
-                )
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, bounds in limits.SAMPLING.items():
             value = getattr(self, name)
             if value is not None:
-                _between(name, value, 0, MAX_LOGPROBS)
-        _check_stop_strings(self.stop_strings)
+                bounds.check(name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}; lower it or raise max_tokens.",
+                "min_tokens",
+            )
         if self.structured_outputs is not None and self.min_tokens:
             # A grammar may leave nothing but the end of the answer.
             raise InvalidRequest("`min_tokens` cannot be kept beside structured output; leave it out.", "min_tokens")
+        self._check_stops()
+        _check_count("logit_bias", self.logit_bias, limits.MAX_LOGIT_BIAS)
         for token, bias in (self.logit_bias or {}).items():
-            _between(f"logit_bias[{token}]", bias, -100.0, 100.0, param="logit_bias")
+            limits.LOGIT_BIAS.check(f"logit_bias[{shown_number(token)}]", bias, param="logit_bias")
+
+    def _check_stops(self) -> None:
+        _check_count("stop_token_ids", self.stop_token_ids, limits.MAX_STOP_TOKEN_IDS)
+        _check_count("stop", self.stop_strings, limits.MAX_STOP_STRINGS)
+        for text in self.stop_strings:
+            if not text:
+                raise InvalidRequest(
+                    "stop has an empty string, which would end every answer at once; remove it.", "stop"
+                )
+            if len(text) > limits.MAX_STOP_CHARS:
+                raise InvalidRequest(
+                    f"stop has a string of {len(text)} characters; at most {limits.MAX_STOP_CHARS}. Shorten it.", "stop"
+                )
 
     @property
     def stop_strings(self) -> list[str]:
@@ -115,25 +112,11 @@ def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequest(
-                f"{name} names token {token}; this model's vocabulary has ids 0 to {vocab_size - 1}.", name
+                f"{name} names token {shown_number(token)}; this model's vocabulary has ids 0 to {vocab_size - 1}.",
+                name,
             )
 
 
-def _check_stop_strings(stops: list[str]) -> None:
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS}.", "stop")
-    if any(not stop for stop in stops):
-        raise InvalidRequest("stop has an empty string, which would end every answer at once; remove it.", "stop")
-    longest = max(map(len, stops), default=0)
-    if longest > MAX_STOP_CHARACTERS:
-        raise InvalidRequest(
-            f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS}. Shorten it.", "stop"
-        )
-
-
-def _between(
-    name: str, value: float, low: float, high: float, *, open_low: bool = False, param: str | None = None
-) -> None:
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise InvalidRequest(f"{name}={value} is out of range; it must be in {bracket}{low}, {high}].", param or name)
+def _check_count(name: str, given: Sized | None, most: int) -> None:
+    if given is not None and len(given) > most:
+        raise InvalidRequest(f"{name} has {len(given)} entries; at most {most}.", name)

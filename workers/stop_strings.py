@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
-KNOWN_STOPS = 256  # stop strings whose failure functions are kept, of MAX_STOP_CHARACTERS at most
+KNOWN_STOPS = 256  # stop strings whose failure functions are kept, of MAX_STOP_CHARS at most
 
 
 class StopStrings:

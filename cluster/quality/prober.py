@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from lorafleet.cluster.quality.probes import Probe
 from lorafleet.cluster.quality.records import Observed
 from lorafleet.workers.errors import AdapterError
+from lorafleet.workers.limits import INT32, MAX_LOGPROBS
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.openai.caller import Caller
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect
-from lorafleet.workers.openai.priority import MOST
 from lorafleet.workers.openai.prompts import Prompt, checked_ids, encode, fit_max_tokens
 from lorafleet.workers.output import Delta
-from lorafleet.workers.sampling_params import MAX_LOGPROBS, SamplingParams
+from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.tools.comparing.measures import Score, score
 
 # Of no tenant, so that nobody's quota pays; usage logs name it as the key.
@@ -69,7 +69,7 @@ class Prober:
         group = f"{CALLER.key_id}-{next(_numbers)}"
         # Its own salt: a prefix that was computed before would hide that it comes out differently now.
         salt = f"{group}-{time.time_ns()}"
-        task = Task(Prompt(token_ids, None), model, params, scoring=scoring, cache_salt=salt, priority=MOST)
+        task = Task(Prompt(token_ids, None), model, params, scoring=scoring, cache_salt=salt, priority=INT32)
         deadline = Deadline(None, time.monotonic())
         sample = Sample(self._front, group, 0, task, params, deadline, None, counts_prompt=True)
         [whole] = await collect([sample])

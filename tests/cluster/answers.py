@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from lorafleet.workers.openai.front import MAX_BODY_BYTES
+from lorafleet.workers.limits import MAX_BODY_BYTES
 
 
 def answer(client: httpx.Client, model: str) -> httpx.Response:
@@ -26,7 +26,9 @@ def logprobs(client: httpx.Client, model: str) -> list[float]:
 def check_body_limit(client: httpx.Client, declared: bool) -> None:
     body = b'{"model": "base", "prompt": "%s"}' % (b"x" * MAX_BODY_BYTES)
     pieces = (body[start : start + (1 << 20)] for start in range(0, len(body), 1 << 20))
-    response = client.post("/v1/completions", content=body if declared else pieces)
+    response = client.post(
+        "/v1/completions", content=body if declared else pieces, headers={"content-type": "application/json"}
+    )
     assert response.status_code == 413, response.text[:300]
     assert response.json()["error"]["code"] == "body_too_large"
     assert str(MAX_BODY_BYTES) in response.json()["error"]["message"]

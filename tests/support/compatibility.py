@@ -115,7 +115,7 @@ def write() -> str:
     parts.append(
         "\n## On every one of these routes, unless a table above has it\n\n| field | here | |\n|---|---|---|\n"
     )
-    for name in sorted((NO_EFFECT | set(NO_OP_VALUES)) - known):
+    for name in sorted((NO_EFFECT.keys() | set(NO_OP_VALUES)) - known):
         note = f"use `{INSTEAD[name]}`" if name in INSTEAD else NOTES.get(name, "")
         parts.append(f"| `{name}` | {state_of(Tolerant, name)} | {note} |\n")
     return "".join(parts)

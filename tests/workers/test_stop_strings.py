@@ -6,7 +6,8 @@ import tracemalloc
 import pytest
 
 from lorafleet.workers.errors import InvalidRequest
-from lorafleet.workers.sampling_params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, SamplingParams
+from lorafleet.workers.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.stop_strings import StopStrings, _Matcher
 
 
@@ -74,8 +75,8 @@ def test_an_answer_that_always_nearly_stops_takes_constant_time_a_character(monk
 @pytest.mark.parametrize(
     ("stop", "match"),
     [
-        (["x"] * (MAX_STOP_STRINGS + 1), f"17 strings; at most {MAX_STOP_STRINGS}"),
-        ("x" * (MAX_STOP_CHARACTERS + 1), f"1025 characters; at most {MAX_STOP_CHARACTERS}"),
+        (["x"] * (MAX_STOP_STRINGS + 1), f"17 entries; at most {MAX_STOP_STRINGS}"),
+        ("x" * (MAX_STOP_CHARS + 1), f"1025 characters; at most {MAX_STOP_CHARS}"),
         (["ok", "x" * 20_000], "20000 characters"),
         ([""], "empty string"),
     ],

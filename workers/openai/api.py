@@ -17,7 +17,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet import __version__
-from lorafleet.workers.errors import LorafleetError, Overloaded
+from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded
+from lorafleet.workers.limits import MAX_MODEL_CHARS
 from lorafleet.workers.openai.admission import admission_of
 from lorafleet.workers.openai.audit import audited
 from lorafleet.workers.openai.caller import Needed, sent_key, set_caller
@@ -96,6 +97,11 @@ def _endpoint(
 
     async def admitted(front: Front, request: Request) -> Response:
         set_caller(request.scope, front.gate.caller(sent_key(request.headers), needed))
+        for name, value in request.path_params.items():
+            if len(value) > MAX_MODEL_CHARS:
+                raise InvalidRequest(
+                    f"`{name}` in the path has {len(value)} characters; at most {MAX_MODEL_CHARS}.", name
+                )
         return await handler(front, request)
 
     return endpoint

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from lorafleet.workers.errors import InvalidRequest, QueueTimeout
+from lorafleet.workers.limits import QUEUE_TIMEOUT_S, cut
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.traced import trace_of, traced
 
@@ -62,6 +63,8 @@ def _read(given: str) -> float:
         seconds = float(given)
     except ValueError:
         seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise InvalidRequest(f"The header {HEADER} is {given!r}; it must be a number of seconds, 0 or more.", HEADER)
+    if seconds not in QUEUE_TIMEOUT_S:
+        raise InvalidRequest(
+            f"The header {HEADER} is {cut(repr(given))}; it must be a number of seconds in {QUEUE_TIMEOUT_S}.", HEADER
+        )
     return seconds

@@ -9,18 +9,37 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.limits import MAX_REQUEST_ID_CHARS, cut
 from lorafleet.workers.openai.generation import Sample, fallback_of
+
+REQUEST_ID_HEADER = "X-Request-Id"
 
 
 def request_id(request: Request, prefix: str, given: str | None) -> str:
     """The body's request_id, the X-Request-Id header, or a new one."""
-    return prefix + (given or request.headers.get("x-request-id") or uuid.uuid4().hex)
+    return prefix + (given or _sent_id(request) or uuid.uuid4().hex)
 
 
 def draw_key(request: Request, given: str | None, seed: int | None) -> str | None:
     """What a version of a split is drawn by: the client's request id, else its seed, else chance."""
-    named = given or request.headers.get("x-request-id")
+    named = given or _sent_id(request)
     return named or (None if seed is None else f"seed {seed}")
+
+
+def _sent_id(request: Request) -> str | None:
+    given = request.headers.get(REQUEST_ID_HEADER)
+    if given is not None:
+        check_request_id(given, REQUEST_ID_HEADER)
+    return given
+
+
+def check_request_id(given: str, param: str) -> None:
+    """It is copied to every chunk, log line and metered use. Raises InvalidRequest."""
+    if len(given) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest(f"`{param}` has {len(given)} characters; at most {MAX_REQUEST_ID_CHARS}.", param)
+    if not given.isprintable():
+        raise InvalidRequest(f"`{param}` is {cut(repr(given))}; its characters must be printable.", param)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from lorafleet.workers.errors import (
     AdapterTooLarge,
     AdapterUnavailable,
     AdapterUnsupported,
+    BodyTimeout,
     BodyTooLarge,
     CatalogueDamaged,
     ContextOverflow,
@@ -39,7 +40,9 @@ from lorafleet.workers.errors import (
     RankTooLarge,
     StoreError,
     Unauthorized,
+    UnsupportedMediaType,
 )
+from lorafleet.workers.limits import cut
 from lorafleet.workers.lora.names import in_the_words_of
 from lorafleet.workers.openai.caller import caller_in
 
@@ -64,6 +67,8 @@ TABLE: dict[type[LorafleetError], HttpError] = {
     LorafleetError: HttpError(500, "server_error", "internal_error"),
     InvalidRequest: HttpError(400, _INVALID, None),
     BodyTooLarge: HttpError(413, _INVALID, "body_too_large"),
+    BodyTimeout: HttpError(408, _INVALID, "body_timeout"),
+    UnsupportedMediaType: HttpError(415, _INVALID, "unsupported_media_type"),
     ContextOverflow: HttpError(400, _INVALID, "context_length_exceeded"),
     ModelNotFound: HttpError(404, _INVALID, "model_not_found"),
     Forbidden: HttpError(403, "permission_error", "forbidden"),
@@ -128,7 +133,7 @@ async def on_lorafleet_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, which the router refuses itself."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
+    what = f"{cut(request.method)} {cut(request.url.path)}"
     message, code = {
         404: (f"There is no {what} here.", "unknown_url"),
         405: (f"{what} is not allowed; see the Allow header.", "method_not_supported"),

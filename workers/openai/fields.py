@@ -6,33 +6,44 @@ change the answer, and then it is accepted.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.limits import MAX_JSON_TEXT_CHARS, MAX_LABEL_CHARS, MAX_OBJECT_FIELDS, MAX_TEXT_CHARS
+from lorafleet.workers.openai.bounds import fault_of_json, json_schema, over_bound
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, given: Any) -> Any:
+        """Each unknown field is a fault of its own, and a million faults take seconds."""
+        if isinstance(given, dict) and len(given) > MAX_OBJECT_FIELDS:
+            raise over_bound(f"has {len(given)} fields; at most {MAX_OBJECT_FIELDS}")
+        return given
 
 
 class Tolerant(Strict):
     """A body that other servers' clients send: it may have the fields of the tables below."""
 
 
-NO_EFFECT = frozenset(
-    {
-        "user",
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "prediction",  # makes an answer sooner, not another
-        "max_tool_calls",  # of built-in tools, of which there are none
-        "log_metrics",  # SGLang's: all requests are counted
-        "include_reasoning",  # no answer is split into reasoning and content
-    }
-)
+# With the most characters of a text in each.
+NO_EFFECT: dict[str, int] = {
+    "user": MAX_LABEL_CHARS,
+    "metadata": MAX_JSON_TEXT_CHARS,
+    "safety_identifier": MAX_LABEL_CHARS,
+    "prompt_cache_key": MAX_LABEL_CHARS,
+    "prompt_cache_retention": MAX_LABEL_CHARS,
+    "prompt_cache_options": MAX_LABEL_CHARS,
+    "prediction": MAX_TEXT_CHARS,  # makes an answer sooner, not another
+    "max_tool_calls": MAX_LABEL_CHARS,  # of built-in tools, of which there are none
+    "log_metrics": MAX_LABEL_CHARS,  # SGLang's: all requests are counted
+    "include_reasoning": MAX_LABEL_CHARS,  # no answer is split into reasoning and content
+}
 
 # The values that ask for nothing, besides null.
 NO_OP_VALUES: dict[str, tuple[object, ...]] = {
@@ -100,11 +111,15 @@ def without_no_ops(body: dict[str, object], known: set[str], where: str = "") ->
     """The body's fields that remain to be validated. `known` ones stay, whatever the table says of them."""
     rest: dict[str, object] = {}
     for name, value in body.items():
-        if name in known or name not in NO_OP_VALUES:
-            if name in known or name not in NO_EFFECT:
-                rest[name] = value
-        elif value is not None and not any(_same(value, allowed) for allowed in NO_OP_VALUES[name]):
-            raise InvalidRequest(_refusal(name, NO_OP_VALUES[name]), where + name)
+        if name not in known and name in NO_OP_VALUES:
+            if value is not None and not any(_same(value, allowed) for allowed in NO_OP_VALUES[name]):
+                raise InvalidRequest(_refusal(name, NO_OP_VALUES[name]), where + name)
+        elif name not in known and name in NO_EFFECT:
+            fault = fault_of_json(value, NO_EFFECT[name])
+            if fault is not None:
+                raise InvalidRequest(f"`{where}{name}` {fault}.", where + name)
+        else:
+            rest[name] = value
     return rest
 
 
@@ -132,7 +147,8 @@ def tolerated(model: type[Tolerant]) -> dict[str, dict[str, object]]:
     """The JSON schemas of what a body of the model may have beside its own fields."""
     known = set(model.model_fields)
     free: dict[str, dict[str, object]] = {
-        name: {"description": "Accepted; it changes nothing."} for name in sorted(NO_EFFECT - known)
+        name: json_schema(NO_EFFECT[name]) | {"description": "Accepted; it changes nothing."}
+        for name in sorted(NO_EFFECT.keys() - known)
     }
     return free | {
         name: {

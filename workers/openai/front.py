@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from lorafleet.workers.adapter_language import Language, LanguageReader
 from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, LorafleetError, ModelNotFound
+from lorafleet.workers.limits import MAX_BODY_BYTES, MAX_MODEL_CHARS, cut
 from lorafleet.workers.lora import mixing
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import Pooling, TokenizerFile
@@ -32,8 +33,6 @@ from lorafleet.workers.openai.visibility import CallersCatalog, NoTenants, Tenan
 from lorafleet.workers.template_sandbox import TemplateSandbox
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tokenizer_files import TokenizerFiles
-
-MAX_BODY_BYTES = 32 << 20  # token ids take about ten times as much once they are parsed
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -184,6 +183,8 @@ class Front:
     async def _model(
         self, caller: Caller, name: str | None, key: str | None, lora_weights: Sequence[float] | None
     ) -> ServedModel:
+        if name is not None and len(name) > MAX_MODEL_CHARS:
+            raise InvalidRequest(f"`model` has {len(name)} characters; at most {MAX_MODEL_CHARS}.", "model")
         catalog = self.catalog_of(caller)
         is_base = name is None or name in self.config.served_model_names
         if not is_base and name is not None and mixing.SIGN in name:
@@ -199,7 +200,7 @@ class Front:
         try:
             lora = await self._adapter(catalog, name, key)
         except ModelNotFound:
-            raise ModelNotFound(f"The model `{name}` does not exist.", "model") from None
+            raise ModelNotFound(f"The model `{cut(name)}` does not exist.", "model") from None
         served = await self._served(caller, name, lora)
         return replace(served, fetched=self._fetched_since(lora.digest, came_s))
 
@@ -226,7 +227,7 @@ class Front:
             try:
                 loras.append(await self._adapter(catalog, part, key))
             except ModelNotFound:
-                raise ModelNotFound(f"The model `{part}` does not exist.", "model") from None
+                raise ModelNotFound(f"The model `{cut(part)}` does not exist.", "model") from None
         return mixing.mixed(loras, weights)
 
     async def _adapter(self, catalog: CallersCatalog, name: str, key: str | None) -> LoRARequest:

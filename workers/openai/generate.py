@@ -13,14 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.limits import MAX_MODEL_CHARS
 from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
-from lorafleet.workers.openai.envelope import draw_key, request_id
+from lorafleet.workers.openai.envelope import check_request_id, draw_key, request_id
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Answer, Sample, Task, collect, fallback_of, make_samples, merged
 from lorafleet.workers.openai.logprobs import LOWEST
+from lorafleet.workers.openai.messages import string
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.parsing import parse_object, read_body
@@ -156,7 +158,7 @@ def _read_name(outer: object, inner: object) -> str | None:
     name = inner if outer is None else outer
     if name is not None and not isinstance(name, str):
         raise InvalidRequest("`lora_path` must be an adapter's name, or a list with one or null for each.", "lora_path")
-    return name
+    return None if name is None else string(name, "lora_path", MAX_MODEL_CHARS)
 
 
 def _one_of(given: object, i: int, num_prompts: int) -> object:
@@ -173,8 +175,10 @@ def _per_prompt(given: Any, num_prompts: int, param: str) -> list[Any]:
 
 def _read_rids(request: Request, body: SGLangRequest, num_prompts: int) -> list[str]:
     rids = _per_prompt(body.rid, num_prompts, "rid")
-    if any(rid is not None and not isinstance(rid, str) for rid in rids):
-        raise InvalidRequest("`rid` must be a string, or a list with one for each prompt.", "rid")
+    for rid in rids:
+        if rid is not None and not isinstance(rid, str):
+            raise InvalidRequest("`rid` must be a string, or a list with one for each prompt.", "rid")
+        check_request_id(rid or "", "rid")
     return [request_id(request, "", rid) for rid in rids]
 
 

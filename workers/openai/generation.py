@@ -18,6 +18,7 @@ import msgspec
 from starlette.requests import Request
 
 from lorafleet.workers.errors import EngineDead, InvalidRequest, LorafleetError
+from lorafleet.workers.limits import MAX_SAMPLES
 from lorafleet.workers.messages import EngineRequest, FinishReason, Pooling, SequenceTimes, TokenizerFile
 from lorafleet.workers.openai.admission import set_admission
 from lorafleet.workers.openai.caller import caller_of
@@ -29,8 +30,6 @@ from lorafleet.workers.openai.prompts import Prompt
 from lorafleet.workers.openai.usage import Usage, short_id
 from lorafleet.workers.output import Delta, OutputProcessor
 from lorafleet.workers.sampling_params import SamplingParams
-
-MAX_SAMPLES = 2048  # sequences of one request
 
 _numbers = itertools.count()  # clients may give two requests one id; the engine needs them apart
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 import msgspec
@@ -9,16 +10,27 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from lorafleet.workers.errors import BodyTooLarge, InvalidRequest
+from lorafleet.workers.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from lorafleet.workers.limits import MAX_BODY_BRACKETS, MAX_BODY_COMMAS, MAX_BODY_READ_S, cut
+from lorafleet.workers.openai.bounds import OVER_BOUND
 from lorafleet.workers.openai.fields import Tolerant, without_no_ops
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.threads import Threads
+
+JSON = "application/json"
+LONG_BODY_BYTES = 64 << 10  # shorter ones are parsed faster than a thread is reached
 
 Body = TypeVar("Body", bound=BaseModel)
+_long_bodies = Threads("long-bodies", 2)
 
 
 async def read_body(front: Front, request: Request, model: type[Body]) -> Body:
     """Raises BodyTooLarge before more than the limit is in memory."""
-    return parse_object(parse_json(await _read_bytes(request, front.config.max_body_bytes)), model)
+    _check_content_type(request)
+    raw = await _read_bytes(request, front.config.max_body_bytes)
+    if len(raw) < LONG_BODY_BYTES:
+        return parse_object(parse_json(raw), model)
+    return await _long_bodies.run(lambda: parse_object(parse_json(raw), model))
 
 
 def parse_query(request: Request, model: type[Body]) -> Body:
@@ -26,39 +38,68 @@ def parse_query(request: Request, model: type[Body]) -> Body:
     given: dict[str, object] = dict(request.query_params)
     unknown = given.keys() - set(model.model_fields)
     if unknown:
-        raise InvalidRequest(f"`{min(unknown)}` is no parameter of this request; remove it.", min(unknown))
+        name = cut(min(unknown))
+        raise InvalidRequest(f"`{name}` is no parameter of this request; remove it.", name)
     try:
         return model.model_validate(given, strict=False)
     except ValidationError as error:
         raise _invalid(error, "", given) from error
 
 
+def _check_content_type(request: Request) -> None:
+    """A browser sends other types than this one across sites without asking the server first."""
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != JSON:
+        said = f"is {cut(given)!r}" if given else "is missing"
+        raise UnsupportedMediaType(
+            f"The header Content-Type {said}; send JSON with `Content-Type: {JSON}` (curl: -H 'content-type: {JSON}')."
+        )
+
+
 async def _read_bytes(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(declared, limit)
+    try:
+        async with asyncio.timeout(MAX_BODY_READ_S):
+            return await _read_parts(request, limit)
+    except TimeoutError:
+        raise BodyTimeout(
+            f"The body did not arrive within {MAX_BODY_READ_S:g} s; send a smaller one, or over a faster connection."
+        ) from None
+
+
+async def _read_parts(request: Request, limit: int) -> bytes:
+    """Counts what costs time to parse while the parts come: the loop goes on between two of them."""
     parts: list[bytes] = []
-    size = 0
+    size = commas = brackets = 0
     async for part in request.stream():
         size += len(part)
+        commas += part.count(b",")
+        brackets += part.count(b"{") + part.count(b"[")
         if size > limit:  # sent in chunks, without a length
             raise _too_large(f"more than {limit}", limit)
+        if commas > MAX_BODY_COMMAS or brackets > MAX_BODY_BRACKETS:
+            raise BodyTooLarge(
+                f"The body has more than {MAX_BODY_COMMAS} commas, or {MAX_BODY_BRACKETS} opening brackets and braces, "
+                "those in texts included. Send fewer values in one request."
+            )
         parts.append(part)
     return b"".join(parts)
 
 
 def _too_large(size: str, limit: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"The body has {size} bytes; this server takes at most {limit}. Send fewer prompts in one request, or start "
-        "the server with a larger --max-body-bytes."
+        f"The body has {cut(size)} bytes; this server takes at most {limit}. Send fewer prompts in one request, or "
+        "start the server with a larger --max-body-bytes."
     )
 
 
 def parse_json(raw: bytes) -> dict[str, object]:
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
+        raise InvalidRequest(f"The body is not valid JSON: {cut(str(error))}") from error
     if not isinstance(body, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {_json_type(body)}.")
     return body
@@ -80,13 +121,14 @@ def _invalid(error: ValidationError, where: str, body: dict[str, object]) -> Inv
     paths = [_path(one["loc"], body, one["type"] == "missing") for one in faults]
     path = max(paths, key=len)
     fault = faults[paths.index(path)]
-    param = where + ".".join(map(str, path))
+    param = where + ".".join(cut(str(part)) for part in path)
     if fault["type"] == "extra_forbidden":
         return InvalidRequest(f"`{param}` is no field of this request; remove it.", param)
     if fault["type"] == "missing":
         return InvalidRequest(f"`{param}` is missing.", param)
-    wishes = [_wish(one) for one, its in zip(faults, paths, strict=True) if its == path and one["type"] != "missing"]
-    return InvalidRequest(f"`{param}` {' or '.join(dict.fromkeys(wishes))}.", param)
+    here = [one for one, its in zip(faults, paths, strict=True) if its == path and one["type"] != "missing"]
+    wishes = [_wish(one) for one in here if one["type"] == OVER_BOUND] or [_wish(one) for one in here]
+    return InvalidRequest(f"`{param or 'The body'}` {' or '.join(dict.fromkeys(wishes))}.", param or None)
 
 
 def _path(location: tuple[int | str, ...], body: object, misses_last: bool) -> tuple[int | str, ...]:

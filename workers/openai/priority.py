@@ -6,15 +6,11 @@ from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.openai.caller import Caller
 from lorafleet.workers.openai.front import Front
 
-MOST = 2**31 - 1
-
 
 def checked_priority(front: Front, caller: Caller, given: int | None) -> int:
     """vLLM's: the lower, the sooner. Anybody may step back; where there are keys, to step forward takes one of the
     scope admin, or everybody would."""
     priority = given or 0
-    if not -MOST <= priority <= MOST:
-        raise InvalidRequest(f"`priority` is {priority}; give {-MOST} to {MOST}.", "priority")
     if priority < 0 and front.gate.has_keys and "admin" not in caller.scopes:
         raise InvalidRequest(
             f"`priority` is {priority}; below 0 it takes an API key with the scope admin. Give 0 or more.", "priority"

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorafleet.workers.errors import ContextOverflow, InvalidRequest
+from lorafleet.workers.limits import MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_IDS, shown_number
 from lorafleet.workers.openai.front import Front, ServedModel
-from lorafleet.workers.openai.messages import read_messages
+from lorafleet.workers.openai.messages import read_messages, string
 from lorafleet.workers.openai.protocol import ChatRequest, TokenizeRequest
 from lorafleet.workers.tokenizer import Tokenizer
 
 LONG_TEXT = 8192  # characters; shorter ones are tokenized faster than a thread is reached
-MAX_PROMPTS = 2048  # in one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ async def encode(
 
 def listed_prompts(given: object, param: str) -> list[object]:
     """Of a string, token ids, or a list of either: each prompt as it was given."""
-    if isinstance(given, str) or _is_token_ids(given):
+    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
         given = [given]
     if not isinstance(given, list) or not given:
         raise InvalidRequest(
@@ -63,31 +63,44 @@ async def read_prompt(
 ) -> Prompt:
     """must_fit: false where the prompt will be truncated."""
     if isinstance(given, str):
+        string(given, param, MAX_TEXT_CHARS)
         named = param if must_fit else None
         prompt = Prompt(await encode(front, model, given, add_special_tokens=add_special_tokens, must_fit=named), given)
-    elif _is_token_ids(given):
-        prompt = Prompt(checked_ids(front, model, given, param), None)
+    elif isinstance(given, list) and given and isinstance(given[0], int):
+        prompt = Prompt(_read_ids(front, model, given, param, must_fit=must_fit), None)
     else:
-        raise InvalidRequest(f"`{param}` mixes kinds or holds something that is no string and no token id.", param)
+        raise _mixed_kinds(param)
     if not prompt.token_ids:
         raise InvalidRequest(f"`{param}` is empty: a model needs at least one token to begin with.", param)
     return prompt
 
 
-def _is_token_ids(given: object) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(i) is int for i in given)
+def _read_ids(front: Front, model: ServedModel, given: list[Any], param: str, *, must_fit: bool) -> list[int]:
+    """What cannot fit is refused before its ids are looked at."""
+    if must_fit and len(given) >= front.context_len:
+        fit_max_tokens(front, len(given), None, None, param)
+    if len(given) > MAX_TOKEN_IDS:
+        raise InvalidRequest(f"`{param}` has {len(given)} token ids; at most {MAX_TOKEN_IDS}.", param)
+    if set(map(type, given)) != {int}:
+        raise _mixed_kinds(param)
+    return checked_ids(front, model, given, param)
 
 
-def checked_ids(front: Front, model: ServedModel, given: Any, param: str) -> list[int]:
+def _mixed_kinds(param: str) -> InvalidRequest:
+    return InvalidRequest(f"`{param}` mixes kinds or holds something that is no string and no token id.", param)
+
+
+def checked_ids(front: Front, model: ServedModel, given: list[int], param: str) -> list[int]:
     """Raises InvalidRequest naming an id that the model does not have."""
     vocab_size = front.vocab_size(model)
-    for token_id in given:
+    for token_id in (min(given, default=0), max(given, default=0)):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"`{param}` names token {token_id}; this model's vocabulary has ids 0 to {vocab_size - 1}.", param
+                f"`{param}` names token {shown_number(token_id)}; this model's vocabulary has ids 0 to "
+                f"{vocab_size - 1}.",
+                param,
             )
-    token_ids: list[int] = given
-    return token_ids
+    return given
 
 
 async def render_chat(

@@ -1,15 +1,18 @@
 """The request bodies, as far as this server acts on them; fields.py has the other fields.
 
-Types are strict and null means the default. Bounds are SamplingParams' own; what spans several fields is checked by
-the route that reads them.
+Types are strict and null means the default. Bounds are those of workers/limits.py; what spans several fields is checked
+by the route that reads them.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
+from lorafleet.workers import limits
+from lorafleet.workers.lora import mixing
+from lorafleet.workers.openai.bounds import JSON_BOUNDS, AnyJSON, AtMost, Within, over_bound, range_schema
 from lorafleet.workers.openai.fields import Strict, Tolerant, tolerated
 from lorafleet.workers.openai.messages import MESSAGE_SCHEMA
 from lorafleet.workers.openai.responses_input import ITEM_SCHEMA
@@ -20,14 +23,73 @@ def _schema(**schema: Any) -> WithJsonSchema:
     return WithJsonSchema(schema)
 
 
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_MANY_TOKEN_IDS = {"type": "array", "items": _TOKEN_IDS, "minItems": 1}
-_ONE_OR_MANY = [{"type": "string"}, _TEXTS, _TOKEN_IDS, _MANY_TOKEN_IDS]
+def _printable(given: str) -> str:
+    if not given.isprintable():
+        raise over_bound("has characters that cannot be printed; ids stand in logs and headers")
+    return given
+
+
+_TOKEN_ID = {"type": "integer", **range_schema(limits.TOKEN_ID)}
+_TOKEN_IDS = {"type": "array", "items": _TOKEN_ID, "minItems": 1, "maxItems": limits.MAX_TOKEN_IDS}
+_TEXT = {"type": "string", "maxLength": limits.MAX_TEXT_CHARS}
+_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": limits.MAX_PROMPTS}
+_MANY_TOKEN_IDS = {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": limits.MAX_PROMPTS}
+_ONE_OR_MANY = [_TEXT, _TEXTS, _TOKEN_IDS, _MANY_TOKEN_IDS]
 _NULL = {"type": "null"}
+_LABEL = {"type": "string", "maxLength": limits.MAX_LABEL_CHARS}
+_SOURCE = {"type": "string", "maxLength": limits.MAX_SOURCE_BYTES}
+_WEIGHT = {"type": "number", "minimum": -mixing.MAX_WEIGHT, "maximum": mixing.MAX_WEIGHT}
+_BIASES = {
+    "type": "object",
+    "maxProperties": limits.MAX_LOGIT_BIAS,
+    "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$", "maxLength": 10},
+    "additionalProperties": {"type": "number", **range_schema(limits.LOGIT_BIAS)},
+}
 
 Prompts = Annotated[Any, _schema(anyOf=_ONE_OR_MANY)]
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
+Messages = Annotated[list[Message], AtMost(limits.MAX_MESSAGES)]
+ModelName = Annotated[str, AtMost(limits.MAX_MODEL_CHARS)]
+RequestId = Annotated[str, AtMost(limits.MAX_REQUEST_ID_CHARS), AfterValidator(_printable)]
+Salt = Annotated[str, AtMost(limits.MAX_SALT_CHARS)]
+Text = Annotated[str, AtMost(limits.MAX_TEXT_CHARS)]
+Path = Annotated[str, AtMost(limits.MAX_PATH_CHARS)]
+Label = Annotated[str, AtMost(limits.MAX_LABEL_CHARS)]
+Source = Annotated[str, AtMost(limits.MAX_SOURCE_BYTES)]
+ToolName = Annotated[str, AtMost(limits.MAX_TOOL_NAME_CHARS)]
+Description = Annotated[str, AtMost(limits.MAX_DESCRIPTION_CHARS)]
+Object = Annotated[dict[str, Any], AtMost(limits.MAX_JSON_VALUES), AnyJSON()]
+TemplateArguments = Annotated[dict[str, Any], AtMost(limits.MAX_OBJECT_FIELDS), AnyJSON()]
+Weights = Annotated[
+    list[float], AtMost(mixing.MAX_PARTS), _schema(type="array", items=_WEIGHT, maxItems=mixing.MAX_PARTS)
+]
+Metadata = Annotated[
+    dict[
+        Annotated[str, AtMost(limits.MAX_METADATA_KEY_CHARS)],
+        Annotated[str, AtMost(limits.MAX_METADATA_CHARS)],
+    ],
+    AtMost(limits.MAX_METADATA),
+]
+
+MaxTokens = Annotated[int, Within(limits.MAX_TOKENS)]
+N = Annotated[int, Within(limits.SAMPLING["n"])]
+Temperature = Annotated[float, Within(limits.SAMPLING["temperature"])]
+TopP = Annotated[float, Within(limits.SAMPLING["top_p"])]
+TopK = Annotated[int, Within(limits.SAMPLING["top_k"])]
+MinP = Annotated[float, Within(limits.SAMPLING["min_p"])]
+Penalty = Annotated[float, Within(limits.SAMPLING["presence_penalty"])]
+RepetitionPenalty = Annotated[float, Within(limits.SAMPLING["repetition_penalty"])]
+Seed = Annotated[int, Within(limits.SAMPLING["seed"])]
+MinTokens = Annotated[int, Within(limits.SAMPLING["min_tokens"])]
+NumLogprobs = Annotated[int, Within(limits.SAMPLING["logprobs"])]
+Truncation = Annotated[int, Within(limits.TRUNCATE)]
+Priority = Annotated[int, Within(limits.PRIORITY)]
+Dimensions = Annotated[int, Within(limits.DIMENSIONS)]
+LogitBias = Annotated[dict[str, float], AtMost(limits.MAX_LOGIT_BIAS), WithJsonSchema(_BIASES)]
+StopText = Annotated[str, AtMost(limits.MAX_STOP_CHARS)]
+Stop = StopText | Annotated[list[StopText], AtMost(limits.MAX_STOP_STRINGS)]
+StopIds = Annotated[list[Annotated[int, Within(limits.TOKEN_ID)]], AtMost(limits.MAX_STOP_TOKEN_IDS)]
+Choices = Annotated[list[Source], AtMost(limits.MAX_CHOICES)]
 
 
 class StreamOptions(Strict):
@@ -36,12 +98,13 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-_JSON_SCHEMA = [{"type": "object"}, {"type": "boolean"}, {"type": "string", "description": "The same as JSON text."}]
+_SCHEMA_OBJECT = {"type": "object", "maxProperties": limits.MAX_JSON_VALUES, **JSON_BOUNDS}
+_JSON_SCHEMA = [_SCHEMA_OBJECT, {"type": "boolean"}, _SOURCE | {"description": "The same as JSON text."}]
 _FORMAT_SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string"},
-        "description": {"type": "string"},
+        "name": _LABEL,
+        "description": {"type": "string", "maxLength": limits.MAX_DESCRIPTION_CHARS},
         "schema": {"anyOf": _JSON_SCHEMA},
         "strict": {"type": ["boolean", "null"]},
     },
@@ -51,15 +114,16 @@ _FORMAT_SCHEMA = {
 _STRUCTURE = {
     "type": "object",
     "properties": {
-        "begin": {"type": "string"},
-        "schema": {"type": ["object", "boolean"]},
-        "end": {"type": "string"},
+        "begin": _SOURCE,
+        "schema": {"anyOf": [_SCHEMA_OBJECT, {"type": "boolean"}]},
+        "end": _SOURCE,
     },
     "required": ["begin", "schema", "end"],
     "additionalProperties": False,
 }
 _PARTS = ["const_string", "any_text", "json_schema", "tag", "sequence", "or", "triggered_tags", "tags_with_separator"]
-_STRUCTURAL_FORMAT = {"type": "object", "properties": {"type": {"enum": _PARTS}}, "required": ["type"]}
+_STRUCTURAL_FORMAT = _SCHEMA_OBJECT | {"properties": {"type": {"enum": _PARTS}}, "required": ["type"]}
+_TRIGGERS = {"type": "array", "items": _SOURCE, "minItems": 1, "maxItems": limits.MAX_TRIGGERS}
 _RESPONSE_FORMATS = [
     {
         "type": "object",
@@ -77,8 +141,8 @@ _RESPONSE_FORMATS = [
         "type": "object",
         "properties": {
             "type": {"const": "structural_tag"},
-            "triggers": _TEXTS,
-            "structures": {"type": "array", "items": _STRUCTURE, "minItems": 1},
+            "triggers": _TRIGGERS,
+            "structures": {"type": "array", "items": _STRUCTURE, "minItems": 1, "maxItems": limits.MAX_TAGS},
         },
         "required": ["type", "triggers", "structures"],
         "additionalProperties": False,
@@ -91,19 +155,19 @@ _RESPONSE_FORMATS = [
     },
 ]
 
-JSONSchema = Annotated[Any, _schema(anyOf=[*_JSON_SCHEMA, _NULL])]
-ResponseFormat = Annotated[Any, _schema(anyOf=[*_RESPONSE_FORMATS, _NULL])]
+JSONSchema = Annotated[Any, AnyJSON(), _schema(anyOf=[*_JSON_SCHEMA, _NULL])]
+ResponseFormat = Annotated[Any, AnyJSON(), _schema(anyOf=[*_RESPONSE_FORMATS, _NULL])]
 
 
 class StructuredOutputsRequest(Strict):
     """vLLM's. disable_fallback: there is no other backend to fall back to."""
 
     json_: JSONSchema = Field(None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    regex: Source | None = None
+    choice: Choices | None = None
+    grammar: Source | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None  # JSON text of response_format's form
+    structural_tag: Source | None = None  # JSON text of response_format's form
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     disable_fallback: bool | None = None
@@ -112,59 +176,59 @@ class StructuredOutputsRequest(Strict):
 class SampledRequest(Tolerant):
     """How tokens are drawn, and where they end."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: MinTokens | None = None
     skip_special_tokens: bool | None = None
 
 
 class GenerationRequest(SampledRequest):
     """What completions and chat share."""
 
-    model: str | None = None
-    lora_weights: list[float | int] | None = None  # where model mixes adapters, "a+b": of each, in the order named
-    n: int | None = None
-    best_of: int | None = None  # must equal n
-    max_tokens: int | None = None
-    prompt_logprobs: int | None = None
+    model: ModelName | None = None
+    lora_weights: Weights | None = None  # where model mixes adapters, "a+b": of each, in the order named
+    n: N | None = None
+    best_of: N | None = None  # must equal n
+    max_tokens: MaxTokens | None = None
+    prompt_logprobs: NumLogprobs | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None  # keeps the last k; -1: as many as fit
+    truncate_prompt_tokens: Truncation | None = None  # keeps the last k; -1: as many as fit
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None  # the lower, the sooner
+    priority: Priority | None = None  # the lower, the sooner
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    request_id: str | None = None
-    cache_salt: str | None = Field(None, min_length=1)
+    request_id: RequestId | None = None
+    cache_salt: Salt | None = Field(None, min_length=1)
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputsRequest | None = None
     guided_json: JSONSchema = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_regex: Source | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Source | None = None
 
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
 
 
 class FunctionDefinition(Strict):
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; without one the function takes nothing
+    name: ToolName = Field(min_length=1)
+    description: Description | None = None
+    parameters: Object | None = None  # a JSON schema; without one the function takes nothing
     strict: bool | None = None
 
 
@@ -174,7 +238,7 @@ class Tool(Strict):
 
 
 class NamedFunction(Strict):
-    name: str
+    name: ToolName
 
 
 class NamedToolChoice(Strict):
@@ -184,7 +248,7 @@ class NamedToolChoice(Strict):
 
 class AllowedTools(Strict):
     mode: Literal["auto", "required"]
-    tools: list[NamedToolChoice] = Field(min_length=1)
+    tools: Annotated[list[NamedToolChoice], AtMost(limits.MAX_TOOLS)] = Field(min_length=1)
 
 
 class AllowedToolChoice(Strict):
@@ -199,52 +263,52 @@ ToolChoice = Annotated[NamedToolChoice | AllowedToolChoice, Field(discriminator=
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    messages: Messages = Field(min_length=1)
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    top_logprobs: NumLogprobs | None = None
+    tools: Annotated[list[Tool], AtMost(limits.MAX_TOOLS)] | None = None
     tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: one call at most
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
 
 class EmbeddingRequest(Tolerant):
-    model: str | None = None
-    lora_weights: list[float | int] | None = None
+    model: ModelName | None = None
+    lora_weights: Weights | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None  # the first so many numbers, brought to length 1 again
+    dimensions: Dimensions | None = None  # the first so many numbers, brought to length 1 again
     pooling: Literal["last", "mean"] | None = None  # default: the server's
     normalize: bool | None = None  # to length 1; default: true
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None  # keeps the last k; -1: as many as fit
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
+    truncate_prompt_tokens: Truncation | None = None  # keeps the last k; -1: as many as fit
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
 
 
 class ResponsesFunction(Strict):
     """A tool as /v1/responses has it: flat."""
 
     type: Literal["function"]
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    name: ToolName = Field(min_length=1)
+    description: Description | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 
 class ResponsesNamedChoice(Strict):
     type: Literal["function"]
-    name: str
+    name: ToolName
 
 
 class ResponsesAllowedChoice(Strict):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[ResponsesNamedChoice] = Field(min_length=1)
+    tools: Annotated[list[ResponsesNamedChoice], AtMost(limits.MAX_TOOLS)] = Field(min_length=1)
 
 
 ResponsesToolChoice = Annotated[ResponsesNamedChoice | ResponsesAllowedChoice, Field(discriminator="type")]
@@ -260,9 +324,9 @@ class JsonObjectFormat(Strict):
 
 class JsonSchemaFormat(Strict):
     type: Literal["json_schema"]
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
+    name: Label
+    schema_: Object = Field(alias="schema")
+    description: Description | None = None
     strict: bool | None = None  # the schema is kept to either way
 
 
@@ -288,24 +352,29 @@ Includable = Literal[
 ]
 
 
+_ITEMS = {"type": "array", "items": ITEM_SCHEMA, "minItems": 1, "maxItems": limits.MAX_MESSAGES}
+
+
 class ResponsesRequest(SampledRequest):
-    model: str | None = None
-    lora_weights: list[float | int] | None = None
-    input: Annotated[Any, _schema(anyOf=[{"type": "string"}, {"type": "array", "items": ITEM_SCHEMA, "minItems": 1}])]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
+    model: ModelName | None = None
+    lora_weights: Weights | None = None
+    input: Annotated[Any, _schema(anyOf=[_TEXT, _ITEMS])]
+    instructions: Text | None = None
+    max_output_tokens: MaxTokens | None = None
     text: ResponsesText | None = None
-    tools: list[ResponsesFunction] | None = None
+    tools: Annotated[list[ResponsesFunction], AtMost(limits.MAX_TOOLS)] | None = None
     tool_choice: ToolMode | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None  # given back
-    include: list[Includable] | None = None  # all but output_text.logprobs: of items that no answer here has
-    top_logprobs: int | None = None
+    metadata: Metadata | None = None  # given back
+    include: Annotated[list[Includable], AtMost(limits.MAX_INCLUDED)] | None = (
+        None  # all but output_text.logprobs: of items that no answer here has
+    )
+    top_logprobs: NumLogprobs | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -313,55 +382,63 @@ class ResponsesRequest(SampledRequest):
 
 
 class TokenizeRequest(Tolerant):
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    model: ModelName | None = None
+    prompt: Annotated[str, AtMost(limits.MAX_TOKENIZE_CHARS)] | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], AtMost(limits.MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Tolerant):
-    model: str | None = None
-    tokens: list[int]
+    model: ModelName | None = None
+    tokens: Annotated[list[Annotated[int, _schema(**_TOKEN_ID)]], AtMost(limits.MAX_DETOKENIZE_IDS)]
 
 
 class LoadAdapterRequest(Tolerant):
-    lora_name: str | None = None
-    lora_path: str | None = None
+    lora_name: ModelName | None = None
+    lora_path: Path | None = None
     load_inplace: bool | None = None
 
 
 class UnloadAdapterRequest(Tolerant):
-    lora_name: str | None = None
-    lora_int_id: int | None = None
+    lora_name: ModelName | None = None
+    lora_int_id: Seed | None = None
+
+
+def _listed(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": schema, "minItems": 1, "maxItems": limits.MAX_PROMPTS}
+
+
+_NAME = {"type": "string", "maxLength": limits.MAX_MODEL_CHARS}
+_RID = {"type": "string", "maxLength": limits.MAX_REQUEST_ID_CHARS}
 
 
 class SGLangSampling(Tolerant):
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    max_new_tokens: MaxTokens | None = None
+    min_new_tokens: MinTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    sampling_seed: int | None = None
-    n: int | None = None
+    logit_bias: LogitBias | None = None
+    sampling_seed: Seed | None = None
+    n: N | None = None
     json_schema: JSONSchema = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | None = None
-    lora_path: Annotated[Any, _schema(anyOf=[{"type": "string"}, _NULL])] = None
+    regex: Source | None = None
+    ebnf: Source | None = None
+    structural_tag: Source | None = None
+    lora_path: Annotated[Any, _schema(anyOf=[_NAME, _NULL])] = None
 
 
 def _inline(model: type[Tolerant]) -> dict[str, Any]:
@@ -370,23 +447,21 @@ def _inline(model: type[Tolerant]) -> dict[str, Any]:
 
 
 _SAMPLING = _inline(SGLangSampling)
-_NAME = {"type": ["string", "null"]}
-_NAMES = [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]
+_NAMES = [_NAME, _NULL, _listed({"anyOf": [_NAME, _NULL]})]
+_RIDS = [_RID, _NULL, _listed({"anyOf": [_RID, _NULL]})]
 
 
 class SGLangRequest(Tolerant):
     """`text`, `input_ids`, `rid`, `lora_path` and `sampling_params` may be lists, one entry a prompt."""
 
-    model: str | None = None
-    text: Annotated[Any, _schema(anyOf=[{"type": "string"}, _TEXTS, _NULL])] = None
+    model: ModelName | None = None
+    text: Annotated[Any, _schema(anyOf=[_TEXT, _TEXTS, _NULL])] = None
     input_ids: Annotated[Any, _schema(anyOf=[_TOKEN_IDS, _MANY_TOKEN_IDS, _NULL])] = None
-    sampling_params: Annotated[
-        Any, _schema(anyOf=[_SAMPLING, {"type": "array", "items": {"anyOf": [_SAMPLING, _NULL]}, "minItems": 1}, _NULL])
-    ] = None
+    sampling_params: Annotated[Any, _schema(anyOf=[_SAMPLING, _listed({"anyOf": [_SAMPLING, _NULL]}), _NULL])] = None
     lora_path: Annotated[Any, _schema(anyOf=_NAMES)] = None
-    rid: Annotated[Any, _schema(anyOf=_NAMES)] = None
+    rid: Annotated[Any, _schema(anyOf=_RIDS)] = None
     stream: bool | None = None
     return_logprob: bool | None = None
-    logprob_start_len: int | None = None
-    top_logprobs_num: int | None = None
+    logprob_start_len: Truncation | None = None
+    top_logprobs_num: NumLogprobs | None = None
     return_text_in_logprobs: bool | None = None

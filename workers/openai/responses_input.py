@@ -5,20 +5,37 @@ from __future__ import annotations
 from typing import Any
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.limits import (
+    MAX_CALL_CHARS,
+    MAX_JSON_TEXT_CHARS,
+    MAX_LABEL_CHARS,
+    MAX_MESSAGES,
+    MAX_PARTS_OF_ONE,
+    MAX_TEXT_CHARS,
+    MAX_TOOL_NAME_CHARS,
+    cut,
+)
+from lorafleet.workers.openai.bounds import json_schema
+from lorafleet.workers.openai.messages import check_ignored, string
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _NO_EFFECT = ("annotations", "logprobs", "prompt_cache_breakpoint")
+_IGNORED = json_schema(MAX_JSON_TEXT_CHARS) | {"description": "Accepted; it changes nothing."}
+_TEXT = {"type": "string", "maxLength": MAX_TEXT_CHARS}
+_LABEL = {"type": "string", "maxLength": MAX_LABEL_CHARS}
+_TOOL_NAME = {"type": "string", "maxLength": MAX_TOOL_NAME_CHARS}
+_ARGUMENTS = {"type": "string", "maxLength": MAX_CALL_CHARS}
 _PART: dict[str, Any] = {
     "type": "object",
     "properties": {
         "type": {"enum": list(_TEXT_PARTS)},
-        "text": {"type": "string"},
-        **{name: {"description": "Accepted; it changes nothing."} for name in _NO_EFFECT},
+        "text": _TEXT,
+        **dict.fromkeys(_NO_EFFECT, _IGNORED),
     },
     "required": ["type", "text"],
     "additionalProperties": False,
 }
-_STATE = {"id": {"type": ["string", "null"]}, "status": {"type": ["string", "null"]}}
+_STATE = {name: {"anyOf": [_LABEL, {"type": "null"}]} for name in ("id", "status")}
 
 
 def _item(kind: str, required: list[str], **properties: Any) -> dict[str, Any]:
@@ -30,8 +47,8 @@ def _item(kind: str, required: list[str], **properties: Any) -> dict[str, Any]:
     }
 
 
-_TEXT = {"type": "string"}
-_TEXT_OR_PARTS = {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]}
+_PARTS = {"type": "array", "items": _PART, "minItems": 1, "maxItems": MAX_PARTS_OF_ONE}
+_TEXT_OR_PARTS = {"anyOf": [_TEXT, _PARTS]}
 _PHASE = {"enum": ["commentary", "final_answer", None], "description": "Accepted; it changes nothing."}
 # What is taken here, for /openapi.json.
 ITEM_SCHEMA: dict[str, Any] = {
@@ -43,8 +60,14 @@ ITEM_SCHEMA: dict[str, Any] = {
             content=_TEXT_OR_PARTS,
             phase=_PHASE,
         ),
-        _item("function_call", ["type", "call_id", "name", "arguments"], call_id=_TEXT, name=_TEXT, arguments=_TEXT),
-        _item("function_call_output", ["type", "call_id", "output"], call_id=_TEXT, output=_TEXT_OR_PARTS),
+        _item(
+            "function_call",
+            ["type", "call_id", "name", "arguments"],
+            call_id=_LABEL,
+            name=_TOOL_NAME,
+            arguments=_ARGUMENTS,
+        ),
+        _item("function_call_output", ["type", "call_id", "output"], call_id=_LABEL, output=_TEXT_OR_PARTS),
     ]
 }
 _FIELDS = {
@@ -63,6 +86,8 @@ def messages_of(given: object, instructions: str | None) -> list[dict[str, Any]]
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise InvalidRequest("`input` must be a string, or a list of messages, calls and their results.", "input")
+    if len(given) > MAX_MESSAGES:
+        raise InvalidRequest(f"`input` has {len(given)} items; at most {MAX_MESSAGES}.", "input")
     for i, item in enumerate(given):
         _add(messages, item, f"input.{i}")
     return messages
@@ -74,11 +99,17 @@ def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
         raise InvalidRequest(f"`{where}` must be an item of type {', '.join(_FIELDS)}.", f"{where}.type")
     unknown = {name for name, value in item.items() if value is not None} - _FIELDS[kind] - {"type", "id", "status"}
     if unknown:
-        raise InvalidRequest(f"`{where}.{min(unknown)}` is no field of a {kind}; remove it.", f"{where}.{min(unknown)}")
+        field = f"{where}.{cut(min(unknown))}"
+        raise InvalidRequest(f"`{field}` is no field of a {kind}; remove it.", field)
+    for name in _STATE:
+        if item.get(name) is not None:
+            string(item[name], f"{where}.{name}", MAX_LABEL_CHARS)
     if kind == "message":
-        messages.append({"role": _text(item, "role", where), "content": _content(item, "content", where)})
+        messages.append(
+            {"role": _text(item, "role", where, MAX_LABEL_CHARS), "content": _content(item, "content", where)}
+        )
     elif kind == "function_call_output":
-        output, call_id = _content(item, "output", where), _text(item, "call_id", where)
+        output, call_id = _content(item, "output", where), _text(item, "call_id", where, MAX_LABEL_CHARS)
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     else:
         _add_call(messages, item, where)
@@ -86,8 +117,9 @@ def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
 
 def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
     """Calls in a row, and a text before them, are one message of the assistant."""
-    function = {"name": _text(item, "name", where), "arguments": _text(item, "arguments", where)}
-    call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+    name = _text(item, "name", where, MAX_TOOL_NAME_CHARS)
+    function = {"name": name, "arguments": _text(item, "arguments", where, MAX_CALL_CHARS)}
+    call = {"id": _text(item, "call_id", where, MAX_LABEL_CHARS), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     messages[-1].setdefault("tool_calls", []).append(call)
@@ -96,7 +128,11 @@ def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
 def _content(item: dict[str, Any], name: str, where: str) -> object:
     given = item.get(name)
     if not isinstance(given, list):
-        return _text(item, name, where)
+        return _text(item, name, where, MAX_TEXT_CHARS)
+    if len(given) > MAX_PARTS_OF_ONE:
+        raise InvalidRequest(
+            f"`{where}.{name}` has {len(given)} entries; at most {MAX_PARTS_OF_ONE}.", f"{where}.{name}"
+        )
     parts: list[dict[str, str]] = []
     for i, part in enumerate(given):
         place = f"{where}.{name}.{i}"
@@ -106,15 +142,13 @@ def _content(item: dict[str, Any], name: str, where: str) -> object:
             )
         unknown = set(part) - {"type", "text", *_NO_EFFECT}
         if unknown:
-            raise InvalidRequest(
-                f"`{place}.{min(unknown)}` is no field of a text; remove it.", f"{place}.{min(unknown)}"
-            )
-        parts.append({"type": "text", "text": _text(part, "text", place)})
+            field = f"{place}.{cut(min(unknown))}"
+            raise InvalidRequest(f"`{field}` is no field of a text; remove it.", field)
+        for ignored in _NO_EFFECT:
+            check_ignored(part.get(ignored), f"{place}.{ignored}")
+        parts.append({"type": "text", "text": _text(part, "text", place, MAX_TEXT_CHARS)})
     return parts
 
 
-def _text(item: dict[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"`{where}.{name}` must be a string.", f"{where}.{name}")
-    return value
+def _text(item: dict[str, Any], name: str, where: str, most_chars: int) -> str:
+    return string(item.get(name), f"{where}.{name}", most_chars)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.limits import cut
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.protocol import GenerationRequest
 from lorafleet.workers.openai.structured import read_structured
 from lorafleet.workers.sampling_params import SamplingParams
 
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _SAME_NAMES = (
     "n",
     "temperature",
@@ -55,12 +58,15 @@ def make_params(front: Front, model: ServedModel, given: dict[str, Any]) -> Samp
 
 
 def read_logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
-    if not given:
-        return None
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError:
-        raise InvalidRequest("The keys of `logit_bias` must be token ids, as strings.", "logit_bias") from None
+    """Each id has one spelling: "7" and "07" would be two entries that one of them silently wins."""
+    for token in given or ():
+        if not _TOKEN_ID.fullmatch(token):
+            raise InvalidRequest(
+                f"`logit_bias` has the key {cut(repr(token))}; keys are token ids as decimal numbers without signs, "
+                'blanks or leading zeros, such as "7".',
+                "logit_bias",
+            )
+    return {int(token): bias for token, bias in given.items()} if given else None
 
 
 def fitted(params: SamplingParams, max_tokens: int) -> SamplingParams:

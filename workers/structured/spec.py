@@ -13,14 +13,11 @@ from typing import Any, Literal
 import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.limits import MAX_CHOICES, MAX_JSON_DEPTH, MAX_SOURCE_BYTES
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tagged"]
 
 ADAPTERS_DEFAULT = "lorafleet.json: response_format"  # where an adapter's folder says what its answers look like
-
-MAX_SOURCE_BYTES = 1 << 20
-MAX_CHOICES = 10_000
-MAX_DEPTH = 64  # of a schema's JSON, over which compilers that recurse are not asked
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
@@ -173,11 +170,11 @@ def _check_size(text: str, param: str) -> str:
 def check_depth(value: object, param: str) -> None:
     """Raises InvalidRequest."""
     level: list[object] = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_JSON_DEPTH):
         level = [inner for one in level for inner in _inner(one)]
         if not level:
             return
-    raise InvalidRequest(f"`{param}` is nested deeper than {MAX_DEPTH} levels; use $defs and $ref.", param)
+    raise InvalidRequest(f"`{param}` is nested deeper than {MAX_JSON_DEPTH} levels; use $defs and $ref.", param)
 
 
 def _inner(value: object) -> Sequence[object]:

@@ -15,10 +15,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.limits import MAX_TRIGGERS
 from lorafleet.workers.structured import free_text, spec
 from lorafleet.workers.structured.spec import JsonPart, StructuredOutputs
-
-MAX_TRIGGERS = 64  # each is looked for in all text
 
 _SOME = msgspec.Meta(min_length=1)
 _Triggers = Annotated[list[Annotated[str, _SOME]], msgspec.Meta(min_length=1, max_length=MAX_TRIGGERS)]

@@ -18,9 +18,9 @@ from lorafleet.cluster.quality.records import Measures, Standing
 from lorafleet.cluster.quality.routes import QualityApi
 from lorafleet.cluster.tenancy.usage_sums import read_usage
 from lorafleet.cluster.turns import Turns
+from lorafleet.workers.limits import INT32
 from lorafleet.workers.messages import EngineRequest, TokenOutput
 from lorafleet.workers.openai.api import build_api
-from lorafleet.workers.openai.priority import MOST
 from tests.cluster.tenancy.house import House
 
 PROBES = (Probe(prompt="one two three", completion=" four"), Probe(prompt="and then"))
@@ -164,7 +164,7 @@ async def test_probes_come_last_are_computed_anew_and_belong_to_no_tenant(
 
         monkeypatch.setattr(house.engine, "generate", noting)
         await monitor_of(house, clock, "~acme/sql").look()
-        assert {request.priority for request in asked} == {MOST}
+        assert {request.priority for request in asked} == {INT32}
         assert len({request.cache_salt for request in asked}) == len(asked) == 5, "answer, its score, a completion's"
         assert all(request.lora is not None for request in asked)
     rows = read_usage(house.folder / "usage")

@@ -13,6 +13,7 @@ from lorafleet.workers import errors
 from lorafleet.workers.openai.errors import TABLE, http_error
 from lorafleet.workers.openai.fields import NO_EFFECT, NO_OP_VALUES
 
+JSON = {"content-type": "application/json"}
 COMPLETION: dict[str, Any] = {"model": "llama", "prompt": "a", "max_tokens": 2}
 CHAT: dict[str, Any] = {"model": "llama", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
@@ -76,7 +77,7 @@ async def test_a_small_kv_cache_limits_too(http: httpx.AsyncClient, engine: Any)
 )
 async def test_bodies_that_are_no_json_objects_are_400(http: httpx.AsyncClient, raw: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/v1/load_lora_adapter"):
-        response = await http.post(path, content=raw)
+        response = await http.post(path, content=raw, headers=JSON)
         assert response.status_code == 400, path
         assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -272,7 +273,7 @@ async def test_a_body_over_the_limit_is_413_naming_value_bound_and_remedy(
 
     def sent(size: int) -> Any:
         body = json.dumps(COMPLETION).encode().ljust(size)
-        return http.post(path, content=body if declared else in_pieces(body))
+        return http.post(path, content=body if declared else in_pieces(body), headers=JSON)
 
     assert (await sent(1000)).status_code != 413
     response = await sent(1001)

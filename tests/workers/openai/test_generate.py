@@ -169,7 +169,7 @@ async def test_a_fallback_to_the_base_is_said(http: httpx.AsyncClient, engine: A
         ({"text": "a", "sampling_params": 3}, "sampling_params", 400),
         ({"text": "a", "sampling_params": {"heat": 3}}, "sampling_params.heat", 400),
         ({"text": "a", "sampling_params": {"regex": ""}}, "sampling_params.regex", 400),
-        ({"text": "a", "sampling_params": {"temperature": -1}}, "temperature", 400),
+        ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature", 400),
         ({"text": "a", "sampling_params": {"max_new_tokens": 300}}, "max_new_tokens", 400),
         ({"text": "a", "return_hidden_states": True}, "return_hidden_states", 400),
         ({"text": "a", "rid": 3}, "rid", 400),

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.limits import MAX_JSON_DEPTH
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.structured import spec
 
@@ -50,7 +51,7 @@ def test_what_is_no_constraint_is_refused_with_the_field_that_it_stood_in(make, 
 
 def test_a_schema_nested_too_deep_is_refused_however_it_came():
     schema: dict[str, object] = {}
-    for _ in range(spec.MAX_DEPTH):
+    for _ in range(MAX_JSON_DEPTH):
         schema = {"not": schema}
     with pytest.raises(InvalidRequest, match="deeper than 64 levels"):
         spec.json_schema(schema, "x")

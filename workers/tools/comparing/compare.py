@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lorafleet.workers.limits import MAX_LOGPROBS
 from lorafleet.workers.messages import TokenLogprobs
-from lorafleet.workers.sampling_params import MAX_LOGPROBS
 from lorafleet.workers.tools.comparing.examples import Example
 from lorafleet.workers.tools.comparing.measures import (
     Place,
