@@ -102,7 +102,7 @@ async def test_the_line_is_written_before_the_end_of_the_answer_is_sent(house: H
     body = {"model": "base", "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "stream": stream}
     written: list[int] = []
     async with house.open():
-        headers = [(b"authorization", f"Bearer {house.keys['acme']}".encode())]
+        headers = [(b"authorization", f"Bearer {house.keys['acme']}".encode()), (b"content-type", b"application/json")]
         path = "/v1/completions"
         scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
         asked = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
