@@ -116,13 +116,14 @@ def test_the_command_line_pushes_a_folder_moves_rolls_back_and_removes(
         ("POST", "", {"name": "base", "source": "/x"}, 400, "base model's own"),
         ("POST", "", {"name": "x", "source": "/nowhere"}, 404, "/nowhere"),
         ("POST", "/ref0/alias", {"version": 7}, 400, "has no version 7; it has 1"),
-        ("POST", "/ref0/alias", {"split": {"1": 0}}, 400, "weight of version 1 is 0"),
+        ("POST", "/ref0/alias", {"split": {"1": 0}}, 400, "`split.1` is 0; it must be in (0.0, 1000000.0]"),
+        ("POST", "/ref0/alias", {"split": {"01": 1}}, 400, "write it as '1'"),
         ("POST", "/ref0/alias", {"version": 1, "alias": "ref1"}, 400, "'ref1' is an alias of adapter 'ref1'"),
         ("POST", "/ref0/rollback", {}, 400, "nothing to roll back to"),
         ("POST", "/ref0/pin", {"replicas": 9}, 400, "replicas is 9; this cluster has 2"),
         ("POST", "/nobody/pin", {}, 404, "no adapter `nobody`"),
         ("DELETE", "/nobody", None, 404, "no adapter `nobody`"),
-        ("GET", "?limit=0", None, 400, "limit is 0; it must be 1 to 1000"),
+        ("GET", "?limit=0", None, 400, "`limit` is 0; it must be in [1, 1000]"),
     ],
 )
 def test_errors_name_value_bound_and_remedy(
