@@ -172,8 +172,8 @@ class _AdminApi:
     async def push(self, front: Front, request: Request) -> object:
         body = await read_body(front, request, PushRequest)
         await begin(request, name=body.name, source=body.source, tenant=body.tenant)
-        check_source(front.tenants, caller_of(request), body.source)
-        return await self._push(front, request, body.name, body.source, body.source, body)
+        within = await check_source(front.tenants, caller_of(request), body.source)
+        return await self._push(front, request, body.name, body.source, body.source, body, within)
 
     @describe("Push an adapter's files", body=TarFile, query=UploadQuery, answer=ShownAdapter)
     async def upload(self, front: Front, request: Request) -> object:
@@ -244,7 +244,14 @@ class _AdminApi:
         return {"id": request.path_params["name"], "verified": [version.number for version in versions]}
 
     async def _push(
-        self, front: Front, request: Request, name: str, path: str, source: str, options: PushOptions
+        self,
+        front: Front,
+        request: Request,
+        name: str,
+        path: str,
+        source: str,
+        options: PushOptions,
+        within: str | None = None,
     ) -> object:
         if options.pin is not None:
             _check_may_pin(request)
@@ -253,6 +260,7 @@ class _AdminApi:
         adapter = await self._admin.push_folder(
             full,
             path,
+            within=within,
             source=source,
             activate=options.activate,
             num_replicas=options.replicas,

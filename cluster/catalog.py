@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from lorafleet.cluster.catalogue.state import adapter_number
 from lorafleet.cluster.directory import Order
 from lorafleet.cluster.membership import Membership
@@ -95,7 +97,15 @@ class DirectoryCatalog:
             raise _not_found(name)
         return await self._resolve_once(self._resolver, name)
 
-    async def add(self, name: str, path: str, *, load_inplace: bool, limits: StorageLimits = NO_LIMITS) -> LoRARequest:
+    async def add(
+        self,
+        name: str,
+        path: str,
+        *,
+        load_inplace: bool,
+        limits: StorageLimits = NO_LIMITS,
+        within: str | None = None,
+    ) -> LoRARequest:
         """Registers the adapter with its files, and makes it known to every replica."""
         check_full_name(name, self._base_names)
         if not load_inplace and await self.known(name) is not None:
@@ -103,9 +113,14 @@ class DirectoryCatalog:
                 f"There is an adapter {name!r} already; allow `replace` for a new version.", "lora_name"
             )
         # What cannot be served is refused by its header, before its bytes, however many, are copied into the store.
-        await self._engine.load_adapter(LoRARequest(name, adapter_number(name), path))
+        await self._engine.load_adapter(LoRARequest(name, adapter_number(name), path, within=within))
         await self._admin.push_folder(
-            name, path, replace=load_inplace, max_adapters=limits.adapters, max_bytes=limits.num_bytes
+            name,
+            path,
+            within=within,
+            replace=load_inplace,
+            max_adapters=limits.adapters,
+            max_bytes=limits.num_bytes,
         )
         return await self.resolve(name)
 
@@ -159,7 +174,7 @@ class DirectoryCatalog:
         info = await self._engine.load_adapter(lora)
         load_s = self._clock() - started
         logger.info("adapter %s: rank %d, %d bytes, read in %.3f s", lora.lora_name, info.rank, info.num_bytes, load_s)
-        return LoRARequest(lora.lora_name, lora.lora_int_id, lora.lora_path, info.digest, lora.base_model_name), info
+        return msgspec.structs.replace(lora, digest=info.digest), info
 
 
 def _not_found(name: str) -> ModelNotFound:

@@ -16,6 +16,7 @@ from lorafleet.cluster.administration import REMOVE_S, Pushed
 from lorafleet.cluster.catalogue.files import stage
 from lorafleet.cluster.catalogue.records import Adapter, Share, Version
 from lorafleet.cluster.catalogue.store import Store
+from lorafleet.workers.lora.files import AdapterFolder
 from lorafleet.workers.lora.names import check_full_name
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
@@ -41,17 +42,18 @@ class AdapterAdmin:
         self._application = application
         self._open_source = open_source
 
-    async def push_folder(self, name: str, path: str, **options: Any) -> Adapter:
-        """From a folder that this process sees, or a URI. options: of Pushed. Raises AdapterError."""
+    async def push_folder(self, name: str, path: str, *, within: str | None = None, **options: Any) -> Adapter:
+        """From a folder that this process sees, which lies in `within` where that is given, or a URI. options: of
+        Pushed. Raises AdapterError."""
         check_full_name(name, self._base_names)
-        digest = await asyncio.to_thread(self._put_files, path)
+        digest = await asyncio.to_thread(self._put_files, path, within)
         pushed = Pushed(name, digest, **{"source": path, **options})
         adapter: Adapter = await self._administer("push", {"pushed": pushed})
         return adapter
 
-    def _put_files(self, path: str) -> str:
+    def _put_files(self, path: str, within: str | None) -> str:
         with self._open_source(path) as source, tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
-            digest = stage(source, Path(folder))
+            digest = stage(AdapterFolder.at(source, within), Path(folder))
             self._store.put_files(digest, Path(folder))
             return digest
 

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from lorafleet.resolvers.base_model import is_for_base
-from lorafleet.workers.errors import AdapterError, AdapterMissing, ConfigError
+from lorafleet.workers.errors import AdapterChanged, AdapterError, AdapterMissing, ConfigError
 from lorafleet.workers.lora.files import AdapterFolder, read_config
 from lorafleet.workers.lora.names import check_adapter_name
 from lorafleet.workers.lora.request import LoRARequest
@@ -50,17 +50,22 @@ class FilesystemResolver:
             raise type(error)(f"adapter {lora_name!r}: {error.message}", error.param) from error
         if not is_for_base(config, lora_name, base_model_name, self._base_model_names):
             return None
-        return LoRARequest(lora_name, adapter_int_id(lora_name), str(folder.path), base_model_name=base_model_name)
+        return LoRARequest(
+            lora_name,
+            adapter_int_id(lora_name),
+            str(folder.path),
+            base_model_name=base_model_name,
+            within=str(self._directory),
+        )
 
     def _folder(self, lora_name: str) -> AdapterFolder | None:
         try:
-            folder = AdapterFolder.at(self._directory / lora_name)
+            return AdapterFolder.at(self._directory / lora_name, str(self._directory))
         except AdapterMissing:
             return None
-        if not folder.path.is_relative_to(self._directory):
+        except AdapterChanged:
             logger.warning("adapter %r is not served: its folder is a symlink out of the resolver's", lora_name)
             return None
-        return folder
 
 
 def adapter_int_id(lora_name: str) -> int:

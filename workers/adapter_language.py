@@ -9,6 +9,7 @@ template_sandbox.py.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import tempfile
 import threading
@@ -80,7 +81,7 @@ class LanguageReader:
         self._lock = threading.Lock()
         self._tokenizers: OrderedDict[str, Tokenizer] = OrderedDict()  # by their files' hash
 
-    def read(self, path: Path) -> Language:
+    def read(self, path: str | os.PathLike[str]) -> Language:
         """Of the adapter in the folder. Blocks on the disk. Raises AdapterError."""
         folder = AdapterFolder.at(path)
         files = read_language(folder)

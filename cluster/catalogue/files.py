@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from lorafleet.workers.lora.files import (
@@ -18,7 +19,7 @@ from lorafleet.workers.lora.files import (
 )
 
 
-def stage(path: Path, target: Path) -> str:
+def stage(path: str | os.PathLike[str], target: Path) -> str:
     """Copies config, weights and the language's files, nothing else, into a folder that exists; returns the digest.
     Raises AdapterError."""
     folder = AdapterFolder.at(path)

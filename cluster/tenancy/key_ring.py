@@ -72,14 +72,18 @@ class KeyRing(Collector):
         prefix, tenant = self._owners[at - 1] if at else ("", None)
         return tenant if prefix and lowered.startswith(prefix) else None
 
-    def may_read(self, tenant: str, source: str) -> bool:
-        """Where its entry in the file says so: by beginnings of URIs, and folders with all that is in them."""
-        allowed = self.tenant(tenant).sources
+    def place_of(self, tenant: str, source: str) -> str | None:
+        """As the tenant's `sources` in the file say: beginnings of URIs, and folders with all that is in them."""
+        places = self.tenant(tenant).sources
         if "://" in source:
-            steps_out = ".." in source or "%" in source
-            return not steps_out and any(source.startswith(one.rstrip("/") + "/") for one in allowed if "://" in one)
+            if ".." in source or "%" in source:
+                return None
+            return next((one for one in places if "://" in one and source.startswith(one.rstrip("/") + "/")), None)
+        if "\0" in source:
+            return None
         real = Path(os.path.realpath(source))
-        return any(real.is_relative_to(os.path.realpath(one)) for one in allowed if "://" not in one)
+        folders = (os.path.realpath(one) for one in places if "://" not in one)
+        return next((folder for folder in folders if real.is_relative_to(folder)), None)
 
     def storage_limits(self, tenant: str | None) -> StorageLimits:
         limits = self.tenant(tenant).limits

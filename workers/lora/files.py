@@ -1,7 +1,8 @@
 """Opens the files of an adapter's folder, and names what is wrong with them; reading their content is others' work.
 
-Nothing outside the folder is opened, nothing but regular files, and nothing larger than the limits. A symlink may stay
-in the folder, or lead to the blobs of the Hugging Face cache entry that the folder is a snapshot of.
+Nothing outside the folder is read, nothing but regular files, and nothing larger than the limits. A symlink may stay
+in the folder, or lead to the blobs of the Hugging Face cache entry that the folder is a snapshot of. Where a file lies
+is asked of the opened file itself, so whoever swaps a folder or a link in between gains nothing by it.
 """
 
 from __future__ import annotations
@@ -43,13 +44,25 @@ _OTHER_CLOCK_NS = 10**9  # a file that is so far ahead has its time from another
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """A folder that exists, by its real path."""
+    """A folder that exists, by its real path. Every file that it opens lies below that path, whatever became of the
+    folder meanwhile: who has checked the path has checked all that is read."""
 
     path: Path
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @classmethod
-    def at(cls, path: str | os.PathLike[str]) -> AdapterFolder:
-        text = os.fspath(path)
+    def at(cls, path: str | os.PathLike[str], within: str | None = None) -> AdapterFolder:
+        """within: the real path of a folder that it must lie in. Raises AdapterMissing, or AdapterChanged where it lies
+        elsewhere."""
+        folder = path if isinstance(path, AdapterFolder) else cls._found(os.fspath(path))
+        if within is not None and not folder.path.is_relative_to(within):
+            raise AdapterChanged(f"the folder {shown(os.fspath(path))} is a symlink that leads out of {shown(within)}.")
+        return folder
+
+    @classmethod
+    def _found(cls, text: str) -> AdapterFolder:
         if "\0" in text:
             raise AdapterMissing(f"the path {shown(text)} has a NUL character, so there can be no adapter there.")
         try:
@@ -64,24 +77,29 @@ class AdapterFolder:
         return os.path.lexists(self.path / name)
 
     def open(self, name: str, max_bytes: int) -> OpenFile:
+        # O_PATH opens nothing yet, so nothing happens to a device or a FIFO; but it holds on to the file that is there.
         try:
-            real = (self.path / name).resolve(strict=True)
-        except (OSError, RuntimeError):
+            found = os.open(self.path / name, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
             raise AdapterMissing(f"{shown(str(self.path))} has no {name}.") from None
-        if not any(real.is_relative_to(root) for root in (self.path, *self._blobs())):
-            raise AdapterMalformed(f"{name} is a symlink that leaves the adapter's folder.")
-        # O_NONBLOCK: opening a FIFO would wait for its writer. O_NOFOLLOW: `real` was resolved above, for good.
         try:
-            fd = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise AdapterMissing(f"{name} cannot be opened: {error.strerror}.") from None
+            self._check_place(name, found)
+            _check_regular(name, os.fstat(found))
+            fd = _opened(name, found)
+        finally:
+            os.close(found)
         try:
             opened = _settled(name, fd)
-            _check_regular(name, opened, max_bytes)
+            _check_size(name, opened, max_bytes)
             return OpenFile(name, os.fdopen(fd, "rb", buffering=0), opened)
         except BaseException:
             os.close(fd)
             raise
+
+    def _check_place(self, name: str, fd: int) -> None:
+        real = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if not any(real.is_relative_to(root) for root in (self.path, *self._blobs())):
+            raise AdapterMalformed(f"{name} is a symlink that leaves the adapter's folder.")
 
     def _blobs(self) -> list[Path]:
         """Where the links of a Hugging Face cache entry lead: models--org--name/{snapshots/<revision>/…, blobs/}."""
@@ -157,9 +175,20 @@ def _settled(name: str, fd: int) -> os.stat_result:
     return state
 
 
-def _check_regular(name: str, opened: os.stat_result, max_bytes: int) -> None:
-    if not stat.S_ISREG(opened.st_mode):
+def _opened(name: str, found: int) -> int:
+    """The very file that `found`, of O_PATH, stands for; its name is not looked up again."""
+    try:
+        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise AdapterMissing(f"{name} cannot be opened: {error.strerror}.") from None
+
+
+def _check_regular(name: str, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
         raise AdapterMalformed(f"{name} is not a regular file.")
+
+
+def _check_size(name: str, opened: os.stat_result, max_bytes: int) -> None:
     if opened.st_size > max_bytes:
         raise AdapterMalformed(f"{name} has {opened.st_size} bytes; at most {max_bytes} are read.")
 

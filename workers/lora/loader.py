@@ -21,6 +21,7 @@ from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.errors import LorafleetError
 from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.lora.files import AdapterFolder
 from lorafleet.workers.lora.forms import AdapterForms
 from lorafleet.workers.lora.kinds.kind import Base
 from lorafleet.workers.lora.mixed_forms import mix
@@ -107,17 +108,17 @@ class AdapterLoader:
             log.exception("adapter %s: loading failed", lora.lora_name)
             raise LorafleetError(f"adapter {lora.lora_name!r}: loading failed: {error!r}") from error
 
-    def _read_files(self, lora: LoRARequest, read: Callable[[LoRARequest, Path], T], waited: _Waited) -> T:
+    def _read_files(self, lora: LoRARequest, read: Callable[[LoRARequest, AdapterFolder], T], waited: _Waited) -> T:
         """What `read` makes of its folder, which is fetched first where it lies elsewhere."""
         started, before = time.monotonic(), waited.seconds
 
         def use(folder: Path) -> T:  # twice where the first bytes were damaged
             waited.seconds = before + time.monotonic() - started
-            return read(lora, folder)
+            return read(lora, AdapterFolder.at(folder, lora.within))
 
         return self._store.read(lora.lora_path, lora.digest, use)
 
-    def _read(self, lora: LoRARequest, folder: Path) -> LoRAModel:
+    def _read(self, lora: LoRARequest, folder: AdapterFolder) -> LoRAModel:
         return LoRAModel.from_local_checkpoint(
             folder,
             base=self._base,
@@ -134,7 +135,7 @@ class AdapterLoader:
         forms = mix(parts, self._config.max_lora_rank)
         return LoRAModel.of(forms, lora.digest, self._dtype, lora.lora_name, self._sharding, started)
 
-    def _read_forms(self, lora: LoRARequest, folder: Path) -> AdapterForms:
+    def _read_forms(self, lora: LoRARequest, folder: AdapterFolder) -> AdapterForms:
         return read_adapter(
             folder,
             base=self._base,

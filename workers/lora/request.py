@@ -15,6 +15,8 @@ class LoRARequest(msgspec.Struct, frozen=True):
     digest: sha256 (hex) of config and weights, once they have been read; "" before. Where it is given, bytes under
         lora_path with another digest are refused (AdapterChanged).
     base_model_name: the base the adapter was registered for, shown as `parent`; None means the served base.
+    within: real path of the folder that a local lora_path must lie in when it is read; None: anywhere. A symlink may
+        have been swapped since whoever asked was allowed to have it read.
     parts: of a mix of several adapters (mixing.py), which has no files of its own.
     """
 
@@ -24,6 +26,7 @@ class LoRARequest(msgspec.Struct, frozen=True):
     digest: str = ""
     base_model_name: str | None = None
     parts: tuple[LoRAPart, ...] = ()
+    within: str | None = None
 
 
 class LoRAPart(msgspec.Struct, frozen=True):

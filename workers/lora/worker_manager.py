@@ -31,6 +31,13 @@ MAX_UNTAKEN = 4096  # loads that nobody asks for, as offline
 log = logging.getLogger(__name__)
 
 
+_LoadKey = tuple[str, str, str | None]  # One load for all that ask for the same, with the same leave to read it.
+
+
+def _key(lora: LoRARequest) -> _LoadKey:
+    return lora.digest, lora.lora_path, lora.within
+
+
 @dataclass(slots=True)
 class LoadCounts:
     loads: int = 0
@@ -113,7 +120,7 @@ class WorkerLoRAManager:
         self._num_loads = 0
         self._by_id: dict[int, _Load] = {}  # under way on other ranks
         self._cpu = CPUTier(config.cpu_loras, slots.demand)
-        self._loads: dict[tuple[str, str], _Load] = {}
+        self._loads: dict[_LoadKey, _Load] = {}
         self._wanted: frozenset[str] = frozenset()
         self._doomed: dict[str, _Drop] = {}  # by digest
         self._pins: dict[str, LoRARequest] = {}  # by digest
@@ -197,7 +204,7 @@ class WorkerLoRAManager:
         self._fill_slots(wanted)
         self._note_copies()
         for lora in first:
-            if self._resident(lora.digest) is not None or (lora.digest, lora.lora_path) in self._loads:
+            if self._resident(lora.digest) is not None or _key(lora) in self._loads:
                 continue
             evictable = sum(1 for digest in self._cpu.digests if digest not in self._wanted)
             if len(self._cpu) + len(self._loads) - evictable >= self._cpu.capacity:
@@ -338,7 +345,7 @@ class WorkerLoRAManager:
         return self._cpu.get(digest) or (slot.adapter if slot is not None else None)
 
     def _start(self, lora: LoRARequest) -> _Load:
-        key = (lora.digest, lora.lora_path)
+        key = _key(lora)
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = _Load(
@@ -377,7 +384,7 @@ class WorkerLoRAManager:
             slot = self.slots.find(digest)
             self._forget(digest)
             if slot is None:
-                if all(asked != digest for asked, _ in self._loads):  # what is being read now must not come after all
+                if all(asked != digest for asked, *_ in self._loads):  # what is being read now must not come after all
                     self._note_dropped(digest)
             elif slot.holders == 0:
                 self.slots.deactivate(slot)

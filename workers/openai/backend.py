@@ -64,8 +64,11 @@ class AdapterCatalog(Protocol):
         """
         ...
 
-    async def add(self, name: str, path: str, *, load_inplace: bool, limits: StorageLimits) -> LoRARequest:
-        """Acts on every replica. limits: of the tenant that the name says.
+    async def add(
+        self, name: str, path: str, *, load_inplace: bool, limits: StorageLimits, within: str | None
+    ) -> LoRARequest:
+        """Acts on every replica. limits: of the tenant that the name says. within: the folder that a local path must
+        lie in when it is read; None: anywhere.
 
         Raises AdapterExists, InvalidAdapterName and every other AdapterError."""
         ...

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lorafleet.workers.adapter_language import Language, LanguageReader
 from lorafleet.workers.errors import AdapterError, InvalidRequest
+from lorafleet.workers.lora.files import AdapterFolder
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.openai.backend import EngineClient
 
@@ -77,4 +78,4 @@ class AdapterLanguages:
 
     def _read(self, lora: LoRARequest) -> Language:
         with self._open_files(lora.lora_path, lora.digest) as folder:
-            return self._reader.read(folder)
+            return self._reader.read(AdapterFolder.at(folder, lora.within))

@@ -6,6 +6,7 @@ are full (workers/lora/names.py); those of clients are bare. The operator sees a
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from lorafleet.workers.errors import Forbidden, ModelNotFound
@@ -20,8 +21,9 @@ class Tenants(Protocol):
         """The tenant that public names which begin so are kept for; None: they are everybody's."""
         ...
 
-    def may_read(self, tenant: str, source: str) -> bool:
-        """Whether the tenant may have an adapter read from this folder or URI by the server."""
+    def place_of(self, tenant: str, source: str) -> str | None:
+        """The tenant's own place that this folder or URI lies in: a folder's real path, or the beginning of a URI.
+        None: the tenant may not have it read by the server. Blocks on the disk."""
         ...
 
     def storage_limits(self, tenant: str | None) -> StorageLimits:
@@ -35,8 +37,8 @@ class NoTenants:
     def owner_of_name(self, _: str) -> None:
         return None
 
-    def may_read(self, _: str, __: str) -> bool:
-        return False
+    def place_of(self, _: str, __: str) -> None:
+        return None
 
     def storage_limits(self, _: str | None) -> StorageLimits:
         return StorageLimits()
@@ -80,9 +82,11 @@ class CallersCatalog:
         return await self._catalog.resolve(name, key)
 
     async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
-        check_source(self._tenants, self._caller, path)
+        within = await check_source(self._tenants, self._caller, path)
         limits = self._tenants.storage_limits(self._caller.tenant)
-        return await self._catalog.add(self.to_change(name), path, load_inplace=load_inplace, limits=limits)
+        return await self._catalog.add(
+            self.to_change(name), path, load_inplace=load_inplace, limits=limits, within=within
+        )
 
     async def remove(self, name: str) -> None:
         await self._catalog.remove(self.to_change(name))
@@ -105,10 +109,15 @@ class CallersCatalog:
         return self.sees(name)
 
 
-def check_source(tenants: Tenants, caller: Caller, source: str) -> None:
-    """A server reads more places than a tenant may see. Raises Forbidden."""
-    if caller.tenant is not None and not tenants.may_read(caller.tenant, source):
+async def check_source(tenants: Tenants, caller: Caller, source: str) -> str | None:
+    """A server reads more places than a tenant may see. Returns the folder that a local source must lie in when it is
+    read, as links may change until then; None: anywhere. Raises Forbidden."""
+    if caller.tenant is None:
+        return None
+    place = await asyncio.to_thread(tenants.place_of, caller.tenant, source)
+    if place is None:
         raise Forbidden(
             f"Tenant {caller.tenant!r} may not have {source!r} read by the server. Upload the adapter's files, as "
             "`lorafleet adapters push NAME FOLDER` does, or have the operator add the place to the tenant's `sources`."
         )
+    return None if "://" in place else place

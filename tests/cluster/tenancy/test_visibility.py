@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,31 @@ async def test_a_tenant_has_the_server_read_only_what_is_its_own(house: House, a
         assert (await house.ask("acme", "POST", "/v1/load_lora_adapter", body)).status_code == 200
         assert "sql" in await house.models("acme") and "sql" not in await house.models("public")
         assert (await house.ask("acme", "POST", "/v1/unload_lora_adapter", {"lora_name": "sql"})).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/adapters", "/v1/load_lora_adapter"])
+async def test_a_link_that_is_swapped_once_its_place_was_checked_opens_nothing(
+    house: House, adapters: dict[str, Path], path: str
+) -> None:
+    own = house.folder / "acme-shared" / "sql"
+    shutil.copytree(adapters["qv"], own)
+    house.tenants = {"acme": {"sources": [str(own.parent)]}}
+    async with house.open():
+        keys = house.tenancy.keys
+        assert keys is not None
+        place_of = keys.place_of
+
+        def swapping(tenant: str, source: str) -> str | None:
+            place = place_of(tenant, source)
+            own.rename(own.with_name("aside"))
+            own.symlink_to(adapters["all"])
+            return place
+
+        keys.place_of = swapping  # type: ignore[method-assign]
+        name, source = ("name", "source") if path == "/v1/adapters" else ("lora_name", "lora_path")
+        refused = await house.ask("acme", "POST", path, {name: "stolen", source: str(own)})
+        assert refused.status_code == 409 and "symlink that leads out of" in refused.json()["error"]["message"]
+        assert "stolen" not in await house.models("acme")
 
 
 async def test_what_takes_from_all_tenants_or_is_another_s_needs_the_operator(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import socket
@@ -15,7 +14,14 @@ from typing import Any
 import pytest
 
 from lorafleet.workers.errors import AdapterChanged, AdapterMalformed, AdapterMissing
-from lorafleet.workers.lora.files import CHUNK_BYTES, AdapterFolder, OpenFile, folder_digest, open_weights
+from lorafleet.workers.lora.files import (
+    CHUNK_BYTES,
+    AdapterFolder,
+    OpenFile,
+    folder_digest,
+    open_weights,
+    read_config,
+)
 
 
 def while_weights_are_read(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
@@ -128,5 +134,66 @@ def test_a_socket_is_not_opened(adapter: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(adapter.path)  # a socket's path is short
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path.name)
-        with pytest.raises(AdapterMissing, match=os.strerror(errno.ENXIO)):
+        with pytest.raises(AdapterMalformed, match="not a regular file"):
             open_weights(AdapterFolder.at(adapter.path))
+
+
+class Swap:
+    """Puts a symlink to `other` in the place of `path` at the first os.open: before it, or after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, other: Path, *, before: bool) -> None:
+        self.path, self.other, self.before, self.done = path, other, before, False
+        self._open = os.open
+        monkeypatch.setattr(os, "open", self)
+
+    def __call__(self, *arguments: Any, **named: Any) -> int:
+        if self.done:
+            return self._open(*arguments, **named)
+        self.done = True
+        if self.before:
+            self._swap()
+        opened = self._open(*arguments, **named)
+        if not self.before:
+            self._swap()
+        return opened
+
+    def _swap(self) -> None:
+        self.path.rename(self.path.with_name("aside"))
+        self.path.symlink_to(self.other)
+
+
+@pytest.fixture
+def two_folders(tmp_path: Path) -> tuple[Path, Path]:
+    mine, other = tmp_path / "mine" / "sql", tmp_path / "other"
+    for folder, content in ((mine, "mine"), (other, "another's")):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text(content)
+    return mine, other
+
+
+def test_a_folder_that_is_swapped_after_it_was_checked_is_not_followed(
+    two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = two_folders
+    folder = AdapterFolder.at(mine, str(mine.parent))
+    Swap(monkeypatch, mine, other, before=True)
+    with pytest.raises(AdapterMalformed, match="symlink that leaves"):
+        read_config(folder)
+
+
+def test_a_file_that_is_swapped_after_it_was_opened_changes_nothing(
+    two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = two_folders
+    folder = AdapterFolder.at(mine, str(mine.parent))
+    Swap(monkeypatch, mine / "adapter_config.json", other / "adapter_config.json", before=False)
+    assert read_config(folder) == b"mine"
+
+
+def test_a_folder_must_lie_where_it_was_allowed(two_folders: tuple[Path, Path]) -> None:
+    mine, other = two_folders
+    mine.rename(mine.with_name("aside"))
+    mine.symlink_to(other)
+    with pytest.raises(AdapterChanged, match="leads out of"):
+        AdapterFolder.at(mine, str(mine.parent))
+    assert AdapterFolder.at(mine).path == other, "the operator may have links anywhere"

@@ -130,8 +130,8 @@ CASES: dict[str, Case] = {
     "config is a folder": (replaced_by("adapter_config.json", os.mkdir), AdapterMalformed, "regular file"),
     "weights are a socket": (
         replaced_by("adapter_model.safetensors", socket_at),
-        AdapterMissing,
-        "cannot be opened",
+        AdapterMalformed,
+        "regular file",
     ),
     "config of a terabyte of holes": (replaced_by("adapter_config.json", sparse_weights), AdapterMalformed, "at most"),
     "code beside the config": (
