@@ -11,16 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from safetensors.torch import save
 from torch import Tensor
 
 from lorafleet.cluster.administration import REMOVE_S
 from lorafleet.cluster.catalogue.records import Adapter, Share, Version
 from lorafleet.cluster.directory_actor import NAMESPACE
-from lorafleet.workers.errors import ConfigError, Overloaded
+from lorafleet.workers.errors import ConfigError, DirectoryUnavailable, Overloaded
 
 CALL_S = 600.0
+ALIVE_S = 10.0  # How long the directory may take to say that it lives, before anything is asked of it.
 
 
 def get_directory(app_name: str = "lorafleet") -> DirectoryHandle:
@@ -99,7 +100,12 @@ class DirectoryHandle:
 
     def _call(self, verb: str, **arguments: Any) -> Any:
         try:
+            ray.get(self._actor.address.remote(), timeout=ALIVE_S)
             return ray.get(self._actor.administer.remote(verb, arguments), timeout=CALL_S)
+        except GetTimeoutError as error:
+            raise DirectoryUnavailable(
+                f"{verb}: the adapter directory does not answer. Look with show() before you repeat it."
+            ) from error
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:

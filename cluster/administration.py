@@ -290,8 +290,8 @@ class Administration:
         """No name stands for it when this returns; its bytes are gone everywhere too, or Overloaded says what they
         wait for. That goes on by itself."""
         adapter = self._catalogue.state.adapters.get(name)
-        if adapter is None and self._directory.forget_found(name):
-            await self._directory.acknowledged()
+        if adapter is None and name in self._directory.resolved:
+            await self._forget_found(name)
             return
         if adapter is None or not adapter.removing:
             self._adapter(name)
@@ -310,6 +310,12 @@ class Administration:
                     "is freed when they end; `show` says when it is gone."
                 )
             freeing.result()
+
+    async def _forget_found(self, name: str) -> None:
+        """The log says so too, for replicas that use their copies by it: see catalogue/log_end.py."""
+        await self._catalogue.change(name, lambda present: Removed(name) if present is None else None)
+        self._directory.forget_found(name)
+        await self._directory.acknowledged()
 
     async def take_turn(self, task: str, replica_id: str, for_s: float) -> bool:
         """See turns.py."""

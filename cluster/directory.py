@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.log_end import LogPosition
 from lorafleet.cluster.catalogue.state import Served
 from lorafleet.cluster.directory_metrics import DirectoryCounts
 from lorafleet.cluster.filling import Filler
@@ -60,6 +61,7 @@ class Changes(msgspec.Struct, frozen=True):
     version: int
     served: dict[str, Served | None]
     orders: tuple[Order, ...] = ()
+    log: LogPosition = LogPosition("", 0)  # of what the names stand for
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -268,7 +270,8 @@ class AdapterDirectory:
         self._wake_writers()
         self._look_at_replicas()
         orders = tuple(one.order for one in replica.orders.values())
-        return Changes(self._epoch, self._version, {name: self.served(name) for name in names}, orders)
+        served = {name: self.served(name) for name in names}
+        return Changes(self._epoch, self._version, served, orders, self.catalogue.position)
 
     async def leave(self, replica_id: str) -> None:
         self._forget(replica_id)
@@ -298,7 +301,7 @@ class AdapterDirectory:
         self._check(epoch)
         self._seen(replica_id)
         orders = tuple(one.order for one in replica.orders.values() if one.order.number > order)
-        return Changes(self._epoch, self._version, self._changed_since(version), orders)
+        return Changes(self._epoch, self._version, self._changed_since(version), orders, self.catalogue.position)
 
     async def done(
         self, replica_id: str, epoch: str, order: int, info: AdapterInfo | None, error: WireError | None

@@ -27,9 +27,9 @@ from lorafleet.cluster.catalogue.catalogue import Catalogue, keep_reading
 from lorafleet.cluster.catalogue.store import open_store
 from lorafleet.cluster.console.directory_view import DirectoryWindow
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, Viewer
-from lorafleet.cluster.directory import AdapterDirectory, Changes, Found, Progress
+from lorafleet.cluster.directory import HAND_OVER_S, AdapterDirectory, Changes, Found, Progress
 from lorafleet.cluster.directory_metrics import DirectoryCounts
-from lorafleet.cluster.directory_socket import Address, DirectoryConnection, DirectoryServer
+from lorafleet.cluster.directory_socket import ANSWER_S, Address, DirectoryConnection, DirectoryServer
 from lorafleet.cluster.placer import ROUND_S
 from lorafleet.cluster.residency import Report, Routes
 from lorafleet.cluster.state_folder import state_folder
@@ -39,6 +39,7 @@ from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 NAMESPACE = "lorafleet"
 IDLE_EXIT_S = 30.0
+ADMINISTER_S = 660.0  # More than membership.CHANGE_S, so that a change is never repeated because it took long.
 MAX_CALLS = 10_000  # at a time: every replica and router holds one or two
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives the head node
 
@@ -202,7 +203,8 @@ def _rather_on_head() -> NodeAffinitySchedulingStrategy | str:
 
 
 class RemoteDirectory:
-    """directory.Directory over the actor and its socket; raises the actor's own exceptions."""
+    """directory.Directory over the actor and its socket; raises the actor's own exceptions, and TimeoutError where it
+    does not answer in time."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -220,7 +222,7 @@ class RemoteDirectory:
         await _result(self._actor.call.remote("leave", replica_id))
 
     async def drain(self, replica_id: str) -> None:
-        await _result(self._actor.call.remote("drain", replica_id))
+        await _result(self._actor.call.remote("drain", replica_id), HAND_OVER_S + ANSWER_S)
 
     async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
         return await self._ask(lambda connection: connection.watch(replica_id, epoch, version, order))
@@ -240,7 +242,7 @@ class RemoteDirectory:
         return await _result(self._actor.call.remote("listed", epoch))
 
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
-        return await _result(self._actor.administer.remote(verb, arguments))
+        return await _result(self._actor.administer.remote(verb, arguments), ADMINISTER_S)
 
     async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
         return await _result(self._actor.view.remote(query, viewer))
@@ -306,8 +308,9 @@ async def _address_of(actor: Any) -> Address:
     return address
 
 
-async def _result(reference: Awaitable[T]) -> T:
+async def _result(reference: Awaitable[T], limit_s: float = ANSWER_S) -> T:
+    """Raises TimeoutError after limit_s: a process that is stopped never answers."""
     try:
-        return await reference
+        return await asyncio.wait_for(reference, limit_s)
     except RayTaskError as error:
         raise error.cause from None

@@ -2,6 +2,8 @@
 date; and the orders that come with the answers.
 
 Also repeats a call for which the directory turns out to have been restarted, after bringing it what this replica knows.
+Every call has a time limit. While the directory is silent, calls fail at once, and copies are used as long as the
+catalogue's log shows that nothing was changed (catalogue/log_end.py).
 """
 
 from __future__ import annotations
@@ -12,16 +14,22 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from lorafleet.cluster.catalogue.log_end import LogEnd, LogPosition
 from lorafleet.cluster.catalogue.state import Served
 from lorafleet.cluster.directory import LEASE_S, Changes, Directory, Found, Order, Progress, StaleEpoch
 from lorafleet.cluster.residency import Report
 from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
-from lorafleet.workers.errors import LorafleetError, Overloaded, to_wire
+from lorafleet.workers.errors import DirectoryUnavailable, LorafleetError, to_wire
 from lorafleet.workers.lora.names import tenant_of
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 RETRY_S = 0.1
-PATIENCE_S = 10.0  # how long a call waits for a directory that is being restarted
+PATIENCE_S = 10.0  # How long a call waits for a directory that is being restarted, is stopped or slow.
+START_S = 120.0  # How long a replica that starts waits for the first answer: the directory's process may start with it.
+ADMIT_S = 1.0  # How long a request waits for the quotas.
+READ_S = 10.0  # Time limit of administrative calls that only read.
+CHANGE_S = 600.0  # Time limit of those that change something: replicas may load adapters for minutes.
+RETRY_AFTER_S = 2.0  # What clients are told after a call that failed.
 MAX_COPIES = 100_000  # names; the one asked for first goes
 
 T = TypeVar("T")
@@ -31,15 +39,24 @@ Obey = Callable[[Order], Awaitable[AdapterInfo | None]]
 
 
 class Membership:
-    """obey: does what an order says; its LorafleetError is the order's answer."""
+    """obey: does what an order says; its LorafleetError is the order's answer. log_end: without it copies are not used
+    beyond their lease."""
 
     def __init__(
-        self, directory: Directory, replica_id: str, obey: Obey, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Directory,
+        replica_id: str,
+        obey: Obey,
+        clock: Callable[[], float] = time.monotonic,
+        log_end: LogEnd | None = None,
     ) -> None:
         self.directory = directory
         self.replica_id = replica_id
         self._obey = obey
         self._clock = clock
+        self._log_end = log_end
+        self._log = LogPosition("", 0)  # of the copies
+        self._answered_s = clock()  # when the directory was heard last
         self._ready = False
         self._epoch = ""
         self._version = -1
@@ -61,7 +78,7 @@ class Membership:
         return self._clock() < self._lease_until
 
     async def start(self) -> None:
-        await self.call(lambda _: self._join())
+        await self.call(lambda _: self._join(), START_S, START_S)
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def stop(self) -> None:
@@ -78,7 +95,8 @@ class Membership:
     async def lookup(self, name: str) -> Served | None:
         """What the name stands for, from the copy while it may be trusted, else from the directory."""
         copy = self._copies.get(name)
-        if self.fresh and (copy is not None or name in self._absent):
+        is_known = copy is not None or name in self._absent
+        if is_known and (self.fresh or await self._is_unchanged()):
             return copy
         return self._keep(name, await self.call(lambda epoch: self.directory.lookup(epoch, name)))
 
@@ -90,7 +108,8 @@ class Membership:
         return await self.call(self.directory.listed)
 
     async def admit(self, asks: list[Ask], charges: dict[str, int], running: dict[str, int]) -> list[Verdict]:
-        return await self.call(lambda _: self.directory.admit(self.replica_id, asks, charges, running))
+        """Raises DirectoryUnavailable after ADMIT_S."""
+        return await self.call(lambda _: self.directory.admit(self.replica_id, asks, charges, running), ADMIT_S)
 
     async def report(self, report: Report) -> bool:
         return await self.directory.report(report)
@@ -99,25 +118,52 @@ class Membership:
         logger.log(logging.ERROR if failed else logging.INFO, "replica %s: %s", self.replica_id, text)
         await self.call(lambda _: self.directory.note(Progress(self.replica_id, text, failed)))
 
-    async def call(self, call: Callable[[str], Awaitable[T]]) -> T:
-        """A call to the directory, given its epoch, repeated while it is away."""
-        deadline, stale = self._clock() + PATIENCE_S, False
+    async def call(
+        self, call: Callable[[str], Awaitable[T]], limit_s: float | None = None, patience_s: float | None = None
+    ) -> T:
+        """A call to the directory, given its epoch, repeated while it is away.
+
+        Raises DirectoryUnavailable after limit_s, or once the directory has been silent for patience_s; both are
+        PATIENCE_S where they are not given. What was asked for may still be done then.
+        """
+        patience_s = PATIENCE_S if patience_s is None else patience_s
+        deadline_s = self._clock() + (PATIENCE_S if limit_s is None else limit_s)
+        if self._following is None:
+            self._answered_s = self._clock()  # nobody has listened yet
+        if self._clock() >= self._answered_s + patience_s:
+            raise _unavailable(self._clock() - self._answered_s)
+        calling = asyncio.get_running_loop().create_task(self._repeat(call))
+        try:
+            while not calling.done():
+                ends_s = min(deadline_s, self._answered_s + patience_s)
+                if self._clock() >= ends_s:
+                    raise _unavailable(self._clock() - self._answered_s)
+                await asyncio.wait([calling], timeout=ends_s - self._clock())
+            return calling.result()
+        finally:
+            calling.cancel()
+
+    async def _repeat(self, call: Callable[[str], Awaitable[T]]) -> T:
+        stale = False
         while True:
             try:
                 if stale:
                     await self._join()
                 stale = False
-                return await call(self._epoch)
+                answer = await call(self._epoch)
+                self._answered_s = self._clock()
+                return answer
             except LorafleetError:
                 raise
             except StaleEpoch:
                 stale = True
-            except Exception as error:
-                if self._clock() > deadline:
-                    raise Overloaded(
-                        f"The adapter directory did not answer for {PATIENCE_S:.0f} s; try again."
-                    ) from error
+            except Exception as error:  # it is being restarted
+                logger.debug("replica %s: the adapter directory does not answer: %r", self.replica_id, error)
                 await asyncio.sleep(RETRY_S)
+
+    async def _is_unchanged(self) -> bool:
+        """Whether the catalogue is what it was when the copies were right."""
+        return self._log_end is not None and await self._log_end.is_at(self._log)
 
     def _keep(self, name: str, answer: Found) -> Served | None:
         """Takes a copy, unless the answer is older than what this replica has heard since."""
@@ -142,6 +188,7 @@ class Membership:
             try:
                 sent = self._clock()
                 changes = await self.directory.watch(self.replica_id, self._epoch, self._version, self._order)
+                self._answered_s = self._clock()
                 self._adopt(changes, sent)
             except StaleEpoch:
                 await self._try_to_join()
@@ -160,6 +207,7 @@ class Membership:
         sent = self._clock()
         found = [copy.loras[0] for copy in self._copies.values() if copy.found]
         changes = await self.directory.join(self.replica_id, self._epoch, list(self._copies), found, self._ready)
+        self._answered_s = self._clock()
         self._absent.clear()  # the answer is of copies only
         if changes.epoch != self._epoch:
             self._epoch, self._version, self._order = changes.epoch, -1, 0
@@ -174,6 +222,8 @@ class Membership:
             if name in self._copies:
                 self._copy(name, served)
         self._version = changes.version
+        if changes.log.store_id:  # else the catalogue is still being read
+            self._log = changes.log
         self._lease_until = sent + LEASE_S
         for order in changes.orders:
             if order.number > self._order:
@@ -195,3 +245,11 @@ class Membership:
             await self.directory.done(self.replica_id, epoch, order.number, info, error)
         except Exception as gone:  # a restarted directory gives its own orders
             logger.warning("replica %s: nobody hears of order %d: %r", self.replica_id, order.number, gone)
+
+
+def _unavailable(silent_s: float) -> DirectoryUnavailable:
+    return DirectoryUnavailable(
+        f"The adapter directory does not answer (last heard {silent_s:.0f} s ago). Requests for adapters that this "
+        "replica knows go on; try again, and look first whether a change was made.",
+        retry_after_s=RETRY_AFTER_S,
+    )

@@ -25,6 +25,7 @@ from lorafleet.cluster import directory_metrics, ingress
 from lorafleet.cluster.api_routes import routes_beside
 from lorafleet.cluster.autoscaling import load_of
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
+from lorafleet.cluster.catalogue.log_end import LogEnd
 from lorafleet.cluster.catalogue.store import Store, open_store
 from lorafleet.cluster.config import AppArgs, LoRAModule
 from lorafleet.cluster.console.replica_view import ask_all, replica_view
@@ -33,7 +34,7 @@ from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, Re
 from lorafleet.cluster.directory import HAND_OVER_S, Order
 from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.front import make_front, make_resolver, start_tracing
-from lorafleet.cluster.membership import Membership
+from lorafleet.cluster.membership import CHANGE_S, READ_S, Membership
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.cluster.quality.book import QualityBook
 from lorafleet.cluster.quality.metrics import QualityMetrics
@@ -61,6 +62,7 @@ from lorafleet.workers.transport import EngineClient, ipc_address
 if TYPE_CHECKING:
     from lorafleet.workers.openai.tracing import Tracing
 
+READING_VERBS = {"list_adapters", "show", "take_turn"}  # of administration: they answer at once
 WATCH_S = 0.5  # how often it is looked whether the workers live
 
 logger = logging.getLogger("lorafleet.cluster")
@@ -91,7 +93,8 @@ class EngineReplica:
         self._config = replace(self._config, seed=named_seed(config.seed, self._replica_id))
         self._place = DirectoryPlace(context.app_name, **args.directory_place())
         self._directory = get_or_create(self._place)
-        self._membership = Membership(self._directory, self._replica_id, self._obey)
+        log_end = LogEnd(lambda: open_store(self._place.uri))
+        self._membership = Membership(self._directory, self._replica_id, self._obey, log_end=log_end)
         self._tenancy: Tenancy | None = None
         self._ranks = ReplicaRanks(config.tensor_parallel_size, args.num_cpus, 1 if config.device == "cuda" else 0)
 
@@ -130,7 +133,7 @@ class EngineReplica:
         return serve.get_deployment_handle(context.deployment, context.app_name)
 
     async def _render_directory(self) -> bytes:
-        return directory_metrics.render(await self._directory.counts())
+        return directory_metrics.render(await self._membership.call(lambda _: self._directory.counts()))
 
     async def look(self, names: list[str], viewer: Viewer) -> ReplicaView | None:
         """What the console shows of this replica; others ask for it."""
@@ -262,7 +265,8 @@ class EngineReplica:
         return info
 
     async def _administer(self, verb: str, arguments: dict[str, Any]) -> Any:
-        return await self._membership.call(lambda _: self._directory.administer(verb, arguments))
+        limit_s = READ_S if verb in READING_VERBS else CHANGE_S
+        return await self._membership.call(lambda _: self._directory.administer(verb, arguments), limit_s)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs beside the requests; the loop itself holds tasks weakly."""

@@ -24,6 +24,7 @@
     │   └── InvalidAdapterName   empty, too long, path parts, control characters, the base's own name
     ├── Overloaded               try again later; `retry_after_s` says when
     │   ├── QueueFull            too many requests wait already
+    │   ├── DirectoryUnavailable the adapter directory does not answer
     │   ├── QuotaExceeded        the caller's key or tenant has used up what it may ask for
     │   └── QueueTimeout         the request could not start in the time that it had
     ├── StoreError               the catalogue's store does not answer, or refuses
@@ -154,6 +155,10 @@ class QueueFull(Overloaded):
 
 
 class QueueTimeout(Overloaded):
+    pass
+
+
+class DirectoryUnavailable(Overloaded):
     pass
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from lorafleet.cluster.catalogue.log import SETTLE_S, CatalogueLog, Fenced
+from lorafleet.cluster.catalogue.log_end import LogPosition, read_store_id
 from lorafleet.cluster.catalogue.packed import pack
 from lorafleet.cluster.catalogue.records import Adapter, Entry
 from lorafleet.cluster.catalogue.state import CatalogueState
@@ -34,13 +35,16 @@ class Catalogue:
         self.store = store
         self._log = CatalogueLog(store, settle_s)
         self.state = CatalogueState(store.files_uri)
+        self.position = LogPosition("", 0)  # of `state`
         self.on_change: Callable[[set[str]], None] = lambda _: None
         self.on_others: Callable[[list[Adapter]], None] = lambda _: None
         self._writing = asyncio.Lock()
 
     async def load(self) -> None:
         """Reads everything: seconds, where there are a million adapters."""
+        store_id = await _in_thread(lambda: read_store_id(self.store))
         self.state = await _in_thread(self._load)
+        self.position = LogPosition(store_id, self._log.length)
 
     async def change(self, name: str, decide: Decide) -> Adapter | None:
         """Writes what `decide` makes of the present adapter (None: leave it so), and returns what is there then.
@@ -59,6 +63,7 @@ class Catalogue:
                     await self._load_again()
                     continue
                 if not others:
+                    self._has_read()
                     self.on_change(self.state.apply(pack(entry)))
                     return self.state.adapters.get(name)
                 self._take_in(others)
@@ -77,7 +82,12 @@ class Catalogue:
             else:
                 self._take_in(others)
 
+    def _has_read(self) -> None:
+        """Called right before what was read is taken in: nobody can see the one without the other."""
+        self.position = LogPosition(self.position.store_id, self._log.length)
+
     def _take_in(self, others: Iterable[Entry]) -> None:
+        self._has_read()
         for entry in others:
             before = self.state.adapters.get(entry.name)
             self.on_change(self.state.apply(pack(entry)))
@@ -89,6 +99,7 @@ class Catalogue:
         after = await _in_thread(self._load)
         changed = await _in_thread(lambda: before.adapters.differing(after.adapters))
         self.state = after
+        self._has_read()
         adapters = [before.adapters[name] for name in changed if name in before.adapters]
         now = [after.adapters[name] for name in changed if name in after.adapters]
         self.on_change({alias for one in (*adapters, *now) for alias in one.aliases})

@@ -287,6 +287,11 @@ class _Vanished(Exception):
     """Another writer merges too."""
 
 
+def has_gone_on(store: Store, number: int) -> bool:
+    """Whether there is a change of this number or a later one."""
+    return store.read(_change_key(number)) is not None or any(_bounds(key)[1] > number for key in store.keys("runs/"))
+
+
 def _as_run(span: _Span, payload: memoryview) -> _Run:
     change = _change_decoder.decode(payload)
     return _Run(change.after, span.start, [change.entry], [change.writer])

@@ -15,12 +15,15 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lorafleet.cluster import membership as membership_module
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.catalogue.log_end import LogEnd
 from lorafleet.cluster.directory import HOLD_S, Order
 from lorafleet.cluster.directory_actor import DirectoryPlace, RemoteDirectory, _rather_on_head, get_or_create
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.reporting import keep_reporting
 from lorafleet.cluster.residency import RouteView
 from lorafleet.cluster.routing import ReplicaChooser, Tier
+from lorafleet.workers.errors import DirectoryUnavailable
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import EngineStats
 from tests.cluster.rays_turn import rays_turn
@@ -79,11 +82,18 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def kill_directory() -> None:
+def directory_processes() -> list[psutil.Process]:
+    found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if any("DirectoryActor" in part for part in one.cmdline()):
-                one.kill()
+                found.append(one)
+    return found
+
+
+def kill_directory() -> None:
+    for one in directory_processes():
+        one.kill()
 
 
 async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency_and_requests_never_notice(
@@ -161,9 +171,41 @@ async def test_two_directories_of_one_catalogue_soon_see_what_the_other_has_writ
         await asyncio.sleep(0.1)
 
 
+async def test_a_stopped_directory_keeps_nobody_waiting_and_known_names_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {one.pid for one in directory_processes()}
+    place = DirectoryPlace("stopped", "/model", str(tmp_path), ("base",), fill_cpu_loras=False)
+    directory = get_or_create(place)
+    member = Membership(directory, "r0", obey, log_end=LogEnd(lambda: FolderStore(tmp_path)))
+    await member.start()
+    lora = LoRARequest("sql", 1, "/sql", "digest")
+    await directory.administer("seed", {"lora": lora, "info": AdapterInfo("digest", 8, 1, []), "application": "run"})
+    known = await member.lookup("sql")
+    [process] = [one for one in directory_processes() if one.pid not in others]
+    monkeypatch.setattr(membership_module, "PATIENCE_S", 6.0)  # more than a call is held, as it is without this
+    process.suspend()
+    try:
+        with pytest.raises(DirectoryUnavailable):
+            await asyncio.wait_for(member.lookup("unknown"), PATIENCE_S)
+        assert not member.fresh
+        assert await member.lookup("sql") == known
+    finally:
+        process.resume()
+    deadline = time.monotonic() + PATIENCE_S
+    while not member.fresh:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    assert await member.lookup("unknown") is None
+    await member.stop()
+    directory.close()
+    await asyncio.sleep(0.01)
+
+
 async def test_ray_s_head_does_not_remember_the_directory_s_calls(tmp_path: Path) -> None:
     """It would keep 100 000 of them, 2 KB each. What is called after them is there once they would be."""
     directory = get_or_create(DirectoryPlace("calls", "/model", str(tmp_path), ("base",), fill_cpu_loras=False))
+    await directory.administer("list_adapters", {})  # may take as long as a process takes to start
     await directory.counts()
     ray.get(ray.remote(remembered).remote())
     deadline = time.monotonic() + PATIENCE_S

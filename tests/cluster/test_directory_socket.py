@@ -75,7 +75,7 @@ async def test_calls_wait_side_by_side_and_hear_of_names_and_of_another_epoch(se
     await asyncio.sleep(0.02)
     found = await directory.found(joined.epoch, LoRARequest("sql", 1, "/sql", "digest"))
     changes = await watch
-    assert changes == Changes(joined.epoch, found.version, {"sql": found.served})
+    assert changes == Changes(joined.epoch, found.version, {"sql": found.served}, log=joined.log)
     assert [one.version for one in await asyncio.gather(*polls)] == [table.version + 1] * 3
     with pytest.raises(StaleEpoch, match="before"):
         await connection.watch("r1", "before", 0, 0)

@@ -1,0 +1,82 @@
+"""Whether anything was written to the catalogue's log since a replica's copies were right.
+
+A replica may use its copies without the directory while the log has not gone on: every change is in the log before it
+is acknowledged to anybody. The log is read after the question was asked, so an answer never misses a change that had
+been acknowledged by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+
+import msgspec
+
+from lorafleet.cluster.catalogue.log import has_gone_on
+from lorafleet.cluster.catalogue.store import Store
+from lorafleet.workers.errors import LorafleetError, StoreError
+
+READ_S = 2.0  # How long a request waits for the store; then it asks the directory.
+_ID_KEY = "identity"
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class LogPosition(msgspec.Struct, frozen=True, array_like=True):
+    """store_id: tells the store apart from an empty folder of the same name on another node; "" if unknown."""
+
+    store_id: str
+    next: int  # number of the first change that is not known
+
+
+def read_store_id(store: Store) -> str:
+    """Made by whoever reads it first; "" if the store cannot be written."""
+    try:
+        store.create(_ID_KEY, uuid.uuid4().hex.encode())
+        return (store.read(_ID_KEY) or b"").decode()
+    except StoreError as error:
+        logger.warning("replicas will not use their copies without the directory: %s", error)
+        return ""
+
+
+class LogEnd:
+    """open_store: called when the log is read for the first time. All who ask while a read is under way share the next
+    one."""
+
+    def __init__(self, open_store: Callable[[], Store], read_s: float = READ_S) -> None:
+        self._open_store = open_store
+        self._read_s = read_s
+        self._store: Store | None = None
+        self._running: asyncio.Task[bool] | None = None
+        self._coming: dict[LogPosition, asyncio.Task[bool]] = {}  # reads that have not begun
+
+    async def is_at(self, position: LogPosition) -> bool:
+        """False also where the store does not answer, or is another one."""
+        if not position.store_id:
+            return False
+        reading = self._coming.get(position)
+        if reading is None:
+            reading = asyncio.get_running_loop().create_task(self._read_after(self._running, position))
+            self._coming[position] = reading
+        try:
+            return await asyncio.wait_for(asyncio.shield(reading), self._read_s)
+        except TimeoutError:
+            return False
+
+    async def _read_after(self, running: asyncio.Task[bool] | None, position: LogPosition) -> bool:
+        if running is not None:
+            await asyncio.wait([running])
+        self._running = self._coming.pop(position)
+        try:
+            return await asyncio.to_thread(self._read, position)
+        except LorafleetError as error:
+            logger.warning("the catalogue's log cannot be read: %s", error.message)
+            return False
+
+    def _read(self, position: LogPosition) -> bool:
+        if self._store is None:
+            self._store = self._open_store()
+        store_id = (self._store.read(_ID_KEY) or b"").decode()
+        return store_id == position.store_id and not has_gone_on(self._store, position.next)

@@ -1,0 +1,224 @@
+"""A directory that is stopped or slow: every call ends in time with a 503, and adapters that a replica knows are served
+as long as the catalogue's log shows that nothing was changed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorafleet.cluster import membership as membership_module
+from lorafleet.cluster.catalog import DirectoryCatalog, obey
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.catalogue.log import CatalogueLog
+from lorafleet.cluster.catalogue.log_end import LogEnd, LogPosition, read_store_id
+from lorafleet.cluster.catalogue.records import Adapter, Version
+from lorafleet.cluster.directory import AdapterDirectory
+from lorafleet.cluster.membership import Membership
+from lorafleet.cluster.tenancy.quota_book import Ask, Limits
+from lorafleet.workers.errors import DirectoryUnavailable
+from lorafleet.workers.lora.names import full_name
+from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.openai.errors import http_error
+from tests.cluster import test_directory
+from tests.cluster.test_directory import Engine, loaded
+
+pytestmark = pytest.mark.usefixtures("_quick")
+_quick = test_directory._quick
+LATE_S = 60.0  # of a call that should have ended long ago, however slow the machine is
+
+
+class Stoppable(AdapterDirectory):
+    """Answers nothing while `goes` is not set, as a process that is stopped."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        super().__init__(catalogue)
+        self.goes = asyncio.Event()
+        self.goes.set()
+
+    async def _when_it_goes(self, name: str, *arguments: Any) -> Any:
+        await self.goes.wait()
+        return await getattr(AdapterDirectory, name)(self, *arguments)
+
+    async def watch(self, *arguments: Any) -> Any:
+        return await asyncio.wait_for(self._when_it_goes("watch", *arguments), 0.2)  # as directory_socket.ANSWER_S
+
+    async def join(self, *arguments: Any) -> Any:
+        return await asyncio.wait_for(self._when_it_goes("join", *arguments), 0.2)
+
+    async def lookup(self, *arguments: Any) -> Any:
+        return await self._when_it_goes("lookup", *arguments)
+
+    async def found(self, *arguments: Any) -> Any:
+        return await self._when_it_goes("found", *arguments)
+
+    async def listed(self, *arguments: Any) -> Any:
+        return await self._when_it_goes("listed", *arguments)
+
+    async def admit(self, *arguments: Any) -> Any:
+        return await self._when_it_goes("admit", *arguments)
+
+
+@dataclass
+class Replica:
+    directory: Stoppable
+    membership: Membership
+    catalog: DirectoryCatalog
+    store: FolderStore
+
+    async def stop_directory(self) -> None:
+        self.directory.goes.clear()
+        await until(lambda: not self.membership.fresh)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + LATE_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serving(folder: Path, store_of_replica: Path | None = None) -> AsyncIterator[Replica]:
+    store = FolderStore(folder)
+    log = CatalogueLog(store)
+    log.load()
+    for name in ("sql", full_name("acme", "own")):
+        log.append(Adapter(name, (Version(1, f"digest of {name}", "", 8, 1, 0.0),), {name: ((0.0, ((1, 1.0),)),)}))  # type: ignore[dict-item]  # as it is written
+    directory = await loaded(Stoppable(Catalogue(store)))
+    engine = Engine()
+    log_end = LogEnd(lambda: FolderStore(store_of_replica or folder), LATE_S)
+    membership = Membership(directory, "r0", lambda order: obey(engine, order), log_end=log_end)
+    await membership.start()
+    catalog = DirectoryCatalog(membership, None, engine, ["base"], None)  # type: ignore[arg-type]  # nothing is changed here
+    try:
+        yield Replica(directory, membership, catalog, store)
+    finally:
+        directory.goes.set()
+        await membership.stop()
+
+
+async def test_known_names_are_served_without_the_directory_and_unknown_ones_are_refused_in_time(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as replica:
+        known = await replica.catalog.resolve("sql")
+        assert await replica.catalog.known(full_name("acme", "sql")) is None  # asked for first, for a tenant
+        await replica.stop_directory()
+        assert await replica.catalog.resolve("sql") == known
+        assert await replica.catalog.known(full_name("acme", "sql")) is None
+        for _ in range(3):
+            with pytest.raises(DirectoryUnavailable, match="does not answer") as refused:
+                await asyncio.wait_for(replica.catalog.resolve(full_name("acme", "own")), LATE_S)
+        assert (http_error(refused.value).status, http_error(refused.value).code) == (503, "directory_unavailable")
+        assert await replica.catalog.resolve("sql") == known
+        replica.directory.goes.set()
+        deadline = asyncio.get_running_loop().time() + LATE_S
+        while True:
+            try:
+                assert (await replica.catalog.resolve(full_name("acme", "own"))).digest
+                break
+            except DirectoryUnavailable:
+                assert asyncio.get_running_loop().time() < deadline
+                await asyncio.sleep(0.01)
+
+
+async def test_every_kind_of_call_ends_in_time(tmp_path: Path) -> None:
+    async with serving(tmp_path) as replica:
+        await replica.stop_directory()
+        membership = replica.membership
+        calls = [
+            lambda: membership.found(LoRARequest("x", 1, "/x", "x")),
+            membership.listed,
+            lambda: membership.admit([Ask({"tenant": Limits(1, 1, 1)}, 1)], {}, {}),
+            lambda: membership.note("here"),
+            lambda: membership.call(lambda _: asyncio.sleep(3600), membership_module.CHANGE_S),
+        ]
+        for call in calls[:3] + calls[4:]:
+            with pytest.raises(DirectoryUnavailable):
+                await asyncio.wait_for(call(), LATE_S)
+
+
+async def test_once_it_is_known_to_be_silent_no_request_waits_for_it(tmp_path: Path) -> None:
+    async with serving(tmp_path) as replica:
+        await replica.stop_directory()
+        with pytest.raises(DirectoryUnavailable):
+            await replica.catalog.resolve("unknown")
+        asked = 0
+
+        async def ask(_: str) -> None:
+            nonlocal asked
+            asked += 1
+
+        with pytest.raises(DirectoryUnavailable):
+            await replica.membership.call(ask)
+        assert asked == 0, "nothing is queued at a process that is stopped"
+
+
+async def test_a_change_that_another_server_made_is_never_missed_while_the_directory_is_silent(tmp_path: Path) -> None:
+    async with serving(tmp_path) as replica:
+        known = await replica.catalog.resolve("sql")
+        await replica.stop_directory()
+        assert await replica.catalog.resolve("sql") == known
+        log = CatalogueLog(replica.store)
+        log.load()
+        log.append(Adapter("sql", removing=True))
+        with pytest.raises(DirectoryUnavailable):
+            await replica.catalog.resolve("sql")
+
+
+async def test_an_empty_folder_of_the_same_name_on_another_node_vouches_for_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path / "catalogue", tmp_path / "elsewhere") as replica:
+        await replica.catalog.resolve("sql")
+        await replica.stop_directory()
+        with pytest.raises(DirectoryUnavailable):
+            await replica.catalog.resolve("sql")
+
+
+async def test_a_slow_directory_does_not_slow_the_names_that_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as replica:
+        known = await replica.catalog.resolve("sql")
+        waits = replica.directory._when_it_goes
+
+        async def late(name: str, *arguments: Any) -> Any:
+            await asyncio.sleep(0.1 if name in ("watch", "join") else 3600)
+            return await waits(name, *arguments)
+
+        monkeypatch.setattr(replica.directory, "_when_it_goes", late)
+        for _ in range(20):
+            assert await replica.catalog.resolve("sql") == known
+            await asyncio.sleep(0.02)
+        with pytest.raises(DirectoryUnavailable):
+            await asyncio.wait_for(replica.catalog.resolve("other"), LATE_S)
+
+
+async def test_the_log_is_read_once_for_all_who_ask_together_and_after_they_asked(tmp_path: Path) -> None:
+    class Waiting(FolderStore):
+        num_reads = 0
+        goes_on = threading.Event()
+
+        def keys(self, prefix: str) -> list[str]:
+            self.num_reads += 1
+            assert self.goes_on.wait(LATE_S)
+            return super().keys(prefix)
+
+    position = LogPosition(read_store_id(FolderStore(tmp_path)), 0)
+    store = Waiting(tmp_path)
+    end = LogEnd(lambda: store, LATE_S)
+    asked = [asyncio.create_task(end.is_at(position)) for _ in range(100)]
+    await until(lambda: store.num_reads == 1)
+    asked += [asyncio.create_task(end.is_at(position)) for _ in range(100)]
+    await asyncio.sleep(0.01)
+    store.goes_on.set()
+    assert all(await asyncio.gather(*asked))
+    assert store.num_reads == 2
+    assert not await end.is_at(LogPosition("", 0))
