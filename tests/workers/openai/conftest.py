@@ -132,7 +132,7 @@ class MemoryCatalog:
             raise ModelNotFound(f"nothing is called {name}")
         return found
 
-    async def add(self, name: str, path: str, *, load_inplace: bool, limits: object) -> LoRARequest:  # noqa: ARG002  # nobody has any
+    async def add(self, name: str, path: str, *, load_inplace: bool, limits: object, within: object) -> LoRARequest:  # noqa: ARG002  # nobody has any
         if self.failure is not None:
             raise self.failure
         if name in self.loras and not load_inplace:
