@@ -52,6 +52,7 @@ class Round:
     grown: tuple[str, float]  # the process that grew most, and MiB
     lost: Sequence[str]
     num_zombies: int
+    others_cpu: float  # share of the machine that other programs took
     hostile: Mapping[str, int]
 
     @classmethod
@@ -69,6 +70,7 @@ class Round:
             grown=seen.most_grown,
             lost=seen.lost,
             num_zombies=seen.num_zombies,
+            others_cpu=seen.others_cpu,
             hostile=dict(hostile),
         )
 
@@ -93,8 +95,8 @@ class Round:
 
 
 HEADER = (
-    "| beside | TTFT p50 | p99 | worst | gap p50 | p99 | worst | not 200 | /health | /metrics | most grown | kept |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| beside | TTFT p50 | p99 | worst | gap p50 | p99 | worst | not 200 | /health | /metrics | most grown | others' CPU | kept |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -109,6 +111,7 @@ def row(one: Round) -> str:
         f"{one.health_worst_ms:.0f}",
         f"{one.metrics_worst_ms:.0f}",
         f"{process.rpartition(' ')[0]} {grown_mib:+.0f} MiB",
+        f"{100 * one.others_cpu:.0f} %",
         "NO" if one.broken else "yes",
     ]
     return f"| {' | '.join(cells)} |"

@@ -23,7 +23,8 @@ _Identity = tuple[int, float]  # pid and start: a pid may be given twice
 
 @dataclass(slots=True)
 class Seen:
-    """grown_mib: by which each process was larger at its peak than before, or in all where it is new."""
+    """grown_mib: by which each process was larger at its peak than before, or in all where it is new. others_cpu: the
+    share of the machine's processors that other programs took, which delay everything here: 0 to 1."""
 
     grown_mib: dict[str, float] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Seen:
     health_s: list[float] = field(default_factory=list)
     metrics_s: list[float] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # by /health and /metrics
+    others_cpu: float = 0.0
 
     @property
     def most_grown(self) -> tuple[str, float]:
@@ -45,6 +47,7 @@ class Watch:
         self._roles: dict[_Identity, str] = {}
         self._before: dict[_Identity, float] = {}
         self._peaks: dict[_Identity, float] = {}
+        self._began_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
         self._before = {who: _status(process, "VmRSS") for who, process in self._processes().items()}
         for pid, _ in self._before:
             with suppress(OSError):
@@ -64,6 +67,8 @@ class Watch:
         lost = [who for who in self._before if who not in now and self._roles[who] in SERVING]
         found.lost = sorted(f"{self._roles[who]} {who[0]}" for who in lost)
         found.num_zombies = sum(_is_zombie(one) for one in psutil.Process(self._pid).children(recursive=True))
+        others_s = _busy_s() - self._busy_s - (_own_s() - self._own_s)
+        found.others_cpu = max(0.0, others_s / (time.monotonic() - self._began_s) / psutil.cpu_count())
         return found
 
     def _processes(self) -> dict[_Identity, psutil.Process]:
@@ -97,6 +102,22 @@ def _status(process: psutil.Process, name: str) -> float:
         return 0.0
     found = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
     return 1024.0 * int(found[1]) if found else 0.0
+
+
+def _busy_s() -> float:
+    """Time of all the machine's processors in which they did something."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
+def _own_s() -> float:
+    """Processor time of this program, the server and the attackers, also of those of them that have ended."""
+    me = psutil.Process()
+    total = 0.0
+    for process in [me, *me.children(recursive=True)]:
+        with suppress(psutil.Error):
+            total += sum(process.cpu_times()[:4])
+    return total
 
 
 def _is_zombie(process: psutil.Process) -> bool:

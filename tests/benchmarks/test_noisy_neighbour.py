@@ -158,7 +158,7 @@ def test_a_round_within_all_bounds_is_kept() -> None:
     assert one.broken == []
     assert one.ttft.worst == pytest.approx(100)
     assert one.gaps.p50 == pytest.approx(15)
-    assert report.row(one).endswith("| EngineReplica +299 MiB | yes |")
+    assert report.row(one).endswith("| EngineReplica +299 MiB | 0 % | yes |")
     assert "All bounds" in report.summary([one, one])
 
 
