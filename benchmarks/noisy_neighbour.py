@@ -38,7 +38,7 @@ from noisy.world import World, serving
 
 AFTER_S = 3.0  # what an attack leaves behind is seen by questions of this time
 GRACE_S = 60.0  # for an attacking process to end
-NICENESS = 10
+NICENESS = 19
 
 
 def main() -> None:

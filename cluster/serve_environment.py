@@ -63,6 +63,9 @@ def _ray() -> dict[str, str]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
         # Ray's processes listen on the loopback interface only; what the name says is not all that it does.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Ray starts its workers with niceness 15. Everything that serves is a worker here, and would stand behind each
+        # other program of the machine, and beside the sandboxes that run what adapters bring.
+        "RAY_worker_niceness": "0",
     }
     if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         # Whoever reaches Ray's ports can run code: a token of this run's own, and no file in the home directory.

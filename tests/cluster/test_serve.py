@@ -33,6 +33,12 @@ def client(shared_server: SharedServer) -> httpx.Client:
     return shared_server.http
 
 
+def test_what_serves_has_the_priority_that_the_server_was_started_with(shared_server: SharedServer) -> None:
+    pids = [pid for title in ("ray::", "haproxy") for pid in shared_server.running.processes(title)]
+    priorities = {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}
+    assert priorities == {os.getpriority(os.PRIO_PROCESS, shared_server.running.pid)}
+
+
 def test_adapters_answer_differently_from_the_base(client: httpx.Client) -> None:
     assert logprobs(client, "base") != logprobs(client, "ref0")
 
