@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lorafleet.cluster import haproxy
-from lorafleet.cluster.serve_environment import PROXY_MIDDLEWARES, ROUTED_BODY_BYTES
+from lorafleet.cluster.serve_environment import PROXY_MIDDLEWARES, ROUTED_BODY_BYTES, WORKER_NICENESS
 from lorafleet.workers.errors import ConfigError
 
 NEEDED = {
@@ -19,6 +19,7 @@ NEEDED = {
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a line parsed in Python for every request
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
+    "RAY_worker_niceness": WORKER_NICENESS,
 }
 TOKEN = {"RAY_AUTH_MODE": "token"}  # whoever reaches Ray's ports can run code
 

@@ -19,6 +19,8 @@ from lorafleet.workers.errors import ConfigError
 
 PORTS = 100  # of a range: one only held, HAProxy's two, Serve's proxy's, one for each replica on this machine
 PROXY_MIDDLEWARES = "lorafleet.cluster.proxy_affinity:middlewares"
+# Ray's own default is 15. All that serves is a worker of Ray's here: every other program of the machine would delay it.
+WORKER_NICENESS = "0"
 ROUTED_BODY_BYTES = 1 << 20  # of a request that the router may see; a name behind them costs affinity only
 
 
@@ -63,9 +65,7 @@ def _ray() -> dict[str, str]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
         # Ray's processes listen on the loopback interface only; what the name says is not all that it does.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # Ray starts its workers with niceness 15. Everything that serves is a worker here, and would stand behind each
-        # other program of the machine, and beside the sandboxes that run what adapters bring.
-        "RAY_worker_niceness": "0",
+        "RAY_worker_niceness": WORKER_NICENESS,
     }
     if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         # Whoever reaches Ray's ports can run code: a token of this run's own, and no file in the home directory.
