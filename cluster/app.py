@@ -50,7 +50,8 @@ def build(args: AppArgs) -> Application:
                 PROXY_MIDDLEWARES,
             )
         return replicas
-    return ingress.with_ingress_router(replicas, router().bind(replicas, args.otlp_traces_endpoint is not None))
+    bound_router = router().bind(replicas, args.admin_key, args.api_keys, args.otlp_traces_endpoint is not None)
+    return ingress.with_ingress_router(replicas, bound_router)
 
 
 def _device(args: AppArgs) -> Device:

@@ -7,7 +7,12 @@ import sys
 from pathlib import Path
 
 from lorafleet.cluster import haproxy
-from lorafleet.cluster.serve_environment import PROXY_MIDDLEWARES, ROUTED_BODY_BYTES, WORKER_NICENESS
+from lorafleet.cluster.serve_environment import (
+    CONTROLLER_CALLBACK,
+    PROXY_MIDDLEWARES,
+    ROUTED_BODY_BYTES,
+    WORKER_NICENESS,
+)
 from lorafleet.workers.errors import ConfigError
 
 NEEDED = {
@@ -18,6 +23,8 @@ NEEDED = {
     "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a line parsed in Python for every request
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # an ended manager of HAProxy is noticed after three times as long
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
     "RAY_worker_niceness": WORKER_NICENESS,
 }

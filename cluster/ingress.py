@@ -46,6 +46,15 @@ async def choose(handle: Any, route: Route) -> str:
         return str(chosen._replica.replica_id.to_full_id_str())
 
 
+def watch_haproxy() -> None:
+    """Called by Serve when its controller starts, which then starts our manager of HAProxy in place of its own."""
+    from ray.serve._private import controller  # Only the controller's process has it already.
+
+    from lorafleet.cluster.haproxy_manager import Manager
+
+    vars(controller)["HAProxyManager"] = Manager
+
+
 def listen_on_node_address() -> None:
     """In a process of a replica, before it is up: the gRPC server that Serve starts in each, for calls by handle, is
     bound to the node's own address, where handles look for it, and not to all interfaces."""

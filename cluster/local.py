@@ -85,7 +85,8 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
         serve_environment.prepare(run_dir, direct_streaming=listener.direct_streaming)
         check_exposure(listener.host, args)
         if listener.direct_streaming:
-            serve_environment.open_ingress(run_dir, listener.host, listener.tls)
+            needs_key = args.api_keys is not None
+            serve_environment.open_ingress(run_dir, listener.host, listener.tls, needs_key=needs_key)
         _start(args, listener, run_dir)
         _announce(args, listener)
         while True:

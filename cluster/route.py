@@ -11,6 +11,7 @@ from lorafleet.cluster.model_name import find_adapter
 BYTES_PER_TOKEN = 4  # of English text
 PREFIX_BYTES = 2048
 PREFIX_TOKENS = PREFIX_BYTES // BYTES_PER_TOKEN
+PROMPT_BYTES = 4096  # A prompt that begins later in the body has no prefix.
 
 _SESSION = "lorafleet-route"
 _PROMPT = re.compile(rb'"(?:messages|prompt|text)"\s*:')
@@ -32,8 +33,10 @@ class Route:
 NO_ROUTE = Route()
 
 
-def read_route(body: bytes) -> Route:
-    return Route(find_adapter(body), len(body) // BYTES_PER_TOKEN, _prefix(body))
+def read_route(body: bytes, num_bytes: int | None = None) -> Route:
+    """num_bytes: the size of the whole body, where only its beginning, or both its ends, are here."""
+    num_tokens = (len(body) if num_bytes is None else num_bytes) // BYTES_PER_TOKEN
+    return Route(find_adapter(body), num_tokens, _prefix(body))
 
 
 def route_of_session(text: str) -> Route:
@@ -46,7 +49,7 @@ def route_of_session(text: str) -> Route:
 
 def _prefix(body: bytes) -> int | None:
     """Of raw bytes: equal prompts that are written differently are taken for different ones."""
-    prompt = _PROMPT.search(body)
+    prompt = _PROMPT.search(body, 0, PROMPT_BYTES)
     if prompt is None or len(body) - prompt.end() < PREFIX_BYTES:
         return None
     return zlib.crc32(body[prompt.end() : prompt.end() + PREFIX_BYTES])

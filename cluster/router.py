@@ -7,28 +7,28 @@ deployment that HAProxy asks, with the request's body.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ray.exceptions import ActorDiedError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.datastructures import Headers
 
 from lorafleet.cluster import ingress
 from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.residency import RouteView
-from lorafleet.cluster.route import NO_ROUTE, PREFIX_TOKENS, Route, read_route, route_of_session
+from lorafleet.cluster.route import NO_ROUTE, PREFIX_TOKENS, Route, route_of_session
+from lorafleet.cluster.route_app import RouteApp
 from lorafleet.cluster.routing import ReplicaChooser
-from lorafleet.workers.openai.traced import ROUTED_HEADER
+from lorafleet.cluster.tenancy.key_ring import KeyRing
+from lorafleet.workers.errors import Forbidden, Unauthorized
+from lorafleet.workers.openai.caller import sent_key
+from lorafleet.workers.openai.gate import Gate
 
 RETRY_S = 0.1
 
 logger = logging.getLogger("lorafleet.cluster")
-
-Message = dict[str, Any]
 
 
 class AffinityRouter(RequestRouter):
@@ -91,56 +91,34 @@ def _route_of(request: PendingRequest) -> Route:
     return given or route_of_session(request.metadata.session_id)
 
 
-class RouteApp:
-    """ASGI: `POST /internal/route` -> {"replica_id": …}. Without a framework, as every request waits for it.
-
-    traced: the replica is told how long it took, for its traces."""
-
-    def __init__(self, choose: Callable[[Route], Awaitable[str]], *, traced: bool = False) -> None:
-        self._choose = choose
-        self._traced = traced
-
-    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-        elif scope["type"] == "http":
-            began_ns = time.time_ns()
-            replica_id = await self._choose(read_route(await _body(receive)))
-            took = {ROUTED_HEADER: f"{began_ns} {time.time_ns() - began_ns}"} if self._traced else {}
-            await _answer(send, {"replica_id": replica_id, "request_headers": took})
-
-
-async def _lifespan(receive: Callable[[], Awaitable[Message]], send: Any) -> None:
-    while (message := await receive())["type"] != "lifespan.shutdown":
-        await send({"type": f"{message['type']}.complete"})
-    await send({"type": "lifespan.shutdown.complete"})
-
-
-async def _body(receive: Callable[[], Awaitable[Message]]) -> bytes:
-    parts = []
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def _answer(send: Any, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
 class AdapterRouter:
     """One on every node that has an HAProxy; cluster/app.py makes the deployment of it."""
 
-    def __init__(self, replicas: DeploymentHandle[Any], traced: bool = False) -> None:
+    def __init__(
+        self,
+        replicas: DeploymentHandle[Any],
+        admin_key: str | None = None,
+        api_keys: str | None = None,
+        traced: bool = False,
+    ) -> None:
         self._replicas = replicas
         self._traced = traced
-        self._renewing = asyncio.get_event_loop().create_task(ingress.keep_certificate())
+        keys = None if api_keys is None else KeyRing(api_keys)
+        self._gate = Gate(admin_key, None if keys is None else lambda: keys.keys)
+        loop = asyncio.get_event_loop()
+        self._tasks = [loop.create_task(ingress.keep_certificate())]
+        if keys is not None:
+            self._tasks.append(loop.create_task(keys.follow()))
         ingress.listen_on_node_address()
         ingress.start_handle(replicas)
 
+    def _admits(self, headers: Headers) -> bool:
+        """Whether a replica would let these headers infer: without keys it lets everybody."""
+        try:
+            self._gate.caller(sent_key(headers), "infer")
+        except (Unauthorized, Forbidden):
+            return False
+        return True
+
     def __serve_build_asgi_app__(self) -> RouteApp:
-        return RouteApp(lambda route: ingress.choose(self._replicas, route), traced=self._traced)
+        return RouteApp(lambda route: ingress.choose(self._replicas, route), admits=self._admits, traced=self._traced)

@@ -19,6 +19,7 @@ from lorafleet.workers.errors import ConfigError
 
 PORTS = 100  # of a range: one only held, HAProxy's two, Serve's proxy's, one for each replica on this machine
 PROXY_MIDDLEWARES = "lorafleet.cluster.proxy_affinity:middlewares"
+CONTROLLER_CALLBACK = "lorafleet.cluster.ingress:watch_haproxy"
 # Ray's own default is 15. All that serves is a worker of Ray's here: every other program of the machine would delay it.
 WORKER_NICENESS = "0"
 ROUTED_BODY_BYTES = 1 << 20  # of a request that the router may see; a name behind them costs affinity only
@@ -36,7 +37,7 @@ def prepare(run_dir: str, *, direct_streaming: bool) -> None:
             os.environ.setdefault(name, value)
 
 
-def open_ingress(run_dir: str, host: str, tls: TLSFiles | None) -> None:
+def open_ingress(run_dir: str, host: str, tls: TLSFiles | None, *, needs_key: bool = False) -> None:
     """With direct streaming, after prepare: only HAProxy listens on this address, with TLS where there are files for
     it, and at ingress_socket(). Serve's own host stays the loopback interface, for the replicas and its proxy."""
     if haproxy.RAYS_VARIABLE in os.environ:
@@ -46,6 +47,8 @@ def open_ingress(run_dir: str, host: str, tls: TLSFiles | None) -> None:
         haproxy.HOST_VARIABLE: host,
         haproxy.SOCKET_VARIABLE: ingress_socket(run_dir),
     }
+    if needs_key:
+        os.environ[haproxy.NEEDS_KEY_VARIABLE] = "1"
     if tls is not None:
         os.environ |= tls.environment()
 
@@ -82,6 +85,9 @@ def _direct_streaming(run_dir: str) -> dict[str, str]:
         "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
         # HAProxy may hold two such buffers for each of 4096 connections: with the default of 8 MiB, 64 GiB.
         "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
+        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
+        # A manager of HAProxy that has ended is noticed after three times as long.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         # Replicas bind with SO_REUSEPORT from 30000 on: a second Ray on this machine would share the first one's ports,
         # and each would get some of the other's requests.
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica),

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet.cluster import haproxy, tls
+from lorafleet.cluster import haproxy, haproxy_config, tls
 from lorafleet.cluster.tls import TLSFiles
 from lorafleet.workers.errors import ConfigError
 from tests.cluster.certificates import Authority, serial_seen
@@ -203,17 +203,17 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
 
 
 def test_a_template_of_serves_that_has_changed_is_refused() -> None:
-    with pytest.raises(haproxy.NotServesTemplate, match="0 times"):
-        haproxy.edit("frontend http_frontend\n    bind *:8000\n", haproxy.Ingress())
+    with pytest.raises(haproxy_config.NotServesTemplate, match="0 times"):
+        haproxy_config.edit("frontend http_frontend\n    bind *:8000\n", haproxy_config.Ingress())
 
 
 def test_an_edited_configuration_stays_as_it_is(backend: int, tmp_path: Path) -> None:
-    once = haproxy.edit(serves_config(tmp_path, backend, 8000).read_text(), haproxy.Ingress())
-    assert haproxy.edit(once, haproxy.Ingress()) == once
+    once = haproxy_config.edit(serves_config(tmp_path, backend, 8000).read_text(), haproxy_config.Ingress())
+    assert haproxy_config.edit(once, haproxy_config.Ingress()) == once
 
 
 def test_an_address_of_ipv6_is_written_in_brackets() -> None:
-    assert haproxy.Ingress(host="::1").bind("127.0.0.1", "8000") == "    bind [::1]:8000"
+    assert haproxy_config.Ingress(host="::1").bind("127.0.0.1", "8000") == "    bind [::1]:8000"
 
 
 @pytest.mark.parametrize("wrong", ["other key", "no key", "encrypted", "missing"])

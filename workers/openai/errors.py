@@ -48,6 +48,7 @@ from lorafleet.workers.errors import (
 from lorafleet.workers.limits import cut
 from lorafleet.workers.lora.names import in_the_words_of
 from lorafleet.workers.openai.caller import caller_in
+from lorafleet.workers.openai.elsewhere import MEANT_HEADER, RETRY_STATUS, may_be_elsewhere
 
 
 class HttpError(NamedTuple):
@@ -123,6 +124,9 @@ def error_response(error: LorafleetError, scope: Scope) -> Response:
         headers = {"www-authenticate": "Bearer"}
     elif status == 503:
         headers = {"retry-after": "1"}
+    if may_be_elsewhere(error, scope):
+        headers = {**(headers or {}), MEANT_HEADER: str(status)}
+        status = RETRY_STATUS
     return Response(error_body(error, scope), status, headers, media_type="application/json")
 
 

@@ -1,0 +1,265 @@
+"""Kills and stops each kind of process of a server under load, and says what its clients saw.
+
+    python benchmarks/chaos.py                     # two replicas of the demo model on this machine's CPUs
+    python benchmarks/chaos.py --only haproxy,router --clients 20
+
+Clients ask in closed loops, one half of them for streams, and compare every answer with the one that the same prompt and
+model had before anything was killed. The time to recover is the time from the fault until the last request began that
+failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from local_server import LocalServer, running
+
+DEMO = Path(__file__).resolve().parents[1] / "demo"
+MODELS = ("demo", "shout", "json", "pirate")
+PROMPTS = ("What colour is a lime?", "Name a fruit.", "How are you today?")
+STOPPED_S = 8.0
+CALM_S = 3.0  # under load before each fault
+WATCHED_S = 15.0  # under load after it
+WHOLE_S = 180.0  # for all processes to be there again
+REQUEST_S = 60.0
+UNANSWERED_S = 5.0  # a request that has waited so long when the watching ends counts as a failure
+TARGETS = {  # name of a kind of process: what its title or command line contains
+    "haproxy": "/haproxy -db",
+    "haproxy-manager": "ray::WatchedHAProxyManager",
+    "router": "ray::ServeReplica:lorafleet:AdapterRouter",
+    "replica-front": "ray::ServeReplica:lorafleet:EngineReplica",
+    "engine-worker": "ray::WorkerActor",
+    "directory": "ray::DirectoryActor",
+    "serve-controller": "ray::ServeController",
+    "serve-proxy": "ray::ProxyActor",
+    "ray-agent": "dashboard/agent.py",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    began_s: float  # all three on the monotonic clock
+    first_s: float | None  # when the first byte of the answer came
+    ended_s: float
+    kind: str  # "ok", or how it failed
+
+
+@dataclass(slots=True)
+class Clients:
+    """Closed loops against one server."""
+
+    url: str
+    expected: dict[tuple[str, str], str] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    async def learn(self) -> None:
+        """Asks for every answer once, while all is well."""
+        async with self._http() as http:
+            for model, prompt in itertools.product(MODELS, PROMPTS):
+                answer = await http.post("/v1/completions", json=_request(model, prompt, stream=False))
+                self.expected[model, prompt] = answer.raise_for_status().json()["choices"][0]["text"]
+
+    async def run(self, number: int, count: int) -> None:
+        """Cancelled at the end."""
+        async with self._http() as http, asyncio.TaskGroup() as group:
+            for index in range(count):
+                group.create_task(self._loop(http, number + index))
+
+    def _http(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx.AsyncClient(base_url=self.url, timeout=REQUEST_S, trust_env=False, limits=limits)
+
+    async def _loop(self, http: httpx.AsyncClient, number: int) -> None:
+        jobs = itertools.cycle(self.expected)
+        for _ in range(number * 5 % len(self.expected)):
+            next(jobs)
+        for model, prompt in jobs:
+            outcome = await self._ask(http, model, prompt, stream=number % 2 == 0)
+            self.outcomes.append(outcome)
+            if outcome.kind != "ok":
+                await asyncio.sleep(0.05)  # a refused connection costs nothing: do not count it a thousand times
+
+    async def _ask(self, http: httpx.AsyncClient, model: str, prompt: str, *, stream: bool) -> Outcome:
+        began_s = time.monotonic()
+        first_s: float | None = None
+        body = b""
+        try:
+            async with http.stream("POST", "/v1/completions", json=_request(model, prompt, stream=stream)) as answer:
+                async for piece in answer.aiter_raw():
+                    first_s = first_s or time.monotonic()
+                    body += piece
+            kind = _judge(answer.status_code, body, self.expected[model, prompt], stream=stream)
+        except httpx.ConnectError:
+            kind = "refused"
+        except httpx.TimeoutException:
+            kind = "timeout"
+        except httpx.HTTPError:
+            kind = "cut stream" if stream and first_s is not None else "cut"
+        except asyncio.CancelledError:  # the time of watching is over
+            if time.monotonic() - began_s > UNANSWERED_S:
+                self.outcomes.append(Outcome(began_s, first_s, time.monotonic(), "unanswered"))
+            raise
+        return Outcome(began_s, first_s, time.monotonic(), kind)
+
+
+def _request(model: str, prompt: str, *, stream: bool) -> dict[str, object]:
+    return {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "stream": stream}
+
+
+def _judge(status: int, body: bytes, expected: str, *, stream: bool) -> str:
+    if status != 200:
+        return str(status)
+    if not stream:
+        return "ok" if json.loads(body)["choices"][0]["text"] == expected else "WRONG"
+    events = [event.removeprefix(b"data: ") for event in body.split(b"\n\n") if event]
+    if events[-1] != b"[DONE]":
+        return "error event" if b'"error"' in events[-1] else "cut stream"
+    texts = [choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"]]
+    return "ok" if "".join(texts) == expected else "WRONG"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    target: str
+    is_stop: bool
+
+    def __str__(self) -> str:
+        return f"{self.target} {f'stopped for {STOPPED_S:.0f} s' if self.is_stop else 'killed'}"
+
+    def victim(self, server: LocalServer) -> psutil.Process:
+        found = processes(server.pid, TARGETS[self.target])
+        if not found:
+            sys.exit(f"there is no process of the kind {self.target!r} ({TARGETS[self.target]!r})")
+        return found[0]
+
+    async def inflict(self, server: LocalServer) -> None:
+        victim = self.victim(server)
+        if not self.is_stop:
+            victim.kill()
+            return
+        victim.suspend()
+        try:
+            await asyncio.sleep(STOPPED_S)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):  # who watches over it may have ended it
+                victim.resume()
+
+
+def processes(pid: int, name: str) -> list[psutil.Process]:
+    """Living ones below pid whose title or command line contains the name."""
+    found = []
+    for one in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if name in " ".join(one.cmdline()) and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    fault: Fault
+    num_requests: int
+    failures: Counter[str]
+    recovered_s: float
+    worst_first_byte_s: float
+
+    @classmethod
+    def of(cls, fault: Fault, fault_s: float, outcomes: Sequence[Outcome]) -> Report:
+        after = [one for one in outcomes if one.ended_s >= fault_s]
+        failed = [one for one in after if one.kind != "ok"]
+        waits_s = [one.first_s - one.began_s for one in after if one.first_s is not None]
+        recovered_s = max((one.began_s - fault_s for one in failed), default=0.0)
+        return cls(fault, len(after), Counter(one.kind for one in failed), max(recovered_s, 0.0), max(waits_s))
+
+    def line(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.failures.most_common()) or "none"
+        return f"| {self.fault} | {self.num_requests} | {kinds} | {self.recovered_s:.1f} | {self.worst_first_byte_s:.1f} |"
+
+
+HEAD = """| fault | requests after it | failures | recovered after (s) | worst wait for a first byte (s) |
+|---|---|---|---|---|"""
+
+
+async def harm(server: LocalServer, faults: Sequence[Fault], num_clients: int) -> Iterator[Report]:
+    clients = Clients(server.url)
+    await clients.learn()
+    counts = {name: len(processes(server.pid, title)) for name, title in TARGETS.items()}
+    reports = []
+    for fault in faults:
+        load = asyncio.create_task(clients.run(0, num_clients))
+        await asyncio.sleep(CALM_S)
+        fault_s = time.monotonic()
+        await fault.inflict(server)
+        await asyncio.sleep(WATCHED_S)
+        load.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await load
+        reports.append(Report.of(fault, fault_s, clients.outcomes))
+        print(reports[-1].line(), flush=True)
+        clients.outcomes.clear()
+        await _wait_until_whole(server, counts, clients)
+    return iter(reports)
+
+
+async def _wait_until_whole(server: LocalServer, counts: dict[str, int], clients: Clients) -> None:
+    """All processes are there again, and every answer comes."""
+    deadline_s = time.monotonic() + WHOLE_S
+    async with clients._http() as http:
+        while time.monotonic() < deadline_s:
+            await asyncio.sleep(1.0)
+            if any(len(processes(server.pid, TARGETS[name])) < count for name, count in counts.items()):
+                continue
+            answers = [await clients._ask(http, *job, stream=False) for job in clients.expected]
+            if all(one.kind == "ok" for one in answers):
+                return
+    sys.exit(f"the server was not whole {WHOLE_S:.0f} s after the fault: {counts}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--only", default=",".join(TARGETS), help="kinds of processes, parted by commas")
+    parser.add_argument("--attach", metavar="URL,PID", help="a server that runs already, started by `lorafleet serve`")
+    options = parser.parse_args()
+    faults = [Fault(target, is_stop) for target in options.only.split(",") for is_stop in (False, True)]
+    with _server(options.attach) as server:
+        print(HEAD, flush=True)
+        reports = list(asyncio.run(harm(server, faults, options.clients)))
+    if any(report.failures["WRONG"] for report in reports):
+        sys.exit("there were wrong answers")
+
+
+@contextlib.contextmanager
+def _server(attach: str | None) -> Iterator[LocalServer]:
+    if attach is not None:
+        url, _, pid = attach.rpartition(",")
+        yield LocalServer(url, int(pid))
+        return
+    modules = [f"{name}={DEMO / 'adapters' / name}" for name in MODELS[1:]]
+    arguments = ["--model", str(DEMO / "model"), "--served-model-name", "demo", "--num-replicas", "2"]
+    arguments += ["--cpu-threads", "1", "--kv-cache-tokens", "8192", "--lora-modules", *modules]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LORAFLEET_STATE_DIR"] = folder
+        with running(arguments, Path(folder) / "serve.log") as server:
+            yield server
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    main()
