@@ -119,7 +119,8 @@ class Clients:
 
 
 def _request(model: str, prompt: str, *, stream: bool) -> dict[str, object]:
-    return {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "stream": stream}
+    length = {"max_tokens": 32, "ignore_eos": True}  # so that there are always streams in flight
+    return {"model": model, "prompt": prompt, "temperature": 0, "stream": stream, **length}
 
 
 def _judge(status: int, body: bytes, expected: str, *, stream: bool) -> str:

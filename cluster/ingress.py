@@ -8,6 +8,7 @@ minor version because of these names.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def watch_haproxy() -> None:
     from lorafleet.cluster.haproxy_manager import Manager
 
     vars(controller)["HAProxyManager"] = Manager
+
+
+def answer_health_checks(is_well: Callable[[], bool]) -> None:
+    """In a process of a replica: HAProxy's health checks fail while this replica cannot answer requests. Serve's own
+    health checks, after which it replaces a replica, are others."""
+    serves_check = replica.Replica._dataplane_health_check
+
+    async def check(self: Any) -> tuple[bool, str]:
+        healthy, message = await serves_check(self)
+        return (healthy, message) if is_well() else (False, "UNHEALTHY")
+
+    replica.Replica._dataplane_health_check = check  # type: ignore[method-assign]  # There is no other way in.
 
 
 def listen_on_node_address() -> None:

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from lorafleet.cluster import serve_environment
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.exposure import check_exposure
-from lorafleet.cluster.processes import adopt_orphans, end_descendants
+from lorafleet.cluster.processes import adopt_orphans, end_descendants, reap_adopted
 from lorafleet.cluster.resources import check_gpus, replica_bundles
 from lorafleet.cluster.tls import TLSFiles
 from lorafleet.workers.errors import ConfigError, LorafleetError
@@ -89,8 +89,7 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
             serve_environment.open_ingress(run_dir, listener.host, listener.tls, needs_key=needs_key)
         _start(args, listener, run_dir)
         _announce(args, listener)
-        while True:
-            time.sleep(3600)
+        reap_adopted()
     except Stopped:
         console.print("stopping")
     except LorafleetError as error:

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
 READING_VERBS = {"list_adapters", "show", "take_turn"}  # of administration: they answer at once
 WATCH_S = 0.5  # how often it is looked whether the workers live
+SILENT_S = 2.0  # An engine that has sent nothing for so long gets no new requests; it sends something every second.
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -78,6 +79,7 @@ class EngineReplica:
     def __init__(self, args: AppArgs, config: EngineConfig, deployment: str) -> None:
         """deployment: alike for all replicas that one `serve run` started, however often each is replaced."""
         ingress.listen_on_node_address()
+        ingress.answer_health_checks(self._is_well)
         self._args = args
         self._deployment = deployment
         self._config = with_cpu_threads(config, args.most_replicas)
@@ -113,6 +115,11 @@ class EngineReplica:
         """Serve replaces the replica when this raises."""
         _check_alive(self._engine)
         await self._ranks.check_health()
+
+    def _is_well(self) -> bool:
+        """Whether requests should come here: the engine lives, and has said something lately."""
+        engine = self._engine
+        return engine is None or (engine.dead is None and engine.stats_age_s < SILENT_S)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks for it where the number of replicas follows the load."""

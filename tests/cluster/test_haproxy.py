@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import ssl
 import stat
-import subprocess
-import sys
 import threading
 import time
-import warnings
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,10 +20,8 @@ from lorafleet.cluster import haproxy, haproxy_config, tls
 from lorafleet.cluster.tls import TLSFiles
 from lorafleet.workers.errors import ConfigError
 from tests.cluster.certificates import Authority, serial_seen
-from tests.cluster.harness import free_port
+from tests.cluster.haproxies import ANSWER_S, running, serves_config
 from tests.cluster.sockets import reachable_from_elsewhere
-
-ANSWER_S = 60.0
 
 
 @pytest.fixture
@@ -57,65 +51,6 @@ def backend() -> Iterator[int]:
         thread.join()
 
 
-def serves_config(folder: Path, backend: int, port: int) -> Path:
-    """As Serve's HAProxyManager writes it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's own
-        from ray.serve._private import haproxy as serves
-        from ray.serve._private.common import RequestProtocol
-        from ray.serve.config import HTTPOptions
-    config = serves.HAProxyConfig(
-        http_options=HTTPOptions(host="127.0.0.1", port=port),
-        metrics_port=free_port(),
-        stats_port=free_port(),
-        socket_path=str(folder / "admin.sock"),
-        metrics_enabled=False,
-        enable_hap_optimization=False,
-        has_received_routes=True,
-        has_received_servers=True,
-        is_head=True,
-    )
-    one = serves.BackendConfig(
-        name="app",
-        path_prefix="/",
-        app_name="app",
-        protocol=RequestProtocol.HTTP,
-        servers=[serves.ServerConfig(name="replica", host="127.0.0.1", port=backend)],
-    )
-    path = folder / "haproxy.cfg"
-    serves.HAProxyApi(config, {"app": one}, str(path))._generate_config_file_internal()
-    return path
-
-
-@contextlib.contextmanager
-def running(folder: Path, backend: int, environment: dict[str, str]) -> Iterator[tuple[int, int]]:
-    """Its process id, which becomes HAProxy's, and its port."""
-    port = free_port()
-    config = serves_config(folder, backend, port)
-    command = [sys.executable, "-P", "-m", haproxy.__name__, "-db", "-f", str(config)]
-    process = subprocess.Popen(command, env=os.environ | environment)
-    try:
-        deadline = time.monotonic() + ANSWER_S
-        while not _runs(folder / "admin.sock"):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        yield process.pid, port
-    finally:
-        process.terminate()
-        process.wait(ANSWER_S)
-
-
-def _runs(admin_socket: Path) -> bool:
-    """HAProxy answers there once all that it listens on is bound."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(str(admin_socket))
-            connection.sendall(b"show info\n")
-            return bool(connection.recv(64))
-        except OSError:
-            return False
-
-
 @contextlib.asynccontextmanager
 async def renewing(files: TLSFiles, folder: Path) -> AsyncIterator[None]:
     task = asyncio.create_task(tls.keep_renewing(files, str(folder / "admin.sock"), str(folder / haproxy.PEM_NAME)))
@@ -129,17 +64,17 @@ async def renewing(files: TLSFiles, folder: Path) -> AsyncIterator[None]:
 def test_metrics_statistics_and_the_admin_socket_are_for_this_machine_and_user_only(
     backend: int, tmp_path: Path
 ) -> None:
-    with running(tmp_path, backend, {}) as (pid, port):
+    with running(tmp_path, [backend], {}) as (pid, port):
         assert reachable_from_elsewhere(pid) == []
         assert stat.S_IMODE(os.stat(tmp_path / "admin.sock").st_mode) == 0o600
         assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
-    config = serves_config(tmp_path, backend, port).read_text()
+    config = serves_config(tmp_path, [backend], port).read_text()
     assert "bind *:" in config, "Serve's own binds all interfaces: else this test sees nothing"
 
 
 def test_the_ingress_alone_listens_where_it_is_told_to(backend: int, tmp_path: Path) -> None:
     environment = {haproxy.HOST_VARIABLE: "0.0.0.0", haproxy.SOCKET_VARIABLE: str(tmp_path / "in.sock")}
-    with running(tmp_path, backend, environment) as (pid, port):
+    with running(tmp_path, [backend], environment) as (pid, port):
         [only] = reachable_from_elsewhere(pid)
         assert only.startswith(f"0.0.0.0 {port} ")
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "in.sock"))) as client:
@@ -149,7 +84,7 @@ def test_the_ingress_alone_listens_where_it_is_told_to(backend: int, tmp_path: P
 
 def test_tls_is_served_and_plain_http_is_not(backend: int, tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.issue("server", "localhost")
-    with running(tmp_path, backend, TLSFiles(str(cert), str(key)).environment()) as (_, port):
+    with running(tmp_path, [backend], TLSFiles(str(cert), str(key)).environment()) as (_, port):
         assert httpx.get(f"https://localhost:{port}/", verify=authority.client()).text == "ok"
         assert stat.S_IMODE(os.stat(tmp_path / haproxy.PEM_NAME).st_mode) == 0o600
         with pytest.raises(httpx.HTTPError):
@@ -168,7 +103,7 @@ def test_a_client_needs_a_certificate_where_issuers_are_given(
     cert, key = authority.issue("server", "localhost")
     files = TLSFiles(str(cert), str(key), str(authority.root))
     stranger = Authority.make(tmp_path / "stranger")
-    with running(tmp_path, backend, files.environment()) as (_, port):
+    with running(tmp_path, [backend], files.environment()) as (_, port):
         for shown, welcome in ((authority, True), (stranger, False), (None, False)):
             context = authority.client()
             if shown is not None:
@@ -186,7 +121,7 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
     monkeypatch.setattr(tls, "WATCH_S", 0.05)
     cert, key = authority.issue("server", "localhost")
     files = TLSFiles(str(cert), str(key))
-    with running(tmp_path, backend, files.environment()) as (_, port):
+    with running(tmp_path, [backend], files.environment()) as (_, port):
 
         def seen() -> str:
             return serial_seen(port, authority.client())
@@ -208,7 +143,7 @@ def test_a_template_of_serves_that_has_changed_is_refused() -> None:
 
 
 def test_an_edited_configuration_stays_as_it_is(backend: int, tmp_path: Path) -> None:
-    once = haproxy_config.edit(serves_config(tmp_path, backend, 8000).read_text(), haproxy_config.Ingress())
+    once = haproxy_config.edit(serves_config(tmp_path, [backend], 8000).read_text(), haproxy_config.Ingress())
     assert haproxy_config.edit(once, haproxy_config.Ingress()) == once
 
 
