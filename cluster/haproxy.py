@@ -125,6 +125,8 @@ def main() -> None:
         if flag == "-f":
             arguments = [*arguments, *prepare(Path(path), os.environ, is_first="-sf" not in arguments)]
     binary = find_binary()
+    if os.getpgrp() != os.getpid():
+        os.setsid()  # Ray ends the process group of an actor that has ended: HAProxy must go on without its manager.
     os.execv(binary, [binary, *arguments])
 
 

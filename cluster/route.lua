@@ -67,3 +67,25 @@ core.register_action("route_via_ingress_request_router", { "http-req" }, functio
         end
     end
 end, 0)
+
+-- HAProxy outlives the manager that has started it, since Ray replaces that; but not Ray's own process on this node.
+
+local function parent_of(pid)
+    local file = io.open("/proc/" .. pid .. "/stat")
+    local parent = file and file:read("a"):match(".*%) %a (%d+)")
+    if file then
+        file:close()
+    end
+    return parent
+end
+
+local manager = parent_of("self")
+local raylet = manager and parent_of(manager)
+
+core.register_task(function()
+    while raylet and parent_of(raylet) do
+        core.msleep(1000)
+    end
+    core.Alert("Ray has ended on this node: HAProxy ends too")
+    os.exit(0)
+end)

@@ -66,6 +66,11 @@ def _ray() -> dict[str, str]:
         # A proxy that is not ready after three times as long is killed, and the start fails with it: 15 s are too few
         # on a machine that is busy. The start itself waits for it for 60 s.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
+        # Ray's own metrics are answered without its token, by three processes: they are not exported. The latter two
+        # processes have no setting for it, but go on where they cannot listen.
+        "RAY_enable_metrics_collection": "0",
+        "AUTOSCALER_METRIC_PORT": "-1",
+        "DASHBOARD_METRIC_PORT": "-1",
         # Ray's processes listen on the loopback interface only; what the name says is not all that it does.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_worker_niceness": WORKER_NICENESS,

@@ -3,6 +3,7 @@ And what it tells a collector of traces, since all its processes are here."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import openai
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
+from living import command, family
 from otlp_receiver import Receiver, receiver
 from tests.cluster.certificates import Authority, serial_seen
 from tests.cluster.harness import RunningServer, serving
@@ -68,6 +70,20 @@ def test_ray_answers_nobody_without_its_token(server: RunningServer, process: st
     [pid, *_] = server.processes(process)
     answers = {_call(port, method) for port in listening_ports(pid)}
     assert grpc.StatusCode.UNAUTHENTICATED in answers and None not in answers, answers
+
+
+def test_no_process_of_rays_answers_http_without_the_token(server: RunningServer) -> None:
+    """But for the replicas' own API, HAProxy, and Serve's proxy and router, which are no ports of Ray's."""
+    ours = ("haproxy", "ServeReplica", "ProxyActor")
+    answers: dict[str, int] = {}
+    for process in family(server.pid):
+        title = " ".join(command(process))
+        if not any(name in title for name in ours):
+            for port in listening_ports(process.pid):
+                with contextlib.suppress(httpx.HTTPError):  # it speaks gRPC
+                    answers[title[-60:]] = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).status_code
+    assert answers, "some speak HTTP: else this test sees nothing"
+    assert set(answers.values()) == {401}, answers
 
 
 def _call(port: int, method: str) -> grpc.StatusCode | None:
