@@ -3,7 +3,7 @@
     python benchmarks/chaos.py                     # two replicas of the demo model on this machine's CPUs
     python benchmarks/chaos.py --only haproxy,router --clients 20
 
-Clients ask in closed loops, one half of them for streams, and compare every answer with the one that the same prompt and
+Clients ask in closed loops, half of them for streams, and compare every answer with the one that the same prompt and
 model had before anything was killed. The time to recover is the time from the fault until the last request began that
 failed.
 """
@@ -190,14 +190,16 @@ class Report:
 
     def line(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.failures.most_common()) or "none"
-        return f"| {self.fault} | {self.num_requests} | {kinds} | {self.recovered_s:.1f} | {self.worst_first_byte_s:.1f} |"
+        return (
+            f"| {self.fault} | {self.num_requests} | {kinds} | {self.recovered_s:.1f} | {self.worst_first_byte_s:.1f} |"
+        )
 
 
 HEAD = """| fault | requests after it | failures | recovered after (s) | worst wait for a first byte (s) |
 |---|---|---|---|---|"""
 
 
-async def harm(server: LocalServer, faults: Sequence[Fault], num_clients: int) -> Iterator[Report]:
+async def harm(server: LocalServer, faults: Sequence[Fault], num_clients: int) -> list[Report]:
     clients = Clients(server.url)
     await clients.learn()
     counts = {name: len(processes(server.pid, title)) for name, title in TARGETS.items()}
@@ -215,7 +217,7 @@ async def harm(server: LocalServer, faults: Sequence[Fault], num_clients: int) -
         print(reports[-1].line(), flush=True)
         clients.outcomes.clear()
         await _wait_until_whole(server, counts, clients)
-    return iter(reports)
+    return reports
 
 
 async def _wait_until_whole(server: LocalServer, counts: dict[str, int], clients: Clients) -> None:
@@ -241,7 +243,7 @@ def main() -> None:
     faults = [Fault(target, is_stop) for target in options.only.split(",") for is_stop in (False, True)]
     with _server(options.attach) as server:
         print(HEAD, flush=True)
-        reports = list(asyncio.run(harm(server, faults, options.clients)))
+        reports = asyncio.run(harm(server, faults, options.clients))
     if any(report.failures["WRONG"] for report in reports):
         sys.exit("there were wrong answers")
 
