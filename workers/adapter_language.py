@@ -31,7 +31,7 @@ from lorafleet.workers.lora.files import (
 from lorafleet.workers.lora.strict_json import read_json_object, shown
 from lorafleet.workers.messages import Vocabulary
 from lorafleet.workers.structured.spec import ADAPTERS_DEFAULT, StructuredOutputs, response_format
-from lorafleet.workers.template_sandbox import ChatTemplate
+from lorafleet.workers.sandbox.templates import ChatTemplate
 from lorafleet.workers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from lorafleet.workers.openai.recent import RecentFailures, RecentTraffic
 from lorafleet.workers.openai.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
 from lorafleet.workers.openai.usage import Meter
 from lorafleet.workers.openai.visibility import CallersCatalog, NoTenants, Tenants
-from lorafleet.workers.template_sandbox import TemplateSandbox
+from lorafleet.workers.sandbox.templates import TemplateSandbox
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tokenizer_files import TokenizerFiles
 

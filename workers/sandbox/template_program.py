@@ -1,19 +1,13 @@
-"""The program that renders strangers' chat templates, run as a process of its own by template_sandbox.py.
+"""The program that renders strangers' chat templates, run in a process of its own by templates.py.
 
 Jinja's sandbox keeps a template from Python's insides, not from looping or growing for ever; so whatever it does, it
-does here: with little memory, no file to open, nothing in its environment, and a clock that kills. It imports nothing
-of lorafleet, since it is run by its path: `python -I template_program.py`, a socket as its standard input.
+does here: with little memory, no file to open, nothing in its environment, and a clock that kills.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import resource
-import signal
-import socket
-import struct
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -27,22 +21,17 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-LENGTH = struct.Struct("<Q")  # before each message
+from lorafleet.workers.sandbox.program import serve, settings
+
 MAX_ERROR_CHARS = 300
+MAX_CACHED_CHARS = 64 << 10  # of one template; longer ones are compiled for each job, so that few do not fill the memory
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own; a template may trim the blank at its end
 
 
 def main() -> None:
-    limits = json.loads(os.environ["LORAFLEET_TEMPLATE_LIMITS"])
-    server = socket.socket(fileno=0)
+    output_chars = settings()["output_chars"]
     warm_up()
-    confine(limits["memory_bytes"])
-    while (message := receive(server)) is not None:
-        # A clock of this process's own CPU time: no other process's load makes a good template fail.
-        signal.setitimer(signal.ITIMER_PROF, limits["cpu_s"])
-        answer = respond(json.loads(message), limits["output_chars"])
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        send(server, answer)
+    serve(lambda message: respond(message, output_chars))
 
 
 def warm_up() -> None:
@@ -55,47 +44,15 @@ def warm_up() -> None:
         template.render()
 
 
-def confine(memory_bytes: int) -> None:
-    """memory_bytes: beside what the interpreter has already."""
-    with open("/proc/self/statm") as file:
-        present = int(file.read().split()[0]) * resource.getpagesize()
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also within one long call
-    resource.setrlimit(resource.RLIMIT_AS, (present + memory_bytes,) * 2)
-    for limit, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_NOFILE, 3),
-    ):
-        resource.setrlimit(limit, (value, value))
-
-
-def receive(server: socket.socket) -> bytes | None:
-    """None at the end."""
-    head = _exactly(server, LENGTH.size)
-    return None if head is None else _exactly(server, LENGTH.unpack(head)[0])
-
-
-def _exactly(server: socket.socket, size: int) -> bytes | None:
-    parts: list[bytes] = []
-    while size:
-        part = server.recv(min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def send(server: socket.socket, message: bytes) -> None:
-    server.sendall(LENGTH.pack(len(message)) + message)
-
-
-def respond(job: dict[str, Any], output_chars: int) -> bytes:
+def respond(message: bytes, output_chars: int) -> bytes:
+    """A job without messages is only compiled."""
     try:
-        return json.dumps({"text": render(job, output_chars)}).encode()
+        job = json.loads(message)
+        template = compiled(job["template"])
+        text = render(template, job, output_chars) if "messages" in job else ""
+        return json.dumps({"text": text}).encode()
     except MemoryError:
-        fault = "it needs more memory than a template may have"
+        return json.dumps({"out_of_memory": "it needs more memory than a template may have"}).encode()
     except RecursionError:
         fault = "it is nested too deeply"
     except Exception as error:  # a template is a program: it may raise anything
@@ -103,8 +60,7 @@ def respond(job: dict[str, Any], output_chars: int) -> bytes:
     return json.dumps({"error": fault[:MAX_ERROR_CHARS]}).encode()
 
 
-def render(job: dict[str, Any], output_chars: int) -> str:
-    template = compiled(job["template"])
+def render(template: jinja2.Template, job: dict[str, Any], output_chars: int) -> str:
     messages, goes_on = job["messages"], job["continue_final_message"]
     if goes_on:
         final = messages[-1]["content"]
@@ -132,8 +88,16 @@ def cut_at_tag(text: str, final: str) -> str:
     return text[:at] if text[at : at + len(CONTINUED)] == CONTINUED else text[:at].rstrip()
 
 
-@lru_cache(maxsize=32)
 def compiled(source: str) -> jinja2.Template:
+    return _cached(source) if len(source) <= MAX_CACHED_CHARS else _compiled(source)
+
+
+@lru_cache(maxsize=32)
+def _cached(source: str) -> jinja2.Template:
+    return _compiled(source)
+
+
+def _compiled(source: str) -> jinja2.Template:
     """As transformers' environment for chat templates (utils/chat_template_utils.py) has it."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]

@@ -12,8 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
-from lorafleet.workers.errors import AdapterTooLarge, InvalidRequest
-from lorafleet.workers.template_sandbox import MAX_TEMPLATE_BYTES, ChatTemplate, TemplateLimits, TemplateSandbox
+from lorafleet.workers.errors import AdapterMalformed, AdapterTooLarge, InvalidRequest, QueueFull
+from lorafleet.workers.sandbox.templates import (
+    MAX_TEMPLATE_BYTES,
+    MAX_TEMPLATES_WAITING,
+    ChatTemplate,
+    TemplateLimits,
+    TemplateSandbox,
+)
 from lorafleet.workers.tokenizer import Tokenizer
 
 MESSAGES = [
@@ -173,7 +179,7 @@ async def test_the_event_loop_goes_on_while_a_template_runs_and_others_have_thei
         endless = asyncio.create_task(rendered(sandbox, HOSTILE["nested loops"][0]))
         turns = 0
         while not endless.done():
-            assert await rendered(sandbox, "{{ 1 + 1 }}") == "2"
+            assert await rendered(sandbox, "{{ 1 + 1 }}", group="another") == "2"
             turns += 1
         assert turns > 3
         assert isinstance(endless.exception(), InvalidRequest)
@@ -181,23 +187,61 @@ async def test_the_event_loop_goes_on_while_a_template_runs_and_others_have_thei
         sandbox.close()
 
 
-async def test_a_template_that_waits_is_ended_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = tmp_path / "sleeper.py"
-    program.write_text("import time\ntime.sleep(60)")
-    monkeypatch.setattr("lorafleet.workers.template_sandbox.PROGRAM", program)
-    sandbox = TemplateSandbox(TemplateLimits(wall_s=0.3), num_processes=1)
+async def test_a_template_that_one_tenant_s_messages_made_slow_is_rendered_for_another() -> None:
+    sandbox = TemplateSandbox(TemplateLimits(cpu_s=0.3), num_processes=1)
+    slow_for_many = "{% for a in range(messages | length * 9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}ok"
+    template = ChatTemplate(slow_for_many, {})
     try:
-        with pytest.raises(InvalidRequest, match=r"took longer than 0\.3 s"):
-            await rendered(sandbox, "x")
+        with pytest.raises(InvalidRequest, match="processor time"):
+            await sandbox.render(template, MESSAGES, group="many")
+        assert await sandbox.render(template, [], group="none") == "ok"
+        with pytest.raises(InvalidRequest, match="not tried again"):
+            await sandbox.render(template, [], group="many")
     finally:
         sandbox.close()
+
+
+async def test_one_tenant_s_templates_do_not_make_another_wait_and_have_a_bounded_queue() -> None:
+    sandbox = TemplateSandbox(TemplateLimits(cpu_s=0.3), num_processes=2)
+    try:
+        endless = [
+            asyncio.create_task(
+                sandbox.render(ChatTemplate(HOSTILE["nested loops"][0] + str(i), {}), MESSAGES, group="loud")
+            )
+            for i in range(MAX_TEMPLATES_WAITING + 2)
+        ]
+        assert await sandbox.render(ChatTemplate("fine", {}), MESSAGES, group="quiet") == "fine"
+        assert sum(task.done() for task in endless) <= 3, "it waited for others' turns"
+        with pytest.raises(QueueFull, match="64 of its jobs wait already") as caught:
+            await endless[-1]
+        assert caught.value.retry_after_s >= 1
+        for task in endless:
+            task.cancel()
+        await asyncio.gather(*endless, return_exceptions=True)
+    finally:
+        sandbox.close()
+
+
+async def test_a_template_that_left_no_memory_fails_nobody_else(sandbox: TemplateSandbox) -> None:
+    """Jinja keeps compiled templates, and Python its arenas: the next template must not pay for that."""
+    for i in range(4):
+        with pytest.raises(InvalidRequest, match="memory"):
+            await rendered(sandbox, "{% set x = '" + "a" * 50_000 + f"' %}}{{{{ [x * 9] * 10**10 }}}}{i}")
+        assert await rendered(sandbox, "fine") == "fine"
+
+
+def test_a_template_is_compiled_when_it_is_checked(sandbox: TemplateSandbox) -> None:
+    sandbox.check(ChatTemplate("{{ raise_exception('only when it is rendered') }}", {}))
+    for source, words in (("{% for %}", "Expected"), ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "")):
+        with pytest.raises(AdapterMalformed, match="cannot be compiled: .*" + words):
+            sandbox.check(ChatTemplate(source, {}))
 
 
 def test_the_process_sees_nothing_and_opens_nothing(sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     asyncio.run(rendered(sandbox, "x"))
-    [process] = [p for p in psutil.Process().children() if "template_program.py" in " ".join(p.cmdline())]
-    assert set(process.environ()) <= {"LORAFLEET_TEMPLATE_LIMITS", "LC_ALL", "LC_CTYPE"}
+    [process] = [p for p in psutil.Process().children() if "sandbox.template_program" in " ".join(p.cmdline())]
+    assert set(process.environ()) <= {"LORAFLEET_SANDBOX", "LC_ALL", "LC_CTYPE", "TOKENIZERS_PARALLELISM"}
     assert process.rlimit(psutil.RLIMIT_NOFILE) == (3, 3)
     assert process.rlimit(psutil.RLIMIT_FSIZE) == (0, 0)
     assert process.num_fds() == 3
@@ -205,7 +249,7 @@ def test_the_process_sees_nothing_and_opens_nothing(sandbox: TemplateSandbox, mo
 
 def test_no_process_runs_before_it_is_needed_nor_after_the_end() -> None:
     def running() -> list[psutil.Process]:
-        return [p for p in psutil.Process().children() if "template_program.py" in " ".join(p.cmdline())]
+        return [p for p in psutil.Process().children() if "sandbox.template_program" in " ".join(p.cmdline())]
 
     before = len(running())
     sandbox = TemplateSandbox(num_processes=1)

@@ -1,0 +1,31 @@
+"""Messages between a server's process and a sandboxed one: a length, then as many bytes. Both ends use this file."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+LENGTH = struct.Struct("<Q")  # precedes each message
+_PART_BYTES = 1 << 20
+
+
+def send(sock: socket.socket, message: bytes) -> None:
+    sock.sendall(LENGTH.pack(len(message)))
+    sock.sendall(message)
+
+
+def receive(sock: socket.socket) -> bytes | None:
+    """The next message; None once the other end has closed the socket."""
+    head = _exactly(sock, LENGTH.size)
+    return None if head is None else _exactly(sock, LENGTH.unpack(head)[0])
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes | None:
+    parts: list[bytes] = []
+    while size:
+        part = sock.recv(min(size, _PART_BYTES))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
