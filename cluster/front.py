@@ -15,6 +15,7 @@ from lorafleet.resolvers.registry import LoRAResolverRegistry
 from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.openai.front import Front, FrontConfig, read_generation_defaults
+from lorafleet.workers.openai.languages import AdapterLanguages
 from lorafleet.workers.openai.pooling import read_pooling
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
@@ -30,6 +31,7 @@ def make_front(
     engine: EngineClient,
     catalog: DirectoryCatalog,
     store: AdapterStore,
+    languages: AdapterLanguages,
     resolver: LoRAResolverRegistry | None,
     scrape: Callable[[], Awaitable[bytes]],
     tenancy: Tenancy,
@@ -42,7 +44,7 @@ def make_front(
         catalog,
         scrape,
         fetched_since,
-        store.open,
+        languages,
         gate=tenancy.gate,
         quotas=tenancy.quotas,
         tenants=tenancy.keys,

@@ -34,6 +34,7 @@ from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, Re
 from lorafleet.cluster.directory import HAND_OVER_S, Order
 from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.front import make_front, make_resolver, start_tracing
+from lorafleet.cluster.loading import CheckingEngine
 from lorafleet.cluster.membership import CHANGE_S, READ_S, Membership
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.cluster.quality.book import QualityBook
@@ -54,6 +55,7 @@ from lorafleet.workers.errors import AdapterError, EngineDead, LorafleetError
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.openai.api import build_api
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.languages import AdapterLanguages
 from lorafleet.workers.random_numbers import named_seed
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tp.addresses import RankAddresses
@@ -84,6 +86,7 @@ class EngineReplica:
         self._deployment = deployment
         self._config = with_cpu_threads(config, args.most_replicas)
         self._engine: EngineClient | None = None
+        self._checking: CheckingEngine | None = None
         self._adapter_store = AdapterStore(args.sources)
         self._front: Front | None = None
         self._tracing: Tracing | None = None
@@ -183,7 +186,9 @@ class EngineReplica:
         base_names, open_source = self._args.base_names, self._adapter_store.open
         admin = AdapterAdmin(self._administer, store, base_names, self._deployment, open_source)
         resolver = make_resolver(self._args, self._adapter_store)
-        catalog = DirectoryCatalog(self._membership, admin, engine, base_names, resolver)
+        languages = AdapterLanguages(await tokenizer, engine, self._adapter_store.open)
+        checking = self._checking = CheckingEngine(engine, languages)
+        catalog = DirectoryCatalog(self._membership, admin, checking, base_names, resolver)
         await self._membership.note(
             f"engine ready after {time.monotonic() - started:.1f} s: context {hello.max_model_len} tokens, "
             f"KV cache {hello.kv_cache_tokens} tokens"
@@ -199,6 +204,7 @@ class EngineReplica:
             engine,
             catalog,
             self._adapter_store,
+            languages,
             resolver,
             self._scrape,
             tenancy,
@@ -264,9 +270,9 @@ class EngineReplica:
         return entry
 
     async def _obey(self, order: Order) -> AdapterInfo | None:
-        if self._engine is None:  # only what is dropped is asked of a replica that is starting: it has nothing yet
+        if self._checking is None:  # only what is dropped is asked of a replica that is starting: it has nothing yet
             return None
-        info = await obey(self._engine, order)
+        info = await obey(self._checking, order)
         if order.kind == "drop":
             await asyncio.to_thread(self._adapter_store.forget, order.lora.digest)
         return info

@@ -2,8 +2,8 @@
 folder has them, else the base's.
 
 Trainers save the base's tokenizer beside nearly every adapter: one that is the base's is recognised and costs nothing.
-Files are read by lora/files.py's rules; no code of the adapter is ever run here, and its template only by
-template_sandbox.py.
+Files are read by lora/files.py's rules; no code of the adapter is ever run here, and its template and its tokenizer
+only in processes of workers/sandbox/.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported, ConfigError, InvalidRequest
+from lorafleet.workers.errors import AdapterMalformed, InvalidRequest
 from lorafleet.workers.lora.files import (
     SAFETENSORS_NAME,
     AdapterFolder,
@@ -30,20 +30,28 @@ from lorafleet.workers.lora.files import (
 )
 from lorafleet.workers.lora.strict_json import read_json_object, shown
 from lorafleet.workers.messages import Vocabulary
+from lorafleet.workers.sandbox.templates import ChatTemplate, TemplateSandbox
+from lorafleet.workers.sandbox.tokenizers import (
+    AdapterTokenizer,
+    Encoders,
+    ReadJob,
+    TokenizerLimits,
+    read_tokenizer,
+)
+from lorafleet.workers.special_tokens import SPECIAL_NAME, TOKENIZER_CONFIG_NAME, SpecialTokens, read_special_tokens
 from lorafleet.workers.structured.spec import ADAPTERS_DEFAULT, StructuredOutputs, response_format
-from lorafleet.workers.sandbox.templates import ChatTemplate
+from lorafleet.workers.token_table import TokenTable
 from lorafleet.workers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lorafleet.workers.lora.weight_files import TensorInfo
 
-MAX_TOKENIZERS = 32  # of adapters, in memory at a time; one of 128 thousand tokens takes about 100 MB
+MAX_TOKENIZERS_LIKE_BASE = 4096  # sets of files that are known to hold the base's tokenizer
+MAX_NEW_TOKENS = 65_536  # that an adapter's tokenizer may have beyond the base's vocabulary
 MAX_EOS_TOKEN_IDS = 64  # of one adapter; each request carries them
 TOKENIZER_NAME = "tokenizer.json"
-TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
 GENERATION_NAME = "generation_config.json"
-SPECIAL_NAME = "special_tokens_map.json"
 DEFAULTS_NAME = "lorafleet.json"  # of the adapter's requests: {"response_format": …}
 TOKENIZER_NAMES = (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, SPECIAL_NAME)
 
@@ -59,11 +67,17 @@ class Language:
     structured_outputs: what its answers must match where a request does not say.
     digest: language_digest of the files that it was read from."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | AdapterTokenizer
     vocabulary: Vocabulary | None = None
     template: ChatTemplate | None = None
     structured_outputs: StructuredOutputs | None = None
     digest: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory beside its tokenizer, which others may share."""
+        template = 0 if self.template is None else 4 * len(self.template.source)
+        return template + (0 if self.structured_outputs is None else 4 * len(self.structured_outputs.source))
 
     def does_as(self, other: Language) -> bool:
         """Whatever the files are that it was read from."""
@@ -71,15 +85,32 @@ class Language:
 
 
 class LanguageReader:
-    """Of one base: its tokenizer, the size of its vocabulary (which may be padded beyond the tokenizer's), and the
-    tokens that end its answers. Threads may share it."""
+    """Reads what adapters of one base bring. Threads may share it.
 
-    def __init__(self, base: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    vocab_size: the base's, which may be padded beyond its tokenizer's. eos_token_ids: those that end its answers.
+    """
+
+    def __init__(
+        self,
+        base: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        templates: TemplateSandbox,
+        encoders: Encoders,
+        limits: TokenizerLimits | None = None,
+    ) -> None:
         self.base = Language(base)
+        self._base = base
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
+        self._templates = templates
+        self._encoders = encoders
+        self._limits = limits or TokenizerLimits()
         self._lock = threading.Lock()
-        self._tokenizers: OrderedDict[str, Tokenizer] = OrderedDict()  # by their files' hash
+        # By their files' digest. Whoever uses a tokenizer keeps it.
+        self._tokenizers: weakref.WeakValueDictionary[str, AdapterTokenizer] = weakref.WeakValueDictionary()
+        self._like_base: OrderedDict[str, None] = OrderedDict()
+        self._base_digests: frozenset[str] | None = None
 
     def read(self, path: str | os.PathLike[str]) -> Language:
         """Of the adapter in the folder. Blocks on the disk. Raises AdapterError."""
@@ -94,26 +125,51 @@ class LanguageReader:
         template = self._template(files, tokenizer)
         return Language(tokenizer, vocabulary, template, _default_format(files), language_digest(files))
 
-    def _tokenizer(self, files: Mapping[str, bytes]) -> Tokenizer:
+    def _tokenizer(self, files: Mapping[str, bytes]) -> Tokenizer | AdapterTokenizer:
+        base = self._base
         if TOKENIZER_NAME not in files:
-            return self.base.tokenizer
-        own = {name: content for name, content in files.items() if name in TOKENIZER_NAMES}
-        key = language_digest(own)
+            return base
+        key = language_digest({name: content for name, content in files.items() if name in TOKENIZER_NAMES})
         with self._lock:
-            known = self._tokenizers.get(key)
-            if known is not None:
-                self._tokenizers.move_to_end(key)
-                return known
-        tokenizer = _load(own)
-        if tokenizer.does_as(self.base.tokenizer):
-            tokenizer = self.base.tokenizer
+            known = base if key in self._like_base else self._tokenizers.get(key)
+        if known is not None:
+            return known
+        made = self._read_tokenizer(files, read_special_tokens(files))
         with self._lock:
-            self._tokenizers[key] = tokenizer
-            while len(self._tokenizers) > MAX_TOKENIZERS:
-                self._tokenizers.popitem(last=False)
-        return tokenizer
+            if made is None:
+                self._like_base[key] = None
+                while len(self._like_base) > MAX_TOKENIZERS_LIKE_BASE:
+                    self._like_base.popitem(last=False)
+                return base
+            return self._tokenizers.setdefault(key, made)
 
-    def _ends(self, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:
+    def _read_tokenizer(self, files: Mapping[str, bytes], special: SpecialTokens) -> AdapterTokenizer | None:
+        """None where it makes the same tokens of every text as the base's, and the same text of every token."""
+        content, base = files[TOKENIZER_NAME], self._base.special_tokens
+        same_ends = all(special.texts.get(role) == base.get(role) for role in ("bos_token", "eos_token"))
+        may_be_base = same_ends or not special.roles
+        if may_be_base and hashlib.sha256(content).hexdigest() in self._digests_of_base():
+            return None
+        eos = special.roles.get("eos_token")
+        max_ids = self._vocab_size + MAX_NEW_TOKENS
+        job = ReadJob(content, max_ids, special.all, None if eos is None else eos.content)
+        read = read_tokenizer(job, self._limits)
+        if may_be_base and read.digest in self._digests_of_base():
+            return None
+        spells_in_time = read.rules == self._base.rules
+        return AdapterTokenizer(read, special.texts, self._encoders, spells_in_time=spells_in_time)
+
+    def _digests_of_base(self) -> frozenset[str]:
+        """Of its tokenizer.json as it lies in its folder, and as the library writes it."""
+        if self._base_digests is None:
+            found = {hashlib.sha256(self._base.to_json().encode()).hexdigest()}
+            file = None if self._base.folder is None else self._base.folder / TOKENIZER_NAME
+            if file is not None and file.is_file():
+                found.add(hashlib.sha256(file.read_bytes()).hexdigest())
+            self._base_digests = frozenset(found)
+        return self._base_digests
+
+    def _ends(self, files: Mapping[str, bytes], tokenizer: TokenTable) -> list[int]:
         """What its generation_config.json says; else its tokenizer's own, beside those of the base's that mean the same
         in both."""
         if GENERATION_NAME in files:
@@ -130,12 +186,14 @@ class LanguageReader:
         own = tokenizer.eos_token_id
         return kept if own is None or own in kept else [*kept, own]
 
-    def _template(self, files: Mapping[str, bytes], tokenizer: Tokenizer) -> ChatTemplate | None:
+    def _template(self, files: Mapping[str, bytes], tokenizer: TokenTable) -> ChatTemplate | None:
         source = _template_in(files)
-        base = self.base.tokenizer
+        base = self._base
         if source is None or (source == base.chat_template and tokenizer.special_tokens == base.special_tokens):
             return None
-        return ChatTemplate(source, tokenizer.special_tokens)
+        template = ChatTemplate(source, tokenizer.special_tokens)
+        self._templates.check(template)
+        return template
 
 
 def _check_ends(eos_token_ids: Sequence[int], vocab_size: int) -> None:
@@ -150,27 +208,6 @@ def _check_ends(eos_token_ids: Sequence[int], vocab_size: int) -> None:
                 f"eos_token), and its vocabulary has ids 0 to {vocab_size - 1}. Save the resized embed_tokens and "
                 "lm_head with the adapter, or correct the eos token."
             )
-
-
-def _load(files: Mapping[str, bytes]) -> Tokenizer:
-    """From copies, so that exactly these bytes are read and nothing beside them."""
-    with tempfile.TemporaryDirectory(prefix="lorafleet-tokenizer-") as folder:
-        for name, content in files.items():
-            if name == TOKENIZER_CONFIG_NAME:
-                _refuse_code(content)
-            Path(folder, name).write_bytes(content)
-        try:
-            return Tokenizer.from_folder(folder)
-        except ConfigError as error:
-            raise AdapterMalformed(f"the adapter's tokenizer cannot be read: {error.message}") from None
-
-
-def _refuse_code(config: bytes) -> None:
-    if read_json_object(config, TOKENIZER_CONFIG_NAME).get("auto_map"):
-        raise AdapterUnsupported(
-            f"{TOKENIZER_CONFIG_NAME} has an auto_map: the tokenizer is a program of its own, which is never run. Save "
-            "it as a fast tokenizer (tokenizer.json) and remove auto_map."
-        )
 
 
 def _template_in(files: Mapping[str, bytes]) -> str | None:

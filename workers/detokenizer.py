@@ -8,7 +8,7 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Protocol
 
-from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.token_table import TokenTable
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 5  # of the prompt, decoded along so that a leading space survives; transformers and vLLM use 5 too
@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+def make_detokenizer(tokenizer: TokenTable, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
     if tokenizer.is_byte_level:
         return ByteDetokenizer(tokenizer.byte_table(skip_special_tokens=skip_special_tokens))
     return WindowDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
@@ -71,7 +71,7 @@ class WindowDetokenizer:
 
     __slots__ = ("_given", "_read", "_skip_special", "_tokenizer", "_window", "pending")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TokenTable, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._window = list(prompt_ids[-_CONTEXT_TOKENS:])

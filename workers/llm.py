@@ -23,6 +23,8 @@ from lorafleet.workers.messages import EngineRequest, FinishReason, TokenLogprob
 from lorafleet.workers.output import OutputProcessor
 from lorafleet.workers.quantisation_methods import Method
 from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.sandbox.templates import TemplateSandbox
+from lorafleet.workers.sandbox.tokenizers import Encoders
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tokenizer_files import TokenizerFiles
@@ -148,6 +150,10 @@ class LLM:
             raise
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_files = TokenizerFiles()
+        self._templates, self._encoders = (
+            TemplateSandbox(),
+            Encoders(),
+        )  # of adapters; no process runs before it is needed
         self._model = Path(model)
         self._adapters: dict[tuple[int, str], LoRARequest] = {}
         self._sources = config.sources
@@ -216,6 +222,8 @@ class LLM:
 
     def close(self) -> None:
         self._engine.close()
+        self._templates.close()
+        self._encoders.close()
         self._tokenizer_files.close()
         if self._ranks is not None:
             self._ranks.close()
@@ -238,7 +246,7 @@ class LLM:
 
     def _read_language(self, lora: LoRARequest) -> Language:
         hello = self._engine.hello
-        reader = LanguageReader(self.tokenizer, hello.vocab_size, hello.eos_token_ids)
+        reader = LanguageReader(self.tokenizer, hello.vocab_size, hello.eos_token_ids, self._templates, self._encoders)
         store = AdapterStore(self._sources)
         try:
             return store.read(lora.lora_path, lora.digest, reader.read)

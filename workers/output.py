@@ -14,7 +14,7 @@ from lorafleet.workers.detokenizer import make_detokenizer
 from lorafleet.workers.messages import FinishReason, TokenLogprobs, TokenOutput
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.stop_strings import StopStrings
-from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.token_table import TokenTable
 
 
 class Delta(msgspec.Struct):
@@ -41,7 +41,7 @@ class Delta(msgspec.Struct):
 class OutputProcessor:
     """One sequence's answer so far. `num_tokens` counts what was generated, up to what completed a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, tokenizer: TokenTable, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._params = params

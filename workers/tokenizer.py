@@ -1,22 +1,24 @@
-"""Text to token ids and back, chat templates, and what each token looks like, for one model folder.
+"""Text to token ids and back, and chat templates, for the base model's folder, whose files the operator trusts.
 
 Owns the Hugging Face tokenizer; the rest of the code sees only this class. Turning a growing answer into text is
-workers/detokenizer.py's work.
+workers/detokenizer.py's work, and tokenizers of adapters are workers/sandbox/tokenizers.py's.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, normalizers
+from tokenizers import decoders
 
 from lorafleet.workers.errors import ConfigError, InvalidRequest, UnsupportedModel
+from lorafleet.workers.token_table import TokenFacts, TokenTable, bytes_of, cutting_rules, most_characters
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Longer ones are encoded without offsets, which nobody needs: those take the GIL for a second a megabyte. For short
+# ones the plain call is faster.
+LONG_TEXT_CHARS = 4096
 _TEMPLATE_ARGUMENTS = frozenset(
     {
         "conversation",
@@ -38,10 +40,12 @@ _TEMPLATE_ARGUMENTS = frozenset(
 )
 
 
-class Tokenizer:
-    """`vocab_size` counts the ids that this tokenizer knows; the model's own vocabulary may be padded beyond it."""
+class Tokenizer(TokenTable):
+    """Threads may share it."""
 
-    def __init__(self, hf: Any) -> None:
+    spells_in_time = True  # its regular expressions are the operator's
+
+    def __init__(self, hf: Any, folder: Path | None = None) -> None:
         backend = getattr(hf, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise UnsupportedModel(
@@ -52,14 +56,8 @@ class Tokenizer:
         backend.no_padding()
         self._hf = hf
         self._backend = backend
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.eos_token_id: int | None = hf.eos_token_id
-        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self.special_texts = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
-        self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-        self._bytes = [self._bytes_of(i) for i in range(self.vocab_size)]
-        self._visible_bytes = [b"" if i in self.special_ids else b for i, b in enumerate(self._bytes)]
-        self._most_characters = self._most_characters_a_token()
+        self.folder = folder  # that it was read from
+        super().__init__(_facts_of(hf, backend))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -69,37 +67,23 @@ class Tokenizer:
         if not Path(folder).is_dir():
             raise ConfigError(f"{folder} is not a folder; give a local Hugging Face model folder.")
         try:
-            return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False))
+            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            return cls(hf, Path(folder))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
             raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= LONG_TEXT_CHARS:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest(f"the text cannot be tokenized: {error}", "prompt") from error
-
-    def fewest_tokens(self, text: str) -> int:
-        """A lower bound of len(encode(text)), at no cost: a text far over the context need not be tokenized."""
-        return 0 if self._most_characters is None else len(text) // self._most_characters
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids that the tokenizer does not know decode to nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def does_as(self, other: Tokenizer) -> bool:
-        """Whether both make the same tokens of every text, and the same text of every token; and where it begins and
-        ends, for templates."""
-        return (
-            self._backend.to_str() == other._backend.to_str()
-            and self.special_tokens.get("bos_token") == other.special_tokens.get("bos_token")
-            and self.special_tokens.get("eos_token") == other.special_tokens.get("eos_token")
-        )
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """By name: "eos_token"."""
-        return {name: str(token) for name, token in self._hf.special_tokens_map.items() if isinstance(token, str)}
 
     @property
     def has_chat_template(self) -> bool:
@@ -150,48 +134,30 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
+    @property
+    def rules(self) -> str:
+        return cutting_rules(self._backend)
+
     def to_json(self) -> str:
         """As tokenizer.json has it, with the tokens that were added."""
         return self._backend.to_str()
 
-    def byte_table(self, *, skip_special_tokens: bool) -> list[bytes]:
-        """The bytes of every token by id; exact for byte-level tokenizers only."""
-        return self._visible_bytes if skip_special_tokens else self._bytes
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text, also where it is half of a UTF-8 character."""
-        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
-
-    def token_text(self, token_id: int) -> str:
-        """OpenAI's spelling of one token: its text, or `bytes:\\xe2\\x82` where it is no whole character."""
-        raw = self.token_bytes(token_id)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-    def token_name(self, token_id: int) -> str:
-        """The vocabulary's own spelling, such as `Ġhello`."""
-        return self._backend.id_to_token(token_id) or ""
-
-    def _most_characters_a_token(self) -> int | None:
-        """None where the tokenizer may drop characters, so that nothing can be said."""
-        normalizer = self._backend.normalizer
-        if not self.is_byte_level or not isinstance(normalizer, normalizers.NFC | None):
-            return None
-        longest = max(map(len, self._bytes), default=1)
-        return longest if normalizer is None else 3 * longest  # NFC makes one character of three at most
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self.is_byte_level:
-            # Any foreign character makes the library take the whole token literally; added tokens are often so.
-            codes = [_BYTE_OF_CHAR.get(char) for char in token]
-            return token.encode() if None in codes else bytes(code for code in codes if code is not None)
-        byte = _BYTE_TOKEN.fullmatch(token)
-        return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+def _facts_of(hf: Any, backend: tokenizers.Tokenizer) -> TokenFacts:
+    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    names = [backend.id_to_token(i) or "" for i in range(size)]
+    is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+    token_bytes = [bytes_of(name, is_byte_level=is_byte_level) for name in names]
+    normalizer = None if backend.normalizer is None else type(backend.normalizer).__name__
+    return TokenFacts(
+        names=names,
+        token_bytes=token_bytes,
+        special_ids=frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special),
+        is_byte_level=is_byte_level,
+        most_characters=most_characters(token_bytes, normalizer, is_byte_level=is_byte_level),
+        special_tokens={name: str(token) for name, token in hf.special_tokens_map.items() if isinstance(token, str)},
+        eos_token_id=hf.eos_token_id,
+    )
 
 
 def check_template_kwargs(template_kwargs: Mapping[str, object] | None) -> None:
@@ -199,13 +165,3 @@ def check_template_kwargs(template_kwargs: Mapping[str, object] | None) -> None:
     reserved = _TEMPLATE_ARGUMENTS & set(template_kwargs or ())
     if reserved:
         raise InvalidRequest(f"chat_template_kwargs may not set {sorted(reserved)}.", "chat_template_kwargs")
-
-
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: every byte as a printable character. Source: openai/gpt-2, encoder.py."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()

@@ -12,7 +12,10 @@ from pathlib import Path
 import msgspec
 
 from lorafleet.workers.messages import TokenizerFile
+from lorafleet.workers.sandbox.tokenizers import AdapterTokenizer
 from lorafleet.workers.tokenizer import Tokenizer
+
+AnyTokenizer = Tokenizer | AdapterTokenizer
 
 
 class TokenizerFiles:
@@ -21,9 +24,9 @@ class TokenizerFiles:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._folder: Path | None = None
-        self._written: weakref.WeakKeyDictionary[Tokenizer, TokenizerFile] = weakref.WeakKeyDictionary()
+        self._written: weakref.WeakKeyDictionary[AnyTokenizer, TokenizerFile] = weakref.WeakKeyDictionary()
 
-    def of(self, tokenizer: Tokenizer) -> TokenizerFile:
+    def of(self, tokenizer: AnyTokenizer) -> TokenizerFile:
         """Blocks: a tokenizer of 128 thousand tokens takes 0.1 s and 10 MB."""
         with self._lock:
             known = self._written.get(tokenizer)
@@ -32,9 +35,11 @@ class TokenizerFiles:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="lorafleet-tokenizers-"))
                 self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            # "json" is empty where a regular expression could keep the engine waiting: forced texts are then spelled
+            # by the vocabulary alone.
             content = msgspec.msgpack.encode(
                 {
-                    "json": tokenizer.to_json(),
+                    "json": tokenizer.to_json() if tokenizer.spells_in_time else "",
                     "tokens": tokenizer.byte_table(skip_special_tokens=False),
                     "special": sorted(tokenizer.special_ids),
                 }
@@ -46,7 +51,7 @@ class TokenizerFiles:
             made = self._written[tokenizer] = TokenizerFile(str(path), digest, tokenizer.vocab_size)
             return made
 
-    def known(self, tokenizer: Tokenizer) -> TokenizerFile | None:
+    def known(self, tokenizer: AnyTokenizer) -> TokenizerFile | None:
         """Without waiting."""
         return self._written.get(tokenizer)
 

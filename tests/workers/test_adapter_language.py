@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
-from lorafleet.workers import adapter_language
 from lorafleet.workers.adapter_language import LanguageReader
 from lorafleet.workers.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.workers.lora.files import folder_digest
 from lorafleet.workers.messages import Vocabulary
+from lorafleet.workers.sandbox.templates import TemplateSandbox
+from lorafleet.workers.sandbox.tokenizers import Encoders
 from lorafleet.workers.tokenizer import Tokenizer
 
 PADDED = 400  # rows of the base's tables, more than its tokenizer has tokens
@@ -27,9 +31,17 @@ def base(byte_tokenizer_folder) -> Tokenizer:
     return Tokenizer.from_folder(byte_tokenizer_folder)
 
 
+@pytest.fixture(scope="module")
+def sandboxes() -> Iterator[tuple[TemplateSandbox, Encoders]]:
+    made = TemplateSandbox(num_processes=1), Encoders()
+    yield made
+    for sandbox in made:
+        sandbox.close()
+
+
 @pytest.fixture
-def reader(base) -> LanguageReader:
-    return LanguageReader(base, PADDED, [EOS])
+def reader(base, sandboxes) -> LanguageReader:
+    return LanguageReader(base, PADDED, [EOS], *sandboxes)
 
 
 @pytest.fixture
@@ -94,9 +106,9 @@ def test_ends_of_answers_that_no_answer_can_have_are_refused(reader, adapter, eo
         reader.read(adapter)
 
 
-def test_an_added_end_beside_tables_that_were_not_resized_is_refused(base, adapter, byte_tokenizer_folder):
+def test_an_added_end_beside_tables_that_were_not_resized_is_refused(base, adapter, byte_tokenizer_folder, sandboxes):
     own_tokenizer(byte_tokenizer_folder, adapter, "<end>", eos_token="<end>")
-    reader = LanguageReader(base, base.vocab_size, [EOS])
+    reader = LanguageReader(base, base.vocab_size, [EOS], *sandboxes)
     with pytest.raises(AdapterMalformed, match=f"token {base.vocab_size} .*Save the resized embed_tokens"):
         reader.read(adapter)
 
@@ -128,18 +140,68 @@ def test_programs_and_damage_are_refused(reader, adapter, byte_tokenizer_folder)
         reader.read(adapter)
 
 
-def test_only_so_many_tokenizers_are_kept(reader, tmp_path, byte_tokenizer_folder, monkeypatch):
-    monkeypatch.setattr(adapter_language, "MAX_TOKENIZERS", 2)
-    folders = [tmp_path / str(i) for i in range(3)]
-    for i, folder in enumerate(folders):
-        folder.mkdir()
-        (folder / "adapter_config.json").write_text("{}")
-        save_file(LORA, folder / "adapter_model.safetensors")
-        own_tokenizer(byte_tokenizer_folder, folder, f"<token {i}>")
-    first = reader.read(folders[0]).tokenizer
-    assert [reader.read(folder).tokenizer.vocab_size for folder in folders[1:]] == [first.vocab_size] * 2
-    assert len(reader._tokenizers) == 2
-    assert reader.read(folders[0]).tokenizer is not first
+def test_a_tokenizer_that_nobody_uses_any_more_is_read_again(reader, adapter, byte_tokenizer_folder):
+    own_tokenizer(byte_tokenizer_folder, adapter, "<plan>")
+    first = weakref.ref(reader.read(adapter).tokenizer)
+    gc.collect()
+    assert first() is None and reader.read(adapter).tokenizer.vocab_size > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "words"),
+    [
+        ("special_tokens_map.json", {"tokenizer_file": "/etc/passwd"}, AdapterUnsupported, "'tokenizer_file'"),
+        ("special_tokens_map.json", {"tokenizer_file": "/no/such/file"}, AdapterUnsupported, "'tokenizer_file'"),
+        ("special_tokens_map.json", {"vocab_file": "x"}, AdapterUnsupported, "'vocab_file'"),
+        ("special_tokens_map.json", {"tokenizer_object": {}}, AdapterUnsupported, "'tokenizer_object'"),
+        ("special_tokens_map.json", {"chat_template": "x"}, AdapterUnsupported, "'chat_template'"),
+        ("special_tokens_map.json", {"eos_token": 7}, AdapterMalformed, "eos_token 7"),
+        ("special_tokens_map.json", {"eos_token": {"content": ["x"]}}, AdapterMalformed, "eos_token"),
+        ("special_tokens_map.json", {"eos_token": {"content": "x", "lstrip": 1}}, AdapterMalformed, "lstrip"),
+        ("special_tokens_map.json", {"eos_token": "x" * 5000}, AdapterMalformed, "at most 4096"),
+        ("special_tokens_map.json", {"extra_special_tokens": ["x"] * 20_000}, AdapterMalformed, "20000 special"),
+        ("special_tokens_map.json", {"extra_special_tokens": "x"}, AdapterMalformed, "must be a list"),
+        ("tokenizer_config.json", {"bos_token": [1]}, AdapterMalformed, "bos_token"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_only_tokens_pass_of_the_files_beside_a_tokenizer(
+    reader, adapter, byte_tokenizer_folder, name, content, error, words
+):
+    own_tokenizer(byte_tokenizer_folder, adapter, "<plan>")
+    (adapter / "tokenizer_config.json").write_text("{}")
+    (adapter / name).write_text(json.dumps(content))
+    with pytest.raises(error, match=words):
+        reader.read(adapter)
+
+
+def test_what_transformers_would_take_for_a_path_has_no_effect(reader, adapter, byte_tokenizer_folder):
+    """Not even where it leads to a good tokenizer: no other file than the adapter's is opened."""
+    own_tokenizer(byte_tokenizer_folder, adapter, "<plan>")
+    plain = reader.read(adapter).tokenizer
+    config = json.loads((adapter / "tokenizer_config.json").read_text())
+    for key in ("tokenizer_file", "vocab_file", "merges_file", "name_or_path", "gguf_file", "init_inputs"):
+        config[key] = str(byte_tokenizer_folder / "tokenizer.json")
+    (adapter / "tokenizer_config.json").write_text(json.dumps(config))
+    own = reader.read(adapter).tokenizer
+    assert own.encode("<plan>a") == plain.encode("<plan>a") and own.vocab_size == plain.vocab_size
+
+
+def test_special_tokens_have_their_roles_as_in_transformers(reader, adapter, byte_tokenizer_folder):
+    own_tokenizer(byte_tokenizer_folder, adapter, "<plan>", eos_token="<|im_end|>", pad_token="<pad>")
+    (adapter / "special_tokens_map.json").write_text('{"bos_token": {"content": "<bos>", "lstrip": false}}')
+    for described in (False, True):
+        config = json.loads((adapter / "tokenizer_config.json").read_text())
+        if described:  # transformers passes the other file over
+            config["added_tokens_decoder"] = {}
+        (adapter / "tokenizer_config.json").write_text(json.dumps(config))
+        own, expected = reader.read(adapter).tokenizer, Tokenizer.from_folder(adapter)
+        assert own.special_tokens == expected.special_tokens
+        assert own.eos_token_id == expected.eos_token_id
+        assert own.special_ids == expected.special_ids
+        for text in ("a<plan><pad><|im_end|>", "héllo wörld", "<bos>x"):
+            assert own.encode(text) == expected.encode(text)
+            assert own.decode(own.encode(text)) == expected.decode(expected.encode(text))
 
 
 def test_another_tokenizer_or_template_makes_another_digest_and_plain_ones_are_unchanged(adapter):

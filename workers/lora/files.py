@@ -81,7 +81,7 @@ class AdapterFolder:
         try:
             found = os.open(self.path / name, os.O_PATH | os.O_CLOEXEC)
         except OSError:
-            raise AdapterMissing(f"{shown(str(self.path))} has no {name}.") from None
+            raise AdapterMissing(f"the adapter's folder has no {name}.") from None
         try:
             self._check_place(name, found)
             _check_regular(name, os.fstat(found))
@@ -236,7 +236,7 @@ def open_weights(folder: AdapterFolder) -> OpenFile:
         raise AdapterUnsupported(
             "adapters.safetensors is mlx-lm's layout, which is not served; `lorafleet convert` makes PEFT's of it."
         )
-    raise AdapterMissing(f"{shown(str(folder.path))} has neither {SAFETENSORS_NAME} nor {BIN_NAME}.")
+    raise AdapterMissing(f"the adapter's folder has neither {SAFETENSORS_NAME} nor {BIN_NAME}.")
 
 
 def new_digest(config: bytes, weights: OpenFile, language: Mapping[str, bytes]) -> hashlib._Hash:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from lorafleet.workers.adapter_language import Language, LanguageReader
+from lorafleet.workers.adapter_language import Language
 from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, LorafleetError, ModelNotFound
 from lorafleet.workers.limits import MAX_BODY_BYTES, MAX_MODEL_CHARS, cut
 from lorafleet.workers.lora import mixing
@@ -24,15 +24,14 @@ from lorafleet.workers.openai.audit import Audit
 from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
 from lorafleet.workers.openai.caller import Caller
 from lorafleet.workers.openai.gate import Gate
-from lorafleet.workers.openai.languages import AdapterLanguages, OpenFiles, open_local
+from lorafleet.workers.openai.languages import AdapterLanguages, turn_group
 from lorafleet.workers.openai.metrics import Metrics
 from lorafleet.workers.openai.recent import RecentFailures, RecentTraffic
 from lorafleet.workers.openai.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
 from lorafleet.workers.openai.usage import Meter
 from lorafleet.workers.openai.visibility import CallersCatalog, NoTenants, Tenants
-from lorafleet.workers.sandbox.templates import TemplateSandbox
 from lorafleet.workers.tokenizer import Tokenizer
-from lorafleet.workers.tokenizer_files import TokenizerFiles
+from lorafleet.workers.tokenizer_files import AnyTokenizer, TokenizerFiles
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -73,13 +72,18 @@ class ServedModel:
     fallback_reason: str | None = None
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> AnyTokenizer:
         return self.language.tokenizer
+
+    @property
+    def turn_group(self) -> str:
+        """Whose turn it takes where many share few processes."""
+        return turn_group(self.caller.tenant, self.lora)
 
 
 class Front:
     """scrape: the metrics of all replicas; None where there is only this one. fetched_since: whether an adapter, by its
-    digest, was brought to this node since then (time.monotonic). open_files: for its tokenizer's files. gate: knows
+    digest, was brought to this node since then (time.monotonic). languages: None reads them where they lie. gate: knows
     whom a request comes from. quotas: what callers may ask for; None limits nobody. tenants: whose
     adapters are whose. meter: told of every sequence. audit: writes down every administrator's call."""
 
@@ -91,7 +95,7 @@ class Front:
         catalog: AdapterCatalog,
         scrape: Callable[[], Awaitable[bytes]] | None = None,
         fetched_since: Callable[[str, float], bool] = lambda _digest, _since_s: False,
-        open_files: OpenFiles = open_local,
+        languages: AdapterLanguages | None = None,
         gate: Gate | None = None,
         quotas: Quotas | None = None,
         tenants: Tenants | None = None,
@@ -111,9 +115,8 @@ class Front:
         self.meter = meter
         self.audit = audit
         self.tenants: Tenants = NoTenants() if tenants is None else tenants
-        self.templates = TemplateSandbox()
-        reader = LanguageReader(tokenizer, engine.hello.vocab_size, engine.hello.eos_token_ids)
-        self._languages = AdapterLanguages(reader, engine, open_files)
+        self._languages = AdapterLanguages(tokenizer, engine) if languages is None else languages
+        self.templates = self._languages.templates
         self._tokenizer_files = TokenizerFiles()
         self._fetched_since = fetched_since
         engine.listen_to_moves(self.metrics.count_move)
@@ -152,7 +155,6 @@ class Front:
 
     def close(self) -> None:
         """Ends the processes that render adapters' templates, and the threads that read their tokenizers."""
-        self.templates.close()
         self._languages.close()
         self._tokenizer_files.close()
 
@@ -206,7 +208,7 @@ class Front:
 
     async def _served(self, caller: Caller, name: str, lora: LoRARequest) -> ServedModel:
         try:
-            return ServedModel(name, lora, await self._languages.of(lora), caller)
+            return ServedModel(name, lora, await self._languages.of(lora, turn_group(caller.tenant, lora)), caller)
         except AdapterError as error:
             if not self.engine.hello.falls_back_to_base:
                 raise

@@ -34,7 +34,7 @@ from lorafleet.workers.openai.streaming import fallback_headers
 from lorafleet.workers.openai.structured import read_sglang_structured
 from lorafleet.workers.output import Delta
 from lorafleet.workers.sampling_params import SamplingParams
-from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.token_table import TokenTable
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _OUR_NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -255,7 +255,7 @@ def _finish_reason(whole: Delta) -> dict[str, object] | None:
 
 
 def _logprobs(
-    tokenizer: Tokenizer, body: SGLangRequest, whole: Delta, prompt_ids: Sequence[int], start: int
+    tokenizer: TokenTable, body: SGLangRequest, whole: Delta, prompt_ids: Sequence[int], start: int
 ) -> dict[str, object]:
     """Each as [logprob, token id, text or null]; the first prompt token wanted has none, as in SGLang."""
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from lorafleet.workers.adapter_language import Language, LanguageReader
-from lorafleet.workers.errors import AdapterError, InvalidRequest
-from lorafleet.workers.lora.files import AdapterFolder
-from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.openai.backend import EngineClient
+import msgspec
 
-MAX_KNOWN = 4096  # adapters; of nearly all no more than the base's own language is kept
+from lorafleet.workers.adapter_language import Language, LanguageReader
+from lorafleet.workers.errors import AdapterError, InvalidRequest, QueueFull
+from lorafleet.workers.lora.files import AdapterFolder
+from lorafleet.workers.lora.names import tenant_of
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.openai.backend import EngineClient
+from lorafleet.workers.openai.language_cache import LanguageCache
+from lorafleet.workers.sandbox.templates import TemplateSandbox
+from lorafleet.workers.sandbox.tokenizers import Encoders
+from lorafleet.workers.sandbox.turns import NoRoom, TurnLimits, Turns
+from lorafleet.workers.tokenizer import Tokenizer
+
 NUM_THREADS = 8  # adapters that lie elsewhere are fetched first, and wait for their network
+MAX_LANGUAGES_READ = 2  # at a time; a file of a tokenizer may have 64 MiB
+MAX_LANGUAGES_WAITING = 128  # to be read, of one tenant
 
 # An adapter's folder on this node, by URI and digest, until the end of the block.
 OpenFiles = Callable[[str, str], AbstractContextManager[Path]]
@@ -26,44 +34,65 @@ def open_local(path: str, digest: str) -> AbstractContextManager[Path]:  # noqa:
     return nullcontext(Path(path))
 
 
+def turn_group(tenant: str | None, lora: LoRARequest | None) -> str:
+    """Whose turn a request takes where many share few processes: its tenant's; or its adapter's, where it has none."""
+    if tenant is not None:
+        return f"tenant {tenant}"
+    return "" if lora is None else f"adapter {lora.digest or lora.lora_name}"
+
+
 class AdapterLanguages:
-    def __init__(self, reader: LanguageReader, engine: EngineClient, open_files: OpenFiles) -> None:
-        self.base = reader.base
-        self._reader = reader
+    """Owns the processes that read and run adapters' tokenizers and templates."""
+
+    def __init__(self, tokenizer: Tokenizer, engine: EngineClient, open_files: OpenFiles = open_local) -> None:
+        hello = engine.hello
+        self.templates, self._encoders = TemplateSandbox(), Encoders()
+        self._reader = LanguageReader(tokenizer, hello.vocab_size, hello.eos_token_ids, self.templates, self._encoders)
+        self.base = self._reader.base
         self._engine = engine
         self._open_files = open_files
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter-language")
-        self._known: OrderedDict[str, Language] = OrderedDict()
+        self._turns = Turns(TurnLimits(MAX_LANGUAGES_READ, MAX_LANGUAGES_WAITING))
+        self._cache = LanguageCache()
         self._under_way: dict[str, asyncio.Task[Language]] = {}
 
-    async def of(self, lora: LoRARequest) -> Language:
-        """Raises AdapterError where its files cannot be read, and InvalidRequest for a mix of several languages."""
+    async def of(self, lora: LoRARequest, group: str) -> Language:
+        """group: whose turn it takes. Raises AdapterError where its files cannot be read, InvalidRequest for a mix of
+        several languages, and QueueFull where too many of the group wait."""
         if lora.parts:
-            found = [await self.of(part.lora) for part in lora.parts]
+            found = [await self.of(part.lora, group) for part in lora.parts]
             if not all(language.does_as(found[0]) for language in found):
                 raise InvalidRequest(
                     f"`model` mixes adapters with different tokenizers, chat templates or formats: {lora.lora_name}.",
                     "model",
                 )
             return found[0]
-        known = self._known.get(lora.digest)
+        known = self._cache.get(lora.digest)
         if known is not None:
-            self._known.move_to_end(lora.digest)
             return known
         task = self._under_way.get(lora.digest)
         if task is None:
-            task = asyncio.create_task(self._find(lora))
+            task = asyncio.create_task(self._find(lora, group))
             if lora.digest:
                 self._under_way[lora.digest] = task
                 task.add_done_callback(lambda _: self._under_way.pop(lora.digest))
         return await asyncio.shield(task)
 
+    async def check(self, lora: LoRARequest, info: AdapterInfo) -> None:
+        """Reads the language of an adapter that was just loaded, so that it is the load that is rejected. Raises as
+        of() does."""
+        if info.language:
+            tenant = tenant_of(lora.lora_name)
+            await self.of(msgspec.structs.replace(lora, digest=info.digest), turn_group(tenant, lora))
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self.templates.close()
+        self._encoders.close()
 
-    async def _find(self, lora: LoRARequest) -> Language:
+    async def _find(self, lora: LoRARequest, group: str) -> Language:
         try:
-            language = await asyncio.get_running_loop().run_in_executor(self._pool, self._read, lora)
+            language = await self._read(lora, group)
         except AdapterError:
             # The engine may have it in memory still, and knows whether it came with a language of its own.
             info = await self._engine.load_adapter(lora)
@@ -71,11 +100,21 @@ class AdapterLanguages:
                 raise
             language = self.base
         if lora.digest:
-            self._known[lora.digest] = language
-            while len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
+            self._cache.put(lora.digest, language)
         return language
 
-    def _read(self, lora: LoRARequest) -> Language:
-        with self._open_files(lora.lora_path, lora.digest) as folder:
-            return self._reader.read(AdapterFolder.at(folder, lora.within))
+    async def _read(self, lora: LoRARequest, group: str) -> Language:
+        """Fetching waits for the network, and takes no turn; reading costs processor time and memory, and does."""
+        run = asyncio.get_running_loop().run_in_executor
+        files = self._open_files(lora.lora_path, lora.digest)
+        folder = await run(self._pool, files.__enter__)
+        try:
+            async with self._turns.turn(group):
+                return await run(self._pool, self._reader.read, AdapterFolder.at(folder, lora.within))
+        except NoRoom as full:
+            raise QueueFull(
+                f"The tokenizer and template of {lora.lora_name!r} cannot be read now: {full}. Try again later.",
+                retry_after_s=self._turns.retry_after_s,
+            ) from None
+        finally:
+            await run(self._pool, files.__exit__, None, None, None)

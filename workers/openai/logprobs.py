@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from lorafleet.workers.detokenizer import make_detokenizer
 from lorafleet.workers.messages import TokenLogprobs
-from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.token_table import TokenTable
 
 LOWEST = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
 
 
-def token_string(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
+def token_string(tokenizer: TokenTable, token_id: int, as_id: bool) -> str:
     return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], offsets: Sequence[int], *, first: int, as_ids: bool
+    tokenizer: TokenTable, entries: Sequence[TokenLogprobs | None], offsets: Sequence[int], *, first: int, as_ids: bool
 ) -> dict[str, object]:
     """Four parallel lists. `first` is the first prompt token, which is the entry that may be None."""
     return {
@@ -27,7 +27,7 @@ def completion_logprobs(
     }
 
 
-def _best_by_text(tokenizer: Tokenizer, entry: TokenLogprobs, as_ids: bool) -> dict[str, float]:
+def _best_by_text(tokenizer: TokenTable, entry: TokenLogprobs, as_ids: bool) -> dict[str, float]:
     """The k best and the token itself. Where two tokens read the same, the better one stays."""
     best: dict[str, float] = {}
     for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
@@ -36,15 +36,15 @@ def _best_by_text(tokenizer: Tokenizer, entry: TokenLogprobs, as_ids: bool) -> d
     return best
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> dict[str, object]:
+def chat_logprobs(tokenizer: TokenTable, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> dict[str, object]:
     return {"content": logprob_entries(tokenizer, entries, as_ids=as_ids), "refusal": None}
 
 
-def logprob_entries(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> list[object]:
+def logprob_entries(tokenizer: TokenTable, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> list[object]:
     return [_chat_entry(tokenizer, entry, as_ids) for entry in entries]
 
 
-def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, as_ids: bool) -> dict[str, object]:
+def _chat_entry(tokenizer: TokenTable, entry: TokenLogprobs, as_ids: bool) -> dict[str, object]:
     best = zip(entry.top_ids, entry.top_logprobs, strict=True)
     return {
         **_chat_token(tokenizer, entry.token_id, entry.logprob, as_ids),
@@ -52,7 +52,7 @@ def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, as_ids: bool) -> dic
     }
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> dict[str, object]:
+def _chat_token(tokenizer: TokenTable, token_id: int, logprob: float, as_ids: bool) -> dict[str, object]:
     return {
         "token": token_string(tokenizer, token_id, as_ids),
         "logprob": max(logprob, LOWEST),
@@ -60,12 +60,12 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: boo
     }
 
 
-def vllm_prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None]) -> list[object]:
+def vllm_prompt_logprobs(tokenizer: TokenTable, entries: Sequence[TokenLogprobs | None]) -> list[object]:
     """For each prompt token but the first: by token id, the k best and the token itself."""
     return [_by_id(tokenizer, entry) if entry else None for entry in entries]
 
 
-def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, object]:
+def _by_id(tokenizer: TokenTable, entry: TokenLogprobs) -> dict[str, object]:
     ranked = {entry.token_id: (entry.logprob, entry.rank)}
     for i, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True)):
         ranked.setdefault(token_id, (logprob, i + 1))
@@ -79,7 +79,7 @@ def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, object]:
     }
 
 
-def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text_length: int) -> list[int]:
+def prompt_offsets(tokenizer: TokenTable, token_ids: Sequence[int], text_length: int) -> list[int]:
     """Where each prompt token's text begins."""
     offsets, position = [], 0
     detokenizer = make_detokenizer(tokenizer, [], skip_special_tokens=True)

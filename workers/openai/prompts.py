@@ -14,7 +14,7 @@ from lorafleet.workers.limits import MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_IDS,
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.messages import read_messages, string
 from lorafleet.workers.openai.protocol import ChatRequest, TokenizeRequest
-from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.workers.token_table import TokenTable
 
 LONG_TEXT = 8192  # characters; shorter ones are tokenized faster than a thread is reached
 
@@ -24,7 +24,7 @@ class Prompt:
     token_ids: list[int]
     text: str | None  # as the client wrote it; None where it gave token ids
 
-    def written(self, tokenizer: Tokenizer) -> str:
+    def written(self, tokenizer: TokenTable) -> str:
         return tokenizer.decode(self.token_ids) if self.text is None else self.text
 
 

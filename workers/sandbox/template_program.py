@@ -24,7 +24,9 @@ from jinja2.utils import Namespace
 from lorafleet.workers.sandbox.program import serve, settings
 
 MAX_ERROR_CHARS = 300
-MAX_CACHED_CHARS = 64 << 10  # of one template; longer ones are compiled for each job, so that few do not fill the memory
+MAX_CACHED_CHARS = (
+    64 << 10
+)  # of one template; longer ones are compiled for each job, so that few do not fill the memory
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own; a template may trim the blank at its end
 
 

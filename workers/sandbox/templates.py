@@ -170,9 +170,7 @@ class TemplateSandbox:
         return self._start()
 
     def _start(self) -> SandboxProcess:
-        return SandboxProcess(
-            command_of(PROGRAM), self._limits.sandbox, {"output_chars": self._limits.output_chars}
-        )
+        return SandboxProcess(command_of(PROGRAM), self._limits.sandbox, {"output_chars": self._limits.output_chars})
 
     def _give_back(self, process: SandboxProcess) -> None:
         with self._lock:

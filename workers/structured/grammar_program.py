@@ -111,15 +111,18 @@ class Spelling:
         self.special_token_ids = special
         self.eos_token_id = eos_token_id
         self.library: Any = None
-        self._backend = tokenizers.Tokenizer.from_str(text)
-        self._backend.encode_special_tokens = True  # as the text that they look like
+        self._backend = tokenizers.Tokenizer.from_str(text) if text else None
+        if self._backend is not None:
+            self._backend.encode_special_tokens = True  # as the text that they look like
 
     def __call__(self, text: str) -> list[int]:
-        """How the model itself would write the text, where a grammar leaves nothing else."""
-        ids = list(self._backend.encode(text, add_special_tokens=False).ids)
-        if self.library is None or b"".join(self.tokens[i] for i in ids) == text.encode():
-            return ids
-        return list(self.library.greedy_tokenize(text))  # of one that adds blanks of its own
+        """How the model itself would write the text, where a grammar leaves nothing else. Where its tokenizer could
+        take for ever, or adds blanks of its own: the longest tokens first."""
+        if self._backend is not None:
+            ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+            if self.library is None or b"".join(self.tokens[i] for i in ids) == text.encode():
+                return ids
+        return [] if self.library is None else list(self.library.greedy_tokenize(text))
 
 
 @dataclass

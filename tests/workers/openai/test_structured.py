@@ -13,6 +13,8 @@ import pytest
 from lorafleet.workers.adapter_language import LanguageReader
 from lorafleet.workers.errors import AdapterMalformed
 from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.sandbox.templates import TemplateSandbox
+from lorafleet.workers.sandbox.tokenizers import Encoders
 from lorafleet.workers.structured.spec import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -180,4 +182,4 @@ async def test_an_adapters_own_default_holds_for_text_beside_tools(http, engine,
 def test_an_adapter_with_a_default_that_says_nothing_is_malformed(tokenizer, adapter, content):
     (adapter / "lorafleet.json").write_text(content)
     with pytest.raises(AdapterMalformed, match=r"lorafleet\.json"):
-        LanguageReader(tokenizer, 320, [0]).read(adapter)
+        LanguageReader(tokenizer, 320, [0], TemplateSandbox(), Encoders()).read(adapter)
