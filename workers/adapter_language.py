@@ -16,7 +16,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lorafleet.workers.errors import AdapterMalformed, InvalidRequest

@@ -397,6 +397,7 @@ TEMPLATES = {
     "without end": (ENDLESS, "processor time"),
     "a gigabyte": ("{{ 'a' * 10**9 }}", "memory"),
     "much text": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "characters"),
+    "no template": ("{% for %}", "cannot be compiled"),
     "out of the sandbox": (f"{{{{ cycler.__init__.__globals__.os.system('touch {CANARY}') }}}}", "unsafe"),
     "of 50 MB": ("a" * (50 << 20), "at most"),
 }
@@ -426,8 +427,10 @@ def test_a_hostile_chat_template_fails_its_own_requests_alone(server: Server, ca
         ({"tokenizer.json": "x" * (65 << 20)}, "at most"),
         ({"tokenizer.json": "{}", "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": "evil.T"}}'}, "auto_map"),
         ({"tokenizer_config.json": '{"chat_template": 7}'}, "chat_template"),
+        ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": {"a": 4294967295}, "merges": []}}'}, "4294967295"),
+        ({"tokenizer.json": "{}", "special_tokens_map.json": '{"tokenizer_file": "/etc/passwd"}'}, "tokenizer_file"),
     ],
-    ids=["no JSON", "65 MB", "code", "a number for a template"],
+    ids=["no JSON", "65 MB", "code", "a number for a template", "an id of u32", "a path for a token"],
 )
 def test_a_hostile_tokenizer_is_refused_by_name(server: Server, content: dict[str, str], words: str) -> None:
     name = f"tokenizer-{words}-{len(content)}".replace(" ", "-")

@@ -110,7 +110,7 @@ class AdapterLanguages:
         folder = await run(self._pool, files.__enter__)
         try:
             async with self._turns.turn(group):
-                return await run(self._pool, self._reader.read, AdapterFolder.at(folder, lora.within))
+                return await run(self._pool, self._read_folder, folder, lora)
         except NoRoom as full:
             raise QueueFull(
                 f"The tokenizer and template of {lora.lora_name!r} cannot be read now: {full}. Try again later.",
@@ -118,3 +118,6 @@ class AdapterLanguages:
             ) from None
         finally:
             await run(self._pool, files.__exit__, None, None, None)
+
+    def _read_folder(self, folder: Path, lora: LoRARequest) -> Language:
+        return self._reader.read(AdapterFolder.at(folder, lora.within))
