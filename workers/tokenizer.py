@@ -6,6 +6,7 @@ workers/detokenizer.py's work, and tokenizers of adapters are workers/sandbox/to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from lorafleet.workers.token_table import TokenFacts, TokenTable, bytes_of, cutt
 # Longer ones are encoded without offsets, which nobody needs: those take the GIL for a second a megabyte. For short
 # ones the plain call is faster.
 LONG_TEXT_CHARS = 4096
+# One text is one piece of work: the library's pool of threads, as wide as the machine, would run beside the engine.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _TEMPLATE_ARGUMENTS = frozenset(
     {
         "conversation",

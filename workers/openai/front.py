@@ -27,6 +27,7 @@ from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.openai.languages import AdapterLanguages, turn_group
 from lorafleet.workers.openai.metrics import Metrics
 from lorafleet.workers.openai.recent import RecentFailures, RecentTraffic
+from lorafleet.workers.openai.tokenizing import Tokenizing
 from lorafleet.workers.openai.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
 from lorafleet.workers.openai.usage import Meter
 from lorafleet.workers.openai.visibility import CallersCatalog, NoTenants, Tenants
@@ -117,6 +118,7 @@ class Front:
         self.tenants: Tenants = NoTenants() if tenants is None else tenants
         self._languages = AdapterLanguages(tokenizer, engine) if languages is None else languages
         self.templates = self._languages.templates
+        self.tokenizing = Tokenizing()
         self._tokenizer_files = TokenizerFiles()
         self._fetched_since = fetched_since
         engine.listen_to_moves(self.metrics.count_move)
@@ -155,6 +157,7 @@ class Front:
 
     def close(self) -> None:
         """Ends the processes that render adapters' templates, and the threads that read their tokenizers."""
+        self.tokenizing.close()
         self._languages.close()
         self._tokenizer_files.close()
 

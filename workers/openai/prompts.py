@@ -1,22 +1,20 @@
-"""From what a request gives as its prompt to token ids that fit the context.
-
-Long texts are tokenized in a thread, since the library lets go of the GIL and the loop has streams to serve.
-"""
+"""From what a request gives as its prompt to token ids that fit the context."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 from lorafleet.workers.errors import ContextOverflow, InvalidRequest
-from lorafleet.workers.limits import MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_IDS, shown_number
+from lorafleet.workers.limits import MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_IDS, MAX_TOKENIZE_CHARS, shown_number
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.messages import read_messages, string
 from lorafleet.workers.openai.protocol import ChatRequest, TokenizeRequest
 from lorafleet.workers.token_table import TokenTable
 
-LONG_TEXT = 8192  # characters; shorter ones are tokenized faster than a thread is reached
+# A text of more characters than this for each token of the context is rejected before it is tokenized, unless it has
+# fewer than a megabyte: tokens of well-known models have 3 to 5.
+MAX_CHARS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +30,27 @@ async def encode(
     front: Front, model: ServedModel, text: str, *, add_special_tokens: bool, must_fit: str | None = None
 ) -> list[int]:
     """must_fit: the field to name where the text is so long that it is refused without being tokenized."""
-    tokenizer = model.tokenizer
-    fewest = tokenizer.fewest_tokens(text)
-    if must_fit is not None and fewest >= front.context_len:
+    if must_fit is not None:
+        _check_may_fit(front, model, text, must_fit)
+    most_chars = max(MAX_TOKENIZE_CHARS, MAX_CHARS_PER_TOKEN * front.context_len)
+    if len(text) > most_chars:
+        raise ContextOverflow(
+            f"{_limit(front)} However, your prompt has {len(text)} characters; at most {most_chars} are tokenized. "
+            "Shorten it.",
+            must_fit or "prompt",
+        )
+    return await front.tokenizing.encode(
+        model.tokenizer, text, add_special_tokens=add_special_tokens, group=model.turn_group
+    )
+
+
+def _check_may_fit(front: Front, model: ServedModel, text: str, param: str) -> None:
+    fewest = model.tokenizer.fewest_tokens(text)
+    if fewest >= front.context_len:
         raise ContextOverflow(
             f"{_limit(front)} However, your prompt of {len(text)} characters has at least {fewest} tokens. Shorten it.",
-            must_fit,
+            param,
         )
-    # An adapter's own tokenizer may be slow on purpose.
-    if len(text) < LONG_TEXT and tokenizer is front.tokenizer:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
 def listed_prompts(given: object, param: str) -> list[object]:
@@ -121,6 +129,7 @@ async def render_chat(
         return await front.templates.render(
             model.language.template,
             messages,
+            group=model.turn_group,
             tools=tools,
             add_generation_prompt=generates,
             continue_final_message=go_on,

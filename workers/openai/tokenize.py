@@ -50,4 +50,5 @@ async def detokenize(front: Front, request: Request) -> Response:
     body = await read_body(front, request, DetokenizeRequest)
     model = await front.model(caller_of(request), body.model)
     tokens = checked_ids(front, model, body.tokens, "tokens")
-    return json_response({"prompt": model.tokenizer.decode(tokens, skip_special_tokens=False)})
+    text = await front.tokenizing.decode(model.tokenizer, tokens, skip_special_tokens=False, group=model.turn_group)
+    return json_response({"prompt": text})
