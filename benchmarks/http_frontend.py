@@ -73,7 +73,9 @@ class InstantEngine:
 
 
 class NoAdapters:
-    def entries(self) -> list[LoRARequest]:
+    list_version = None
+
+    async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:  # noqa: ARG002  # there are none
         return []
 
     async def resolve(self, name: str) -> LoRARequest:

@@ -7,11 +7,10 @@ leaves the catalogue as it was. Runs in the directory's process; HTTP, command l
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from lorafleet.cluster.catalogue.records import (
 from lorafleet.cluster.catalogue.stored_files import FileLock, StoredFiles
 from lorafleet.cluster.directory import AdapterDirectory, OrderKind
 from lorafleet.cluster.rendezvous import Rendezvous, key_of
+from lorafleet.cluster.slices import in_slices
 from lorafleet.cluster.turns import Turns
 from lorafleet.resolvers.source import is_uri
 from lorafleet.workers.errors import (
@@ -50,7 +50,7 @@ from lorafleet.workers.errors import (
     QuotaExceeded,
 )
 from lorafleet.workers.lora.files import folder_digest
-from lorafleet.workers.lora.names import check_full_name, tenant_of
+from lorafleet.workers.lora.names import PAST_ALL, check_full_name, full_name, past_names_of, tenant_of
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 MAX_VERSIONS = 10  # kept of an adapter; the oldest that no alias stands for goes when one more is pushed
@@ -109,9 +109,21 @@ class Administration:
         """In the order of names, from behind `after`. tenant: only what it owns."""
         if not 1 <= limit <= MAX_LISTED:
             raise InvalidRequest(f"limit is {limit}; it must be 1 to {MAX_LISTED}. Ask for more with `after`.", "limit")
-        adapters = self._catalogue.state.adapters
-        names = adapters if tenant is None else self._catalogue.state.owned(tenant)
-        return [adapters[name] for name in heapq.nsmallest(limit, (name for name in names if name > after))]
+        found: list[Adapter] = []
+        await in_slices(self._list(after, limit, tenant, found))
+        return found
+
+    def _list(self, after: str, limit: int, tenant: str | None, found: list[Adapter]) -> Iterator[None]:
+        """Fills `found`. A tenant's adapters that are being removed are not its own any more."""
+        end = PAST_ALL if tenant is None else past_names_of(tenant)
+        position = after if tenant is None else max(after, full_name(tenant, ""))
+        while len(found) < limit and (names := self._catalogue.state.adapter_names.between(position, end, limit)):
+            for name in names[: limit - len(found)]:
+                position = name
+                adapter = self._catalogue.state.adapters.get(name)
+                if adapter is not None and (tenant is None or not adapter.removing):
+                    found.append(adapter)
+                yield
 
     async def show(self, name: str) -> Adapter:
         return self._adapter(name)

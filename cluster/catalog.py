@@ -80,8 +80,12 @@ class DirectoryCatalog:
         self._missed_at: dict[str, float] = {}
         self._resolving: dict[str, asyncio.Task[LoRARequest]] = {}
 
-    async def entries(self) -> list[LoRARequest]:
-        return await self._membership.listed()
+    async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
+        return await self._membership.listed(after, end, limit)
+
+    @property
+    def list_version(self) -> object | None:
+        return self._membership.list_version
 
     async def known(self, name: str) -> LoRARequest | None:
         """None where only a resolver might know it."""

@@ -9,6 +9,7 @@ longer use its old copies: see LEASE_S. What administrators ask for is in cluste
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
 import time
@@ -20,6 +21,7 @@ import msgspec
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.log_end import LogPosition
+from lorafleet.cluster.catalogue.name_index import NameIndex
 from lorafleet.cluster.catalogue.state import Served
 from lorafleet.cluster.directory_metrics import DirectoryCounts
 from lorafleet.cluster.filling import Filler
@@ -47,6 +49,7 @@ HAND_OVER_S = 10.0  # how long a replica that Serve stops waits for others to re
 MOVES_S = 0.002
 LOADS_S = 0.05
 GATHER_S = 0.02  # a thousand replicas may come within a second
+MAX_LISTED = 2000  # Names in one answer of `listed`.
 MAX_CHANGES = 10_000  # names, remembered for replicas that are behind; who is further behind joins again
 
 logger = logging.getLogger("lorafleet.cluster")
@@ -106,7 +109,7 @@ class Directory(Protocol):
     ) -> None: ...
     async def lookup(self, epoch: str, name: str) -> Found: ...
     async def found(self, epoch: str, lora: LoRARequest) -> Found: ...
-    async def listed(self, epoch: str) -> list[LoRARequest]: ...
+    async def listed(self, epoch: str, after: str, end: str, limit: int) -> list[LoRARequest]: ...
     async def report(self, report: Report) -> bool: ...
     async def routes(self, epoch: str, version: int) -> Routes: ...
     async def admit(
@@ -159,6 +162,7 @@ class AdapterDirectory:
         self._changes = RecentChanges[str]()
         self._since: dict[str, int] = {}  # of the served names that changed in this epoch
         self._found: dict[str, LoRARequest] = {}
+        self._found_index = NameIndex()
         self._found_names: dict[str, tuple[str, ...]] = {}  # by digest
         self._replicas: dict[str, _Replica] = {}
         self._live_before: set[str] = set()
@@ -328,12 +332,24 @@ class AdapterDirectory:
         self._keep_found(lora)
         return Found(self._version, self.served(lora.lora_name))
 
-    async def listed(self, epoch: str) -> list[LoRARequest]:
-        """Every public name; of a split, its first version."""
+    async def listed(self, epoch: str, after: str, end: str, limit: int) -> list[LoRARequest]:
+        """The first public names that are greater than `after` and less than `end`, MAX_LISTED at most; of a split,
+        its first version."""
         await self.until_loaded()
         self._check(epoch)
-        names = itertools.chain(self.catalogue.state.aliases(), self._found)
-        return [served.loras[0] for name in names if (served := self.served(name)) is not None]
+        limit = min(limit, MAX_LISTED)
+        known = self.catalogue.state.alias_names.between(after, end, limit)
+        names = itertools.islice(heapq.merge(known, self._found_index.between(after, end, limit)), limit)
+        found: list[LoRARequest] = []
+        await in_slices(self._list(names, found))
+        return found
+
+    def _list(self, names: Iterator[str], found: list[LoRARequest]) -> Iterator[None]:
+        for name in names:
+            served = self.served(name)
+            if served is not None:
+                found.append(served.loras[0])
+            yield
 
     def order(self, replica_id: str, kind: OrderKind, lora: LoRARequest) -> asyncio.Future[AdapterInfo | None]:
         """The answer comes with `done`; Overloaded where the replica goes before."""
@@ -423,6 +439,10 @@ class AdapterDirectory:
         """What resolvers have found, by name."""
         return self._found
 
+    @property
+    def resolved_names(self) -> NameIndex:
+        return self._found_index
+
     def is_ready(self, replica_id: str) -> bool:
         return self._replicas[replica_id].ready
 
@@ -511,6 +531,7 @@ class AdapterDirectory:
     def _keep_found(self, lora: LoRARequest) -> None:
         if self.served(lora.lora_name) is None:
             self._found[lora.lora_name] = lora
+            self._found_index.add(lora.lora_name)
             self._found_names[lora.digest] = (*self._found_names.get(lora.digest, ()), lora.lora_name)
             self._publish({lora.lora_name})
 
@@ -518,6 +539,7 @@ class AdapterDirectory:
         lora = self._found.pop(name, None)
         if lora is None:
             return False
+        self._found_index.remove(name)
         others = tuple(one for one in self._found_names.pop(lora.digest) if one != name)
         if others:
             self._found_names[lora.digest] = others

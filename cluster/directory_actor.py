@@ -238,8 +238,8 @@ class RemoteDirectory:
     async def found(self, epoch: str, lora: LoRARequest) -> Found:
         return await _result(self._actor.call.remote("found", epoch, lora))
 
-    async def listed(self, epoch: str) -> list[LoRARequest]:
-        return await _result(self._actor.call.remote("listed", epoch))
+    async def listed(self, epoch: str, after: str, end: str, limit: int) -> list[LoRARequest]:
+        return await _result(self._actor.call.remote("listed", epoch, after, end, limit))
 
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         return await _result(self._actor.administer.remote(verb, arguments), ADMINISTER_S)

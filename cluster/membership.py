@@ -104,8 +104,14 @@ class Membership:
         """A resolver has found it; answers with what another replica brought first."""
         return self._keep(lora.lora_name, await self.call(lambda epoch: self.directory.found(epoch, lora)))
 
-    async def listed(self) -> list[LoRARequest]:
-        return await self.call(self.directory.listed)
+    async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
+        """Public names in order, see AdapterDirectory.listed."""
+        return await self.call(lambda epoch: self.directory.listed(epoch, after, end, limit))
+
+    @property
+    def list_version(self) -> tuple[str, int] | None:
+        """Another one whenever a public name may stand for something else; None if that is not known now."""
+        return (self._epoch, self._version) if self.fresh else None
 
     async def admit(self, asks: list[Ask], charges: dict[str, int], running: dict[str, int]) -> list[Verdict]:
         """Raises DirectoryUnavailable after ADMIT_S."""

@@ -51,6 +51,10 @@ MAX_BODY_BRACKETS = 1 << 17  # opening ones: an object costs twenty times its te
 MAX_BODY_READ_S = 60.0  # from a request's head to the last byte of its body
 MAX_OBJECT_FIELDS = 256  # of an object whose fields have names of their own; the largest has about 70
 
+# -- lists ------------------------------------------------------------------------------------------------------------
+
+MAX_MODELS = 1000  # of one page of /v1/models, and so many where the request does not say
+
 # -- texts and token ids ----------------------------------------------------------------------------------------------
 
 MAX_TEXT_CHARS = 8 << 20  # one prompt, message or part of one; a million tokens are about 5 million characters

@@ -109,6 +109,7 @@ class Catalogue:
         state = CatalogueState(self.store.files_uri)
         for entry in self._log.load().values():
             state.apply(entry)
+        state.sort_names()
         return state
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from lorafleet.cluster.catalogue.name_index import NameIndex
 from lorafleet.cluster.catalogue.packed import Packed, PackedAdapters, unpack
-from lorafleet.cluster.catalogue.records import Adapter, Removed, Version, num_bytes_of
+from lorafleet.cluster.catalogue.records import Adapter, Entry, Removed, Version, num_bytes_of
 from lorafleet.workers.lora.names import tenant_of
 from lorafleet.workers.lora.request import LoRARequest
 
@@ -47,6 +48,8 @@ class CatalogueState:
 
     def __init__(self, files_uri: Callable[[str], str]) -> None:
         self.adapters = PackedAdapters()
+        self.adapter_names = NameIndex()
+        self.alias_names = NameIndex()
         self.pinned: set[str] = set()  # names
         self.removing: set[str] = set()  # names
         self._owned: dict[str, dict[str, int]] = {}  # by tenant: of each adapter, its bytes
@@ -63,6 +66,7 @@ class CatalogueState:
         changed = set(before.aliases) if before else set()
         for alias in changed:
             del self._owner[alias]
+        self._index(before, entry)
         for digest in _digests(before):
             self._set_users(digest, tuple(one for one in self.users(digest) if one != name))
         self.pinned.discard(name)
@@ -87,6 +91,22 @@ class CatalogueState:
         if entry.removing:
             self.removing.add(name)
         return changed | set(entry.aliases)
+
+    def _index(self, before: Adapter | None, entry: Entry) -> None:
+        now = entry if isinstance(entry, Adapter) else None
+        for index, old, new in (
+            (self.adapter_names, {before.name} if before else set(), {now.name} if now else set()),
+            (self.alias_names, set(before.aliases) if before else set(), set(now.aliases) if now else set()),
+        ):
+            for name in old - new:
+                index.remove(name)
+            for name in new - old:
+                index.add(name)
+
+    def sort_names(self) -> None:
+        """Called once after the entries of a whole log, which may take a second, where nobody waits for it."""
+        self.adapter_names.sort()
+        self.alias_names.sort()
 
     def owner(self, alias: str) -> Adapter | None:
         name = self._owner.get(alias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 from collections.abc import Iterator, Mapping
 
@@ -19,11 +20,14 @@ from lorafleet.cluster.console.view import (
 from lorafleet.cluster.directory import AdapterDirectory
 from lorafleet.cluster.routing import Tier
 from lorafleet.cluster.slices import in_slices
-from lorafleet.workers.lora.names import full_name, tenant_of
+from lorafleet.workers.errors import Overloaded
+from lorafleet.workers.lora.names import OWNED, PAST_ALL, full_name, past_names_of, tenant_of
 from lorafleet.workers.lora.request import LoRARequest
 
 STEP = 200  # names looked at before other work may run
 MAX_ORDERS = 200  # shown
+MAX_SEARCHES = 16  # at a time: each looks at all names, one search after the other
+ALL = 1 << 62
 
 
 class DirectoryWindow:
@@ -31,6 +35,8 @@ class DirectoryWindow:
 
     def __init__(self, directory: AdapterDirectory) -> None:
         self._directory = directory
+        self._searching = asyncio.Lock()
+        self._num_searches = 0
 
     async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
         names, has_more = await self._names(query, viewer)
@@ -67,17 +73,35 @@ class DirectoryWindow:
             owners = (self._owner(name) for name in query.names)
             return list(dict.fromkeys(name for name in owners if name is not None)), False
         page: list[str] = []
-        await in_slices(self._gather(query, viewer, page))
+        if not query.search:
+            await in_slices(self._gather(self._candidates(query.after, viewer, query.limit + 1), query, viewer, page))
+            return page[: query.limit], len(page) > query.limit
+        if self._num_searches >= MAX_SEARCHES:
+            raise Overloaded(f"{MAX_SEARCHES} searches are waiting already; try again.")
+        self._num_searches += 1
+        try:
+            async with self._searching:
+                await in_slices(self._gather(self._candidates("", viewer, ALL), query, viewer, page))
+        finally:
+            self._num_searches -= 1
         return page[: query.limit], len(page) > query.limit
 
-    def _gather(self, query: Query, viewer: Viewer, page: list[str]) -> Iterator[None]:
-        """Fills `page` with the first limit + 1 names, sorted as the viewer calls them; of a million, few are looked at
-        closer."""
-        state, wanted, shown = self._directory.catalogue.state, query.search.casefold(), viewer.naming
+    def _candidates(self, after: str, viewer: Viewer, limit: int) -> Iterator[str]:
+        """The first names behind `after`, as the viewer calls it, of each kind that it may see: adapters and what
+        resolvers found, and where all are wanted aliases too."""
+        spans = [(after, PAST_ALL)] if viewer.sees_all else [(after, OWNED)]
+        if not viewer.sees_all and viewer.tenant is not None:
+            spans.append((full_name(viewer.tenant, after), past_names_of(viewer.tenant)))
+        state = self._directory.catalogue.state
+        indexes = [state.adapter_names, self._directory.resolved_names, *([state.alias_names] if limit == ALL else [])]
+        for begin, end in spans:
+            for index in indexes:
+                yield from index.between(begin, end, limit)
+
+    def _gather(self, candidates: Iterator[str], query: Query, viewer: Viewer, page: list[str]) -> Iterator[None]:
+        """Fills `page` with the first limit + 1 names, sorted as the viewer calls them; few are looked at closer."""
+        wanted, shown = query.search.casefold(), viewer.naming
         after = shown(query.after)
-        candidates = [*state.adapters, *self._directory.resolved]
-        if wanted:
-            candidates += state.aliases()
         for at, candidate in enumerate(candidates):
             if at % STEP == 0:
                 yield

@@ -36,6 +36,7 @@ from lorafleet.workers.errors import (
     Overloaded,
     StoreError,
 )
+from lorafleet.workers.lora.names import PAST_ALL
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 Make = Callable[[str], str]
@@ -145,7 +146,7 @@ async def replica(
 
 
 async def digests(catalog: DirectoryCatalog) -> list[str]:
-    return [lora.digest for lora in await catalog.entries()]
+    return [lora.digest for lora in await catalog.listed("", PAST_ALL, 1000)]
 
 
 async def test_a_write_is_known_everywhere_when_it_returns(catalogue: Catalogue, make: Make) -> None:
@@ -160,7 +161,7 @@ async def test_a_write_is_known_everywhere_when_it_returns(catalogue: Catalogue,
         await two.add("sql", make("new"), load_inplace=True)
         assert (await one.resolve("sql")).digest == new
         await one.remove("sql")
-        assert await two.entries() == []
+        assert await two.listed("", PAST_ALL, 1000) == []
         with pytest.raises(ModelNotFound):
             await two.resolve("sql")
 
@@ -213,7 +214,7 @@ async def test_bad_files_and_names_register_nothing(catalogue: Catalogue, make: 
         for name in ("", "../x", "a\nb", "base"):
             with pytest.raises(InvalidAdapterName):
                 await one.add(name, make("x"), load_inplace=False)
-        assert await one.entries() == []
+        assert await one.listed("", PAST_ALL, 1000) == []
         assert list((tmp_path / "catalogue" / "adapters").iterdir()) == []
 
 
@@ -292,7 +293,7 @@ async def test_a_restarted_directory_has_the_catalogue_and_learns_from_replicas_
         assert await two.resolve("cold") == cold
         assert folder.asked == ["cold"]
         await two.add("new", make("y"), load_inplace=False)
-        assert sorted(e.lora_name for e in await one.entries()) == ["cold", "new", "sql"]
+        assert sorted(e.lora_name for e in await one.listed("", PAST_ALL, 1000)) == ["cold", "new", "sql"]
 
 
 class SlowStore(FolderStore):

@@ -17,7 +17,8 @@ from lorafleet.workers.errors import InvalidAdapterName
 from lorafleet.workers.lora.strict_json import shown
 
 MAX_NAME_CHARS = 256
-OWNED = "~"
+OWNED = "~"  # Sorts behind every name that is nobody's.
+PAST_ALL = "\x7f"  # Sorts behind every full name.
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _FULL = re.compile(rf"{OWNED}([a-z0-9][a-z0-9_-]{{0,63}})/([A-Za-z0-9_][A-Za-z0-9._@/-]*)")
@@ -59,6 +60,11 @@ def check_tenant(tenant: str) -> None:
 
 def full_name(tenant: str | None, name: str) -> str:
     return name if tenant is None else f"{OWNED}{tenant}/{name}"
+
+
+def past_names_of(tenant: str) -> str:
+    """Sorts behind all full names of the tenant, and before all that sort behind them."""
+    return f"{OWNED}{tenant}{chr(ord('/') + 1)}"
 
 
 def tenant_of(full: str) -> str | None:

@@ -312,6 +312,9 @@ class ModelCard(TypedDict):
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 @_exactly

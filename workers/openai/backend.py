@@ -51,7 +51,14 @@ class StorageLimits:
 class AdapterCatalog(Protocol):
     """Base model names never come here."""
 
-    async def entries(self) -> list[LoRARequest]: ...
+    async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
+        """The first adapters whose full names are greater than `after` and less than `end`, in order."""
+        ...
+
+    @property
+    def list_version(self) -> object | None:
+        """Another one whenever listed() may answer otherwise than before; None if that is not known now."""
+        ...
 
     async def known(self, name: str) -> LoRARequest | None:
         """None where only a resolver might know it."""

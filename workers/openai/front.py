@@ -26,6 +26,7 @@ from lorafleet.workers.openai.caller import Caller
 from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.openai.languages import AdapterLanguages, turn_group
 from lorafleet.workers.openai.metrics import Metrics
+from lorafleet.workers.openai.model_pages import ModelPages
 from lorafleet.workers.openai.recent import RecentFailures, RecentTraffic
 from lorafleet.workers.openai.tokenizing import Tokenizing
 from lorafleet.workers.openai.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
@@ -116,12 +117,23 @@ class Front:
         self.meter = meter
         self.audit = audit
         self.tenants: Tenants = NoTenants() if tenants is None else tenants
+        self.model_pages = ModelPages()
         self._languages = AdapterLanguages(tokenizer, engine) if languages is None else languages
         self.templates = self._languages.templates
         self.tokenizing = Tokenizing()
         self._tokenizer_files = TokenizerFiles()
         self._fetched_since = fetched_since
         engine.listen_to_moves(self.metrics.count_move)
+
+    def shows_paths_to(self, caller: Caller) -> bool:
+        """Where nobody needs a key, nobody has secrets either."""
+        if caller.is_operator:
+            return True
+        try:
+            self.gate.caller(None, "metrics")
+        except LorafleetError:
+            return False
+        return True
 
     @property
     def max_model_len(self) -> int:

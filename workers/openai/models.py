@@ -1,44 +1,86 @@
-"""/v1/models and /v1/models/{id}: the base model under each of its names, then every adapter."""
+"""/v1/models and /v1/models/{id}: the base model under each of its names, then every adapter that the caller sees."""
 
 from __future__ import annotations
+
+import os
+from typing import Annotated
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorafleet.workers.limits import MAX_MODEL_CHARS, MAX_MODELS, Range
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.openai import answers
-from lorafleet.workers.openai.caller import caller_of
+from lorafleet.workers.openai.answers import ModelList
+from lorafleet.workers.openai.bounds import AtMost, Within
+from lorafleet.workers.openai.caller import Caller, caller_of
+from lorafleet.workers.openai.fields import Strict
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.operations import describe
-from lorafleet.workers.openai.responses import json_response
+from lorafleet.workers.openai.parsing import parse_query
+from lorafleet.workers.openai.responses import encode_json, json_response
 from lorafleet.workers.structured.spec import as_response_format
 
+HUB = "hf://"
 
-@describe("The base model and the adapters", answer=answers.ModelList)
+
+class ModelQuery(Strict):
+    """As OpenAI pages other lists. after: the id of the last model that is known already."""
+
+    limit: Annotated[int, Within(Range(1, MAX_MODELS))] = MAX_MODELS
+    after: Annotated[str, AtMost(MAX_MODEL_CHARS)] = ""
+
+
+@describe("The base model, then the adapters by their names, a page at a time", query=ModelQuery, answer=ModelList)
 async def list_models(front: Front, request: Request) -> Response:
-    bases = [_base_card(front, name) for name in front.config.served_model_names]
-    entries = await front.catalog_of(caller_of(request)).entries()
-    adapters = [_adapter_card(front, lora, name) for name, lora in entries]
-    return json_response({"object": "list", "data": bases + adapters})
+    query, caller = parse_query(request, ModelQuery), caller_of(request)
+    key = (caller.tenant, caller.is_operator, query.after, query.limit)
+    page = await front.model_pages.get(key, front.catalog.list_version, lambda: _page(front, caller, query))
+    return Response(page, media_type="application/json")
+
+
+async def _page(front: Front, caller: Caller, query: ModelQuery) -> bytes:
+    names = front.config.served_model_names
+    is_base = query.after in names
+    bases = names[names.index(query.after) + 1 :] if is_base else () if query.after else names
+    cards = [_base_card(front, caller, name) for name in bases[: query.limit]]
+    has_more = len(bases) > query.limit
+    if not has_more:
+        after = "" if is_base else query.after
+        entries, has_more = await front.catalog_of(caller).listed(after, query.limit - len(cards))
+        cards += [_adapter_card(front, caller, lora, name) for name, lora in entries]
+    ids = [card["id"] for card in cards]
+    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
+    return encode_json(
+        {"object": "list", "data": cards, "has_more": has_more, "first_id": first_id, "last_id": last_id}
+    )
 
 
 @describe("One model", answer=answers.ModelCard)
 async def show_model(front: Front, request: Request) -> Response:
     """Any name that a request could give, listed or not."""
     model = await front.model(caller_of(request), request.path_params["model"])
+    caller = caller_of(request)
     if model.lora is None:
-        return json_response(_base_card(front, model.name))
+        return json_response(_base_card(front, caller, model.name))
     default = model.language.structured_outputs
     shown = {} if default is None else {"default_response_format": as_response_format(default)}
-    return json_response(_adapter_card(front, model.lora, model.name) | shown)
+    return json_response(_adapter_card(front, caller, model.lora, model.name) | shown)
 
 
-def _base_card(front: Front, name: str) -> dict[str, object]:
-    return _card(front, name, front.config.model_path, None)
+def _base_card(front: Front, caller: Caller, name: str) -> dict[str, object]:
+    return _card(front, name, _root(front, caller, front.config.model_path, front.config.base_id), None)
 
 
-def _adapter_card(front: Front, lora: LoRARequest, name: str) -> dict[str, object]:
-    return _card(front, name, lora.lora_path, lora.base_model_name or front.config.base_id)
+def _adapter_card(front: Front, caller: Caller, lora: LoRARequest, name: str) -> dict[str, object]:
+    root = _root(front, caller, lora.lora_path, name)
+    return _card(front, name, root, lora.base_model_name or front.config.base_id)
+
+
+def _root(front: Front, caller: Caller, path: str, name: str) -> str:
+    """Where it lies, for those who may know the server's folders and buckets; for others a hub's id, or its name."""
+    is_public = path.startswith(HUB) or not (os.path.isabs(path) or "://" in path)
+    return path if is_public or front.shows_paths_to(caller) else name
 
 
 def _card(front: Front, name: str, root: str, parent: str | None) -> dict[str, object]:

@@ -10,7 +10,15 @@ import asyncio
 from typing import Protocol
 
 from lorafleet.workers.errors import Forbidden, ModelNotFound
-from lorafleet.workers.lora.names import OWNED, bare_name, check_adapter_name, full_name, tenant_of
+from lorafleet.workers.lora.names import (
+    OWNED,
+    PAST_ALL,
+    bare_name,
+    check_adapter_name,
+    full_name,
+    past_names_of,
+    tenant_of,
+)
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.openai.backend import AdapterCatalog, StorageLimits
 from lorafleet.workers.openai.caller import Caller
@@ -57,15 +65,30 @@ class CallersCatalog:
             tenant = self._tenants.owner_of_name(full)
         return tenant is None or tenant == self._caller.tenant or self._caller.is_operator
 
-    async def entries(self) -> list[tuple[str, LoRARequest]]:
-        """By the names that the caller uses; one that is both its own and public is its own."""
-        seen: dict[str, LoRARequest] = {}
-        for lora in await self._catalog.entries():
-            if self.sees(lora.lora_name):
-                name = lora.lora_name if self._caller.is_operator else bare_name(lora.lora_name)
-                if name not in seen or tenant_of(lora.lora_name) is not None:
-                    seen[name] = lora
-        return list(seen.items())
+    async def listed(self, after: str, limit: int) -> tuple[list[tuple[str, LoRARequest]], bool]:
+        """The first adapters behind the name `after` by the names that the caller uses, in order, and whether there are
+        more. One that is both its own and public is its own."""
+        if self._caller.is_operator:
+            found = {lora.lora_name: lora for lora in await self._catalog.listed(after, PAST_ALL, limit + 1)}
+        else:
+            found = await self._public(after, limit + 1)
+            if self._caller.tenant is not None:
+                begin, end = full_name(self._caller.tenant, after), past_names_of(self._caller.tenant)
+                own = await self._catalog.listed(begin, end, limit + 1)
+                found |= {bare_name(lora.lora_name): lora for lora in own}
+        page = sorted(found.items())
+        return page[:limit], len(page) > limit
+
+    async def _public(self, after: str, limit: int) -> dict[str, LoRARequest]:
+        """Without the names that are kept for other tenants, of which the catalogue knows nothing."""
+        found: dict[str, LoRARequest] = {}
+        while len(found) < limit:
+            page = await self._catalog.listed(after, OWNED, limit)
+            found |= {lora.lora_name: lora for lora in page if self.sees(lora.lora_name)}
+            if len(page) < limit:
+                break
+            after = page[-1].lora_name
+        return found
 
     async def known(self, name: str) -> LoRARequest | None:
         """None where only a resolver might know it."""

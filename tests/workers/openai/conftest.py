@@ -117,8 +117,12 @@ class MemoryCatalog:
         self.failure: LorafleetError | None = None
         self.keys: list[str | None] = []  # that versions would be drawn by
 
-    async def entries(self) -> list[LoRARequest]:
-        return list(self.loras.values())
+    async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
+        return [lora for name, lora in sorted(self.loras.items()) if after < name < end][:limit]
+
+    @property
+    def list_version(self) -> object | None:
+        return tuple(self.loras)
 
     async def known(self, name: str) -> LoRARequest | None:
         return self.loras.get(name)

@@ -7,7 +7,7 @@ import pytest
 
 def test_models_lists_base_names_and_adapters(client: openai.OpenAI) -> None:
     models = {m.id: m for m in client.models.list()}
-    assert list(models) == ["llama", "llama-alias", "sql", "org/json"]
+    assert list(models) == ["llama", "llama-alias", "org/json", "sql"]
     base, adapter = models["llama"].model_dump(), models["org/json"].model_dump()
     assert (base["root"], base["parent"], base["max_model_len"], base["object"]) == (
         "/models/llama",

@@ -1,0 +1,57 @@
+"""Pages of /v1/models as they were rendered, used again until the list changes.
+
+Whoever lists models often costs a lookup; those who ask for the same page together share its making.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+MAX_PAGES = 64  # Rendered pages that are kept; the largest have 0.3 MB.
+MAX_AGE_S = 5.0  # Reserved names of tenants may change without the list.
+MAX_AT_ONCE = 4  # Pages made at the same time.
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    version: object
+    made_s: float
+    content: asyncio.Task[bytes]
+
+
+class ModelPages:
+    def __init__(self, max_age_s: float = MAX_AGE_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._pages: dict[Hashable, _Page] = {}
+        self._making = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def get(self, key: Hashable, version: object | None, make: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+        """version: of the list, read before this call; None: it is not known, and the page is made for this caller."""
+        if version is None:
+            return await self._make(make)
+        page = self._pages.get(key)
+        if page is None or page.version != version or self._clock() - page.made_s > self._max_age_s:
+            page = _Page(version, self._clock(), asyncio.get_running_loop().create_task(self._make(make)))
+            self._keep(key, page)
+        try:
+            return await asyncio.shield(page.content)
+        except Exception:
+            if self._pages.get(key) is page:
+                del self._pages[key]
+            raise
+
+    async def _make(self, make: Callable[[], Awaitable[bytes]]) -> bytes:
+        async with self._making:
+            return await make()
+
+    def _keep(self, key: Hashable, page: _Page) -> None:
+        self._pages.pop(key, None)
+        self._pages[key] = page
+        page.content.add_done_callback(lambda done: done.cancelled() or done.exception())  # all who asked may have left
+        if len(self._pages) > MAX_PAGES:
+            del self._pages[next(iter(self._pages))]
