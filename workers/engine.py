@@ -122,6 +122,7 @@ class Engine:
             prompt_logprobs=[] if params.prompt_logprobs is not None else None,
             stop_ids=frozenset(() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids or ()),
             own_vocabulary=request.vocabulary is not None,
+            vocab_size=self.hello.vocab_size if request.vocabulary is None else request.vocabulary.size,
             priority=request.priority,
             pooling=request.pooling,
             cache_salt=request.cache_salt,
@@ -133,6 +134,7 @@ class Engine:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._structured.leave(sequence)
+            self.runner.release(sequence)
             if sequence in self._preparing:
                 self._preparing.remove(sequence)
             else:
@@ -179,9 +181,11 @@ class Engine:
         launched = self._launch(chunks, plan, began_s) if plan is not None else None
         outputs += self._collect()
         self._under_way = launched
+        if launched is not None:
+            outputs += self._refuse_faulty(launched.step)
         if runs_ahead and launched is not None:
             self._structured.start(launched.step.sampling)  # while it runs: only now its predecessor's tokens are known
-        if not self._overlap or any(chunk.sequence.needs_history for chunk in chunks):
+        if not self._overlap:
             outputs += self._choose() + self._collect()
         return outputs
 
@@ -242,10 +246,11 @@ class Engine:
         )
 
     def _memory(self) -> dict[str, int]:
+        memory = self._fixed_memory | {"penalties": self.runner.counts_bytes}
         if self.loras is None:
-            return self._fixed_memory
+            return memory
         extra = self.loras.slots.extra_memory.num_bytes * self.runner.steps.model.group.size
-        return self._fixed_memory | {"lora_extra": extra, "lora_cpu": self.loras.cpu_bytes}
+        return memory | {"lora_extra": extra, "lora_cpu": self.loras.cpu_bytes}
 
     def close(self) -> None:
         self._structured.close()
@@ -299,9 +304,7 @@ class Engine:
 
     def _may_run_ahead(self) -> bool:
         """Whether the next step can be scheduled without the tokens of the one under way."""
-        if self.scheduler.may_preempt:
-            return False
-        return not any(sequence.needs_history for sequence in self.scheduler.running)
+        return not self.scheduler.may_preempt
 
     def _plan(self, chunks: list[Chunk]) -> StepPlan | None:
         if not chunks:
@@ -313,6 +316,13 @@ class Engine:
         for chunk in chunks:
             self.scheduler.launched(chunk)
         return _UnderWay(step, [chunk.sequence.num_computed for chunk in chunks], began_s)
+
+    def _refuse_faulty(self, step: LaunchedStep) -> list[TokenOutput]:
+        """Ends the sequences whose sampling could not be prepared. What the step computes for them is thrown away."""
+        for sequence, error in step.faults:
+            log.error("request %s ends", sequence.request_id, exc_info=error)
+        live = [(s, error) for s, error in step.faults if self._sequences.get(s.request_id) is s]
+        return [self._refuse(sequence, fault_of(error)) for sequence, error in live]
 
     def _choose(self) -> list[TokenOutput]:
         """Queues the choice of the tokens under way where it waits for masks. The refusals."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -14,6 +15,17 @@ from lorafleet.workers.attention.base import AttentionBatch
 from lorafleet.workers.scheduler import Chunk
 from lorafleet.workers.sequence import UNKNOWN
 from lorafleet.workers.step_plan import FIELDS, Rows, StepPlan
+
+SCORED_ROWS = 128  # rows of logits that are computed at once for prompt logprobs; startup.py reserves memory for them
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSpan:
+    """Rows of a step, first_row and those after it, that predict these tokens of one chunk's prompt."""
+
+    chunk: int
+    first_row: int
+    tokens: list[int]
 
 
 def plan_step(
@@ -44,11 +56,7 @@ def plan_step(
             and seq.params.structured_outputs is None
             for seq in sampling
         ),
-        prompts=[
-            (end - chunk.num_tokens, len(predicted))
-            for end, chunk in zip(ends, chunks, strict=True)
-            if (predicted := predicted_tokens(chunk))
-        ],
+        prompts=[(span.first_row, len(span.tokens)) for span in scored_spans(chunks)],
         slot_ranks=slot_ranks,
     )
 
@@ -64,7 +72,19 @@ def _num_base(chunk: Chunk) -> int:
     return min(max(sequence.first_adapted - sequence.num_computed, 0), chunk.num_tokens)
 
 
-def predicted_tokens(chunk: Chunk) -> list[int]:
+def scored_spans(chunks: Sequence[Chunk]) -> list[ScoredSpan]:
+    """The prompt tokens whose logprobs are asked for, in spans whose logits fit into memory beside all else."""
+    spans: list[ScoredSpan] = []
+    first_row = 0
+    for i, chunk in enumerate(chunks):
+        tokens = _predicted_tokens(chunk)
+        starts = range(0, len(tokens), SCORED_ROWS)
+        spans += [ScoredSpan(i, first_row + start, tokens[start : start + SCORED_ROWS]) for start in starts]
+        first_row += chunk.num_tokens
+    return spans
+
+
+def _predicted_tokens(chunk: Chunk) -> list[int]:
     """The prompt tokens that the chunk's tokens predict, where their logprobs are asked for.
 
     The token at position p predicts the one at p + 1; the last one predicts the answer.

@@ -17,9 +17,10 @@ from lorafleet.kernels.lora_batch import BASE_SLOT
 from lorafleet.kernels.token_mask import mask_tokens
 from lorafleet.workers.gpu_step_clock import GPUStepClock
 from lorafleet.workers.host_copy import Download, Upload, to_device
+from lorafleet.workers.logit_edits import EditedRow, LogitEditor
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.messages import GPUSteps, TokenLogprobs
-from lorafleet.workers.planner import plan_step, predicted_tokens
+from lorafleet.workers.planner import plan_step, scored_spans
 from lorafleet.workers.sampler import PendingLogprobs, Row, sample
 from lorafleet.workers.scheduler import Chunk
 from lorafleet.workers.sequence import Sequence
@@ -45,30 +46,31 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A step's tokens on their way to the host. asked: the rows with logprobs. prompt: those of prompt tokens, by
-    chunk."""
+    """A step's tokens on their way to the host. asked: the rows with logprobs."""
 
     sampled: Tensor
     asked: list[int]
     logprobs: PendingLogprobs | None
-    prompt: dict[int, PendingLogprobs]
 
 
 @dataclass(slots=True)
 class LaunchedStep:
     """A step on the device. collect() waits for it, and is the only place where the engine waits for the device.
 
-    sampling, rows: of each row of StepInputs.sampled_B. row_of: request id -> row. predicted: the prompt tokens whose
-    logprobs are wanted, by chunk. pooled: of prompts that end in the step, by chunk. choice: None until
-    ModelRunner.choose(), which must come before the next step is launched.
+    sampling, rows: of each row of StepInputs.sampled_B. row_of: request id -> row. scored: logprobs of prompt
+    tokens, each span with its chunk. pooled: of prompts that end in the step, by chunk. edited: rows that change their
+    logits. faults: sequences that cannot go on after the step, and why. choice: None until ModelRunner.choose(), which
+    must come before the next step is launched.
     """
 
     chunks: list[Chunk]
     shape: StepShape
     sampling: list[Sequence]
     rows: list[Row]
+    edited: list[EditedRow]
+    faults: list[tuple[Sequence, Exception]]
     row_of: dict[str, int]
-    predicted: dict[int, list[int]]
+    scored: list[tuple[int, PendingLogprobs]]
     logits: StepLogits
     pooled: dict[int, Tensor]
     download: Download
@@ -81,10 +83,13 @@ class LaunchedStep:
         self.download.wait()
         tokens = choice.sampled.tolist()
         found = dict(zip(choice.asked, choice.logprobs.read(), strict=True)) if choice.logprobs is not None else {}
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        for i, span in self.scored:
+            prompts.setdefault(i, []).extend(span.read())
         results: list[Sampled] = []
         for i, chunk in enumerate(self.chunks):
             row = self.row_of.get(chunk.sequence.request_id)
-            prompt = choice.prompt[i].read() if i in choice.prompt else []
+            prompt = prompts.get(i, [])
             if row is None:
                 results.append(Sampled(None, None, prompt))
             else:
@@ -106,6 +111,7 @@ class ModelRunner:
         self._inputs = steps.inputs
         self._device = steps.device
         self._upload_masks = Upload(steps.device)
+        self._editor = LogitEditor(len(steps.inputs.sampled_B), steps.model.config.vocab_size, steps.device)
         self._clock = GPUStepClock() if steps.device.type == "cuda" else None
 
     def plan(self, chunks: list[Chunk], last: LaunchedStep | None) -> StepPlan:
@@ -126,20 +132,35 @@ class ModelRunner:
             self._others.send(RunStep.of(plan, self._block_size, self._generations(plan.slots)))
         shape = plan.shape
         is_timed = self._clock is not None and self._clock.begin()
-        logits = self.steps.run(plan)
+        # A peer that is gone leaves the device waiting for it in a collective for ever.
+        download = Download(self._device, None if self._others is None else self._others.check)
+        scored: list[tuple[int, PendingLogprobs]] = []
+        logits = self._run(chunks, plan, download, scored)
         if is_timed and self._clock is not None:
             self._clock.end(shape)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         row_of = {sequence.request_id: i for i, sequence in enumerate(sampling)}
-        predicted = {i: tokens for i, chunk in enumerate(chunks) if (tokens := predicted_tokens(chunk))}
-        # A peer that is gone leaves the device waiting for it in a collective for ever.
-        download = Download(self._device, None if self._others is None else self._others.check)
         pooled = _pool(chunks, logits.hidden_TD, download)
-        rows = [_row(sequence) for sequence in sampling]
-        step = LaunchedStep(chunks, shape, sampling, rows, row_of, predicted, logits, pooled, download)
+        rows = [Row(one.params, len(one.tokens), one.seed, one.vocab_size) for one in sampling]
+        edited, faults = self._prepare_edits(sampling)
+        step = LaunchedStep(chunks, shape, sampling, rows, edited, faults, row_of, scored, logits, pooled, download)
         if all(sequence.grammar is None for sequence in sampling):
             self.choose(step, None)
         return step
+
+    def _run(
+        self, chunks: list[Chunk], plan: StepPlan, download: Download, scored: list[tuple[int, PendingLogprobs]]
+    ) -> StepLogits:
+        """Appends the logprobs of prompt tokens to `scored`."""
+        spans = scored_spans(chunks)
+
+        def score(i: int, logits_TV: Tensor) -> None:
+            span = spans[i]
+            chosen_T = to_device(span.tokens, torch.int64, self._device)
+            num_top = [chunks[span.chunk].sequence.params.prompt_logprobs or 0] * len(span.tokens)
+            scored.append((span.chunk, PendingLogprobs(logits_TV, chosen_T, num_top, download)))
+
+        return self.steps.run(plan, score)
 
     @torch.inference_mode()
     def choose(self, step: LaunchedStep, masks: TokenMasks | None) -> None:
@@ -148,12 +169,35 @@ class ModelRunner:
         asked, found = [], None
         if step.logits.sampled_BV is not None:
             asked = [i for i, row in enumerate(step.rows) if row.params.logprobs is not None]
-            found = self._sample(step.logits.sampled_BV, step.rows, asked, masks, step.download)
+            found = self._sample(step.logits.sampled_BV, step, asked, masks)
             self.steps.share(num_rows)
-        prompt = self._prompt_logprobs(step)
         sampled = step.download.add(self._inputs.sampled_B[:num_rows])
         step.download.close()
-        step.choice = Choice(sampled, asked, found, prompt)
+        step.choice = Choice(sampled, asked, found)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended."""
+        self._editor.release(sequence)
+
+    def _prepare_edits(self, sampling: Many[Sequence]) -> tuple[list[EditedRow], list[tuple[Sequence, Exception]]]:
+        """Row by row. One that fails is computed without edits all the same, since others may share what the step
+        computes of its prompt; its token is thrown away."""
+        edited: list[EditedRow] = []
+        faults: list[tuple[Sequence, Exception]] = []
+        for i, sequence in enumerate(sampling):
+            try:
+                edits = self._editor.prepare(sequence)
+            except Exception as error:
+                faults.append((sequence, error))
+                continue
+            if edits is not None:
+                edited.append(EditedRow(i, edits, sequence.num_generated))
+        return edited, faults
+
+    @property
+    def counts_bytes(self) -> int:
+        """Bytes of the counts of tokens that penalties are computed from."""
+        return self._editor.num_bytes
 
     def steps_on_gpu(self) -> list[GPUSteps]:
         """Those that were timed; none on a CPU."""
@@ -175,33 +219,26 @@ class ModelRunner:
     def _sample(
         self,
         logits_BV: Tensor,
-        rows: list[Row],
+        step: LaunchedStep,
         asked: list[int],
         masks: TokenMasks | None,
-        download: Download,
     ) -> PendingLogprobs | None:
         """Into sampled_B. asked: the rows whose logprobs somebody wants."""
+        rows = step.rows
         where = to_device(asked, torch.int64, self._device) if asked else None
-        raw_BV = None if where is None else logits_BV[where]  # a copy: sample() edits in place
+        raw_BV = None if where is None else logits_BV[where]  # a copy: masks and edits are written in place
         sampled_B = self._inputs.sampled_B[: len(rows)]
         logits_BV = logits_BV.float()
         if masks is not None:
             row_N = to_device(masks.rows, torch.int64, self._device)
             mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
+        self._editor.apply(logits_BV, step.edited)
         sampled_B.copy_(sample(logits_BV, rows))
+        self._editor.count(sampled_B, step.edited)
         if where is None or raw_BV is None:
             return None
         num_top = [rows[i].params.logprobs or 0 for i in asked]
-        return PendingLogprobs(raw_BV, sampled_B[where], num_top, download)
-
-    def _prompt_logprobs(self, step: LaunchedStep) -> dict[int, PendingLogprobs]:
-        """By chunk."""
-        found: dict[int, PendingLogprobs] = {}
-        for (i, predicted), logits_TV in zip(step.predicted.items(), step.logits.prompts, strict=True):
-            chosen_T = to_device(predicted, torch.int64, self._device)
-            num_top = [step.chunks[i].sequence.params.prompt_logprobs or 0] * len(predicted)
-            found[i] = PendingLogprobs(logits_TV, chosen_T, num_top, step.download)
-        return found
+        return PendingLogprobs(raw_BV, sampled_B[where], num_top, step.download)
 
 
 def _pool(chunks: Many[Chunk], hidden_TD: Tensor, download: Download) -> dict[int, Tensor]:
@@ -221,8 +258,3 @@ def _pool(chunks: Many[Chunk], hidden_TD: Tensor, download: Download) -> dict[in
             found[i] = download.add(hidden_TD[end - 1].float())
         start = end
     return found
-
-
-def _row(sequence: Sequence) -> Row:
-    tokens = sequence.tokens
-    return Row(sequence.params, tokens, len(tokens), sequence.num_prompt, sequence.seed, sequence.stop_ids)

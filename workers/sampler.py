@@ -24,22 +24,17 @@ MOST_PARTS = 64  # of a row of logits
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one row's sampling depends on. tokens: prompt and answer so far, the first num_tokens of them: more may have
-    come since the step was launched. stop_ids: what would end the answer."""
+    """What one row's draw depends on. num_tokens: of prompt and answer before the token that is chosen. vocab_size: of
+    the row's own vocabulary, which may be smaller than the step's."""
 
     params: SamplingParams
-    tokens: list[int]
     num_tokens: int
-    num_prompt: int
     seed: int
-    stop_ids: frozenset[int]
+    vocab_size: int
 
 
 def sample(logits_BV: Tensor, rows: list[Row]) -> Tensor:
-    """One token a row, int64 [B] on the device, not waited for. logits_BV: float32, changed in place."""
-    for i, row in enumerate(rows):
-        if row.params.edits_logits:
-            _edit(logits_BV[i], row)
+    """One token a row, int64 [B] on the device, not waited for. logits_BV: float32, with all edits."""
     greedy_B = greedy(logits_BV)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if random:
@@ -77,7 +72,7 @@ class PendingLogprobs:
     """Logprobs on their way to the host, num_top of them beside each row's own."""
 
     def __init__(self, logits_BV: Tensor, chosen_B: Tensor, num_top: list[int], download: Download) -> None:
-        """logits_BV: raw ones; sample() changes those that it is given."""
+        """logits_BV: raw ones, before edits."""
         logprobs_BV = logits_BV.log_softmax(dim=-1, dtype=torch.float32)
         chosen_B1 = chosen_B.unsqueeze(1)
         own_B1 = logprobs_BV.gather(1, chosen_B1)
@@ -93,25 +88,6 @@ class PendingLogprobs:
         """Once the download is done."""
         rows = zip(*(column.tolist() for column in self._columns), self._num_top, strict=True)
         return [TokenLogprobs(t, own, rank, ids[:n], values[:n]) for t, own, rank, ids, values, n in rows]
-
-
-def _edit(logits_V: Tensor, row: Row) -> None:
-    """Biases and penalties, in vLLM's order. Writes in place."""
-    params = row.params
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
-        logits_V[ids] += torch.tensor(list(params.logit_bias.values()), device=logits_V.device)
-    tokens = row.tokens[: row.num_tokens]
-    if row.stop_ids and row.num_tokens - row.num_prompt < params.min_tokens:
-        logits_V[torch.tensor(list(row.stop_ids), device=logits_V.device)] = NEVER
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(tokens)), device=logits_V.device)
-        value = logits_V[seen]
-        logits_V[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
-    generated = tokens[row.num_prompt :]
-    if generated and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = torch.tensor(generated, device=logits_V.device).unique(return_counts=True)
-        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
 
 
 def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
@@ -130,9 +106,10 @@ def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     cumulative_BV = logits_BV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     draw_B1 = to_device([uniform(row.seed, row.num_tokens) for row in rows], torch.float64, device).unsqueeze(1)
     target_B1 = draw_B1 * cumulative_BV[:, -1:]
-    # right=True steps over tokens of probability zero; the last one with any is the upper bound. Of a row of NaN, which
-    # an adapter's large values can make, all tokens are stepped over; its token must still be one of the vocabulary.
-    return torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1).clamp_(max=cumulative_BV.shape[1] - 1)
+    # right=True steps over tokens of probability zero; the last one with any is the upper bound. In a row of NaN, which
+    # an adapter's large values can make, all tokens are stepped over; its token must still be one of its vocabulary.
+    found_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1)
+    return found_B.minimum(to_device([row.vocab_size - 1 for row in rows], torch.int64, device))
 
 
 def _keep_best(logits_BV: Tensor, rows: list[Row]) -> Tensor:

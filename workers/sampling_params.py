@@ -86,13 +86,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def edits_logits(self) -> bool:
         """Whether biases or penalties may change the logits."""
-        return bool(
-            self.logit_bias
-            or self.min_tokens
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-        )
+        return bool(self.logit_bias or self.min_tokens or self.penalizes)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the logits depend on the tokens so far."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def of_sample(self, sample: int) -> SamplingParams:
         """The parameters of one of `n` samples: each has a seed of its own, mixed from the request's and its index."""

@@ -82,6 +82,7 @@ class Sequence:
     cache_salt: str = ""
     times: SequenceTimes | None = None
     deadline_number: int | None = None  # of its entry among Admission's deadlines
+    vocab_size: int = 0  # of its own vocabulary: all of its tokens are below
 
     def __post_init__(self) -> None:
         self.num_rotated = self.num_prompt
@@ -93,11 +94,6 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether a step must know the tokens of the one before on the host: penalties, minima."""
-        return self.params.edits_logits
 
     @property
     def reuses_prefixes(self) -> bool:

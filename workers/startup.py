@@ -33,6 +33,7 @@ from lorafleet.workers.lora.model_manager import LoRAModelManager
 from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
 from lorafleet.workers.messages import EngineHello
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.planner import SCORED_ROWS
 from lorafleet.workers.prefill_graphs import PrefillGraphs, graph_token_counts
 from lorafleet.workers.quantization import resolved
 from lorafleet.workers.runner import ModelRunner
@@ -350,8 +351,11 @@ def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec
         peak += activations * max(graph_token_counts(num_tokens)) // num_tokens
     del attention, caches
     torch.cuda.empty_cache()
-    # Sampling copies the logits a few times over (sort, softmax in float64, cumulative sum).
-    sampling = config.max_num_seqs * model.config.vocab_size * 32
+    # Sampling copies the logits a few times over (sort, softmax in float64, cumulative sum), and so do prompt logprobs.
+    vocab_size, context = model.config.vocab_size, config.max_model_len or model.config.context_limit
+    sampling = max(config.max_num_seqs, SCORED_ROWS) * vocab_size * 32
+    # Penalties count the tokens of each sequence (token_counts.py); a table that grows is there one and a half times.
+    sampling += config.max_num_seqs * (vocab_size + context) * 6
     return peak + sampling + _expert_delta_bytes(config, model, num_tokens * spec.dtype.itemsize) + (256 << 20)
 
 

@@ -6,6 +6,7 @@ nothing, and all that depends on requests is in runner.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,14 +45,12 @@ WARM_UP_WITHOUT_GRAPHS = (
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """sampled_BV: None where the plan is greedy: then the tokens are in StepInputs.sampled_B. prompts: one [count, V] a
-    span of StepPlan.prompts. V is the largest vocabulary among the rows, at least the base's. Valid until the
-    next step.
+    """sampled_BV: None where the plan is greedy: then the tokens are in StepInputs.sampled_B. V is the largest
+    vocabulary among the rows, at least the base's. Valid until the next step.
 
     hidden_TD: of all tokens. Rows of it that sample are the plan's."""
 
     sampled_BV: Tensor | None
-    prompts: list[Tensor]
     hidden_TD: Tensor
 
 
@@ -77,26 +76,29 @@ class StepRunner:
         self._prefill_graphs = prefill_graphs
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepLogits:
-        """Queues the step; waits for nothing."""
+    def run(self, plan: StepPlan, score: Callable[[int, Tensor], None] = lambda _span, _logits_TV: None) -> StepLogits:
+        """Queues the step; waits for nothing.
+
+        score: takes the logits [count, V] of each span of plan.prompts as soon as they are queued. They are not kept:
+        all spans together may be larger than the memory.
+        """
         decoded = self._decode(plan)
         if decoded is not None:  # the graph has chosen the base's greedy tokens too
-            return StepLogits(self._sampled(*decoded, plan, plan.slots, chosen=True), [], decoded[0])
+            return StepLogits(self._sampled(*decoded, plan, plan.slots, chosen=True), decoded[0])
         hidden_TD = self._forward(plan)
         heads = self._heads(plan.slots)
         slots_T = plan.lora_slots if heads is not None else [BASE_SLOT] * plan.num_tokens
-        prompts = []
-        for first, count in plan.prompts:
+        for span, (first, count) in enumerate(plan.prompts):
             span_TD = hidden_TD[first : first + count]
             logits_TW = self.model.logits(span_TD)
             owned = heads.logits(span_TD, logits_TW, slots_T[first : first + count]) if heads is not None else []
-            prompts.append(self._gathered(logits_TW, owned))
+            score(span, self._gathered(logits_TW, owned))
         if not plan.sampling:
-            return StepLogits(None, prompts, hidden_TD)
+            return StepLogits(None, hidden_TD)
         hidden_BD = hidden_TD[to_device(plan.sampling, torch.int64, self.device)]
         slots = [slots_T[row] for row in plan.sampling]
         sampled_BV = self._sampled(hidden_BD, self.model.logits(hidden_BD), plan, slots, chosen=False)
-        return StepLogits(sampled_BV, prompts, hidden_TD)
+        return StepLogits(sampled_BV, hidden_TD)
 
     def _sampled(
         self, hidden_BD: Tensor, logits_BW: Tensor, plan: StepPlan, slots: list[int], *, chosen: bool

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
+import pytest
+import torch
+
+from lorafleet.workers import planner
 from lorafleet.workers.errors import AdapterMissing, ConfigError, InvalidRequest
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.workers.step_plan import StepPlan
+from lorafleet.workers.step_runner import StepLogits
 
 TEXT = "the answer of the harbour"
 
@@ -56,6 +62,26 @@ def test_samples_stop_strings_and_logprobs(llm):
     stopped = llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=whole[4:7]))
     assert stopped[0].outputs[0].text == whole[: whole.index(whole[4:7])]
     assert stopped[0].outputs[0].stop_reason == whole[4:7]
+
+
+def test_logprobs_of_a_long_prompt_are_computed_in_spans_of_bounded_size(llm, prompt, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    ids = {"prompt_token_ids": prompt(300)}
+    rows: list[int] = []
+    run = llm._engine.runner.steps.run
+
+    def watched(plan: StepPlan, score: Callable[[int, torch.Tensor], None]) -> StepLogits:
+        return run(plan, lambda span, logits_TV: (rows.append(len(logits_TV)), score(span, logits_TV))[1])
+
+    monkeypatch.setattr(llm._engine.runner.steps, "run", watched)
+    [in_spans] = llm.generate(ids, params)
+    assert rows == [128, 128, 43]  # of 299: the first token has none
+    monkeypatch.setattr(planner, "SCORED_ROWS", 1000)
+    [at_once] = llm.generate(ids, params)
+    assert rows[3:] == [299]
+    for one, other in zip(in_spans.prompt_logprobs[1:], at_once.prompt_logprobs[1:], strict=True):
+        assert (one.token_id, one.top_ids) == (other.token_id, other.top_ids)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 def test_samples_of_one_prompt_compute_it_once_and_answer_as_each_would_alone(llm, qv, fleet, prompt):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from lorafleet.workers.config import EngineConfig
 from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.workers.messages import EngineRequest
+from lorafleet.workers.sequence import Sequence
 from lorafleet.workers.startup import build_engine
 
 
@@ -22,6 +24,7 @@ def test_answers_are_those_of_steps_one_by_one(fleet, prompt):
         {"temperature": 1.2, "seed": 4, "top_k": 20, "stop_token_ids": list(range(60, 90))},
         {"temperature": 0, "frequency_penalty": 1.0, "min_tokens": 4, "stop_token_ids": list(range(5, 300))},
         {"temperature": 0.8, "seed": 5, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.3, "presence_penalty": 0.4, "logit_bias": {7: 3.0}},
         {"temperature": 0, "n": 2, "max_tokens": 1},
     ]
     names = [None, "all", "qv", "regex"]
@@ -59,13 +62,53 @@ def test_answers_are_those_of_steps_one_by_one(fleet, prompt):
         assert ours == pytest.approx(expected, abs=1e-4)
 
 
-def test_logprobs_do_not_keep_a_step_from_running_ahead(fleet, prompt):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"logit_bias": {5: 1.0}, "min_tokens": 3, "stop_token_ids": [1]},
+    ],
+    ids=str,
+)
+def test_no_sampling_field_keeps_a_step_from_running_ahead(fleet, prompt, fields):
     engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024, async_scheduling=True))
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, **fields)
     engine.add(EngineRequest(request_id="only", prompt_token_ids=prompt(9), params=params))
-    assert engine.step() == []
-    [first] = engine.step()
-    assert first.logprobs is not None and len(first.prompt_logprobs or []) == 9
+    for _ in range(3):  # each is launched before the tokens of the last are known
+        known = len(engine.step())
+        assert engine._under_way is not None
+    assert known == 1
+
+
+def test_a_sequence_whose_edits_fail_ends_alone_and_what_it_shares_of_its_prompt_is_right(fleet, prompt, monkeypatch):
+    """The others take the blocks of the prompt that the failing one computes in the same step."""
+    made = fleet("llama3")
+    for overlap in (False, True):
+        engine = build_engine(EngineConfig(str(made.base), kv_cache_tokens=1024, async_scheduling=overlap))
+        prepare = engine.runner._editor.prepare
+
+        def trip(sequence: Sequence, prepare: Callable[[Sequence], object] = prepare) -> object:
+            if sequence.request_id == "trips":
+                raise IndexError("an index out of range")
+            return prepare(sequence)
+
+        monkeypatch.setattr(engine.runner._editor, "prepare", trip)
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, repetition_penalty=1.0)
+        for name in ("trips", "one", "two"):
+            engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt(60), params=params))
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        refused = [one for one in outputs if one.error is not None]
+        assert [one.request_id for one in refused] == ["trips"]
+        assert "IndexError" in refused[0].error.message
+        expected = made.reference.greedy(prompt(60), 5).tokens
+        for name in ("one", "two"):
+            assert [t for one in outputs if one.request_id == name for t in one.token_ids] == expected
+        stats = engine.stats()
+        assert stats.prefix_cache_hits_total > 0
+        assert stats.kv_blocks_free == stats.kv_blocks_total
 
 
 def test_tokens_come_one_step_late_and_none_is_lost_by_an_abort(fleet, prompt):

@@ -11,8 +11,8 @@ from lorafleet.workers.sampling_params import SamplingParams
 VOCAB = 50
 
 
-def row(tokens=(1, 2, 3), num_prompt=3, seed=0, stop_ids=(), **params) -> Row:
-    return Row(SamplingParams(**params), list(tokens), len(tokens), num_prompt, seed, frozenset(stop_ids))
+def row(num_tokens=3, seed=0, vocab_size=VOCAB, **params) -> Row:
+    return Row(SamplingParams(**params), num_tokens, seed, vocab_size)
 
 
 def sample(logits_BV: torch.Tensor, rows: list[Row]) -> list[int]:
@@ -64,42 +64,12 @@ def test_tiny_top_p_is_greedy():
     assert set(draws(50, top_p=1e-6).tolist()) == {int(logits().argmax())}
 
 
-def test_logit_bias_forces_and_forbids():
-    best = int(logits().argmax())
-    assert sample(logits(), [row(temperature=0, logit_bias={7: 100.0})]) == [7]
-    assert sample(logits(), [row(temperature=0, logit_bias={best: -100.0})]) != [best]
-
-
-def test_penalties_follow_their_formulas():
-    base = logits()[0]
-    tokens, num_prompt = [4, 4, 9, 9, 11], 2
-    for params, expected in [
-        ({"presence_penalty": 1.5}, {9: base[9] - 1.5, 11: base[11] - 1.5, 4: base[4]}),
-        ({"frequency_penalty": 0.5}, {9: base[9] - 1.0, 11: base[11] - 0.5, 4: base[4]}),
-        (
-            {"repetition_penalty": 2.0},
-            {t: base[t] / 2 if base[t] > 0 else base[t] * 2 for t in (4, 9, 11)} | {12: base[12]},
-        ),
-    ]:
-        edited = logits()
-        sample(edited, [row(tokens, num_prompt, temperature=0, **params)])
-        for token, value in expected.items():
-            assert edited[0, token] == pytest.approx(float(value)), params
-
-
-def test_a_stop_token_cannot_come_before_min_tokens():
-    best = int(logits().argmax())
-    assert sample(logits(), [row(temperature=0, min_tokens=2, stop_ids=[best])]) != [best]
-    late = row(tokens=(1, 2, 3, 4, 5), num_prompt=3, temperature=0, min_tokens=2, stop_ids=[best])
-    assert sample(logits(), [late]) == [best]
-
-
 def test_rows_of_a_batch_do_not_touch_each_other():
     rows = [
         row(temperature=0),
         row(temperature=1.0, seed=5, top_k=3),
         row(temperature=0.7, seed=6),
-        row(temperature=0, repetition_penalty=1.3),
+        row(temperature=0.7, seed=6, num_tokens=9),
     ]
     together = sample(logits(4), rows)
     alone = [sample(logits(4)[i : i + 1], [r])[0] for i, r in enumerate(rows)]
@@ -124,3 +94,9 @@ def test_a_row_of_nan_gives_a_token_of_the_vocabulary_and_leaves_the_others_alon
         token, neighbours = sample(both, [row(**fields), row(seed=5, temperature=0.9)])
         assert 0 <= token < VOCAB
         assert [neighbours] == sample(logits(), [row(seed=5, temperature=0.9)])
+
+
+def test_a_row_of_nan_beside_a_wider_vocabulary_gives_a_token_of_its_own():
+    both = torch.cat((torch.full((1, VOCAB), torch.nan), logits()))
+    for fields in ({"temperature": 1.0}, {"temperature": 0}):
+        assert sample(both.clone(), [row(vocab_size=20, **fields), row()])[0] < 20

@@ -78,8 +78,9 @@ def collect_engine(stats: EngineStats, replica: str) -> Iterator[Metric]:
     yield gone
     memory = GaugeMetricFamily(
         "lorafleet_engine_memory_bytes",
-        "Memory by kind: weights of the base, kv_cache (free blocks too), lora_slots (reserved on GPUs), lora_extra "
-        "(what adapters in slots have besides A and B), lora_cpu (adapters in host memory).",
+        "Memory by kind: weights of the base, kv_cache (free blocks too), penalties (counts of the tokens of sequences "
+        "that have penalties), lora_slots (reserved on GPUs), lora_extra (what adapters in slots have besides A and "
+        "B), lora_cpu (adapters in host memory).",
         None,
         ["replica", "kind"],
     )

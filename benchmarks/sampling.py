@@ -1,0 +1,142 @@
+"""What sampling fields cost a decode step, in the rows that have them and in the others.
+
+    python benchmarks/sampling.py [--batches 64 256] [--history 2000] [--generated 64] [--layers 32] [--hidden 4096]
+        [--vocabulary 128256] [--device cuda] [--json FILE]
+
+A random Llama of 8B shape (on a CPU use --layers 2 --hidden 256 --batches 16), prompts of `history` random tokens. A
+step is timed on the host from the scheduler to the tokens; the median of the steps in which every sequence decodes is
+given, and how many of them were launched before the last one's tokens were known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorafleet.workers.config import EngineConfig
+from lorafleet.workers.engine import Engine
+from lorafleet.workers.messages import EngineRequest
+from lorafleet.workers.sampling_params import SamplingParams
+from lorafleet.workers.startup import build_engine
+
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+BIASES = {"logit_bias": dict.fromkeys(range(100, 1124), 1.0), "min_tokens": 1000, "stop_token_ids": [1, 2, 3]}
+# The fields of the first `rows` of a batch; 0 stands for all. The others are greedy.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "greedy": (0, {"temperature": 0}),
+    "temperature, top_p": (0, {"temperature": 0.8, "top_p": 0.9, "seed": 1}),
+    "penalties in one row": (1, {"temperature": 0, **PENALTIES}),
+    "penalties in all rows": (0, {"temperature": 0, **PENALTIES}),
+    "1024 biases in all rows": (0, {"temperature": 0, **BIASES}),
+    "all fields in all rows": (0, {"temperature": 0.8, "top_p": 0.9, "seed": 1, **PENALTIES, **BIASES}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    batch: int
+    case: str
+    step_ms: float
+    slowest_ms: float
+    overlapped: int
+    steps: int
+
+
+def add_batch(engine: Engine, batch: int, case: str, args: argparse.Namespace) -> None:
+    rows, fields = CASES[case]
+    generator = torch.Generator().manual_seed(batch)
+    for i in range(batch):
+        chosen = fields if i < (rows or batch) else {"temperature": 0}
+        params = SamplingParams(max_tokens=args.generated + 1000, ignore_eos=True, **chosen)
+        prompt = torch.randint(10, args.vocabulary - 10, (args.history,), generator=generator).tolist()
+        engine.add(EngineRequest(request_id=f"{case} {i}", prompt_token_ids=prompt, params=params))
+
+
+def measure(engine: Engine, batch: int, case: str, args: argparse.Namespace) -> Measured:
+    add_batch(engine, batch, case, args)
+    steps: list[float] = []
+    overlapped = 0
+    while len(steps) < args.generated:
+        began_s = time.perf_counter()
+        full = len(engine.step()) == batch
+        if full:
+            steps.append(time.perf_counter() - began_s)
+            overlapped += engine._under_way is not None
+    for i in range(batch):
+        engine.abort(f"{case} {i}")
+    while engine.has_work:
+        engine.step()
+    steps = steps[4:]
+    return Measured(batch, case, statistics.median(steps) * 1e3, max(steps) * 1e3, overlapped, args.generated)
+
+
+def write_config(folder: Path, args: argparse.Namespace) -> None:
+    heads = args.hidden // 128 or 1
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": args.vocabulary,
+        "hidden_size": args.hidden,
+        "intermediate_size": args.hidden * 7 // 2,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 4),
+        "max_position_embeddings": args.history + args.generated + 2048,
+        "torch_dtype": "bfloat16" if args.device == "cuda" else "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256])
+    for name, default in (
+        ("history", 2000),
+        ("generated", 64),
+        ("layers", 32),
+        ("hidden", 4096),
+        ("vocabulary", 128256),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: list[Measured] = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), args)
+        room = (args.history + args.generated + 32) * max(args.batches)
+        engine = build_engine(
+            EngineConfig(
+                folder,
+                device=args.device,
+                load_format="dummy",
+                max_num_seqs=max(args.batches),
+                max_num_batched_tokens=8192,
+                max_num_mixed_tokens=8192,
+                enable_prefix_caching=False,
+                kv_cache_tokens=room if args.device == "cpu" else None,
+                async_scheduling=True,
+            )
+        )
+        print(torch.cuda.get_device_name() if args.device == "cuda" else "CPU")
+        print("batch  step ms  slowest ms  overlapped  case")
+        for batch in args.batches:
+            for case in CASES:
+                row = measure(engine, batch, case, args)
+                rows.append(row)
+                overlapped = f"{row.overlapped}/{row.steps}"
+                print(f"{batch:5}  {row.step_ms:7.2f}  {row.slowest_ms:10.2f}  {overlapped:>10}  {case}", flush=True)
+        engine.close()
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()
