@@ -186,7 +186,8 @@ class Client(asyncio.Protocol):
 async def load(num_clients: int, seconds: float) -> dict[str, float]:
     """Answers and seconds, after a warm-up of a fifth of the time."""
     body = json.dumps(BODY).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}"
     clients = [Client(f"{head}\r\n\r\n".encode() + body) for _ in range(num_clients)]
     for client in clients:
         await client.connect()

@@ -46,7 +46,7 @@ def collect(port: Connection) -> None:
 async def ms_a_request(front: Front, endpoint: str, ratio: float | None, num_requests: int) -> float:
     tracing = None if ratio is None else Tracing(endpoint, ratio, "benchmark")
     api = build_api(lambda: front, (), tracing)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://api") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://localhost") as client:
         await client.post("/v1/completions", json=BODY)
         began = time.process_time()
         for _ in range(num_requests):

@@ -12,7 +12,16 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from lorafleet.cluster.quality.probes import read_probes
 from lorafleet.cluster.tenancy.key_ring import KeyRing, is_key_text
@@ -23,6 +32,7 @@ from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig,
 from lorafleet.workers.errors import ConfigError
 from lorafleet.workers.limits import MAX_BODY_BYTES
 from lorafleet.workers.lora.config import LoRAConfig, LoRADType
+from lorafleet.workers.openai.origins import is_origin
 from lorafleet.workers.openai.tool_calls.known import ToolCallFormat
 from lorafleet.workers.quantisation_methods import Method
 
@@ -94,6 +104,13 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | dict) else value
 
 
+def _check_origin(value: str) -> str:
+    if not is_origin(value):
+        raise ValueError(f"{value!r} is no origin; give scheme, host and port as in https://app.example.org, or *")
+    return value
+
+
+Origin = Annotated[str, AfterValidator(_check_origin)]
 Module = Annotated[LoRAModule, BeforeValidator(_parse_module)]
 
 
@@ -253,6 +270,11 @@ class AppArgs(BaseModel):
         None,
         description="Folder where replicas log who administered what; default with admin_key or api_keys: audit/ at "
         "the same place.",
+    )
+    allowed_origins: Annotated[list[Origin], BeforeValidator(_as_list)] = Field(
+        [],
+        description="Sites whose pages may use the server from a browser, such as https://app.example.org, or * for "
+        "all. Without keys other sites' pages are refused, as is a Host that is neither an address nor localhost.",
     )
     insecure_without_keys: bool = Field(
         False, description="Start on an address that is open to the network though there are no API keys."

@@ -16,6 +16,7 @@ from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.openai.front import Front, FrontConfig, read_generation_defaults
 from lorafleet.workers.openai.languages import AdapterLanguages
+from lorafleet.workers.openai.origins import Origins
 from lorafleet.workers.openai.pooling import read_pooling
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.transport import EngineClient
@@ -77,6 +78,8 @@ def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
         allow_runtime_lora_updating=args.allow_runtime_lora_updating,
         queue_timeout_s=args.queue_timeout,
         max_body_bytes=args.max_body_bytes,
+        # Without keys check_exposure() lets the ingress listen elsewhere only where it is told to.
+        origins=Origins(tuple(args.allowed_origins), only_loopback=not args.insecure_without_keys),
         replica_id=replica_id,
         chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
         pooling=read_pooling(args.model) if args.pooling == "auto" else args.pooling,

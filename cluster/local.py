@@ -211,7 +211,7 @@ def _own_client(listener: Listener, run_dir: str) -> httpx.Client:
     """Behind the ingress's TLS where that asks clients for a certificate; else it takes this server's, for any name."""
     if listener.direct_streaming:
         transport = httpx.HTTPTransport(uds=serve_environment.ingress_socket(run_dir))
-        return httpx.Client(transport=transport, base_url="http://lorafleet", timeout=HTTP_S, trust_env=False)
+        return httpx.Client(transport=transport, base_url="http://localhost", timeout=HTTP_S, trust_env=False)
     verify = True if listener.tls is None else listener.tls.own_context()
     return httpx.Client(base_url=listener.url, timeout=HTTP_S, trust_env=False, verify=verify)
 

@@ -214,7 +214,7 @@ class EngineReplica:
         self._tracing = start_tracing(self._args, self._replica_id)
         console = StateApi(self._view, self._view_adapter, self._look_at_all)
         routes = routes_beside(admin, console, self._start_quality(self._front, store))
-        return build_api(lambda: self._front, routes, self._tracing)
+        return build_api(lambda: self._front, routes, self._tracing, self._args.allowed_origins)
 
     def _start_quality(self, front: Front, store: Store) -> QualityApi | None:
         if self._args.quality_probes is None:

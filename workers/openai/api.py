@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -68,7 +69,13 @@ CLIENT_LEFT = 499  # nginx's status for a client that went away before its answe
 logger = logging.getLogger("lorafleet.http")
 
 
-def build_api(get_front: GetFront, more_routes: Sequence[Route] = (), tracing: Tracing | None = None) -> FastAPI:
+def build_api(
+    get_front: GetFront,
+    more_routes: Sequence[Route] = (),
+    tracing: Tracing | None = None,
+    allowed_origins: Sequence[str] = (),
+) -> FastAPI:
+    """allowed_origins: the sites whose pages a browser lets read the answers."""
     # openapi_url: docs.py has the document and its page; FastAPI knows nothing of plain routes.
     api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False, openapi_url=None)
     routes = (*ROUTES, *more_routes)
@@ -80,6 +87,8 @@ def build_api(get_front: GetFront, more_routes: Sequence[Route] = (), tracing: T
     api.add_middleware(CountRequests, get_front=get_front)
     if tracing is not None:
         api.add_middleware(tracing.layer)
+    if allowed_origins:
+        api.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
     return api
 
 
@@ -96,6 +105,8 @@ def _endpoint(
         return await admitted(front, request)
 
     async def admitted(front: Front, request: Request) -> Response:
+        if needed != "open" and not front.gate.has_keys:
+            front.config.origins.check(request.headers)
         set_caller(request.scope, front.gate.caller(sent_key(request.headers), needed))
         for name, value in request.path_params.items():
             if len(value) > MAX_MODEL_CHARS:

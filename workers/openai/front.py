@@ -27,6 +27,7 @@ from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.openai.languages import AdapterLanguages, turn_group
 from lorafleet.workers.openai.metrics import Metrics
 from lorafleet.workers.openai.model_pages import ModelPages
+from lorafleet.workers.openai.origins import Origins
 from lorafleet.workers.openai.recent import RecentFailures, RecentTraffic
 from lorafleet.workers.openai.tokenizing import Tokenizing
 from lorafleet.workers.openai.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
@@ -47,6 +48,7 @@ class FrontConfig:
     tool_call_parser: ToolCallFormat = "auto"  # how models write their calls; auto: as each one's template tells
     pooling: Pooling = "last"  # of embeddings, where a request does not say
     queue_timeout_s: float | None = None  # how long a request may wait to start where it does not say; None: ever
+    origins: Origins = field(default_factory=Origins)  # which pages may use a server without keys
     max_body_bytes: int = MAX_BODY_BYTES  # of a request; a larger one is refused with 413
     generation_defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # see below
     replica_id: str = ""  # the label of this front's metrics

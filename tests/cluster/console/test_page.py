@@ -19,7 +19,7 @@ from state_fronts import bare_front
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     front = bare_front(keys={})
     transport = httpx.ASGITransport(cast(Any, build_api(lambda: front, PAGE_ROUTES)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://console") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 

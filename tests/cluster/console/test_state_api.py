@@ -55,7 +55,7 @@ class Cluster:
         self.sequence = 0
         api = StateApi(self.view, self.view_adapter, self.view_replicas)
         transport = httpx.ASGITransport(cast(Any, build_api(lambda: self.front, api.routes())))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://console")
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
         return await self.window.view(query, viewer)

@@ -175,7 +175,7 @@ async def test_the_operator_alone_sees_runs_and_accepts(house: House, clock: Clo
     async with house.open():
         monitor = monitor_of(house, clock, "base")
         transport = httpx.ASGITransport(build_api(lambda: house.front, QualityApi(monitor).routes()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://quality") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
 
             async def ask(caller: str, method: str, path: str) -> httpx.Response:
                 headers = {"authorization": f"Bearer {house.keys[caller]}"}
@@ -189,7 +189,7 @@ async def test_the_operator_alone_sees_runs_and_accepts(house: House, clock: Clo
             accepted = (await ask("operator", "POST", "/base/accept")).json()
             assert accepted["baseline_at_s"] == clock.now_s > ran["baseline_at_s"]
             assert (await ask("operator", "GET", "")).json()["data"] == [accepted]
-            async with AsyncAdminClient("http://quality", house.keys["operator"], transport=transport) as client:
+            async with AsyncAdminClient("http://localhost", house.keys["operator"], transport=transport) as client:
                 assert (await client.run_quality("base")).measures == (await client.quality()).data[0].measures
                 again = await client.accept_quality("base")
                 assert again.measures is not None and again.measures.agreement == 1.0

@@ -108,7 +108,7 @@ class House:
         self.api = build_api(lambda: self.front, admin_routes(admin))
         transport = httpx.ASGITransport(self.api)
         try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://house", timeout=60) as self.http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as self.http:
                 yield self
         finally:
             await membership.stop()

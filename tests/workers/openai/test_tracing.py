@@ -40,7 +40,7 @@ def tracing(collector: Receiver, ratio: float) -> Iterator[Tracing]:
 @pytest.fixture
 async def http(front: Front, tracing: Tracing) -> AsyncIterator[httpx.AsyncClient]:
     api = build_api(lambda: front, (), tracing)
-    async with httpx.AsyncClient(transport=ASGITransport(api), base_url="http://api", timeout=60) as client:
+    async with httpx.AsyncClient(transport=ASGITransport(api), base_url="http://localhost", timeout=60) as client:
         yield client
 
 
