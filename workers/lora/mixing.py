@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 
 from lorafleet.workers.errors import InvalidRequest
+from lorafleet.workers.limits import MAX_MIXED, MIX_WEIGHT
 from lorafleet.workers.lora.request import LoRAPart, LoRARequest
 
 SIGN = "+"  # between the names; no adapter's own name has it
-MAX_PARTS = 8
-MAX_WEIGHT = 1e4
 
 
 def check_count(num_parts: int) -> None:
-    if num_parts > MAX_PARTS:
-        raise InvalidRequest(f"`model` mixes {num_parts} adapters; at most {MAX_PARTS} can be mixed.", "model")
+    if num_parts > MAX_MIXED:
+        raise InvalidRequest(f"`model` mixes {num_parts} adapters; at most {MAX_MIXED} can be mixed.", "model")
 
 
 def mixed(loras: Sequence[LoRARequest], weights: Sequence[float] | None) -> LoRARequest:
@@ -36,11 +34,7 @@ def mixed(loras: Sequence[LoRARequest], weights: Sequence[float] | None) -> LoRA
             "lora_weights",
         )
     for weight in weights:
-        if not math.isfinite(weight) or abs(weight) > MAX_WEIGHT:
-            raise InvalidRequest(
-                f"`lora_weights` has {weight!r}; a weight is a finite number of at most {MAX_WEIGHT:g} in magnitude.",
-                "lora_weights",
-            )
+        MIX_WEIGHT.check("lora_weights", weight)
     parts = [LoRAPart(lora, float(weight)) for lora, weight in zip(loras, weights, strict=True)]
     parts.sort(key=lambda part: part.lora.digest)
     for one, other in pairwise(parts):

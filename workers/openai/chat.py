@@ -17,7 +17,7 @@ from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprobs
 from lorafleet.workers.openai.metrics import label_request
-from lorafleet.workers.openai.operations import describe
+from lorafleet.workers.openai.operations import STARTING, describe
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.priority import checked_priority
 from lorafleet.workers.openai.prompts import Prompt, encode, fit_max_tokens, render_chat, truncate
@@ -30,7 +30,7 @@ from lorafleet.workers.output import Delta
 from lorafleet.workers.structured.spec import StructuredOutputs
 
 
-@describe("Chat", body=ChatRequest, answer=answers.ChatCompletion, events=answers.ChatCompletionChunk)
+@describe("Chat", body=ChatRequest, answer=answers.ChatCompletion, events=answers.ChatCompletionChunk, headers=STARTING)
 async def chat(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, ChatRequest)

@@ -18,7 +18,7 @@ from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
 from lorafleet.workers.openai.logprobs import completion_logprobs, prompt_offsets, vllm_prompt_logprobs
 from lorafleet.workers.openai.metrics import label_request
-from lorafleet.workers.openai.operations import describe
+from lorafleet.workers.openai.operations import STARTING, describe
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.priority import checked_priority
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
@@ -32,7 +32,9 @@ from lorafleet.workers.sampling_params import SamplingParams
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-@describe("Text completion", body=CompletionRequest, answer=answers.Completion, events=answers.Completion)
+@describe(
+    "Text completion", body=CompletionRequest, answer=answers.Completion, events=answers.Completion, headers=STARTING
+)
 async def completions(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, CompletionRequest)

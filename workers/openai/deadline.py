@@ -16,12 +16,11 @@ from starlette.requests import Request
 from lorafleet.workers.errors import InvalidRequest, QueueTimeout
 from lorafleet.workers.limits import QUEUE_TIMEOUT_S, cut
 from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.operations import QUEUE_TIMEOUT
 from lorafleet.workers.openai.traced import trace_of, traced
 
 if TYPE_CHECKING:
     from lorafleet.workers.openai.tracing import RequestTrace
-
-HEADER = "X-Queue-Timeout-Seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Deadline:
     @classmethod
     def of(cls, front: Front, request: Request) -> Deadline:
         """Of a request that has just come."""
-        given = request.headers.get(HEADER)
+        given = request.headers.get(QUEUE_TIMEOUT)
         timeout_s = front.config.queue_timeout_s if given is None else _read(given)
         return cls(timeout_s, time.monotonic(), trace_of(request))
 
@@ -54,7 +53,7 @@ class Deadline:
                 raise
             raise QueueTimeout(
                 f"The request could not start within {self.timeout_s:g} s: its adapter is still being found and read. "
-                f"Try again later, or let it wait longer ({HEADER})."
+                f"Try again later, or let it wait longer ({QUEUE_TIMEOUT})."
             ) from None
 
 
@@ -65,6 +64,7 @@ def _read(given: str) -> float:
         seconds = math.nan
     if seconds not in QUEUE_TIMEOUT_S:
         raise InvalidRequest(
-            f"The header {HEADER} is {cut(repr(given))}; it must be a number of seconds in {QUEUE_TIMEOUT_S}.", HEADER
+            f"The header {QUEUE_TIMEOUT} is {cut(repr(given))}; it must be a number of seconds in {QUEUE_TIMEOUT_S}.",
+            QUEUE_TIMEOUT,
         )
     return seconds

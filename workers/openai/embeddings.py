@@ -17,7 +17,7 @@ from lorafleet.workers.openai.envelope import draw_key, request_id
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, fallback_of, make_samples
 from lorafleet.workers.openai.metrics import label_request
-from lorafleet.workers.openai.operations import describe
+from lorafleet.workers.openai.operations import STARTING, describe
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.priority import checked_priority
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
@@ -29,7 +29,7 @@ from lorafleet.workers.sampling_params import SamplingParams
 _NO_ANSWER = SamplingParams(temperature=0.0, max_tokens=1)
 
 
-@describe("Embeddings", body=EmbeddingRequest, answer=answers.Embeddings)
+@describe("Embeddings", body=EmbeddingRequest, answer=answers.Embeddings, headers=STARTING)
 async def embeddings(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, EmbeddingRequest)

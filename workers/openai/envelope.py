@@ -12,8 +12,7 @@ from starlette.requests import Request
 from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.limits import MAX_REQUEST_ID_CHARS, cut
 from lorafleet.workers.openai.generation import Sample, fallback_of
-
-REQUEST_ID_HEADER = "X-Request-Id"
+from lorafleet.workers.openai.operations import REQUEST_ID
 
 
 def request_id(request: Request, prefix: str, given: str | None) -> str:
@@ -28,9 +27,9 @@ def draw_key(request: Request, given: str | None, seed: int | None) -> str | Non
 
 
 def _sent_id(request: Request) -> str | None:
-    given = request.headers.get(REQUEST_ID_HEADER)
+    given = request.headers.get(REQUEST_ID)
     if given is not None:
-        check_request_id(given, REQUEST_ID_HEADER)
+        check_request_id(given, REQUEST_ID)
     return given
 
 

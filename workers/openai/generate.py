@@ -24,7 +24,7 @@ from lorafleet.workers.openai.generation import Answer, Sample, Task, collect, f
 from lorafleet.workers.openai.logprobs import LOWEST
 from lorafleet.workers.openai.messages import string
 from lorafleet.workers.openai.metrics import label_request
-from lorafleet.workers.openai.operations import describe
+from lorafleet.workers.openai.operations import STARTING, describe
 from lorafleet.workers.openai.parsing import parse_object, read_body
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt
 from lorafleet.workers.openai.protocol import SGLangRequest, SGLangSampling
@@ -59,6 +59,7 @@ _SAME_NAMES = (
     body=SGLangRequest,
     answer=answers.Generated | list[answers.Generated],
     events=answers.Generated,
+    headers=STARTING,
 )
 async def generate(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)

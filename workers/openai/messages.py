@@ -9,6 +9,7 @@ from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.limits import (
     MAX_CALL_CHARS,
     MAX_JSON_TEXT_CHARS,
+    MAX_JSON_VALUES,
     MAX_LABEL_CHARS,
     MAX_PARTS,
     MAX_PARTS_OF_ONE,
@@ -16,7 +17,7 @@ from lorafleet.workers.limits import (
     MAX_TOOL_NAME_CHARS,
     cut,
 )
-from lorafleet.workers.openai.bounds import fault_of_json, json_schema
+from lorafleet.workers.openai.bounds import JSON_BOUNDS, fault_of_json, json_schema
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _LISTED = ("content", "tool_calls")
@@ -39,6 +40,7 @@ _PARTS = {
         "additionalProperties": False,
     },
 }
+_MORE = {"maxProperties": MAX_JSON_VALUES, **JSON_BOUNDS}  # some clients send back more of a call
 _CALL = {
     "type": "object",
     "properties": {
@@ -51,9 +53,11 @@ _CALL = {
                 "arguments": {"type": "string", "maxLength": MAX_CALL_CHARS},
             },
             "required": ["name", "arguments"],
+            **_MORE,
         },
     },
     "required": ["function"],
+    **_MORE,
 }
 _TEXT_OR_PARTS = [_TEXT, _PARTS]
 # What is taken here, for /openapi.json.
@@ -123,6 +127,7 @@ def _read_call(call: object, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or call.get("type", "function") != "function" or not isinstance(function, dict):
         raise InvalidRequest(f"`{where}` must be a call of a function, with a `function` of name and arguments.", where)
+    check_ignored(call, where)
     read: dict[str, Any] = {"type": "function"}
     if call.get("id") is not None:
         read["id"] = string(call["id"], f"{where}.id", MAX_LABEL_CHARS)

@@ -12,17 +12,35 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from lorafleet import __version__
+from lorafleet.workers.limits import MAX_MODEL_CHARS, MAX_REQUEST_ID_CHARS, QUEUE_TIMEOUT_S
 from lorafleet.workers.openai.answers import ErrorBody
 from lorafleet.workers.openai.caller import Needed
 from lorafleet.workers.openai.errors import TABLE
 from lorafleet.workers.openai.fields import Tolerant, tolerated
-from lorafleet.workers.openai.operations import Operation, PlainText, TarFile, operation_of
+from lorafleet.workers.openai.operations import QUEUE_TIMEOUT, REQUEST_ID, Operation, PlainText, TarFile, operation_of
 
 Schema = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
 _KEY: Schema = {"key": []}  # the security scheme's name
+
+
+# Those that requests of a generating route may have.
+_HEADERS: dict[str, Schema] = {
+    REQUEST_ID: {
+        "name": REQUEST_ID,
+        "in": "header",
+        "description": "The request's id, where its body has none.",
+        "schema": {"type": "string", "minLength": 1, "maxLength": MAX_REQUEST_ID_CHARS, "pattern": "^[ -~]*$"},
+    },
+    QUEUE_TIMEOUT: {
+        "name": QUEUE_TIMEOUT,
+        "in": "header",
+        "description": "How long the request may wait to start.",
+        "schema": {"type": "number", "minimum": QUEUE_TIMEOUT_S.low, "maximum": QUEUE_TIMEOUT_S.high},
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +101,11 @@ def _operation(one: _Described, schemas: _Schemas) -> Schema:
     made: Schema = {
         "summary": one.operation.summary,
         "operationId": f"{one.method.lower()}{re.sub(r'[^a-z0-9]+', '_', one.path.lower())}",
-        "parameters": [*_path_parameters(one.path), *_query_parameters(one.operation.query, schemas)],
+        "parameters": [
+            *_path_parameters(one.path),
+            *_query_parameters(one.operation.query, schemas),
+            *(_HEADERS[name] for name in one.operation.headers),
+        ],
         "responses": {"200": _success(one.operation, schemas), **_errors()},
         "security": {"open": [{}], "admin": [_KEY]}.get(one.needed, [_KEY, {}]),
     }
@@ -96,7 +118,7 @@ def _operation(one: _Described, schemas: _Schemas) -> Schema:
 
 
 def _path_parameters(path: str) -> list[Schema]:
-    schema = {"type": "string", "minLength": 1}
+    schema = {"type": "string", "minLength": 1, "maxLength": MAX_MODEL_CHARS}
     return [{"name": name, "in": "path", "required": True, "schema": schema} for name in _PARAMETER.findall(path)]
 
 

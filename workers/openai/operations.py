@@ -12,6 +12,11 @@ _OPERATION = "__lorafleet_operation__"
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
+REQUEST_ID = "X-Request-Id"
+QUEUE_TIMEOUT = "X-Queue-Timeout-Seconds"
+STARTING = (REQUEST_ID, QUEUE_TIMEOUT)  # the headers of requests that start sequences
+
+
 class PlainText:
     """An answer that is no JSON."""
 
@@ -23,13 +28,15 @@ class TarFile:
 @dataclass(frozen=True, slots=True)
 class Operation:
     """body: the model that checks it; None: none is read. query: the parameters behind the "?". answer: a type; None:
-    its body is empty. events: of a stream, as `stream: true` asks for; None: it never streams."""
+    its body is empty. events: of a stream, as `stream: true` asks for; None: it never streams. headers: their names.
+    """
 
     summary: str
     body: type[BaseModel] | type[TarFile] | None = None
     answer: Any = None
     events: Any = None
     query: type[BaseModel] | None = None
+    headers: tuple[str, ...] = ()
 
 
 def describe(
@@ -39,9 +46,10 @@ def describe(
     answer: Any = None,
     events: Any = None,
     query: type[BaseModel] | None = None,
+    headers: tuple[str, ...] = (),
 ) -> Callable[[_Handler], _Handler]:
     def noted(handler: _Handler) -> _Handler:
-        setattr(handler, _OPERATION, Operation(summary, body, answer, events, query))
+        setattr(handler, _OPERATION, Operation(summary, body, answer, events, query, headers))
         return handler
 
     return noted

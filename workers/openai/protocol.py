@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 
 from lorafleet.workers import limits
-from lorafleet.workers.lora import mixing
 from lorafleet.workers.openai.bounds import JSON_BOUNDS, AnyJSON, AtMost, Within, over_bound, range_schema
 from lorafleet.workers.openai.fields import Strict, Tolerant, tolerated
 from lorafleet.workers.openai.messages import MESSAGE_SCHEMA
@@ -38,7 +37,6 @@ _ONE_OR_MANY = [_TEXT, _TEXTS, _TOKEN_IDS, _MANY_TOKEN_IDS]
 _NULL = {"type": "null"}
 _LABEL = {"type": "string", "maxLength": limits.MAX_LABEL_CHARS}
 _SOURCE = {"type": "string", "maxLength": limits.MAX_SOURCE_BYTES}
-_WEIGHT = {"type": "number", "minimum": -mixing.MAX_WEIGHT, "maximum": mixing.MAX_WEIGHT}
 _BIASES = {
     "type": "object",
     "maxProperties": limits.MAX_LOGIT_BIAS,
@@ -60,9 +58,7 @@ ToolName = Annotated[str, AtMost(limits.MAX_TOOL_NAME_CHARS)]
 Description = Annotated[str, AtMost(limits.MAX_DESCRIPTION_CHARS)]
 Object = Annotated[dict[str, Any], AtMost(limits.MAX_JSON_VALUES), AnyJSON()]
 TemplateArguments = Annotated[dict[str, Any], AtMost(limits.MAX_OBJECT_FIELDS), AnyJSON()]
-Weights = Annotated[
-    list[float], AtMost(mixing.MAX_PARTS), _schema(type="array", items=_WEIGHT, maxItems=mixing.MAX_PARTS)
-]
+Weights = Annotated[list[Annotated[float, Within(limits.MIX_WEIGHT)]], AtMost(limits.MAX_MIXED)]
 Metadata = Annotated[
     dict[
         Annotated[str, AtMost(limits.MAX_METADATA_KEY_CHARS)],

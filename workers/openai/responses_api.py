@@ -21,7 +21,7 @@ from lorafleet.workers.openai.errors import http_error, in_own_words
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generation import Sample, fallback_of, usage_of
 from lorafleet.workers.openai.logprobs import logprob_entries
-from lorafleet.workers.openai.operations import describe
+from lorafleet.workers.openai.operations import STARTING, describe
 from lorafleet.workers.openai.parsing import parse_object, read_body
 from lorafleet.workers.openai.protocol import (
     OUTPUT_LOGPROBS,
@@ -46,7 +46,9 @@ from lorafleet.workers.structured import spec
 _CHAT_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 
 
-@describe("Responses", body=ResponsesRequest, answer=answers.ResponseBody, events=answers.ResponseEvent)
+@describe(
+    "Responses", body=ResponsesRequest, answer=answers.ResponseBody, events=answers.ResponseEvent, headers=STARTING
+)
 async def responses(front: Front, request: Request) -> Response:
     deadline = Deadline.of(front, request)
     body = await read_body(front, request, ResponsesRequest)

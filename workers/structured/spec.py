@@ -13,7 +13,14 @@ from typing import Any, Literal
 import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
-from lorafleet.workers.limits import MAX_CHOICES, MAX_JSON_DEPTH, MAX_SOURCE_BYTES
+from lorafleet.workers.limits import (
+    MAX_CHOICES,
+    MAX_DESCRIPTION_CHARS,
+    MAX_JSON_DEPTH,
+    MAX_LABEL_CHARS,
+    MAX_SOURCE_BYTES,
+    cut,
+)
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tagged"]
 
@@ -99,6 +106,8 @@ def response_format(given: object, param: str) -> StructuredOutputs | None:
     if not isinstance(inner, dict) or "schema" not in inner:
         raise InvalidRequest(f"`{param}.json_schema` must be an object with `name` and `schema`.", param)
     _check_keys(inner, ("name", "description", "schema", "strict"), f"{param}.json_schema")
+    for name, most_chars in (("name", MAX_LABEL_CHARS), ("description", MAX_DESCRIPTION_CHARS)):
+        _check_words(inner.get(name), f"{param}.json_schema.{name}", most_chars)
     return json_schema(inner["schema"], f"{param}.json_schema.schema")
 
 
@@ -148,7 +157,15 @@ def _json_of(schema: object, param: str) -> str:
 def _check_keys(given: dict[str, object], known: Sequence[str], param: str) -> None:
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise InvalidRequest(f"`{param}.{unknown[0]}` is not known here; it may have {', '.join(known)}.", param)
+        raise InvalidRequest(f"`{param}.{cut(unknown[0])}` is not known here; it may have {', '.join(known)}.", param)
+
+
+def _check_words(text: object, param: str, most_chars: int) -> None:
+    """Of what only people read."""
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequest(f"`{param}` must be a text.", param)
+    if text is not None and len(text) > most_chars:
+        raise InvalidRequest(f"`{param}` has {len(text)} characters; at most {most_chars}.", param)
 
 
 def _check_text(text: str, param: str) -> str:

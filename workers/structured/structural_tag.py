@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from lorafleet.workers.errors import InvalidRequest
-from lorafleet.workers.limits import MAX_TRIGGERS
+from lorafleet.workers.limits import MAX_TAGS, MAX_TRIGGERS
 from lorafleet.workers.structured import free_text, spec
 from lorafleet.workers.structured.spec import JsonPart, StructuredOutputs
 
 _SOME = msgspec.Meta(min_length=1)
+_SOME_PARTS = msgspec.Meta(min_length=1, max_length=MAX_TAGS)
 _Triggers = Annotated[list[Annotated[str, _SOME]], msgspec.Meta(min_length=1, max_length=MAX_TRIGGERS)]
 
 
@@ -47,24 +48,24 @@ class _Tag(_Part, tag="tag"):
 
 
 class _Sequence(_Part, tag="sequence"):
-    elements: Annotated[list[_Format], _SOME]
+    elements: Annotated[list[_Format], _SOME_PARTS]
 
 
 class _Or(_Part, tag="or"):
-    elements: Annotated[list[_Format], _SOME]
+    elements: Annotated[list[_Format], _SOME_PARTS]
 
 
 class _TriggeredTags(_Part, tag="triggered_tags"):
     """at_least_one: then it begins with a tag."""
 
     triggers: _Triggers
-    tags: Annotated[list[_Tag], _SOME]
+    tags: Annotated[list[_Tag], _SOME_PARTS]
     at_least_one: bool = False
     stop_after_first: bool = False
 
 
 class _TagsWithSeparator(_Part, tag="tags_with_separator"):
-    tags: Annotated[list[_Tag], _SOME]
+    tags: Annotated[list[_Tag], _SOME_PARTS]
     separator: str
     at_least_one: bool = False
     stop_after_first: bool = False
@@ -85,7 +86,7 @@ class _Structure(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Flat(msgspec.Struct, forbid_unknown_fields=True):
-    structures: Annotated[list[_Structure], _SOME]
+    structures: Annotated[list[_Structure], _SOME_PARTS]
     triggers: _Triggers
     type: Literal["structural_tag"] = "structural_tag"
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from lorafleet.workers.errors import AdapterUnsupported, InvalidRequest, RankTooLarge
+from lorafleet.workers.limits import MAX_MIXED
 from lorafleet.workers.lora.forms import AdapterForms, LinearForm, LowRank
 from lorafleet.workers.lora.mixed_forms import mix
-from lorafleet.workers.lora.mixing import MAX_PARTS, mixed
+from lorafleet.workers.lora.mixing import mixed
 from lorafleet.workers.lora.request import LoRARequest
 
 Q, V = "layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"
@@ -55,10 +56,10 @@ def test_without_weights_each_part_counts_once():
     ("names", "weights", "message"),
     [
         (["a", "b"], [1.0], "has 1 numbers for 2 adapters"),
-        (["a", "b"], [1.0, float("nan")], "finite"),
-        (["a", "b"], [1.0, 1e30], "finite number of at most"),
+        (["a", "b"], [1.0, float("nan")], "nan is out of range"),
+        (["a", "b"], [1.0, 1e30], "1e+30 is out of range; it must be in"),
         (["a", "a"], None, "same adapter"),
-        ([f"a{i}" for i in range(MAX_PARTS + 1)], None, f"at most {MAX_PARTS}"),
+        ([f"a{i}" for i in range(MAX_MIXED + 1)], None, f"at most {MAX_MIXED}"),
     ],
 )
 def test_what_cannot_be_mixed_is_said(names, weights, message):
