@@ -57,7 +57,7 @@ def test_without_weights_each_part_counts_once():
     [
         (["a", "b"], [1.0], "has 1 numbers for 2 adapters"),
         (["a", "b"], [1.0, float("nan")], "nan is out of range"),
-        (["a", "b"], [1.0, 1e30], "1e+30 is out of range; it must be in"),
+        (["a", "b"], [1.0, 1e30], "lora_weights=1e.30 is out of range; it must be in"),
         (["a", "a"], None, "same adapter"),
         ([f"a{i}" for i in range(MAX_MIXED + 1)], None, f"at most {MAX_MIXED}"),
     ],
