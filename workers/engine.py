@@ -27,7 +27,6 @@ from lorafleet.workers.messages import (
     EngineStats,
     FinishReason,
     SequenceTimes,
-    TokenizerFile,
     TokenOutput,
 )
 from lorafleet.workers.runner import LaunchedStep, ModelRunner, Sampled
@@ -101,7 +100,7 @@ class Engine:
             if request.params.structured_outputs is None:
                 self.scheduler.add(sequence)
             else:
-                self._prepare(sequence, request.tokenizer, eos)
+                self._prepare(sequence, request, eos)
         except BaseException:
             self._admission.left(sequence)
             raise
@@ -258,9 +257,9 @@ class Engine:
             self.loras.close()
         self.runner.close()
 
-    def _prepare(self, sequence: Sequence, tokenizer: TokenizerFile | None, eos_token_ids: list[int]) -> None:
-        assert tokenizer is not None, "who asks for structured output says how the model spells its answers"
-        self._structured.open(sequence, tokenizer, eos_token_ids)
+    def _prepare(self, sequence: Sequence, request: EngineRequest, eos_token_ids: list[int]) -> None:
+        assert request.tokenizer is not None, "who asks for structured output says how the model spells its answers"
+        self._structured.open(sequence, request.tokenizer, eos_token_ids, request.turn_group)
         self._preparing.add(sequence)
 
     def _check(self, request: EngineRequest) -> None:

@@ -46,6 +46,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     start; None: as long as it takes. cache_salt: only requests with the same one share keys and values. traced: its
     outputs tell its times. priority: among those that wait for one adapter, the
     lower is the sooner. pooling: an embedding is wanted and no answer; params.max_tokens is 1 then.
+    turn_group: whose turn it takes where its grammar is compiled: its tenant's, or its adapter's where it has none.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     pooling: Pooling | None = None
     cache_salt: str = ""
     traced: bool = False
+    turn_group: str = ""
 
 
 class SequenceTimes(msgspec.Struct, array_like=True):

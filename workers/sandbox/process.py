@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import lorafleet
 from lorafleet.workers.sandbox.framing import LENGTH
@@ -43,6 +44,33 @@ def command_of(program: str) -> list[str]:
     return [sys.executable, "-I", "-c", _RUN, str(Path(lorafleet.__file__).parents[1]), program]
 
 
+def start_program(
+    command: Sequence[str],
+    settings: Mapping[str, object],
+    pass_fds: Sequence[int] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process, and the socket whose other end is its standard input. Nothing of this process's environment, which
+    may hold keys, reaches it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            command,
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=pass_fds,
+            env={
+                SETTINGS: json.dumps(settings),
+                "LC_ALL": "C.UTF-8",
+                "TOKENIZERS_PARALLELISM": "false",
+                **environment,
+            },
+            cwd="/",
+        )
+    return process, ours
+
+
 @dataclass(slots=True)
 class SandboxProcess:
     """Threads must not share it."""
@@ -57,17 +85,7 @@ class SandboxProcess:
 
     def __post_init__(self) -> None:
         told = {"cpu_s": self.limits.cpu_s, "memory_bytes": self.limits.memory_bytes, **self.settings}
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=self.pass_fds,
-                env={SETTINGS: json.dumps(told), "LC_ALL": "C.UTF-8", "TOKENIZERS_PARALLELISM": "false"},
-                cwd="/",
-            )
+        self._process, self._socket = start_program(self.command, told, self.pass_fds)
 
     def ask(self, message: bytes) -> bytearray:
         """Sends one job and waits for its answer. Raises SandboxEnded; the caller must then call end()."""

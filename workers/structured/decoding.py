@@ -14,10 +14,10 @@ from itertools import count
 
 import numpy as np
 
-from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded
+from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded, QueueFull
 from lorafleet.workers.messages import TokenizerFile
 from lorafleet.workers.sequence import UNKNOWN, Sequence
-from lorafleet.workers.structured.grammar_process import GrammarLimits, GrammarProcess, ProcessEnded
+from lorafleet.workers.structured.grammar_process import GrammarLimits, GrammarProcess, Opened, ProcessEnded
 
 MAX_VOCABULARIES = 4  # processes at a time, each of some 200 MB with a vocabulary of 128 thousand tokens
 
@@ -64,7 +64,9 @@ class StructuredDecoding:
         self._asked: list[_Asked] = []
         self._numbers = count()
 
-    def open(self, sequence: Sequence, tokenizer: TokenizerFile, eos_token_ids: Many[int]) -> None:
+    def open(
+        self, sequence: Sequence, tokenizer: TokenizerFile, eos_token_ids: Many[int], turn_group: str = ""
+    ) -> None:
         """It may start once poll() has given it. Raises LorafleetError."""
         spec = sequence.params.structured_outputs
         assert spec is not None
@@ -76,7 +78,7 @@ class StructuredDecoding:
         sequence.grammar = Grammar(process, next(self._numbers))
         self._opening[sequence.grammar.number] = sequence
         self._users[process] += 1
-        process.open(sequence.grammar.number, spec)
+        process.open(sequence.grammar.number, spec, turn_group)
 
     def poll(self) -> list[tuple[Sequence, LorafleetError | None]]:
         """Sequences that may start now, or never."""
@@ -84,10 +86,10 @@ class StructuredDecoding:
         for process in self._processes.values():
             # Asked first: what a process says before it ends is heard before.
             dead = process.dead
-            for number, fault in process.opened():
-                sequence = self._opening.pop(number, None)
+            for opened in process.opened():
+                sequence = self._opening.pop(opened.number, None)
                 if sequence is not None:
-                    found.append((sequence, _refusal(sequence, fault) if fault else None))
+                    found.append((sequence, _fault_of(sequence, opened)))
             if dead:
                 for sequence in [s for s in self._opening.values() if s.grammar and s.grammar.process is process]:
                     assert sequence.grammar is not None
@@ -188,6 +190,12 @@ def _stacked(parts: list[Bits]) -> Bits:
         bits_NW[at : at + len(part), : part.shape[1]] = part
         at += len(part)
     return bits_NW
+
+
+def _fault_of(sequence: Sequence, opened: Opened) -> LorafleetError | None:
+    if opened.is_busy:
+        return QueueFull(f"Structured output cannot be prepared now: {opened.fault}. Try again later.")
+    return _refusal(sequence, opened.fault) if opened.fault else None
 
 
 def _refusal(sequence: Sequence, fault: str) -> InvalidRequest:

@@ -5,29 +5,31 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import queue
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from lorafleet.workers.messages import TokenizerFile
-from lorafleet.workers.structured.grammar_program import LENGTH, STACK_BYTES, Settings, receive
+from lorafleet.workers.sandbox.framing import receive, send
+from lorafleet.workers.sandbox.process import command_of, start_program
+from lorafleet.workers.structured.grammar_program import STACK_BYTES, Settings
 from lorafleet.workers.structured.spec import StructuredOutputs
 
-PROGRAM = Path(__file__).resolve().with_name("grammar_program.py")
+PROGRAM = "lorafleet.workers.structured.grammar_program"
 MAX_THREADS = 8
+MAX_TRIALS = 3  # grammars that are compiled for the first time, at a time
+MAX_GRAMMARS_WAITING = 128  # to be compiled, of one tenant
+_END_S = 0.5  # how long the process may take to end its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,13 @@ class GrammarLimits:
     trial_memory_bytes: int = 512 << 20
     memory_bytes: int = 8 << 30
     mask_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    number: int
+    fault: str  # What is wrong with the grammar; "" where it may be used.
+    is_busy: bool  # The fault is that too many of its group wait.
 
 
 class ProcessEnded(Exception):
@@ -61,7 +70,7 @@ class GrammarProcess:
     ) -> None:
         self._limits = limits or GrammarLimits()
         self._wake = wake
-        self._opened: deque[tuple[int, str]] = deque()
+        self._opened: deque[Opened] = deque()
         self._filled: queue.SimpleQueue[list[tuple[int, str]] | None] = queue.SimpleQueue()
         self.dead = False
         self.failure = ""  # why it could not begin
@@ -80,35 +89,26 @@ class GrammarProcess:
                 trial_cpu_s=self._limits.trial_cpu_s,
                 trial_memory_bytes=self._limits.trial_memory_bytes,
                 memory_bytes=self._limits.memory_bytes,
-                max_trials=2,
+                max_trials=MAX_TRIALS,
+                max_waiting=MAX_GRAMMARS_WAITING,
             )
-            self._socket, theirs = socket.socketpair()
-            with theirs:
-                # -I: nothing of this process's folder, environment or site is imported there.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", str(PROGRAM)],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(memory,),
-                    env={
-                        "LORAFLEET_GRAMMARS": json.dumps(asdict(settings)),
-                        "LC_ALL": "C.UTF-8",
-                        "OMP_NUM_THREADS": "1",
-                        "RUST_MIN_STACK": str(STACK_BYTES),
-                    },
-                    cwd="/",
-                )
+            self._process, self._socket = start_program(
+                command_of(PROGRAM),
+                asdict(settings),
+                pass_fds=(memory,),
+                environment={"OMP_NUM_THREADS": "1", "RUST_MIN_STACK": str(STACK_BYTES)},
+            )
         finally:
             os.close(memory)
         self._receiver = threading.Thread(target=self._receive, name="grammars", daemon=True)
         self._receiver.start()
 
-    def open(self, number: int, spec: StructuredOutputs) -> None:
-        """Answered in opened()."""
-        self._send("open", number, (spec.kind, spec.source, spec.any_whitespace))
+    def open(self, number: int, spec: StructuredOutputs, group: str) -> None:
+        """Answered in opened(). group: whose turn it takes where others' grammars are compiled too."""
+        self._send("open", number, (spec.kind, spec.source, spec.any_whitespace), group)
 
-    def opened(self) -> list[tuple[int, str]]:
-        """Since the last call: numbers, each with what is wrong with its grammar, or ""."""
+    def opened(self) -> list[Opened]:
+        """Since the last call."""
         return [self._opened.popleft() for _ in range(len(self._opened))]
 
     def start(self, rows: Sequence[tuple[int, int, Sequence[int]]]) -> None:
@@ -133,15 +133,19 @@ class GrammarProcess:
         self._send("close", [number])
 
     def end(self) -> None:
+        """The process ends those that it has started, so that none of them is left to nobody; a stuck one is killed."""
+        with contextlib.suppress(OSError):  # it may have ended
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
         self._process.kill()
         self._process.wait()
         self._receiver.join()
         self._socket.close()
 
     def _send(self, *message: object) -> None:
-        data = msgspec.msgpack.encode(message)
         with contextlib.suppress(OSError):  # it has ended, which the receiver tells
-            self._socket.sendall(LENGTH.pack(len(data)) + data)
+            send(self._socket, msgspec.msgpack.encode(message))
 
     def _receive(self) -> None:
         """In a thread, until the process ends."""
@@ -149,12 +153,14 @@ class GrammarProcess:
             while (message := receive(self._socket)) is not None:
                 said: Any = msgspec.msgpack.decode(message)
                 if said[0] == "opened":
-                    self._opened.append((said[1], said[2]))
+                    self._opened.append(Opened(*said[1:]))
                     self._wake()
                 elif said[0] == "filled":
                     self._filled.put(said[1])
                 else:
                     self.failure = said[1]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # of one that ends by itself nothing is left either
+            self._process.wait(_END_S)
         self.dead = True
         self._filled.put(None)
         self._wake()

@@ -4,12 +4,12 @@ A schema or regex is a program of a stranger: it may compile for minutes, take a
 stack, which ends the process that it happens in. So each is compiled here and not in the engine, and first of all in a
 fork that has a clock and a bound of memory; what survives that is compiled once more, beside the masks of others. The
 forks are of a second process, which has read the vocabulary and never has threads: a fork has the locks that other
-threads held, and would wait for them for ever. It imports nothing of lorafleet, since it is run by its path: `python -I
-grammar_program.py`, a socket as its standard input.
+threads held, and would wait for them for ever.
 
-In: ["open", number, spec] · ["fill", [[number, row, tokens], …]] · ["close", [number, …]]
-Out: ["opened", number, error] · ["filled", [[number, error], …]], errors being "" where there is none ·
-["failed", why] before it ends where it cannot begin. A row is a mask's bits, in memory that both processes share.
+In: ["open", number, spec, group] · ["fill", [[number, row, tokens], …]] · ["close", [number, …]]
+Out: ["opened", number, error, whether it is only that too many of the group wait] · ["filled", [[number, error], …]],
+errors being "" where there is none · ["failed", why] before it ends where it cannot begin. A row is a mask's bits, in
+memory that both processes share.
 """
 
 # B rows · W words of 32 tokens each
@@ -20,11 +20,9 @@ import json
 import mmap
 import os
 import random
-import resource
 import select
 import signal
 import socket
-import struct
 import threading
 import time
 from collections import OrderedDict, deque
@@ -38,7 +36,11 @@ import msgspec
 import numpy as np
 import tokenizers
 
-LENGTH = struct.Struct("<Q")  # before each message
+from lorafleet.workers.sandbox.confinement import bound_memory, cpu_limit
+from lorafleet.workers.sandbox.framing import receive, send
+from lorafleet.workers.sandbox.program import settings as given_settings
+from lorafleet.workers.sandbox.turns import NoRoom, TurnLimits, TurnQueue
+
 STACK_BYTES = 64 << 20  # of the threads that compile and fill: deeper than what a trial, on the main one's, survives
 MAX_ERROR_CHARS = 400
 MAX_GRAMMARS = 256  # compiled, beside those in use
@@ -67,26 +69,31 @@ class Settings:
     trial_memory_bytes: int
     memory_bytes: int  # of all grammars
     max_trials: int  # at a time
+    max_waiting: int  # for a trial, of one group
 
 
 def main() -> None:
-    settings = Settings(**json.loads(os.environ["LORAFLEET_GRAMMARS"]))
+    settings = Settings(**given_settings())
     threading.stack_size(STACK_BYTES)
     bound_memory(settings.memory_bytes)
     server = socket.socket(fileno=0)
     try:
         tokenizer = read_tokenizer(settings)
     except Exception as error:  # the library's, of a tokenizer that it cannot read
-        send(server, "failed", first_line(str(error)))
+        tell(server, "failed", first_line(str(error)))
         return
     tried, trying = socket.socketpair()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         server.close()
         tried.close()
         Trials(trying, settings, tokenizer).run()
         os._exit(0)
     trying.close()
     Server(server, tried, settings, tokenizer).run()
+    tried.close()
+    os.waitpid(child, 0)
+    os._exit(0)  # whatever the threads are at
 
 
 def read_tokenizer(settings: Settings) -> Any:
@@ -128,6 +135,7 @@ class Spelling:
 @dataclass
 class Trial:
     number: int
+    group: str
     pid: int
     pipe: int
     answer: bytes = b""
@@ -135,13 +143,17 @@ class Trial:
 
 @dataclass
 class Trials:
-    """The process that forks. In: [number, spec]. Out: [number, what is wrong with it], "" where it compiles."""
+    """The process that forks. In: [number, spec, group], or [number] to drop one that waits. Out: [number, what is
+    wrong with it, state], "" where it compiles."""
 
     socket: Socket
     settings: Settings
     tokenizer: Any
-    queue: deque[tuple[int, Spec]] = field(default_factory=deque)
+    waiting: dict[int, tuple[str, Spec]] = field(default_factory=dict)
     running: dict[int, Trial] = field(default_factory=dict)  # by pipe
+
+    def __post_init__(self) -> None:
+        self.turns: TurnQueue[int] = TurnQueue(TurnLimits(self.settings.max_trials, self.settings.max_waiting))
 
     def run(self) -> None:
         """Until the other process closes its socket, or ends."""
@@ -151,22 +163,36 @@ class Trials:
                 if ready in self.running:
                     self.read(self.running[ready])
                 elif (message := receive(self.socket)) is not None:
-                    number, [kind, source, any_whitespace] = msgspec.msgpack.decode(message)
-                    self.queue.append((number, (kind, source, any_whitespace)))
+                    self.handle(*msgspec.msgpack.decode(message))
                 else:
-                    for trial in self.running.values():
-                        os.kill(trial.pid, signal.SIGKILL)
+                    self.end()
                     return
-            while self.queue and len(self.running) < self.settings.max_trials:
-                self.start(*self.queue.popleft())
+            while (taken := self.turns.take()) is not None:
+                self.start(taken[1])
 
-    def start(self, number: int, spec: Spec) -> None:
+    def handle(self, number: int, spec: list[Any] | None = None, group: str = "") -> None:
+        if spec is None:
+            group, _ = self.waiting.get(number, ("", None))
+            if self.turns.remove(group, number):
+                del self.waiting[number]
+                tell(self.socket, number, "", DROPPED)
+            return
+        kind, source, any_whitespace = spec
+        try:
+            self.turns.put(group, number)
+        except NoRoom as full:
+            tell(self.socket, number, str(full), BUSY)
+        else:
+            self.waiting[number] = group, (kind, source, any_whitespace)
+
+    def start(self, number: int) -> None:
+        group, spec = self.waiting.pop(number)
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             try_alone(self.tokenizer, spec, writer, self.settings)
         os.close(writer)
-        self.running[reader] = Trial(number, pid, reader)
+        self.running[reader] = Trial(number, group, pid, reader)
 
     def read(self, trial: Trial) -> None:
         part = os.read(trial.pipe, 65536)
@@ -176,7 +202,14 @@ class Trials:
         os.close(trial.pipe)
         del self.running[trial.pipe]
         _, status = os.waitpid(trial.pid, 0)
-        send(self.socket, trial.number, trial.answer.decode() if status == 0 else how_it_ended(status, self.settings))
+        self.turns.done(trial.group)
+        fault = trial.answer.decode() if status == 0 else how_it_ended(status, self.settings)
+        tell(self.socket, trial.number, fault, TRIED)
+
+    def end(self) -> None:
+        for trial in self.running.values():
+            os.kill(trial.pid, signal.SIGKILL)
+            os.waitpid(trial.pid, 0)
 
 
 @dataclass
@@ -200,6 +233,7 @@ class Server:
     waiting: dict[Spec, list[int]] = field(default_factory=dict)  # numbers, until the spec is compiled
     answers: dict[int, Answer] = field(default_factory=dict)
     trying: dict[int, Spec] = field(default_factory=dict)  # by the number that first asked for it
+    opening: dict[int, tuple[Spec, str]] = field(default_factory=dict)  # with its group, by every number that waits
     done: deque[tuple[Spec, Any]] = field(default_factory=deque)  # compiled in a thread
 
     def __post_init__(self) -> None:
@@ -219,8 +253,8 @@ class Server:
                 message = receive(self.trials)
                 if message is None:
                     return
-                number, error = msgspec.msgpack.decode(message)
-                self.take_tried(self.trying.pop(number), error)
+                number, error, state = msgspec.msgpack.decode(message)
+                self.take_tried(number, error, state)
             if self.socket.fileno() in found:
                 message = receive(self.socket)
                 if message is None:
@@ -229,34 +263,62 @@ class Server:
 
     def handle(self, message: Any) -> None:
         match message:
-            case ["open", number, [kind, source, any_whitespace]]:
-                self.open(number, (kind, source, any_whitespace))
+            case ["open", number, [kind, source, any_whitespace], group]:
+                self.open(number, (kind, source, any_whitespace), group)
             case ["fill", rows]:
-                send(self.socket, "filled", self.fill(rows))
+                tell(self.socket, "filled", self.fill(rows))
             case ["close", numbers]:
                 for number in numbers:
-                    self.answers.pop(number, None)
+                    self.close(number)
 
-    def open(self, number: int, spec: Spec) -> None:
+    def open(self, number: int, spec: Spec, group: str) -> None:
         if spec in self.refused:
             self.refused.move_to_end(spec)
-            send(self.socket, "opened", number, self.refused[spec])
+            self.tell_opened(number, self.refused[spec])
         elif spec in self.compiled:
             self.compiled.move_to_end(spec)
             self.begin(number, self.compiled[spec])
         elif spec in self.waiting:
             self.waiting[spec].append(number)
+            self.opening[number] = spec, group
         else:
             self.waiting[spec] = [number]
-            self.trying[number] = spec
-            send(self.trials, number, spec)
+            self.opening[number] = spec, group
+            self.try_first(spec)
+
+    def try_first(self, spec: Spec) -> None:
+        """Of those that wait for the grammar, the first one's group pays for the trial."""
+        number = self.waiting[spec][0]
+        self.trying[number] = spec
+        tell(self.trials, number, spec, self.opening[number][1])
+
+    def close(self, number: int) -> None:
+        self.answers.pop(number, None)
+        spec, _ = self.opening.pop(number, (None, ""))
+        if spec is not None:
+            self.waiting[spec].remove(number)
+            if number in self.trying:
+                tell(self.trials, number)  # it need not be tried where it still waits for that
 
     def begin(self, number: int, compiled: Any) -> None:
         self.answers[number] = Answer(compiled.deep_copy())
-        send(self.socket, "opened", number, "")
+        self.tell_opened(number, "")
 
-    def take_tried(self, spec: Spec, error: str) -> None:
-        if error:
+    def tell_opened(self, number: int, error: str, *, is_busy: bool = False) -> None:
+        self.opening.pop(number, None)
+        tell(self.socket, "opened", number, error, is_busy)
+
+    def take_tried(self, number: int, error: str, state: str) -> None:
+        spec = self.trying.pop(number)
+        if state == BUSY and number in self.waiting[spec]:
+            self.waiting[spec].remove(number)
+            self.tell_opened(number, error, is_busy=True)
+        if state in (BUSY, DROPPED):
+            if self.waiting[spec]:
+                self.try_first(spec)
+            else:
+                del self.waiting[spec]
+        elif error:
             self.refuse(spec, error)
         else:
             threading.Thread(target=self.compile, args=(spec,), daemon=True).start()
@@ -283,7 +345,7 @@ class Server:
         while len(self.refused) > MAX_REFUSED:
             self.refused.popitem(last=False)
         for number in self.waiting.pop(spec):
-            send(self.socket, "opened", number, error)
+            self.tell_opened(number, error)
 
     def fill(self, rows: list[tuple[int, int, list[int]]]) -> list[tuple[int, str]]:
         """Takes what was answered since the last time, and writes which tokens may follow, into rows 0, 1, … of the
@@ -313,6 +375,7 @@ class Server:
         return faults
 
 
+TRIED, DROPPED, BUSY = "tried", "dropped", "busy"  # what became of a trial
 DEAD_END = "no token of this model's vocabulary can follow what is answered so far"
 
 
@@ -320,23 +383,14 @@ def try_alone(tokenizer: Any, spec: Spec, writer: int, settings: Settings) -> No
     """In a fork, which ends here."""
     try:
         bound_memory(settings.trial_memory_bytes)
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also within one long call
-        signal.setitimer(signal.ITIMER_PROF, settings.trial_cpu_s)  # its own CPU time: others' load does not count
-        os.write(writer, trial_of(tokenizer, spec).encode()[: 4 * MAX_ERROR_CHARS])
+        with cpu_limit(settings.trial_cpu_s):
+            os.write(writer, trial_of(tokenizer, spec).encode()[: 4 * MAX_ERROR_CHARS])
     except MemoryError:
         os.write(writer, b"it needs too much memory")
     except Exception as error:
         os.write(writer, f"{type(error).__name__}: {error}".encode()[:MAX_ERROR_CHARS])
     finally:
         os._exit(0)
-
-
-def bound_memory(num_bytes: int) -> None:
-    """num_bytes: beside what the process has already."""
-    with open("/proc/self/statm") as file:
-        present = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present + num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def how_it_ended(status: int, settings: Settings) -> str:
@@ -461,26 +515,8 @@ def first_line(error: str) -> str:
     return lines[0][:MAX_ERROR_CHARS] if lines else "the grammar cannot be used"
 
 
-def send(server: socket.socket, *message: object) -> None:
-    data = msgspec.msgpack.encode(message)
-    server.sendall(LENGTH.pack(len(data)) + data)
-
-
-def receive(server: socket.socket) -> bytes | None:
-    """None at the end."""
-    head = exactly(server, LENGTH.size)
-    return None if head is None else exactly(server, LENGTH.unpack(head)[0])
-
-
-def exactly(server: socket.socket, size: int) -> bytes | None:
-    parts: list[bytes] = []
-    while size:
-        part = server.recv(min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+def tell(sock: socket.socket, *message: object) -> None:
+    send(sock, msgspec.msgpack.encode(message))
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
-from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded
+from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded, QueueFull
 from lorafleet.workers.messages import TokenizerFile
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.sequence import Sequence
 from lorafleet.workers.structured import spec
 from lorafleet.workers.structured.decoding import MAX_VOCABULARIES, StructuredDecoding
-from lorafleet.workers.structured.grammar_process import GrammarLimits
+from lorafleet.workers.structured.grammar_process import MAX_GRAMMARS_WAITING, GrammarLimits
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tokenizer_files import TokenizerFiles
 
@@ -40,10 +40,10 @@ class Played:
         self.end = tokenizer.eos_token_id or 0
         self.decoding = StructuredDecoding(ROWS, self.woken.set, LIMITS)
 
-    def open(self, given: spec.StructuredOutputs, file: TokenizerFile | None = None) -> Sequence:
+    def open(self, given: spec.StructuredOutputs, file: TokenizerFile | None = None, group: str = "") -> Sequence:
         params = SamplingParams(structured_outputs=given)
         sequence = Sequence("x", [5, 6], 2, params, seed=0, max_tokens=1000)
-        self.decoding.open(sequence, file or self.file, [self.end])
+        self.decoding.open(sequence, file or self.file, [self.end], group)
         return sequence
 
     def wait(self, *sequences: Sequence) -> list[LorafleetError | None]:
@@ -289,3 +289,33 @@ def test_an_idle_vocabulary_makes_room_for_another_and_one_in_use_does_not(file:
     played.decoding.leave(open_ones[1])
     assert played.wait(played.open(spec.regex("a", "r"), files[-1])) == [None]
     played.decoding.close()
+
+
+def test_one_tenant_s_grammars_do_not_make_another_wait_and_have_a_bounded_queue(played: Played) -> None:
+    slow = [spec.regex(f"(a|b){{3,4000}}(c|d){{3,4000}}{i}", "r") for i in range(MAX_GRAMMARS_WAITING + 8)]
+    loud = [played.open(one, group="loud") for one in slow]
+    quiet = played.open(spec.regex("quiet", "r"), group="quiet")
+    told: dict[int, LorafleetError | None] = {}
+    while id(quiet) not in told:
+        assert played.woken.wait(120)
+        played.woken.clear()
+        told |= {id(sequence): error for sequence, error in played.decoding.poll()}
+    assert told[id(quiet)] is None
+    refused = [error for error in told.values() if isinstance(error, QueueFull)]
+    assert 6 <= len(refused) <= 8 and "128 of its jobs wait already" in refused[0].message
+    assert len(told) - len(refused) <= 8, "it waited for others' turns"
+    for sequence in loud:
+        played.decoding.leave(sequence)
+    assert played.wait(played.open(spec.regex("again", "r"), group="loud")) == [None], "who has left is not compiled"
+
+
+def test_nothing_is_left_of_the_processes_when_they_are_ended(file: TokenizerFile, tokenizer: Tokenizer) -> None:
+    played = Played(file, tokenizer)
+    played.begin(spec.regex("a", "r"))
+    played.open(spec.regex("(a|b){3,4000}(c|d){3,4000}", "r"))
+    [server] = psutil.Process().children()[-1:]
+    below = server.children(recursive=True)
+    assert below, "grammars are tried in a process of their own"
+    played.decoding.close()
+    _, alive = psutil.wait_procs([server, *below], timeout=120)
+    assert not alive
