@@ -152,6 +152,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UnsupportedModel(f"hidden_act={_activation(raw)!r} is not supported for experts; silu is.")
     generation = folder / "generation_config.json"
     eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    vocab_size = integer(raw, "vocab_size", 32000)
     num_heads = integer(raw, "num_attention_heads", 32)
     hidden = integer(raw, "hidden_size", 4096)
     head_dim = raw.get("head_dim") or family.default_head_dim or hidden // num_heads
@@ -161,7 +162,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     limit = integer(raw, "max_position_embeddings", family.default_positions)
     return ModelConfig(
         architecture=names[0],
-        vocab_size=integer(raw, "vocab_size", 32000),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=integer(raw, "intermediate_size", 11008),
         num_layers=integer(raw, "num_hidden_layers", 32),
@@ -178,7 +179,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         qk_norm=family.qk_norm,
         sliding_windows=family.sliding_windows,
         dtype=_dtype(raw),
-        eos_token_ids=tuple(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+        eos_token_ids=_eos_token_ids(eos, vocab_size),
         experts=family.experts,
         attention_scale=family.attention_scale or head_dim**-0.5,
         activation=ACTIVATIONS[_activation(raw)],
@@ -191,6 +192,18 @@ def read_model_config(folder: Path) -> ModelConfig:
         fused_linears=family.fused_linears,
         quantization=stored_quantization(raw.get("quantization_config"), folder),
     )
+
+
+def _eos_token_ids(given: object, vocab_size: int) -> tuple[int, ...]:
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"eos_token_id={token!r} of generation_config.json or config.json is no token of the model; its "
+                f"vocabulary has ids 0 to {vocab_size - 1}. Correct the file.",
+                "model",
+            )
+    return tuple(ids)
 
 
 def _refuse_options(raw: dict[str, Any]) -> None:

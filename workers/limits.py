@@ -29,7 +29,12 @@ class Range:
         return f"{'(' if self.open_low else '['}{self.low}, {self.high}]"
 
     def check(self, name: str, value: float, param: str | None = None) -> None:
-        """Raises InvalidRequest. param: the field to name, where it is called otherwise than `name`."""
+        """Raises InvalidRequest. param: the field to name, where it is called otherwise than `name`.
+
+        A range of integers takes integers only: 1.5 would fail much later, in another process.
+        """
+        if isinstance(self.low, int) and not isinstance(value, int):
+            raise InvalidRequest(f"{name}={value} must be an integer in {self}.", param or name)
         if value not in self:
             raise InvalidRequest(f"{name}={shown_number(value)} is out of range; it must be in {self}.", param or name)
 

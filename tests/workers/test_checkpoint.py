@@ -58,6 +58,11 @@ def test_what_is_not_supported_is_refused_by_name(model, changes, named):
         (lambda m: edit(m, hidden_size="64"), "hidden_size='64'"),
         (lambda m: (m / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda m: (m / "model.safetensors").write_bytes(b"\x10" * 100), "model.safetensors cannot be read"),
+        (
+            lambda m: (m / "generation_config.json").write_text('{"eos_token_id": 100000}'),
+            "eos_token_id=100000 .* ids 0",
+        ),
+        (lambda m: (m / "generation_config.json").write_text('{"eos_token_id": [1, "2"]}'), "eos_token_id='2'"),
         (lambda m: edit(m, num_hidden_layers=4), "layers.3"),
         (lambda m: edit(m, num_hidden_layers=2), "layers.2"),
         (lambda m: edit(m, intermediate_size=128), r"has shape \[64, 96\]"),

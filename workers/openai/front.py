@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from lorafleet.workers import limits
 from lorafleet.workers.adapter_language import Language
 from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, LorafleetError, ModelNotFound
 from lorafleet.workers.limits import MAX_BODY_BYTES, MAX_MODEL_CHARS, cut
@@ -282,4 +283,8 @@ def read_generation_defaults(model_path: str | Path) -> Mapping[str, float]:
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{path}: {name} is {value!r}; it must be a number.")
+        try:
+            limits.SAMPLING[name].check(name, value)
+        except InvalidRequest as error:
+            raise ConfigError(f"{path}: {error.message} Correct the file, or remove the field.") from None
     return MappingProxyType(found)

@@ -20,7 +20,23 @@ def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
     assert read_generation_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
 
 
-@pytest.mark.parametrize("content", ["[", "[]", '{"temperature": "hot"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[",
+        "[]",
+        '{"temperature": "hot"}',
+        '{"top_k": 1.5}',
+        '{"top_k": 20.0}',
+        '{"top_k": 1e30}',
+        '{"top_k": -2}',
+        '{"temperature": NaN}',
+        '{"temperature": -1}',
+        '{"top_p": 0}',
+        '{"min_p": 2}',
+        '{"repetition_penalty": 0}',
+    ],
+)
 def test_a_broken_generation_config_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match="generation_config"):
