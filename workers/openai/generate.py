@@ -1,4 +1,5 @@
-"""SGLang's /generate: text or token ids, one or many; streams repeat the whole text so far, as SGLang's do.
+"""SGLang's /generate: text or token ids, one or many; streams repeat the whole text so far, as SGLang's do, and
+the logprobs of the prompt in their first and last chunk.
 
 Sampling defaults are SGLang's, not the model's own.
 """
@@ -9,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,7 +36,6 @@ from lorafleet.workers.openai.streaming import fallback_headers
 from lorafleet.workers.openai.structured import read_sglang_structured
 from lorafleet.workers.output import Delta
 from lorafleet.workers.sampling_params import SamplingParams
-from lorafleet.workers.token_table import TokenTable
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _OUR_NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -213,18 +214,24 @@ def _first_scored(body: SGLangRequest) -> int:
 
 
 class _Result:
-    """One sample's answer so far."""
+    """One sample's answer so far. What is in it once is rendered once, however many chunks repeat it."""
 
     def __init__(self, body: SGLangRequest, sample: Sample, rid: str) -> None:
         self.sample = sample
-        self._body = body
         self._rid = rid
         self._text = ""
         self._answer = Answer()
+        self._token_ids = _EncodedList()
+        self._logprobs = _Logprobs(body, sample) if body.return_logprob else None
+        self._is_first = True
 
     def add(self, delta: Delta) -> None:
         self._text += delta.text
         self._answer.add(delta)
+        for token_id in delta.token_ids:
+            self._token_ids.append(token_id)
+        if self._logprobs is not None:
+            self._logprobs.add(delta)
 
     def render(self) -> dict[str, object]:
         whole = self._answer.whole
@@ -238,10 +245,70 @@ class _Result:
         fallback = fallback_of([self.sample])
         if fallback is not None:
             meta["lora_fallback"] = fallback
-        if self._body.return_logprob:
-            start = _first_scored(self._body)
-            meta |= _logprobs(self.sample.model.tokenizer, self._body, whole, self.sample.prompt.token_ids, start)
-        return {"text": self._text, "output_ids": whole.token_ids, "meta_info": meta}
+        if self._logprobs is not None:
+            # The prompt may be a thousand times as long as what is new.
+            meta |= self._logprobs.fields(of_prompt=self._is_first or whole.finish_reason is not None)
+        self._is_first = False
+        return {"text": self._text, "output_ids": self._token_ids.encoded, "meta_info": meta}
+
+
+class _EncodedList:
+    """A JSON list that grows: what is in it is encoded once, and copied from then on."""
+
+    def __init__(self) -> None:
+        self._items = bytearray()
+
+    def append(self, item: object) -> None:
+        self._items += (b"," if self._items else b"") + msgspec.json.encode(item)
+
+    @property
+    def encoded(self) -> msgspec.Raw:
+        return msgspec.Raw(b"[" + bytes(self._items) + b"]")
+
+
+class _Logprobs:
+    """Each as [logprob, token id, text or null]; the first prompt token wanted has none, as in SGLang."""
+
+    def __init__(self, body: SGLangRequest, sample: Sample) -> None:
+        self._sample = sample
+        self._with_texts = bool(body.return_text_in_logprobs)
+        self._with_best = bool(body.top_logprobs_num)
+        self._first_scored = _first_scored(body)
+        self._input, self._input_best = _EncodedList(), _EncodedList()
+        self._output, self._output_best = _EncodedList(), _EncodedList()
+
+    def add(self, delta: Delta) -> None:
+        if delta.prompt_logprobs and self._first_scored >= 0:
+            self._add_prompt(delta.prompt_logprobs[self._first_scored :])
+        for entry in delta.logprobs or []:
+            self._output.append(self._entry(entry.token_id, entry.logprob))
+            self._output_best.append(self._best(entry))
+
+    def fields(self, *, of_prompt: bool) -> dict[str, object]:
+        fields: dict[str, object] = {"output_token_logprobs": self._output.encoded}
+        if of_prompt:
+            fields["input_token_logprobs"] = self._input.encoded
+        if self._with_best:
+            fields["output_top_logprobs"] = self._output_best.encoded
+            if of_prompt:
+                fields["input_top_logprobs"] = self._input_best.encoded
+        return fields
+
+    def _add_prompt(self, scored: Sequence[TokenLogprobs | None]) -> None:
+        wanted_ids = self._sample.prompt.token_ids[self._first_scored :]
+        entries = [None, *scored[1:]] if scored else []
+        for token_id, entry in zip(wanted_ids, entries, strict=True):
+            self._input.append(self._entry(token_id, entry.logprob if entry else None))
+            self._input_best.append(self._best(entry))
+
+    def _entry(self, token_id: int, logprob: float | None) -> list[object]:
+        text = self._sample.model.tokenizer.token_text(token_id) if self._with_texts else None
+        return [None if logprob is None else max(logprob, LOWEST), token_id, text]
+
+    def _best(self, entry: TokenLogprobs | None) -> list[list[object]] | None:
+        if entry is None or not self._with_best:
+            return None
+        return [self._entry(i, p) for i, p in zip(entry.top_ids, entry.top_logprobs, strict=True)]
 
 
 def _finish_reason(whole: Delta) -> dict[str, object] | None:
@@ -253,29 +320,3 @@ def _finish_reason(whole: Delta) -> dict[str, object] | None:
         matched = whole.token_ids[-1] if whole.stop_reason is None and whole.token_ids else whole.stop_reason
         return {"type": "stop", "matched": matched}
     return {"type": whole.finish_reason}
-
-
-def _logprobs(
-    tokenizer: TokenTable, body: SGLangRequest, whole: Delta, prompt_ids: Sequence[int], start: int
-) -> dict[str, object]:
-    """Each as [logprob, token id, text or null]; the first prompt token wanted has none, as in SGLang."""
-
-    def entry(token_id: int, logprob: float | None) -> list[object]:
-        text = tokenizer.token_text(token_id) if body.return_text_in_logprobs else None
-        return [None if logprob is None else max(logprob, LOWEST), token_id, text]
-
-    def best(one: TokenLogprobs | None) -> list[list[object]] | None:
-        return [entry(i, p) for i, p in zip(one.top_ids, one.top_logprobs, strict=True)] if one else None
-
-    scored = whole.prompt_logprobs[start:] if whole.prompt_logprobs and start >= 0 else []
-    prompt: list[TokenLogprobs | None] = [None, *scored[1:]] if scored else []
-    answered = whole.logprobs or []
-    wanted_ids = prompt_ids[start:] if prompt else []
-    fields: dict[str, object] = {
-        "input_token_logprobs": [entry(i, e.logprob if e else None) for i, e in zip(wanted_ids, prompt, strict=True)],
-        "output_token_logprobs": [entry(e.token_id, e.logprob) for e in answered],
-    }
-    if body.top_logprobs_num:
-        fields["input_top_logprobs"] = [best(e) for e in prompt]
-        fields["output_top_logprobs"] = [best(e) for e in answered]
-    return fields

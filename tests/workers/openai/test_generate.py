@@ -181,3 +181,24 @@ async def test_wrong_requests_name_the_field(
 ) -> None:
     response = await http.post("/generate", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+
+
+async def test_a_stream_has_the_prompts_logprobs_in_its_first_and_last_chunk_and_renders_each_once(
+    http: httpx.AsyncClient, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[int] = []
+    real = Tokenizer.token_text
+    monkeypatch.setattr(Tokenizer, "token_text", lambda self, i: rendered.append(i) or real(self, i))
+    ids = tokenizer.encode("hello world " * 20)
+    body = {"input_ids": ids, "stream": True, "return_logprob": True, "logprob_start_len": 0}
+    response = await http.post("/generate", json=body | {"top_logprobs_num": 1, "return_text_in_logprobs": True})
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    metas = [msgspec.json.decode(line)["meta_info"] for line in lines if line != "[DONE]"]
+    assert len(metas) > 4
+    for meta in (metas[0], metas[-1]):
+        assert [token_id for _, token_id, _ in meta["input_token_logprobs"]] == ids
+        assert len(meta["input_top_logprobs"]) == len(ids)
+    assert not any("input_token_logprobs" in meta or "input_top_logprobs" in meta for meta in metas[1:-1])
+    counts = [len(meta["output_token_logprobs"]) for meta in metas]
+    assert counts == sorted(counts) and counts[-1] == metas[-1]["completion_tokens"]
+    assert len(rendered) == 2 * (len(ids) + counts[-1]) - 1, "each token and its best, and none for the first"
