@@ -143,14 +143,15 @@ class Fault:
     def __str__(self) -> str:
         return f"{self.target} {f'stopped for {STOPPED_S:.0f} s' if self.is_stop else 'killed'}"
 
-    def victim(self, server: LocalServer) -> psutil.Process:
-        found = processes(server.pid, TARGETS[self.target])
-        if not found:
-            sys.exit(f"there is no process of the kind {self.target!r} ({TARGETS[self.target]!r})")
-        return found[0]
+    async def victim(self, server: LocalServer) -> psutil.Process:
+        for _ in range(50):  # one that changes its title just now has none
+            if found := processes(server.pid, TARGETS[self.target]):
+                return found[0]
+            await asyncio.sleep(0.1)
+        sys.exit(f"there is no process of the kind {self.target!r} ({TARGETS[self.target]!r})")
 
     async def inflict(self, server: LocalServer) -> None:
-        victim = self.victim(server)
+        victim = await self.victim(server)
         if not self.is_stop:
             victim.kill()
             return

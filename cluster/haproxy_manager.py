@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import ray
 from ray.serve._private import haproxy as serves
 
+from lorafleet.cluster.haproxy_sessions import free_waiting
+
 LOOK_S = 0.2  # between looks at HAProxy
 SILENT_S = 2.0  # HAProxy is ended when it has not answered at its admin socket for so long
-ROUTED = "-via-ingress-request-router"  # ends the name of a backend that has the same replicas as the one without
-
-# Bits of HAProxy 2.8, in `show sess`: what it has yet to do with an answer, and what it may do with a request.
-WAITS_FOR_ANSWER = 0x0040_0000  # AN_RES_WAIT_HTTP
-MAY_REPEAT = 0x0800  # TX_L7_RETRY
-MAY_NOT_REPEAT = 0x1000  # TX_D_L7_RETRY
 
 logger = logging.getLogger("ray.serve")
-
-_SESSION = re.compile(r"^(0x[0-9a-f]+): .* be=(\S+) srv=(\S+) .* rp\[f=\w+,i=\d+,an=([0-9a-f]+)h", re.MULTILINE)
-_FLAGS = re.compile(r"\btxn=\S+ flags=0x([0-9a-f]+) ")
 
 ServesManager: Any = serves.HAProxyManager.__ray_metadata__.modified_class  # type: ignore[attr-defined]  # Ray adds it
 
@@ -63,8 +54,7 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
             if stats is None:
                 await self._replace()
                 return
-        for backend, server in dead_servers(stats):
-            await self._free(backend, server)
+        await free_waiting(stats, self._haproxy._send_socket_command)
 
     async def _ask_stats(self) -> str | None:
         """None where HAProxy has ended, or is silent."""
@@ -82,39 +72,6 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
             process.kill()
         logger.error("HAProxy ended with status %s. Another one is started.", await process.wait())
         self._haproxy._proc = await self._haproxy._start_and_wait_for_haproxy()
-
-    async def _free(self, backend: str, server: str) -> None:
-        """Ends what waits for the dead server, as far as another one can answer it."""
-        sessions = await self._haproxy._send_socket_command("show sess")
-        for session in waiting_sessions(sessions, backend, server):
-            if is_repeatable(await self._haproxy._send_socket_command(f"show sess {session}")):
-                await self._haproxy._send_socket_command(f"shutdown session {session}")
-
-
-def dead_servers(stats: str) -> Iterator[tuple[str, str]]:
-    """Yields (backend, server) for what is down and has requests, where another server of the backend is up."""
-    parsed = serves.HAProxyApi._parse_haproxy_csv_stats(stats)
-    for backend, servers in parsed.items():
-        replicas = {name: one for name, one in servers.items() if name not in ("FRONTEND", "BACKEND")}
-        if not any(one.status.startswith("UP") for one in replicas.values()):
-            continue
-        for name, one in replicas.items():
-            if one.status.startswith("DOWN") and one.current_sessions:
-                yield backend, name
-
-
-def waiting_sessions(sessions: str, backend: str, server: str) -> Iterator[str]:
-    """Yields the ids of those that the server has not begun to answer. sessions: as `show sess` gives them."""
-    for session, of_backend, of_server, pending in _SESSION.findall(sessions):
-        if (of_backend, of_server) == (backend, server) and int(pending, 16) & WAITS_FOR_ANSWER:
-            yield session
-
-
-def is_repeatable(session: str) -> bool:
-    """session: as `show sess ID` gives it. False for a session that has ended."""
-    found = _FLAGS.search(session)
-    flags = 0 if found is None else int(found[1], 16)
-    return bool(flags & MAY_REPEAT) and not flags & MAY_NOT_REPEAT
 
 
 Manager = ray.remote(num_cpus=0)(WatchedHAProxyManager)

@@ -4,10 +4,11 @@ HAProxy before toy replicas."""
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -15,12 +16,13 @@ import pytest
 
 from lorafleet.cluster import haproxy
 from lorafleet.cluster.haproxy_config import MAX_HEADER_BYTES, REPEATABLE_PATHS
+from lorafleet.cluster.haproxy_sessions import free_waiting
 from lorafleet.cluster.route_app import NUM_BYTES_HEADER
 from lorafleet.cluster.serve_environment import ROUTED_BODY_BYTES
 from lorafleet.workers.openai.api import ROUTES
 from lorafleet.workers.openai.elsewhere import MEANT_HEADER, RETRY_HEADER, RETRY_STATUS
 from tests.cluster.haproxies import ANSWER_S, running, serves_config, start
-from tests.cluster.toy_replicas import Toy, choosing, saying, toys
+from tests.cluster.toy_replicas import Answer, Handle, Toy, choosing, saying, toys
 
 PATH = "/v1/completions"
 FULL = saying("full", RETRY_STATUS, **{MEANT_HEADER: "429", "retry-after": "7"})
@@ -34,17 +36,30 @@ def test_what_may_be_repeated_is_every_route_that_infers() -> None:
 class Behind:
     """HAProxy before two replicas, r0 and r1, and a router that chooses r0."""
 
-    def __init__(self, port: int, replicas: list[Toy], router: Toy) -> None:
-        self.replicas, self.router = replicas, router
+    def __init__(self, folder: Path, port: int, replicas: list[Toy], router: Toy) -> None:
+        self.folder, self.replicas, self.router = folder, replicas, router
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S, trust_env=False)
         self.port = port
 
     def seen(self) -> list[int]:
         return [len(one.seen) for one in self.replicas]
 
-    def set(self, *handles: object) -> None:
+    def command(self, text: str) -> str:
+        """HAProxy's answer at its admin socket."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.folder / "admin.sock"))
+            connection.sendall(f"{text}\n".encode())
+            return b"".join(iter(lambda: connection.recv(65_536), b"")).decode()
+
+    async def ask(self, text: str) -> str:
+        return self.command(text)
+
+    def is_down(self, replica: int) -> bool:
+        return bool(re.search(rf"^app,r{replica},.*,DOWN", self.command("show stat"), re.MULTILINE))
+
+    def set(self, *handles: Handle) -> None:
         for replica, handle in zip(self.replicas, handles, strict=True):
-            replica.handle = handle  # type: ignore[assignment]
+            replica.handle = handle
             replica.seen.clear()
             replica.headers.clear()
 
@@ -56,15 +71,15 @@ def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
     with toys(saying("r0"), saying("r1"), choosing("r0")) as [*replicas, router]:
         ports = [one.port for one in replicas]
         with running(folder, ports, environment, router.port) as (_, port):
-            made = Behind(port, replicas, router)
+            made = Behind(folder, port, replicas, router)
             with made.http:
                 wait_until(lambda: [made.http.post(PATH).text for _ in range(2)] == ["r0", "r0"])
                 yield made
 
 
-def wait_until(is_so: object) -> None:
+def wait_until(is_so: Callable[[], object]) -> None:
     deadline_s = time.monotonic() + ANSWER_S
-    while not is_so():  # type: ignore[operator]
+    while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
 
@@ -121,9 +136,13 @@ def test_what_changes_something_is_never_sent_twice(behind: Behind, path: str) -
 def test_without_an_answer_of_the_router_any_replica_is_chosen(behind: Behind) -> None:
     behind.set(saying("ok"), saying("ok"))
     hangs = threading.Event()
+
+    def hang(*_: object) -> None:
+        hangs.wait()
+
     router, chooses = behind.router, behind.router.handle
     try:
-        for handle in (lambda *_: None, saying("?", 500), choosing("unknown"), lambda *_: hangs.wait() and None):
+        for handle in (lambda *_: None, saying("?", 500), choosing("unknown"), hang):
             router.handle = handle
             assert behind.http.post(PATH, content=b"{}").text == "ok"
     finally:
@@ -139,6 +158,37 @@ def test_a_replica_whose_health_check_fails_gets_nothing_new_until_it_is_well(be
     finally:
         behind.replicas[0].is_well = True
     wait_until(lambda: behind.http.post(PATH).text == "r0")
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/admin/adapters"])
+async def test_a_request_that_waits_for_a_silent_replica_is_freed_where_it_may_be_repeated(
+    behind: Behind, path: str
+) -> None:
+    goes_on = threading.Event()
+
+    def hang(*_: object) -> Answer:
+        goes_on.wait()
+        return 200, {}, b"late"
+
+    may_repeat = path == PATH
+    behind.set(hang, saying("r1") if may_repeat else hang)  # without the router HAProxy may choose either
+    answers: list[str] = []
+    asking = threading.Thread(target=lambda: answers.append(behind.http.post(path, content=b"{}").text))
+    asking.start()
+    try:
+        wait_until(lambda: sum(behind.seen()) == 1)
+        silent = behind.seen().index(1)
+        behind.replicas[silent].is_well = False
+        wait_until(lambda: behind.is_down(silent))
+        await free_waiting(behind.command("show stat"), behind.ask)
+        if may_repeat:
+            wait_until(lambda: answers)
+    finally:
+        goes_on.set()
+        asking.join()
+        behind.replicas[silent].is_well = True
+    assert answers == ["r1" if may_repeat else "late"]
+    wait_until(lambda: not behind.is_down(silent))
 
 
 def test_headers_beyond_their_bound_are_refused_by_name(behind: Behind) -> None:

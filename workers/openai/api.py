@@ -26,6 +26,7 @@ from lorafleet.workers.openai.caller import Needed, sent_key, set_caller
 from lorafleet.workers.openai.chat import chat
 from lorafleet.workers.openai.completions import completions
 from lorafleet.workers.openai.docs import docs_routes
+from lorafleet.workers.openai.elsewhere import meant_status
 from lorafleet.workers.openai.embeddings import embeddings
 from lorafleet.workers.openai.endpoint import endpoint_of, set_endpoint
 from lorafleet.workers.openai.errors import internal_error_response, on_http_exception, on_lorafleet_error
@@ -135,7 +136,7 @@ class CountRequests:
         async def noting_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status = meant_status(message)
                 admission = admission_of(scope)
                 if admission is not None:
                     headers = [(name.encode(), value.encode()) for name, value in admission.headers.items()]

@@ -5,7 +5,7 @@ HAProxy marks the requests that it can send again (cluster/haproxy_config.py). B
 
 from __future__ import annotations
 
-from starlette.types import Scope
+from starlette.types import Message, Scope
 
 from lorafleet.workers.errors import EngineDead, LorafleetError, QueueFull
 
@@ -19,3 +19,11 @@ def may_be_elsewhere(error: LorafleetError, scope: Scope) -> bool:
     if not isinstance(error, EngineDead | QueueFull):
         return False
     return any(name == RETRY_HEADER.encode() for name, _ in scope["headers"])
+
+
+def meant_status(start: Message) -> int:
+    """The status of an answer as this replica meant it. start: the `http.response.start` of it."""
+    status: int = start["status"]
+    if status != RETRY_STATUS:
+        return status
+    return next((int(value) for name, value in start["headers"] if name == MEANT_HEADER.encode()), status)
