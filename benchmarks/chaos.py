@@ -129,9 +129,12 @@ def _judge(status: int, body: bytes, expected: str, *, stream: bool) -> str:
     if not stream:
         return "ok" if json.loads(body)["choices"][0]["text"] == expected else "WRONG"
     events = [event.removeprefix(b"data: ") for event in body.split(b"\n\n") if event]
+    chunks = [json.loads(event) for event in events if event != b"[DONE]"]
+    if any("error" in chunk for chunk in chunks):
+        return "error event"
     if events[-1] != b"[DONE]":
-        return "error event" if b'"error"' in events[-1] else "cut stream"
-    texts = [choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"]]
+        return "cut stream"
+    texts = [choice["text"] for chunk in chunks for choice in chunk["choices"]]
     return "ok" if "".join(texts) == expected else "WRONG"
 
 
