@@ -1,0 +1,365 @@
+"""Writes docs/limits.md out of the constants that enforce the limits, and request fields out of the OpenAPI document:
+
+python tests/support/limits_page.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lorafleet.cluster import administration, app, directory_socket, haproxy_config, membership
+from lorafleet.cluster.admin_api import MAX_UPLOAD_BYTES, admin_routes
+from lorafleet.cluster.catalogue import records
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.console import state_api
+from lorafleet.cluster.tenancy import audit_log, key_file, usage_log
+from lorafleet.resolvers import config as resolver_config
+from lorafleet.resolvers import deadline, ranges
+from lorafleet.workers import adapter_language, admission, fair_queue, limits, special_tokens, transport
+from lorafleet.workers.limits import Range
+from lorafleet.workers.lora import config as lora_config
+from lorafleet.workers.lora import files, names, patterns, peft_helper, peft_names, torch_index, weight_files
+from lorafleet.workers.lora.kinds import vocabulary
+from lorafleet.workers.openai import language_cache, languages, prompts, recent, tokenizing
+from lorafleet.workers.openai.api import ROUTES
+from lorafleet.workers.openai.openapi import openapi
+from lorafleet.workers.sandbox import shunned, templates, tokenizer_document, tokenizers
+from lorafleet.workers.structured import decoding, grammar_process, grammar_program
+
+PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
+INTRODUCTION = """# Limits
+
+Every input from outside has a bound on its size and on the work that it causes. What is over a bound is refused with
+an error in OpenAI's form that names the field, the value or size, and the bound; only that request fails. Where an
+option is named, it changes the bound; all others are constants.
+
+This page is written by `tests/support/limits_page.py` out of the code; a test fails where they differ.
+`/openapi.json` has the bounds of fields for programs, and a test fails where one is missing there.
+"""
+
+REFUSED = "400, names the field"
+MALFORMED = "400 `adapter_malformed` at the push or the load"
+UNSUPPORTED = "400 `adapter_unsupported` at the push or the load"
+BUSY = "429 `queue_full`, with Retry-After"
+INTERNAL = "nothing: older entries go, or work waits"
+
+
+class Limit(NamedTuple):
+    name: str
+    bound: object
+    changed_by: str  # "" for nobody
+    answer: str
+
+
+def size(num_bytes: int) -> str:
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 1 << shift and num_bytes % (1 << shift) == 0:
+            return f"{num_bytes >> shift} {unit}"
+    return f"{num_bytes:,} bytes"
+
+
+def chars(count: int) -> str:
+    return f"{count:,} characters"
+
+
+def seconds(count: float) -> str:
+    return f"{count:g} s"
+
+
+def default(option: str) -> object:
+    value = AppArgs.model_fields[option].default
+    return "none" if value is None else f"{value:,}" if isinstance(value, int) else value
+
+
+def flag(option: str) -> str:
+    assert option in AppArgs.model_fields, option
+    return f"`--{option.replace('_', '-')}`"
+
+
+BODY = [
+    Limit("request's line and headers together", size(haproxy_config.MAX_HEADER_BYTES), "", "431"),
+    Limit("time for the headers", seconds(haproxy_config.HEADERS_S), "", "408, connection closed"),
+    Limit("time for the beginning of the body", seconds(haproxy_config.BODY_S), "", "408, connection closed"),
+    Limit("client without progress", seconds(haproxy_config.CLIENT_S), "", "connection closed"),
+    Limit("time for the whole body", seconds(limits.MAX_BODY_READ_S), "", "408 `body_timeout`"),
+    Limit("body", size(limits.MAX_BODY_BYTES), flag("max_body_bytes"), "413 `body_too_large`"),
+    Limit("commas in a body, texts included", limits.MAX_BODY_COMMAS, "", "413 `body_too_large`"),
+    Limit(
+        "opening brackets and braces in a body, texts included", limits.MAX_BODY_BRACKETS, "", "413 `body_too_large`"
+    ),
+    Limit("content type of a body", "application/json", "", "415 `unsupported_media_type`"),
+    Limit("fields of one object", limits.MAX_OBJECT_FIELDS, "", REFUSED),
+    Limit("numbers in JSON", limits.JSON_NUMBER, "", "400"),
+    Limit("`X-Request-Id`", f"{chars(limits.MAX_REQUEST_ID_CHARS)}, printable", "", REFUSED),
+    Limit("`X-Queue-Timeout-Seconds`", limits.QUEUE_TIMEOUT_S, "", REFUSED),
+    Limit("`Origin`, `Host` without keys", "the server's own", flag("allowed_origins"), "403 `forbidden`"),
+    Limit("name in the path", chars(limits.MAX_MODEL_CHARS), "", REFUSED),
+    Limit("client's value in an error message", chars(limits.MAX_SHOWN_CHARS), "", "cut"),
+]
+ACROSS = [
+    Limit("prompts x n", limits.MAX_SAMPLES, "", REFUSED),
+    Limit(
+        "prompt and answer",
+        "the model's context, or the KV cache",
+        flag("max_model_len"),
+        "400 `context_length_exceeded`",
+    ),
+    Limit(
+        "text that is tokenized",
+        f"{prompts.MAX_CHARS_PER_TOKEN} characters a token of the context, at least {limits.MAX_TOKENIZE_CHARS:,}",
+        "",
+        "400 `context_length_exceeded`",
+    ),
+    Limit("parts and calls of all messages", limits.MAX_PARTS, "", REFUSED),
+    Limit("schema, regex, grammar, choices together", size(limits.MAX_SOURCE_BYTES), "", REFUSED),
+    Limit(
+        "values in a schema, `chat_template_kwargs` or a field without effect",
+        f"{limits.MAX_JSON_VALUES:,}, {limits.MAX_JSON_DEPTH} levels",
+        "",
+        REFUSED,
+    ),
+    Limit("adapters in a mix", limits.MAX_MIXED, "", REFUSED),
+]
+QUEUES = [
+    Limit(
+        "requests that one replica takes",
+        default("max_ongoing_requests"),
+        flag("max_ongoing_requests"),
+        "they wait in HAProxy, then 503",
+    ),
+    Limit("requests that wait for a step", default("max_queued_requests"), flag("max_queued_requests"), BUSY),
+    Limit("tokens of prompts that wait", default("max_queued_tokens"), flag("max_queued_tokens"), BUSY),
+    Limit("time to start", default("queue_timeout"), f"{flag('queue_timeout')}, or the header", "429 `queue_timeout`"),
+    Limit("`Retry-After`", seconds(admission.MAX_RETRY_S), "", ""),
+    Limit("sequences in a step", default("max_num_seqs"), flag("max_num_seqs"), "they wait"),
+    Limit("tokens in a step", default("max_num_batched_tokens"), flag("max_num_batched_tokens"), "they wait"),
+    Limit("idle lanes of adapters that are kept", fair_queue.MAX_IDLE_LANES, "", INTERNAL),
+    Limit("long texts of the base's tokenizer at a time", tokenizing.MAX_LONG_TEXTS, "", "they wait"),
+    Limit("texts of adapters' tokenizers at a time", tokenizing.MAX_ADAPTER_TEXTS, "", "they wait"),
+    Limit("texts of one tenant that wait", tokenizing.MAX_TEXTS_WAITING, "", BUSY),
+    Limit("templates of one tenant that wait", templates.MAX_TEMPLATES_WAITING, "", BUSY),
+    Limit("grammars of one tenant that wait", grammar_process.MAX_GRAMMARS_WAITING, "", BUSY),
+    Limit("adapters' languages of one tenant that wait", languages.MAX_LANGUAGES_WAITING, "", BUSY),
+    Limit("requests that wait for a router", app.MAX_ROUTED, "", "503"),
+    Limit("wait for the quotas", seconds(membership.ADMIT_S), "", "503, with Retry-After"),
+    Limit("wait for the directory", seconds(membership.PATIENCE_S), "", "503, with Retry-After"),
+    Limit(
+        "requests and tokens a minute, requests at a time",
+        "none",
+        "`limits` of a key or tenant",
+        "429 `rate_limit_exceeded`",
+    ),
+    Limit("failures that the console remembers", recent.MAX_FAILURES, "", INTERNAL),
+    Limit("adapters counted by name in a window", recent.MAX_NAMES, "", INTERNAL),
+]
+_SANDBOX = templates.TemplateLimits()
+_READ, _ENCODE = tokenizers.TokenizerLimits().read, tokenizers.TokenizerLimits().encode
+_GRAMMAR = grammar_process.GrammarLimits()
+PROCESSES = [
+    Limit(
+        "template: time of processor, memory", f"{seconds(_SANDBOX.cpu_s)}, {size(_SANDBOX.memory_bytes)}", "", REFUSED
+    ),
+    Limit("template: characters that it writes", chars(_SANDBOX.output_chars), "", REFUSED),
+    Limit("templates rendered at a time", templates.MAX_TEMPLATES_RENDERED, "", "they wait"),
+    Limit(
+        "tokenizer, read: time of processor, memory",
+        f"{seconds(_READ.cpu_s)}, {size(_READ.memory_bytes)}",
+        "",
+        MALFORMED,
+    ),
+    Limit(
+        "tokenizer, a text: time of processor, memory",
+        f"{seconds(_ENCODE.cpu_s)}, {size(_ENCODE.memory_bytes)}",
+        "",
+        REFUSED,
+    ),
+    Limit("processes of adapters' tokenizers", tokenizers.MAX_ENCODERS, "", "the one used longest ago ends"),
+    Limit("tokenizers of adapters in memory", language_cache.MAX_TOKENIZERS, "", "the one used longest ago goes"),
+    Limit(
+        "languages of adapters in memory",
+        f"{language_cache.MAX_LANGUAGES:,}, {size(language_cache.MAX_LANGUAGE_BYTES)}",
+        "",
+        "the one used longest ago goes",
+    ),
+    Limit(
+        "grammar, first compiled: time of processor, memory",
+        f"{seconds(_GRAMMAR.trial_cpu_s)}, {size(_GRAMMAR.trial_memory_bytes)}",
+        "",
+        REFUSED,
+    ),
+    Limit("grammars first compiled at a time", grammar_process.MAX_TRIALS, "", "they wait"),
+    Limit("process of compiled grammars: memory", size(_GRAMMAR.memory_bytes), "", "503, and it is started anew"),
+    Limit("processes of grammars, one a vocabulary", decoding.MAX_VOCABULARIES, "", "the one used longest ago ends"),
+    Limit("compiled grammars", grammar_program.MAX_GRAMMARS, "", INTERNAL),
+    Limit("job that had to be ended is refused without a try for", seconds(shunned.SHUN_S), "", REFUSED),
+    Limit(
+        "worker that leaves a message unacknowledged",
+        seconds(transport.UNACKNOWLEDGED_S),
+        "",
+        "503, and it is replaced",
+    ),
+]
+ADAPTERS = [
+    Limit("name", chars(names.MAX_NAME_CHARS), "", "400 `invalid_adapter_name`"),
+    Limit("`adapter_config.json`", size(files.MAX_CONFIG_BYTES), "", MALFORMED),
+    Limit("`adapter_model.safetensors`", size(files.MAX_WEIGHTS_BYTES), "", MALFORMED),
+    Limit("`adapter_model.bin`", size(files.MAX_BIN_BYTES), "", MALFORMED),
+    *(Limit(f"`{name}`", size(most), "", MALFORMED) for name, most in files.LANGUAGE_NAMES.items()),
+    Limit("upload", f"{MAX_UPLOAD_BYTES:,} bytes", "", "413 `body_too_large`"),
+    Limit("tensors", weight_files.MAX_TENSORS, "", MALFORMED),
+    Limit("header of a safetensors file", size(weight_files.MAX_HEADER_BYTES), "", MALFORMED),
+    Limit("pickle of a .bin", f"{size(weight_files.MAX_PICKLE_BYTES)}, {torch_index.MAX_STEPS:,} steps", "", MALFORMED),
+    Limit("name of a tensor", chars(peft_names.MAX_NAME_CHARS), "", MALFORMED),
+    Limit("entries of a list or pattern table", peft_helper.MAX_ENTRIES, "", MALFORMED),
+    Limit("`modules_to_save`", peft_helper.MAX_SAVED, "", UNSUPPORTED),
+    Limit(
+        "pattern",
+        f"{chars(patterns.MAX_PATTERN_CHARS)}; all of an adapter {seconds(patterns.TOTAL_MATCH_S)}",
+        "",
+        MALFORMED,
+    ),
+    Limit(
+        "rank",
+        default("max_lora_rank"),
+        f"{flag('max_lora_rank')}, up to {lora_config.MAX_RANK_BOUND:,}",
+        "400 `rank_too_large`",
+    ),
+    Limit(
+        "adapters in slots",
+        default("max_loras"),
+        f"{flag('max_loras')}, up to {lora_config.MAX_LORAS_BOUND:,}",
+        "they take turns",
+    ),
+    Limit(
+        "rows that a table of the vocabulary adds",
+        vocabulary.MAX_ADDED_TOKENS,
+        flag("lora_extra_vocab_size"),
+        MALFORMED,
+    ),
+    Limit("tokens of its own tokenizer beyond the base's", adapter_language.MAX_NEW_TOKENS, "", MALFORMED),
+    Limit("ends of answers", adapter_language.MAX_EOS_TOKEN_IDS, "", MALFORMED),
+    Limit("special tokens in a file", special_tokens.MAX_SPECIAL_TOKENS, "", MALFORMED),
+    Limit("added tokens of a tokenizer", tokenizer_document.MAX_ADDED_TOKENS, "", MALFORMED),
+    Limit("merges of a tokenizer", tokenizer_document.MAX_MERGES, "", MALFORMED),
+    Limit("token of a tokenizer", chars(tokenizer_document.MAX_TOKEN_CHARS), "", MALFORMED),
+    Limit(
+        "adapter that is fetched",
+        f"{size(resolver_config.MAX_BYTES)}, {seconds(resolver_config.TIMEOUT_S)}",
+        "`max_bytes`, `timeout_s` of its resolver",
+        "400 `adapter_too_large`, 503 `adapter_unavailable`",
+    ),
+    Limit("redirects of a source", ranges.MAX_REDIRECTS, "", "503 `adapter_unavailable`"),
+    Limit("silence of a source", seconds(deadline.SOCKET_S), "", "tried again, then 503 `adapter_unavailable`"),
+    Limit(
+        "cache of fetched adapters",
+        size(resolver_config.CACHE_BYTES),
+        flag("lora_cache_bytes"),
+        "the one used longest ago goes",
+    ),
+    Limit("versions of an adapter", administration.MAX_VERSIONS, "", "the oldest that no alias stands for goes"),
+    Limit("moves that an alias remembers", records.MAX_HISTORY, "", "the oldest goes"),
+    Limit(
+        "adapters, bytes of a tenant", "none", "`adapters`, `adapter_bytes` of the tenant", "429 `rate_limit_exceeded`"
+    ),
+]
+SERVER = [
+    Limit("adapters on a page of `/v1/adapters`", administration.MAX_LISTED, "", REFUSED),
+    Limit("adapters on a page of the console", state_api.MAX_ADAPTERS, "", REFUSED),
+    Limit("load of an adapter on a replica", seconds(administration.ORDER_S), "", "503 `overloaded`"),
+    Limit("administrative call that changes something", seconds(membership.CHANGE_S), "", "503, with Retry-After"),
+    Limit("message to the directory", size(directory_socket.MAX_CALL_BYTES), "", "connection closed"),
+    Limit("answer of the directory", size(directory_socket.MAX_ANSWER_BYTES), "", "connection closed"),
+    Limit(
+        "file of keys",
+        f"{size(key_file.MAX_FILE_BYTES)}, {key_file.MAX_KEYS:,} keys, {key_file.MAX_TENANTS:,} tenants",
+        "",
+        "refused, the one before stays in force",
+    ),
+    Limit(
+        "prefixes, and sources, of a tenant",
+        f"{key_file.MAX_PLACES:,} of {chars(key_file.MAX_PLACE_CHARS)}",
+        "",
+        "refused, the one before stays in force",
+    ),
+    Limit(
+        "refused calls in the audit log, a minute and key",
+        audit_log.MAX_REFUSALS_PER_MINUTE,
+        "",
+        "the rest is counted in one line",
+    ),
+    Limit("usage that waits for a full disk", size(usage_log.MAX_UNWRITTEN_BYTES), "", "503 `store_error`"),
+]
+SECTIONS = [
+    ("Headers and bodies", BODY),
+    ("Several fields together", ACROSS),
+    ("Queues and times", QUEUES),
+    ("Helper processes", PROCESSES),
+    ("Adapters and their files", ADAPTERS),
+    ("Administration, directory, keys and logs", SERVER),
+]
+
+
+def bounds_of(schema: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
+    """In words, those of a field and of what lies in it."""
+    if "$ref" in schema:
+        return []
+    if "enum" in schema:
+        return [f"one of {len(schema['enum'])} values"]
+    found: list[str] = []
+    for inner in schema.get("anyOf", schema.get("oneOf", ())):
+        found += bounds_of(inner, definitions)
+    if "maxLength" in schema:
+        found.append(chars(schema["maxLength"]))
+    if "maximum" in schema:
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        found.append(str(Range(low, schema["maximum"], "exclusiveMinimum" in schema)))
+    if "maxItems" in schema:
+        inside = [one for one in bounds_of(schema.get("items", {}), definitions) if one]
+        found.append(f"{schema['maxItems']:,} entries" + (f" of {' or '.join(inside)}" if inside else ""))
+    if "maxProperties" in schema:
+        found.append(f"{schema['maxProperties']:,} entries")
+    return list(dict.fromkeys(found))
+
+
+def fields() -> Iterator[tuple[str, str, list[str]]]:
+    """Each route's body, field and bounds. Fields that ask for nothing, and true and false, need none."""
+    document = openapi([*ROUTES, *admin_routes(None)])  # type: ignore[arg-type]  # only described here
+    definitions = document["components"]["schemas"]
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+            properties = definitions[content["schema"]["$ref"].rpartition("/")[2]]["properties"] if content else {}
+            for name, schema in properties.items():
+                if (bounds := bounds_of(schema, definitions)) and "enum" not in schema:
+                    yield path, name, bounds
+            for parameter in operation["parameters"]:
+                if parameter["in"] == "query" and (bounds := bounds_of(parameter["schema"], definitions)):
+                    yield path, f"?{parameter['name']}=", bounds
+
+
+def field_rows() -> list[str]:
+    """One row for each field and bound, with the routes that have it so."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for path, name, bounds in fields():
+        rows.setdefault((name, "; ".join(bounds)), []).append(f"`{path}`")
+    return [f"| `{name}` | {bound} | {', '.join(paths)} |" for (name, bound), paths in sorted(rows.items())]
+
+
+def write() -> str:
+    parts = [INTRODUCTION]
+    for title, rows in SECTIONS:
+        parts.append(f"\n## {title}\n\n| what | bound | who may change it | over it |\n|---|---|---|---|\n")
+        for name, bound, changed_by, answer in rows:
+            shown = f"{bound:,}" if isinstance(bound, int) else str(bound)
+            parts.append(f"| {name} | {shown} | {changed_by or 'nobody'} | {answer} |\n")
+    parts.append(
+        "\n## Fields of requests\n\nNobody may change these; what is over one is a 400 that names the field.\n"
+    )
+    parts.append("\n| field | bound | routes |\n|---|---|---|\n" + "\n".join(field_rows()) + "\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(write())
