@@ -126,7 +126,7 @@ class AdapterTokenizer(TokenTable):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         size, special = self.vocab_size, self.special_ids if skip_special_tokens else frozenset()
-        names = [self._names[i] for i in token_ids if i < size and i not in special and self._names[i]]
+        names = [self._names[i] for i in token_ids if 0 <= i < size and i not in special and self._names[i]]
         return " ".join(names) if self._decoder is None else str(self._decoder.decode(names))
 
     def to_json(self) -> str:
