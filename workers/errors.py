@@ -142,11 +142,11 @@ class InvalidAdapterName(AdapterError):
 
 
 class Overloaded(LorafleetError):
-    def __init__(self, message: str, param: str | None = None, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = 1.0) -> None:
         super().__init__(message, param)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = retry_after_s  # None: waiting does not help.
 
-    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, float]]:  # type: ignore[override]  # wider
+    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, float | None]]:  # type: ignore[override]  # wider
         return type(self), (self.message, self.param, self.retry_after_s)
 
 
@@ -169,13 +169,13 @@ class QuotaExceeded(Overloaded):
         self,
         message: str,
         param: str | None = None,
-        retry_after_s: float = 1.0,
+        retry_after_s: float | None = 1.0,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(message, param, retry_after_s)
         self.headers = headers
 
-    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, float, dict[str, str]]]:  # type: ignore[override]  # wider
+    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, float | None, dict[str, str]]]:  # type: ignore[override]  # wider
         return type(self), (self.message, self.param, self.retry_after_s, dict(self.headers))
 
 

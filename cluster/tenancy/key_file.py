@@ -69,13 +69,15 @@ class _Strict(BaseModel):
 class RateLimits(_Strict):
     """Over all replicas together. None: no limit."""
 
-    requests_per_minute: Limit | None = None
-    tokens_per_minute: Limit | None = None  # of prompts and answers
-    max_concurrent: Limit | None = None  # requests at a time
+    requests_per_minute: Limit | None = None  # A generation counts as its number of sequences.
+    tokens_per_minute: Limit | None = None  # Of prompts and answers.
+    max_concurrent: Limit | None = None  # Sequences that run at a time.
+    count_auxiliary_tokens: bool = False  # tokens_per_minute has those of /tokenize and the like, too.
 
     @property
     def limits_anything(self) -> bool:
-        return any(one is not None for one in (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent))
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent)
+        return any(limit is not None for limit in limits)
 
 
 class TenantLimits(RateLimits):

@@ -1,5 +1,5 @@
 """The whole cluster's counts of what tenants and keys ask for: one token bucket for requests and one for tokens each,
-filled evenly and holding a minute's worth, and how many requests run where. Plain arithmetic, in the directory's
+filled evenly and holding a minute's worth, and how many sequences run where. Plain arithmetic, in the directory's
 process; replicas ask with every request (quota_client.py), so that nothing is admitted twice.
 
 Answers are charged once they are there: a bucket may so fall below nothing, and nobody is admitted until it is filled
@@ -23,10 +23,12 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One request, of all the subjects that it counts for: a tenant, a key."""
+    """What a request wants to use, of all the subjects that it counts for: a tenant, a key."""
 
     subjects: dict[str, Limits]
-    num_tokens: int  # of its prompts
+    num_tokens: int = 0  # Of its prompts.
+    num_requests: int = 1  # Of requests_per_minute.
+    num_running: int = 1  # Sequences that run from now on, of max_concurrent.
 
 
 class Meter(msgspec.Struct, frozen=True):
@@ -38,16 +40,14 @@ class Meter(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """refused_by: "" where the request is admitted; else the bound, a field of Limits, of subject. retry_after_s: None
-    where waiting does not help. requests, tokens: of the subject that has the least left."""
-
-    refused_by: str = ""
-    subject: str = ""
+    refused_by: str = ""  # A field of Limits; "" where the request is admitted.
+    subject: str = ""  # Whose limit that is.
     limit: int = 0
-    value: int = 0
-    retry_after_s: float | None = None
-    requests: Meter | None = None
+    value: int = 0  # What would be used of it.
+    retry_after_s: float | None = None  # None: waiting does not help.
+    requests: Meter | None = None  # Of the subject that has the least left.
     tokens: Meter | None = None
+    num_replicas: int = 0  # How many there are, this one included.
 
 
 class _Bucket:
@@ -79,20 +79,28 @@ class QuotaBook:
         self._requests: dict[str, _Bucket] = {}
         self._tokens: dict[str, _Bucket] = {}
         self._running: dict[str, dict[str, int]] = {}  # by replica and subject
+        self._charged: dict[str, dict[str, int]] = {}  # the totals that each replica told last, by subject
 
     def admit(
-        self, replica_id: str, asks: Sequence[Ask], charges: dict[str, int], running: dict[str, int]
+        self, replica_id: str, asks: Sequence[Ask], totals: dict[str, int], running: dict[str, int]
     ) -> list[Verdict]:
-        """charges: tokens that were answered since the last call, by subject; fewer than none is given back. running:
-        the replica's requests now, without those that it asks for."""
-        for subject, num_tokens in charges.items():
-            if subject in self._tokens:
-                self._tokens[subject].level -= num_tokens
-        self._running[replica_id] = dict(running)
+        """totals: tokens that the replica has ever charged to a subject besides those of its asks. Totals, so that a
+        call that is repeated charges nothing twice. running: its sequences now, without those that it asks for."""
         alive = {replica_id, *self._live()}
-        for gone in self._running.keys() - alive:
-            del self._running[gone]
-        return [self._admit_one(replica_id, ask) for ask in asks]
+        for by_replica in (self._running, self._charged):
+            for gone in by_replica.keys() - alive:
+                del by_replica[gone]
+        self._running[replica_id] = dict(running)
+        charged = self._charged.setdefault(replica_id, {})
+        for subject, total in totals.items():
+            # What a replica charged before this process knew of it is nobody's now.
+            self.charge(subject, total - charged.get(subject, total))
+            charged[subject] = total
+        return [msgspec.structs.replace(self._admit_one(replica_id, ask), num_replicas=len(alive)) for ask in asks]
+
+    def charge(self, subject: str, num_tokens: int) -> None:
+        if subject in self._tokens:
+            self._tokens[subject].level -= num_tokens
 
     def _admit_one(self, replica_id: str, ask: Ask) -> Verdict:
         now_s = self._clock()
@@ -103,9 +111,9 @@ class QuotaBook:
         if not refused:
             mine = self._running[replica_id]
             for subject in ask.subjects:
-                mine[subject] = mine.get(subject, 0) + 1
+                mine[subject] = mine.get(subject, 0) + ask.num_running
                 if subject in self._requests:
-                    self._requests[subject].level -= 1
+                    self._requests[subject].level -= ask.num_requests
                 if subject in self._tokens:
                     self._tokens[subject].level -= ask.num_tokens
         verdict = refused[0] if refused else Verdict()
@@ -120,20 +128,25 @@ class QuotaBook:
             buckets.setdefault(subject, _Bucket(limit, now_s)).fill(limit, now_s)
 
     def _refusal(self, subject: str, limits: Limits, ask: Ask) -> Verdict | None:
-        running = sum(replica.get(subject, 0) for replica in self._running.values())
-        if limits.max_concurrent is not None and running >= limits.max_concurrent:
-            return Verdict("max_concurrent", subject, limits.max_concurrent, running + 1, 1.0)
-        requests, tokens = self._requests.get(subject), self._tokens.get(subject)
-        if requests is not None and requests.level < 1:
-            return Verdict("requests_per_minute", subject, requests.limit, 0, requests.wait_s(1))
-        if tokens is None:
+        return (
+            self._too_many_running(subject, limits.max_concurrent, ask.num_running)
+            or _too_much("requests_per_minute", subject, self._requests.get(subject), ask.num_requests)
+            or _too_much("tokens_per_minute", subject, self._tokens.get(subject), ask.num_tokens)
+        )
+
+    def _too_many_running(self, subject: str, limit: int | None, num_more: int) -> Verdict | None:
+        if limit is None or not num_more:
             return None
-        if ask.num_tokens > tokens.limit:
-            return Verdict("tokens_per_minute", subject, tokens.limit, ask.num_tokens)
-        if tokens.level < max(1, ask.num_tokens):
-            wait_s = tokens.wait_s(max(1, ask.num_tokens))
-            return Verdict("tokens_per_minute", subject, tokens.limit, ask.num_tokens, wait_s)
+        running = sum(replica.get(subject, 0) for replica in self._running.values())
+        if running + num_more <= limit:
+            return None
+        return Verdict("max_concurrent", subject, limit, running + num_more, None if num_more > limit else 1.0)
+
+
+def _too_much(what: str, subject: str, bucket: _Bucket | None, wanted: int) -> Verdict | None:
+    if bucket is None or not wanted or bucket.level >= wanted:
         return None
+    return Verdict(what, subject, bucket.limit, wanted, None if wanted > bucket.limit else bucket.wait_s(wanted))
 
 
 def _least(buckets: dict[str, _Bucket], subjects: Iterable[str]) -> Meter | None:

@@ -2,7 +2,8 @@
 ended.
 
 One call is under way at a time and takes along all that came meanwhile, so a busy replica asks no more often than the
-directory answers. Callers without limits ask for nothing.
+directory answers. Callers without limits ask for nothing. While the directory does not answer, the replica decides by
+itself, with its share of each limit.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from lorafleet.cluster.tenancy.key_file import RateLimits
 from lorafleet.cluster.tenancy.key_ring import KeyRing
-from lorafleet.cluster.tenancy.quota_book import Ask, Limits, Meter, Verdict
-from lorafleet.workers.errors import QuotaExceeded
+from lorafleet.cluster.tenancy.quota_book import Ask, Limits, Meter, QuotaBook, Verdict
+from lorafleet.workers.errors import DirectoryUnavailable, QuotaExceeded
+from lorafleet.workers.openai.admission import Kind
 from lorafleet.workers.openai.caller import Caller
 
 GATHER_S = 0.05  # what ended is told so late at most, where no request comes by
+ANSWER_S = 1.0  # How long a request waits for the directory before this replica decides by itself.
+PROBE_S = 0.5  # How often a directory that does not answer is tried again.
 
 Admit = Callable[[list[Ask], dict[str, int], dict[str, int]], Awaitable[list[Verdict]]]
 
@@ -30,7 +37,7 @@ logger = logging.getLogger("lorafleet.cluster")
 _REMEDIES = {
     "requests_per_minute": "Send fewer requests, or ask the operator for more.",
     "tokens_per_minute": "Send fewer tokens, or ask the operator for more.",
-    "max_concurrent": "Wait for one of them to end, or ask the operator for more.",
+    "max_concurrent": "Wait for some of them to end, or ask the operator for more.",
 }
 
 
@@ -38,105 +45,249 @@ _REMEDIES = {
 class _Admission:
     """See workers/openai/admission.py."""
 
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     end: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """A bucket without a whole request in it: until then nobody needs to be asked."""
+
+    limits: Limits
+    verdict: Verdict
+    until_s: float
+
+    def after(self, wait_s: float) -> Verdict:
+        """The verdict as it is when wait_s of the wait are left."""
+        waited_s = (self.verdict.retry_after_s or 0.0) - wait_s
+        meter = self.verdict.requests
+        requests = None if meter is None else Meter(meter.limit, 0, max(0.0, meter.reset_s - waited_s))
+        return msgspec.structs.replace(self.verdict, retry_after_s=wait_s, requests=requests, tokens=None)
 
 
 class QuotaClient:
     """admit: QuotaBook's, wherever it is, for this replica."""
 
-    def __init__(self, keys: KeyRing, admit: Admit) -> None:
+    def __init__(
+        self,
+        keys: KeyRing,
+        admit: Admit,
+        clock: Callable[[], float] = time.monotonic,
+        answer_s: float = ANSWER_S,
+        probe_s: float = PROBE_S,
+    ) -> None:
         self._keys = keys
         self._admit = admit
+        self._clock = clock
+        self._answer_s, self._probe_s = answer_s, probe_s
         self._asks: list[tuple[Ask, asyncio.Future[Verdict]]] = []
-        self._charges: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()  # tokens charged, of each subject that ever was
+        self._untold: set[str] = set()  # those whose totals the directory does not know
         self._running: Counter[str] = Counter()
-        self._untold = False
+        self._has_news = False
         self._asked = asyncio.Event()  # a request waits for the answer
         self._asking: asyncio.Task[None] | None = None
+        self._spent: dict[str, _Spent] = {}
+        self._num_replicas = 0  # as the directory said last
+        self._is_alone = False  # the directory does not answer
+        self._own_book = QuotaBook(lambda: (), clock)  # for as long as it is alone
 
-    async def admit(self, caller: Caller, num_prompt_tokens: int) -> _Admission | None:
+    async def admit_request(self, caller: Caller, kind: Kind) -> _Admission | None:
+        subjects = self._subjects(caller, kind)
+        if not subjects:
+            return None
+        self._check_spent(subjects)
+        counts_tokens = kind == "auxiliary" and self._counts_auxiliary(caller)
+        verdict = await self._verdict(Ask(subjects, num_tokens=int(counts_tokens), num_running=0))
+        if verdict.refused_by == "requests_per_minute" and verdict.retry_after_s is not None and not self._is_alone:
+            until_s = self._clock() + verdict.retry_after_s
+            self._spent[verdict.subject] = _Spent(subjects[verdict.subject], verdict, until_s)
+        return _Admission(_accepted(verdict), lambda: None)
+
+    async def admit_sequences(self, caller: Caller, num_sequences: int, num_prompt_tokens: int) -> _Admission | None:
         subjects = self._subjects(caller)
         if not subjects:
             return None
-        answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._asks.append((Ask(subjects, num_prompt_tokens), answer))
-        self._ask_soon()
-        verdict = await answer
-        headers = _headers(verdict)
-        if verdict.refused_by:
-            raise QuotaExceeded(_in_words(verdict), None, verdict.retry_after_s or 60.0, headers)
-        return _Admission(headers, lambda: self._end(subjects))
+        ask = Ask(subjects, num_prompt_tokens, num_requests=num_sequences - 1, num_running=num_sequences)
+        headers = _accepted(await self._verdict(ask))
+        return _Admission(headers, lambda: self._end(ask))
 
     def charge(self, caller: Caller, num_tokens: int) -> None:
         for subject in self._subjects(caller):
-            self._charges[subject] += num_tokens
-            self._ask_soon()
+            self._charge(subject, num_tokens)
 
-    def _subjects(self, caller: Caller) -> dict[str, Limits]:
+    def charge_auxiliary(self, caller: Caller, num_tokens: int) -> None:
+        if self._counts_auxiliary(caller):
+            self.charge(caller, num_tokens)
+
+    def _charge(self, subject: str, num_tokens: int) -> None:
+        if self._is_alone:
+            self._own_book.charge(subject, num_tokens)
+            return
+        self._totals[subject] += num_tokens
+        self._untold.add(subject)
+        self._ask_soon()
+
+    def _subjects(self, caller: Caller, kind: Kind = "generation") -> dict[str, Limits]:
         entry = self._keys.entries.get(caller.key_id)
         found = {
             f"tenant {caller.tenant!r}": self._keys.tenant(caller.tenant).limits,
             f"API key {caller.key_id!r}": RateLimits() if entry is None else entry.limits,
         }
+        if kind == "administration":
+            return {
+                f"administration of {subject}": Limits(one.requests_per_minute)
+                for subject, one in found.items()
+                if one.requests_per_minute is not None
+            }
         return {
             subject: Limits(one.requests_per_minute, one.tokens_per_minute, one.max_concurrent)
             for subject, one in found.items()
             if one.limits_anything
         }
 
-    def _end(self, subjects: dict[str, Limits]) -> None:
-        self._running -= Counter(dict.fromkeys(subjects, 1))
+    def _counts_auxiliary(self, caller: Caller) -> bool:
+        entry = self._keys.entries.get(caller.key_id)
+        return self._keys.tenant(caller.tenant).limits.count_auxiliary_tokens or (
+            entry is not None and entry.limits.count_auxiliary_tokens
+        )
+
+    def _check_spent(self, subjects: dict[str, Limits]) -> None:
+        """Who sends on in a loop is refused here and costs the directory nothing. Raises QuotaExceeded."""
+        for subject, limits in subjects.items():
+            spent = self._spent.get(subject)
+            if spent is None:
+                continue
+            wait_s = spent.until_s - self._clock()
+            if wait_s > 0 and spent.limits == limits:
+                _accepted(spent.after(wait_s))
+            del self._spent[subject]
+
+    async def _verdict(self, ask: Ask) -> Verdict:
+        if self._is_alone:
+            return self._decide_alone(ask)
+        answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._asks.append((ask, answer))
+        self._ask_soon()
+        try:
+            return await asyncio.wait_for(answer, self._answer_s)
+        except TimeoutError:
+            return self._decide_alone(ask)
+
+    def _decide_alone(self, ask: Ask) -> Verdict:
+        """With this replica's share of each limit, so that all replicas together admit no more than the limit."""
+        if not self._num_replicas:
+            raise DirectoryUnavailable(
+                "The adapter directory, which counts for the limits of your key and tenant, does not answer, and this "
+                "replica has not heard from it how many replicas share them. Try again in a moment."
+            )
+        shares = {subject: _share(limits, self._num_replicas) for subject, limits in ask.subjects.items()}
+        [verdict] = self._own_book.admit(
+            "", [msgspec.structs.replace(ask, subjects=shares)], {}, {name: self._running[name] for name in shares}
+        )
+        if not verdict.refused_by:
+            self._run(ask)
+        return verdict
+
+    def _run(self, ask: Ask) -> None:
+        for subject in ask.subjects if ask.num_running else ():
+            self._running[subject] += ask.num_running
+
+    def _end(self, ask: Ask) -> None:
+        for subject in ask.subjects:
+            self._running[subject] -= ask.num_running
+            if self._running[subject] <= 0:
+                del self._running[subject]
         self._ask_soon()
 
     def _ask_soon(self) -> None:
-        self._untold = True
+        self._has_news = True
         if self._asks:
             self._asked.set()
         if self._asking is None or self._asking.done():
             self._asking = asyncio.get_running_loop().create_task(self._ask())
 
     async def _ask(self) -> None:
-        while self._untold:
+        while self._has_news:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), GATHER_S)
+                await asyncio.wait_for(self._asked.wait(), self._probe_s if self._is_alone else GATHER_S)
             self._asked.clear()
-            self._untold = False
+            self._has_news = False
             asks, self._asks = self._asks, []
-            charges, self._charges = self._charges, Counter()
+            untold, self._untold = self._untold, set()
+            told = untold.union(*(ask.subjects for ask, _ in asks))
             try:
-                verdicts = await self._admit([ask for ask, _ in asks], dict(charges), dict(self._running))
+                verdicts = await asyncio.wait_for(
+                    self._admit(
+                        [ask for ask, _ in asks], {one: self._totals[one] for one in told}, dict(self._running)
+                    ),
+                    self._answer_s,
+                )
             except Exception as error:
-                logger.warning("quotas cannot be asked for: %r", error)
-                self._charges.update(charges)
-                for _, answer in asks:
-                    if not answer.done():
-                        answer.set_exception(error)
-                self._untold = bool(self._asks)
+                self._go_on_alone(asks, untold, error)
                 continue
+            if self._is_alone:
+                logger.info("quotas: the directory answers again")
+            self._is_alone = False
             for (ask, answer), verdict in zip(asks, verdicts, strict=True):
+                self._num_replicas = verdict.num_replicas
                 self._deliver(ask, answer, verdict)
 
+    def _go_on_alone(self, asks: list[tuple[Ask, asyncio.Future[Verdict]]], untold: set[str], error: Exception) -> None:
+        if not self._is_alone:
+            logger.warning("quotas: the directory does not answer, this replica goes on with its share: %r", error)
+        self._is_alone, self._has_news = True, True
+        self._untold |= untold
+        waiting, self._asks = [*asks, *self._asks], []
+        for ask, answer in waiting:
+            if answer.done():
+                continue
+            try:
+                answer.set_result(self._decide_alone(ask))
+            except DirectoryUnavailable as unavailable:
+                answer.set_exception(unavailable)
+
     def _deliver(self, ask: Ask, answer: asyncio.Future[Verdict], verdict: Verdict) -> None:
-        gone = answer.done()  # the client has left
-        if not verdict.refused_by and not gone:
-            self._running.update(dict.fromkeys(ask.subjects, 1))
+        gone = answer.done()  # the client has left, or this replica has decided by itself
         if not gone:
             answer.set_result(verdict)
-        elif not verdict.refused_by:
-            self._charges.subtract(dict.fromkeys(ask.subjects, ask.num_tokens))
-            self._untold = True
+        if verdict.refused_by:
+            return
+        if not gone:
+            self._run(ask)
+            return
+        for subject in ask.subjects:
+            self._charge(subject, -ask.num_tokens)
+
+
+def _share(limits: Limits, num_replicas: int) -> Limits:
+    return Limits(
+        *(
+            None if limit is None else max(1, limit // num_replicas)
+            for limit in (limits.requests_per_minute, limits.tokens_per_minute, limits.max_concurrent)
+        )
+    )
+
+
+def _accepted(verdict: Verdict) -> dict[str, str]:
+    """The headers of the answer. Raises QuotaExceeded where the request is refused."""
+    headers = _headers(verdict)
+    if verdict.refused_by:
+        raise QuotaExceeded(_in_words(verdict), None, verdict.retry_after_s, headers)
+    return headers
 
 
 def _in_words(verdict: Verdict) -> str:
     bound = f"{verdict.refused_by}={verdict.limit}"
     subject = verdict.subject[0].upper() + verdict.subject[1:]
     if verdict.refused_by == "max_concurrent":
-        said = f"{subject} would run {verdict.value} requests at a time; its limit is {bound}."
+        said = f"{subject} would run {verdict.value} sequences at a time; its limit is {bound}."
     elif verdict.retry_after_s is None:
+        wanted = "prompts have" if verdict.refused_by == "tokens_per_minute" else "request counts as"
+        unit = "tokens" if verdict.refused_by == "tokens_per_minute" else "requests besides the first"
         return (
-            f"The prompt has {verdict.value} tokens, and {verdict.subject} may use {bound} at most: it can never be "
-            "admitted. Shorten it, or ask the operator for more."
+            f"The {wanted} {verdict.value} {unit}, and {verdict.subject} may use {bound} at most: it can never be "
+            "admitted. Ask for less at a time, or ask the operator for more."
         )
     else:
         said = f"{subject} has used up its limit of {bound}; try again in {math.ceil(verdict.retry_after_s)} s."

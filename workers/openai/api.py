@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorafleet import __version__
 from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded
 from lorafleet.workers.limits import MAX_MODEL_CHARS
-from lorafleet.workers.openai.admission import admission_of
+from lorafleet.workers.openai.admission import MAX_AUXILIARY, MAX_UPLOADS, Kind, add_admission, admissions_of
 from lorafleet.workers.openai.audit import audited
-from lorafleet.workers.openai.caller import Needed, sent_key, set_caller
+from lorafleet.workers.openai.caller import Caller, Needed, sent_key, set_caller
 from lorafleet.workers.openai.chat import chat
 from lorafleet.workers.openai.completions import completions
 from lorafleet.workers.openai.docs import docs_routes
@@ -65,6 +65,8 @@ ROUTES: tuple[Route, ...] = (
     ("GET", "/version", "open", version),
     ("GET", "/metrics", "metrics", metrics),
 )
+# Routes that cost work and generate nothing.
+AUXILIARY = frozenset(("/tokenize", "/detokenize", "/v1/responses/input_tokens"))
 CLIENT_LEFT = 499  # nginx's status for a client that went away before its answer
 
 logger = logging.getLogger("lorafleet.http")
@@ -108,7 +110,10 @@ def _endpoint(
     async def admitted(front: Front, request: Request) -> Response:
         if needed != "open" and not front.gate.has_keys:
             front.config.origins.check(request.headers)
-        set_caller(request.scope, front.gate.caller(sent_key(request.headers), needed))
+        caller = front.gate.caller(sent_key(request.headers), needed)
+        set_caller(request.scope, caller)
+        if needed != "open":
+            await _admit(front, request, path, needed, caller)
         for name, value in request.path_params.items():
             if len(value) > MAX_MODEL_CHARS:
                 raise InvalidRequest(
@@ -119,8 +124,20 @@ def _endpoint(
     return endpoint
 
 
+async def _admit(front: Front, request: Request, path: str, needed: Needed, caller: Caller) -> None:
+    """Before anything of the body is read. Raises QuotaExceeded or QueueFull."""
+    if front.quotas is not None:
+        kind: Kind = "administration" if needed != "infer" else "auxiliary" if path in AUXILIARY else "generation"
+        admission = await front.quotas.admit_request(caller, kind)
+        if admission is not None:
+            add_admission(request.scope, admission)
+    most = MAX_AUXILIARY if path in AUXILIARY else MAX_UPLOADS if request.method == "PUT" else None
+    if most is not None:
+        add_admission(request.scope, front.work_bounds.enter(f"{request.method} {path}", most, caller))
+
+
 class CountRequests:
-    """Around every request: counts it by its status, ends its admission, and turns an unforeseen exception into a 500
+    """Around every request: counts it by its status, ends its admissions, and turns an unforeseen exception into a 500
     with a body."""
 
     def __init__(self, app: ASGIApp, get_front: GetFront) -> None:
@@ -137,10 +154,10 @@ class CountRequests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = meant_status(message)
-                admission = admission_of(scope)
-                if admission is not None:
-                    headers = [(name.encode(), value.encode()) for name, value in admission.headers.items()]
-                    message = {**message, "headers": [*message["headers"], *headers]}
+                headers = {name: value for one in admissions_of(scope) for name, value in one.headers.items()}
+                given = [name for name, _ in message["headers"]]  # by a refusal
+                more = [(n.encode(), v.encode()) for n, v in headers.items() if n.encode() not in given]
+                message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
         try:
@@ -155,8 +172,7 @@ class CountRequests:
                 raise  # the answer has begun: only breaking the connection tells the client
             await internal_error_response()(scope, receive, noting_status)
         finally:
-            admission = admission_of(scope)
-            if admission is not None:
+            for admission in admissions_of(scope):
                 admission.end()
             front = self._get_front()
             if front is not None:

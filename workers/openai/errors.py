@@ -117,7 +117,8 @@ def error_response(error: LorafleetError, scope: Scope) -> Response:
     status = http_error(error).status
     headers = None
     if isinstance(error, Overloaded):
-        headers = {"retry-after": str(math.ceil(error.retry_after_s))}
+        wait_s = error.retry_after_s
+        headers = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
         if isinstance(error, QuotaExceeded):
             headers |= error.headers
     elif status == 401:

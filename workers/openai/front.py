@@ -20,7 +20,7 @@ from lorafleet.workers.limits import MAX_BODY_BYTES, MAX_MODEL_CHARS, cut
 from lorafleet.workers.lora import mixing
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import Pooling, TokenizerFile
-from lorafleet.workers.openai.admission import Quotas
+from lorafleet.workers.openai.admission import Quotas, WorkBounds
 from lorafleet.workers.openai.audit import Audit
 from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
 from lorafleet.workers.openai.caller import Caller
@@ -117,6 +117,7 @@ class Front:
         self.scrape = scrape
         self.gate = Gate() if gate is None else gate
         self.quotas = quotas
+        self.work_bounds = WorkBounds()
         self.meter = meter
         self.audit = audit
         self.tenants: Tenants = NoTenants() if tenants is None else tenants

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from lorafleet.workers.errors import EngineDead, InvalidRequest, LorafleetError
 from lorafleet.workers.limits import MAX_SAMPLES
 from lorafleet.workers.messages import EngineRequest, FinishReason, Pooling, SequenceTimes, TokenizerFile
-from lorafleet.workers.openai.admission import set_admission
+from lorafleet.workers.openai.admission import add_admission
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.endpoint import endpoint_of
@@ -289,9 +289,9 @@ async def make_samples(
         front.meter.check_room()
     if front.quotas is not None:
         num_prompt_tokens = sum(len(task.prompt.token_ids) for task in tasks)
-        admission = await front.quotas.admit(caller_of(request), num_prompt_tokens)
+        admission = await front.quotas.admit_sequences(caller_of(request), total, num_prompt_tokens)
         if admission is not None:
-            set_admission(request.scope, admission)
+            add_admission(request.scope, admission)
     if deadline.trace is not None:
         deadline.trace.describe(request_id, endpoint_of(request.scope), tasks)
     samples: list[Sample] = []

@@ -39,6 +39,7 @@ from lorafleet.workers.openai.responses import EventStream, WholeReply, json_res
 from lorafleet.workers.openai.responses_events import ResponseItems
 from lorafleet.workers.openai.responses_input import messages_of
 from lorafleet.workers.openai.streaming import fallback_headers
+from lorafleet.workers.openai.tokenize import charge_auxiliary
 from lorafleet.workers.openai.tool_calls.parser import Event, Text
 from lorafleet.workers.output import Delta
 from lorafleet.workers.structured import spec
@@ -74,6 +75,7 @@ async def count_input_tokens(front: Front, request: Request) -> Response:
         num_tokens = await count_prompt_tokens(front, request, parse_object(_as_chat(body), ChatRequest))
     except InvalidRequest as error:
         raise _in_its_own_words(error) from None
+    charge_auxiliary(front, request, num_tokens)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 

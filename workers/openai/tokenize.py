@@ -22,6 +22,7 @@ async def tokenize(front: Front, request: Request) -> Response:
     model = await front.model(caller_of(request), body.model)
     text, special = await _text(front, model, body)
     token_ids = await encode(front, model, text, add_special_tokens=special)
+    charge_auxiliary(front, request, len(token_ids))
     return json_response(
         {
             "count": len(token_ids),
@@ -50,5 +51,12 @@ async def detokenize(front: Front, request: Request) -> Response:
     body = await read_body(front, request, DetokenizeRequest)
     model = await front.model(caller_of(request), body.model)
     tokens = checked_ids(front, model, body.tokens, "tokens")
+    charge_auxiliary(front, request, len(tokens))
     text = await front.tokenizing.decode(model.tokenizer, tokens, skip_special_tokens=False, group=model.turn_group)
     return json_response({"prompt": text})
+
+
+def charge_auxiliary(front: Front, request: Request, num_tokens: int) -> None:
+    """Charges the tokens of a request that generates nothing."""
+    if front.quotas is not None:
+        front.quotas.charge_auxiliary(caller_of(request), num_tokens)

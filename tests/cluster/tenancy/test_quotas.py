@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from lorafleet.cluster.tenancy.quota_book import Ask, Limits, QuotaBook, Verdict
+from lorafleet.cluster.tenancy.quota_client import QuotaClient
+from lorafleet.workers.openai.admission import MAX_AUXILIARY
 from tests.cluster.tenancy.house import PROMPT, House
 
 
@@ -20,13 +22,20 @@ class Book:
         self.book = QuotaBook(lambda: self.live, lambda: self.now_s)
         self.limits = Limits(**limits)
         self.running = {"r1": 0, "r2": 0}
+        self.totals = {"r1": 0, "r2": 0}
+        for replica in self.live:
+            self.book.admit(replica, [], {"acme": 0}, {})
 
-    def ask(self, replica: str = "r1", num_tokens: int = 1, charge: int = 0) -> Verdict:
+    def ask(self, replica: str = "r1", num_tokens: int = 1, charge: int = 0, n: int = 1) -> Verdict:
         subjects = {"acme": self.limits}
+        self.totals[replica] += charge
         [verdict] = self.book.admit(
-            replica, [Ask(subjects, num_tokens)], {"acme": charge}, {"acme": self.running[replica]}
+            replica,
+            [Ask(subjects, num_tokens, num_requests=n, num_running=n)],
+            {"acme": self.totals[replica]},
+            {"acme": self.running[replica]},
         )
-        self.running[replica] += not verdict.refused_by
+        self.running[replica] += 0 if verdict.refused_by else n
         return verdict
 
 
@@ -73,6 +82,32 @@ def test_requests_at_a_time_are_counted_where_they_run_and_go_with_a_replica_tha
     assert not book.ask("r1").refused_by
 
 
+def test_a_request_counts_as_its_sequences() -> None:
+    book = Book(requests_per_minute=6, max_concurrent=4)
+    assert book.ask(n=5).refused_by == "max_concurrent"
+    assert book.ask(n=5).retry_after_s is None, "waiting does not help"
+    assert not book.ask(n=4).refused_by
+    assert (book.ask(n=1).refused_by, book.ask(n=1).retry_after_s) == ("max_concurrent", 1.0)
+    book.running["r1"] = 0
+    refused = book.ask(n=3)
+    assert (refused.refused_by, refused.retry_after_s) == ("requests_per_minute", 10.0), "2 are left of 6"
+    assert not book.ask(n=2).refused_by
+    never = Book(requests_per_minute=6).ask(n=7)
+    assert never.refused_by == "requests_per_minute" and never.retry_after_s is None
+
+
+def test_what_a_replica_tells_twice_is_charged_once_and_a_new_book_charges_nothing_of_before() -> None:
+    book = Book(tokens_per_minute=100)
+    book.ask(num_tokens=1)
+    for _ in range(3):  # a call whose answer was lost is repeated with the same totals
+        book.book.admit("r1", [], {"acme": 20}, {})
+    left = book.ask(num_tokens=1, charge=20).tokens
+    assert left is not None and left.remaining == 100 - 1 - 20 - 1
+    restarted = QuotaBook(lambda: book.live, lambda: 0.0)
+    [verdict] = restarted.admit("r1", [Ask({"acme": book.limits}, 1)], {"acme": 5000}, {})
+    assert verdict.tokens is not None and verdict.tokens.remaining == 99
+
+
 def test_a_refused_request_uses_nothing_up_of_any_subject() -> None:
     book = QuotaBook(list, lambda: 0.0)
     subjects = {"tenant": Limits(requests_per_minute=5), "key": Limits(requests_per_minute=1)}
@@ -93,7 +128,7 @@ def test_a_changed_limit_keeps_what_was_used() -> None:
 
 async def test_over_http_the_answer_says_what_is_left_and_a_refusal_which_bound_and_when(house: House) -> None:
     house.tenants = {"acme": {"limits": {"requests_per_minute": 3, "tokens_per_minute": 1000}}}
-    house.limits = {"acme": {"tokens_per_minute": 900}}
+    house.limits = {"acme": {"tokens_per_minute": 900}, "public": {"tokens_per_minute": len(PROMPT) - 1}}
     async with house.open():
         house.directory._quotas._clock = lambda: 0.0  # however long the requests take
         first = await house.complete("acme", "base")
@@ -111,16 +146,16 @@ async def test_over_http_the_answer_says_what_is_left_and_a_refusal_which_bound_
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
         assert "Tenant 'acme' has used up its limit of requests_per_minute=3; try again in" in error["message"]
-        for caller in ("rival", "public"):
-            free = await house.complete(caller, "base")
-            assert free.status_code == 200 and "x-ratelimit-limit-requests" not in free.headers
-        too_long = await house.complete("acme", "base", prompt=[7] * 901)
-        assert too_long.status_code == 400 or "it can never be admitted" in too_long.json()["error"]["message"]
+        free = await house.complete("rival", "base")
+        assert free.status_code == 200 and "x-ratelimit-limit-requests" not in free.headers
+        too_long = await house.complete("public", "base")
+        assert too_long.status_code == 429 and "it can never be admitted" in too_long.json()["error"]["message"]
+        assert "retry-after" not in too_long.headers, "waiting does not help"
 
 
 async def admitted_again(house: House) -> None:
     while (await house.complete("acme", "base", max_tokens=1)).status_code != 200:
-        pass
+        await asyncio.sleep(0.01)  # noqa: ASYNC110  # no event says so
 
 
 async def test_requests_at_a_time_are_freed_when_they_end_or_their_client_leaves(house: House) -> None:
@@ -133,7 +168,7 @@ async def test_requests_at_a_time_are_freed_when_they_end_or_their_client_leaves
         house.engine.generate = generate  # type: ignore[method-assign]
         refused = await house.complete("acme", "base")
         assert refused.status_code == 429
-        assert "would run 2 requests at a time; its limit is max_concurrent=1." in refused.json()["error"]["message"]
+        assert "would run 2 sequences at a time; its limit is max_concurrent=1." in refused.json()["error"]["message"]
         assert (await house.complete("rival", "base")).status_code == 200
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -168,3 +203,149 @@ async def test_a_client_that_leaves_while_it_waits_for_the_directory_holds_nothi
         house.tenancy.quotas._admit = admit
         may_answer.set()
         await admitted_again(house)
+
+
+async def test_every_route_that_works_for_a_tenant_counts_and_a_loop_of_bad_requests_ends_in_429(house: House) -> None:
+    house.tenants = {"acme": {"limits": {"requests_per_minute": 40}}}
+    chat = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    calls: list[tuple[str, str, Any, int]] = [  # and what each costs
+        ("POST", "/tokenize", {"prompt": "hi"}, 1),
+        ("POST", "/detokenize", {"tokens": [5]}, 1),
+        ("POST", "/v1/responses/input_tokens", {"model": "base", "input": "hi"}, 1),
+        ("GET", "/v1/models", None, 1),
+        ("POST", "/v1/chat/completions", chat, 1),
+        ("POST", "/v1/completions", {"model": "base", "prompt": ["a", "b"], "n": 3, "max_tokens": 1}, 6),
+        ("POST", "/v1/embeddings", {"model": "base", "input": ["one", "two"]}, 2),
+        ("POST", "/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 1}}, 1),
+        ("POST", "/v1/completions", {"model": "nobody", "prompt": "a"}, 1),  # 404
+        ("POST", "/v1/completions", {"model": "base", "prompt": 7}, 1),  # 400
+        ("POST", "/tokenize", {"oops": 7}, 1),
+    ]
+    async with house.open():
+        house.directory._quotas._clock = lambda: 0.0
+        left = 40
+        for method, path, body, cost in calls:
+            answer = await house.ask("acme", method, path, body)
+            left -= cost
+            assert answer.status_code in (200, 400, 404), answer.text
+            assert answer.headers["x-ratelimit-remaining-requests"] == str(left), path
+        statuses = [(await house.ask("acme", "POST", "/tokenize", {"oops": 7})).status_code for _ in range(left + 5)]
+        assert statuses == [400] * left + [429] * 5
+        refused = await house.ask("acme", "POST", "/v1/completions", {"model": "base", "prompt": 7})
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 2
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert (await house.ask("acme", "GET", "/v1/adapters")).status_code == 200, "administration has its own count"
+        assert (await house.complete("rival", "base")).status_code == 200
+
+
+async def test_who_has_used_all_up_is_refused_without_asking_the_directory_or_reading_the_body(house: House) -> None:
+    house.tenants = {"acme": {"limits": {"requests_per_minute": 1}}}
+    async with house.open():
+        quotas = house.tenancy.quotas
+        assert quotas is not None
+        now_s = house.directory._quotas._clock = quotas._clock = lambda: 0.0
+        admit, num_asked = quotas._admit, 0
+
+        async def counted(asks: Any, totals: Any, running: Any) -> list[Verdict]:
+            nonlocal num_asked
+            num_asked += len(asks)
+            return await admit(asks, totals, running)
+
+        quotas._admit = counted
+        read: list[int] = []
+
+        async def body() -> Any:
+            read.append(1)
+            yield b"{}"
+
+        for _ in range(50):
+            await house.ask("acme", "POST", "/tokenize", content=body())
+        assert num_asked == 2, "one was admitted, one was refused"
+        assert len(read) == 1, "that which was admitted"
+        later = lambda: now_s() + 61  # noqa: E731
+        house.directory._quotas._clock = quotas._clock = later
+        assert (await house.ask("acme", "POST", "/tokenize", {"prompt": "hi"})).status_code == 200
+
+
+async def test_tokens_that_are_only_counted_are_charged_where_the_limits_say_so(house: House) -> None:
+    limits = {"tokens_per_minute": 100}
+    house.tenants = {
+        "acme": {"limits": limits | {"count_auxiliary_tokens": True}},
+        "rival": {"limits": limits},
+    }
+    async with house.open():
+        house.directory._quotas._clock = lambda: 0.0
+        for caller, expected in (("acme", 429), ("rival", 200)):
+            assert (await house.ask(caller, "POST", "/detokenize", {"tokens": [5] * 150})).status_code == 200
+            status = 0
+            for _ in range(20):  # what was charged is told a moment later
+                status = (await house.ask(caller, "POST", "/detokenize", {"tokens": [5]})).status_code
+                if status == 429:
+                    break
+                await asyncio.sleep(0.02)
+            assert status == expected, caller
+
+
+async def test_auxiliary_work_and_uploads_of_one_tenant_are_bounded_also_without_limits(house: House) -> None:
+    async with house.open():
+        asked, may_end = asyncio.Semaphore(0), asyncio.Event()
+
+        async def slow() -> Any:
+            asked.release()
+            await may_end.wait()
+            yield b'{"prompt": "hi"}'
+
+        running = [
+            asyncio.create_task(house.ask("acme", "POST", "/tokenize", content=slow())) for _ in range(MAX_AUXILIARY)
+        ]
+        for _ in running:
+            await asked.acquire()
+        refused = await house.ask("acme", "POST", "/tokenize", {"prompt": "hi"})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert (await house.ask("rival", "POST", "/tokenize", {"prompt": "hi"})).status_code == 200
+        assert (await house.complete("acme", "base")).status_code == 200
+        may_end.set()
+        assert [answer.status_code for answer in await asyncio.gather(*running)] == [200] * MAX_AUXILIARY
+        assert (await house.ask("acme", "POST", "/tokenize", {"prompt": "hi"})).status_code == 200
+
+
+class Silent:
+    """A directory that can be stopped: its calls then never end."""
+
+    def __init__(self, quotas: QuotaClient) -> None:
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self._admit = quotas._admit
+        quotas._admit = self
+
+    async def __call__(self, asks: Any, totals: Any, running: Any) -> list[Verdict]:
+        await self.answers.wait()
+        return await self._admit(asks, totals, running)
+
+
+async def test_while_the_directory_is_silent_a_replica_goes_on_with_its_share_of_each_limit(house: House) -> None:
+    house.tenants = {"acme": {"limits": {"requests_per_minute": 8, "max_concurrent": 6}}}
+    async with house.open():
+        quotas = house.tenancy.quotas
+        assert quotas is not None
+        quotas._answer_s, quotas._probe_s = 0.05, 0.01
+        directory = Silent(quotas)
+        directory.answers.clear()
+        unknown = await house.complete("acme", "base")
+        assert unknown.status_code == 503 and "retry-after" in unknown.headers, "how many replicas there are is unknown"
+        directory.answers.set()
+        await admitted_again(house)
+        quotas._num_replicas = 2
+        quotas._own_book._clock = lambda: 0.0
+        directory.answers.clear()
+        too_many = await house.complete("acme", "base", n=4, temperature=1.0)
+        assert too_many.status_code == 429 and "max_concurrent=3" in too_many.json()["error"]["message"]
+        answers = [await house.complete("acme", "base") for _ in range(6)]
+        statuses = [answer.status_code for answer in answers]
+        assert statuses == [200] * 3 + [429] * 3, "one of its four was used by the request with n=4"
+        assert answers[-1].headers["x-ratelimit-limit-requests"] == "4" and "retry-after" in answers[-1].headers
+        assert (await house.complete("rival", "base")).status_code == 200
+        directory.answers.set()
+        await admitted_again(house)  # by itself
+        assert not quotas._is_alone and not quotas._running
