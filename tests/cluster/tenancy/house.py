@@ -123,6 +123,8 @@ class House:
         headers = {} if caller is None else {"authorization": f"Bearer {self.keys[caller]}"}
         if body is not None:
             more["json"] = body
+        if path == "/tokenize":
+            headers["content-type"] = "application/json"  # also of a body that is sent in parts
         return await self.http.request(method, path, headers=headers, **more)
 
     async def complete(self, caller: str, model: str, **fields: Any) -> httpx.Response:
