@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lorafleet.cluster import administration, app, directory_socket, haproxy_config, membership
+from lorafleet.cluster import administration, directory_socket, haproxy_config, membership
 from lorafleet.cluster.admin_api import MAX_UPLOAD_BYTES, admin_routes
 from lorafleet.cluster.catalogue import records
 from lorafleet.cluster.config import AppArgs
@@ -142,7 +142,6 @@ QUEUES = [
     Limit("templates of one tenant that wait", templates.MAX_TEMPLATES_WAITING, "", BUSY),
     Limit("grammars of one tenant that wait", grammar_process.MAX_GRAMMARS_WAITING, "", BUSY),
     Limit("adapters' languages of one tenant that wait", languages.MAX_LANGUAGES_WAITING, "", BUSY),
-    Limit("requests that wait for a router", app.MAX_ROUTED, "", "503"),
     Limit("wait for the quotas", seconds(membership.ADMIT_S), "", "503, with Retry-After"),
     Limit("wait for the directory", seconds(membership.PATIENCE_S), "", "503, with Retry-After"),
     Limit(
