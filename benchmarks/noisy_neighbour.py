@@ -38,7 +38,7 @@ from noisy.world import World, serving
 
 AFTER_S = 3.0  # what an attack leaves behind is seen by questions of this time
 GRACE_S = 60.0  # for an attacking process to end
-NICENESS = 19
+NICENESS = 10
 
 
 def main() -> None:
@@ -80,14 +80,15 @@ def _print_list() -> None:
 async def _rounds(world: World, groups: Sequence[Sequence[Attack]], attack_s: float, interval_s: float) -> list[Round]:
     await world.push_adapters()
     quiet = QuietTenant(world.server.url, world.keys["quiet"], world.questions, interval_s)
-    await quiet.learn()
     print(report.HEADER, flush=True)
     rounds = []
-    for group in ([], *groups):
-        one = await _round(world, quiet, group, attack_s)
-        print(report.row(one), flush=True)
-        rounds.append(one)
-        await world.settle()
+    async with contextlib.aclosing(quiet):
+        await quiet.learn()
+        for group in ([], *groups):
+            one = await _round(world, quiet, group, attack_s)
+            print(report.row(one), flush=True)
+            rounds.append(one)
+            await world.settle()
     return rounds
 
 

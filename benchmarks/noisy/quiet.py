@@ -35,9 +35,14 @@ class Answer:
 
 
 class QuietTenant:
+    """Ends with `aclose`."""
+
     def __init__(self, url: str, key: str, questions: Sequence[Question], interval_s: float) -> None:
-        self._url = url
-        self._headers = {"authorization": f"Bearer {key}"}
+        headers = {"authorization": f"Bearer {key}"}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=PATIENCE_S, limits=limits, trust_env=False
+        )
         self._questions = questions
         self._interval_s = interval_s
         self._right: dict[Question, str] = {}
@@ -45,8 +50,7 @@ class QuietTenant:
     async def learn(self) -> None:
         """Takes the answers to all questions while nobody else asks anything: they are the right ones."""
         for question in self._questions:
-            async with self._client() as http:
-                answer = await http.post("/v1/chat/completions", json=self._body(question))
+            answer = await self._http.post("/v1/chat/completions", json=self._body(question))
             answer.raise_for_status()
             self._right[question] = answer.json()["choices"][0]["message"]["content"]
 
@@ -74,15 +78,15 @@ class QuietTenant:
     async def _ask(self, question: Question, answers: list[Answer]) -> None:
         answer = Answer(time.monotonic())
         try:
-            async with asyncio.timeout(PATIENCE_S), self._client() as http:
-                await self._read(http, question, answer)
+            async with asyncio.timeout(PATIENCE_S):
+                await self._read(question, answer)
         except (TimeoutError, httpx.HTTPError) as error:
             answer.fault = f"{type(error).__name__} after {time.monotonic() - answer.asked_s:.1f} s"
         answers.append(answer)
 
-    async def _read(self, http: httpx.AsyncClient, question: Question, answer: Answer) -> None:
+    async def _read(self, question: Question, answer: Answer) -> None:
         body = self._body(question) | {"stream": True}
-        async with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        async with self._http.stream("POST", "/v1/chat/completions", json=body) as stream:
             answer.status = stream.status_code
             if answer.status != 200:
                 answer.fault = f"{answer.status}: {(await stream.aread()).decode(errors='replace')[:200]}"
@@ -105,8 +109,8 @@ class QuietTenant:
         message: Mapping[str, str] = {"role": "user", "content": text}
         return {"model": model, "messages": [message], "max_tokens": MAX_TOKENS, "temperature": 0}
 
-    def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=PATIENCE_S, trust_env=False)
+    async def aclose(self) -> None:
+        await self._http.aclose()
 
 
 def _words(line: str) -> str:

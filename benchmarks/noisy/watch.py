@@ -13,10 +13,11 @@ import httpx
 import psutil
 
 MIB = 1 << 20
-SAMPLE_S = 0.5
+SAMPLE_S = 1.0
 PROBE_S = 10.0  # longest wait for an answer of /health or /metrics
-# Those that answer requests, whose end somebody notices.
-SERVING = ("EngineReplica", "WorkerActor", "AdapterRouter", "DirectoryActor", "ProxyActor", "haproxy")
+# Those that must not end. A HAProxy gives way to another when a replica comes or goes.
+SERVING = ("EngineReplica", "WorkerActor", "AdapterRouter", "DirectoryActor", "ProxyActor")
+SETTLED_S = 60.0  # until then a process may still take its role
 
 _Identity = tuple[int, float]  # pid and start: a pid may be given twice
 
@@ -78,7 +79,7 @@ class Watch:
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 who = (process.pid, process.create_time())
-                if who not in self._roles or self._roles[who] not in SERVING:
+                if who not in self._roles or time.time() - who[1] < SETTLED_S:
                     self._roles[who] = role_of(process.cmdline() or [process.name()])
                 found[who] = process
         return found

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,11 +114,11 @@ async def answering_server(*words: str, pause_s: float = 0.0) -> AsyncIterator[s
 
 
 async def asked(url: str) -> Sequence[Answer]:
-    quiet = QuietTenant(url, "lf-key", [QUESTION], interval_s=60)
-    await quiet.learn()
-    async with quiet.asking() as answers:
-        await until(lambda: bool(answers))
-    return answers
+    async with aclosing(QuietTenant(url, "lf-key", [QUESTION], interval_s=60)) as quiet:
+        await quiet.learn()
+        async with quiet.asking() as answers:
+            await until(lambda: bool(answers))
+        return answers
 
 
 async def test_the_quiet_tenant_times_first_tokens_and_gaps() -> None:
@@ -140,7 +140,7 @@ async def test_the_quiet_tenant_notices_that_nobody_answers() -> None:
     async with answering_server("Arr, ", "matey") as url:
         quiet = QuietTenant(url, "lf-key", [QUESTION], interval_s=60)
         await quiet.learn()
-    async with quiet.asking() as answers:
+    async with aclosing(quiet), quiet.asking() as answers:
         await until(lambda: bool(answers))
     assert answers[0].status == 0
     assert "ConnectError" in str(answers[0].fault)
@@ -198,17 +198,17 @@ def test_times_of_nothing_are_not_numbers() -> None:
 async def test_the_watch_notices_a_process_that_grows_and_one_that_ends() -> None:
     grows = "print(flush=True); input(); data = bytearray(b'x') * (64 << 20); print(len(data), flush=True); input()"
     pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec("python", "-c", grows, "haproxy", stdin=pipe, stdout=pipe)
+    child = await asyncio.create_subprocess_exec("python", "-c", grows, "DirectoryActor", stdin=pipe, stdout=pipe)
     assert child.stdin is not None and child.stdout is not None
     await child.stdout.readline()
     watch = Watch(os.getpid())
     child.stdin.write(b"\n")
     await child.stdout.readline()
     watch.sample()
-    assert watch.seen().grown_mib[f"haproxy {child.pid}"] > 50
+    assert watch.seen().grown_mib[f"DirectoryActor {child.pid}"] > 50
     child.stdin.write(b"\n")
     await child.wait()
-    assert watch.seen().lost == [f"haproxy {child.pid}"]
+    assert watch.seen().lost == [f"DirectoryActor {child.pid}"]
 
 
 def test_processes_are_known_by_their_roles_and_others_by_their_programs() -> None:
