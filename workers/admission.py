@@ -24,8 +24,9 @@ MAX_RETRY_S = 60.0  # what clients of OpenAI's make accept; they ignore a longer
 
 class Admission:
     """max_queued: requests are refused once this many more sequences are here than a step holds. max_tokens: of those
-    that wait, unless none does. None: no bound. num_apart: sequences that wait elsewhere than in the scheduler's queue,
-    for their grammar."""
+    that wait, unless none does. Both bind a tenant only once it has its share of them, so that a queue that is full of
+    one tenant's requests still takes another's. None: no bound. num_apart: sequences that wait elsewhere than in the
+    scheduler's queue, for their grammar."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Admission:
         self._num_apart = num_apart
         self._clock = clock
         self._groups: dict[str, Group] = {}
+        self._num_of: Counter[str] = Counter()  # sequences that are here, by tenant
         self._deadlines: list[tuple[float, int]] = []  # heap: when, number; of sequences that have ended too
         self._timed: dict[int, tuple[Sequence, float]] = {}  # by number: those that have not ended, and their timeouts
         self._numbers = count()
@@ -52,11 +54,12 @@ class Admission:
         how many there will be is not known then, so a request of many may go over a bound."""
         group = self._groups.get(request.group)
         if group is None:
-            self._check_room(len(request.prompt_token_ids))
+            self._check_room(request.tenant, len(request.prompt_token_ids))
             group = Group(request.group)
             if request.group:
                 self._groups[request.group] = group
         group.unfinished += 1
+        self._num_of[request.tenant] += 1
         return group
 
     def queued(self, sequence: Sequence, timeout_s: float | None) -> None:
@@ -68,6 +71,9 @@ class Admission:
 
     def left(self, sequence: Sequence) -> None:
         """A sequence has ended."""
+        self._num_of[sequence.tenant] -= 1
+        if not self._num_of[sequence.tenant]:
+            del self._num_of[sequence.tenant]
         group = sequence.group
         group.unfinished -= 1
         if not group.unfinished:
@@ -103,10 +109,10 @@ class Admission:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._timed]
             heapify(self._deadlines)
 
-    def _check_room(self, num_tokens: int) -> None:
+    def _check_room(self, tenant: str, num_tokens: int) -> None:
         waiting = self._scheduler.waiting
         num_beyond = self._scheduler.num_beyond_a_step + self._num_apart()
-        if self._max_queued is not None and num_beyond >= self._max_queued:
+        if self._max_queued is not None and num_beyond >= self._max_queued and self._has_its_places(tenant):
             self.refused["requests"] += 1
             raise QueueFull(
                 f"{len(waiting)} requests wait on this replica, which lets max_queued_requests={self._max_queued} "
@@ -114,7 +120,8 @@ class Admission:
                 retry_after_s=self.retry_after_s(),
             )
         # What is longer than the bound by itself can only ever start where nothing waits.
-        if self._max_tokens is not None and waiting and waiting.num_tokens + num_tokens > self._max_tokens:
+        over = self._max_tokens is not None and waiting and waiting.num_tokens + num_tokens > self._max_tokens
+        if over and self._has_its_tokens(tenant, num_tokens):
             self.refused["tokens"] += 1
             raise QueueFull(
                 f"{waiting.num_tokens} tokens wait on this replica; with this request's {num_tokens} they would be "
@@ -122,6 +129,21 @@ class Admission:
                 "num_replicas, if this lasts.",
                 retry_after_s=self.retry_after_s(),
             )
+
+    def _has_its_places(self, tenant: str) -> bool:
+        """Whether the tenant has as many sequences here as each tenant could have."""
+        assert self._max_queued is not None
+        return self._num_of[tenant] * self._num_tenants_with(tenant) >= self._scheduler.max_num_seqs + self._max_queued
+
+    def _has_its_tokens(self, tenant: str, num_tokens: int) -> bool:
+        """Whether the tenant would have more tokens waiting than each tenant could have."""
+        assert self._max_tokens is not None
+        tokens = self._scheduler.waiting.tokens_of(tenant) + num_tokens
+        return tokens * self._num_tenants_with(tenant) > self._max_tokens
+
+    def _num_tenants_with(self, tenant: str) -> int:
+        """Tenants here; this one counts, whether or not it is here already."""
+        return len(self._num_of.keys() | {tenant})
 
     def _timeout(self, timeout_s: float) -> QueueTimeout:
         return QueueTimeout(

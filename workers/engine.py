@@ -125,6 +125,7 @@ class Engine:
             priority=request.priority,
             pooling=request.pooling,
             cache_salt=request.cache_salt,
+            tenant=request.tenant,
             times=SequenceTimes() if request.traced else None,
         )
 

@@ -41,12 +41,12 @@ class EngineRequest(msgspec.Struct, kw_only=True):
 
     vocabulary: the adapter's own, which AdapterInfo and its tokenizer's files give; None: the base's. language: that of
     the files that the prompt was tokenized by (AdapterInfo.language). tokenizer: where params.structured_outputs is
-    given. group: what all
-    sequences of one client's request have in common; "" for one that is alone. queue_timeout_s: how long it may wait to
-    start; None: as long as it takes. cache_salt: only requests with the same one share keys and values. traced: its
-    outputs tell its times. priority: among those that wait for one adapter, the
-    lower is the sooner. pooling: an embedding is wanted and no answer; params.max_tokens is 1 then.
-    turn_group: whose turn it takes where its grammar is compiled: its tenant's, or its adapter's where it has none.
+    given. group: what all sequences of one client's request have in common; "" for one that is alone. queue_timeout_s:
+    how long it may wait to start; None: as long as it takes. cache_salt: only requests with the same one share keys and
+    values. tenant: who takes turns with other tenants; "" is that of all callers without one. traced: its outputs tell
+    its times. priority: among those that wait for one adapter, the lower is the sooner. pooling: an embedding is wanted
+    and no answer; params.max_tokens is 1 then. turn_group: whose turn it takes where its grammar is compiled: its
+    tenant's, or its adapter's where it has none.
     """
 
     request_id: str
@@ -61,6 +61,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     priority: int = 0
     pooling: Pooling | None = None
     cache_salt: str = ""
+    tenant: str = ""
     traced: bool = False
     turn_group: str = ""
 

@@ -4,7 +4,10 @@ Continuous batching with chunked prefill: running sequences first (decodes take 
 their adapters' turns (fair_queue.py), as far as the step's tokens, its sequences, the KV blocks and the adapter slots
 reach. A step's time is that of its tokens, and every stream waits for it: so a step that decodes takes fewer prompt
 tokens. When blocks run out the youngest running sequence is preempted and computed anew later (its prefix is often
-still cached).
+still cached): of the tenant that runs most, where there are several.
+
+Tenants share a step: where one waits for a place or for blocks while another runs more sequences, the youngest of the
+other's is preempted for it, one a step. So nobody waits for the long answers of a neighbor to end.
 
 More adapters than slots: a waiting request whose adapter has no slot claims one of those in use. No request whose turn
 is after its own is admitted to a claimed slot, so the slot drains and is handed over, and no adapter starves.
@@ -14,8 +17,10 @@ Source of the policy: continuous batching as in Orca (OSDI 22), chunked prefill 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from lorafleet.workers.fair_queue import FairQueue
 from lorafleet.workers.kv_cache import KVCacheManager
@@ -57,8 +62,9 @@ class Scheduler:
         self.waiting = FairQueue(slot_credit=max_num_batched_tokens)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.max_num_seqs = max_num_seqs
+        self._must_yield = False  # a tenant waits for room that could not be made while a step was under way
         self._rope = rope
-        self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_mixed_tokens = max_num_mixed_tokens
 
@@ -69,7 +75,7 @@ class Scheduler:
     @property
     def num_beyond_a_step(self) -> int:
         """Sequences that would have to wait even if each that can did run. Negative where there is room."""
-        return len(self.waiting) + len(self.running) - self._max_num_seqs
+        return len(self.waiting) + len(self.running) - self.max_num_seqs
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
@@ -77,19 +83,20 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, in the order of their tokens: decodes first, so that attention can take them apart.
         Empty where everything waits for an adapter."""
+        favored = self._make_room() if self.waiting else None
         chunks, budget = self._schedule_running()
         self.waiting.sort(self.loras.slots.digests if self.loras is not None else ())
         if self.loras is not None:
             self.loras.prefetch(self.waiting_adapters())
         if self.waiting:
-            chunks += self._schedule_waiting(budget)
+            chunks += self._schedule_waiting(budget, favored)
         return chunks
 
     @property
     def may_preempt(self) -> bool:
         """Whether the next step might run out of blocks, or begin a sequence anew: then it must know every token of
         the last."""
-        if self.kv.num_free < len(self.running):
+        if self._must_yield or self.kv.num_free < len(self.running):
             return True
         return self._rope.depends_on_length and any(self._turns_anew(sequence) for sequence in self.running)
 
@@ -117,7 +124,7 @@ class Scheduler:
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
         # Others have their last token under way.
-        unfinished = [s for s in self.running if s.num_generated < s.max_tokens]
+        unfinished = [s for s in self._poorest_first() if s.num_generated < s.max_tokens]
         budget = self._prompt_budget(sum(s.num_uncomputed == 1 for s in unfinished))
         for sequence in unfinished:
             is_decode = sequence.num_uncomputed == 1
@@ -128,8 +135,8 @@ class Scheduler:
                 sequence.num_rotated = len(sequence.tokens)
                 self._preempt(sequence)
                 continue
-            if not self._grow_or_preempt(sequence, num_tokens):
-                break  # the sequence itself was the youngest, and with it the last
+            if not self._grow_or_preempt(sequence, num_tokens, unfinished):
+                break  # it was the last itself
             (decodes if is_decode else prompts).append(self._chunk(sequence, num_tokens))
             budget -= 0 if is_decode else num_tokens
         return decodes + prompts, budget
@@ -149,14 +156,54 @@ class Scheduler:
             return room
         return min(room, max(self._max_num_mixed_tokens - num_decodes, -(-self._max_num_mixed_tokens // 2)))
 
-    def _grow_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _grow_or_preempt(self, sequence: Sequence, num_tokens: int, unfinished: list[Sequence]) -> bool:
+        """unfinished: in the order in which they are scheduled. The last is preempted first."""
         assert sequence.blocks is not None
         while not self.kv.grow(sequence.blocks, sequence.num_computed + num_tokens):
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is sequence:
+            last = next(one for one in reversed(unfinished) if one.blocks is not None)
+            self._preempt(last)
+            if last is sequence:
                 return False
         return True
+
+    def _poorest_first(self) -> list[Sequence]:
+        """The running sequences, those of tenants that run fewest first, else in the order of their start."""
+        numbers = Counter(one.tenant for one in self.running)
+        return sorted(self.running, key=lambda one: numbers[one.tenant]) if len(numbers) > 1 else list(self.running)
+
+    def _make_room(self) -> str | None:
+        """Preempts for a tenant that waits while another runs more sequences than it would even then. Returns the
+        tenant that room was made for.
+
+        At most one tenant a step, and one place: all tenants come to run as many, as far as they ask for as many.
+        """
+        self._must_yield = False
+        numbers = Counter(one.tenant for one in self.running)
+        for tenant in self.waiting.waiting_tenants():
+            richest, most = max(numbers.items(), key=itemgetter(1), default=("", 0))
+            if most <= numbers[tenant] + 1:
+                continue
+            head = next((one for one in self.waiting.heads_of(tenant) if self._is_at_hand(one)), None)
+            if head is None or self._has_room(head):
+                continue
+            victim = next(one for one in reversed(self.running) if one.tenant == richest)
+            if victim.tokens[-1] == UNKNOWN:
+                self._must_yield = True
+                return None
+            self._preempt(victim)
+            return tenant
+        return None
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        fits = self.kv.blocks_for(len(sequence.tokens)) <= self.kv.num_free
+        return fits and len(self.running) < self.max_num_seqs
+
+    def _is_at_hand(self, sequence: Sequence) -> bool:
+        """Whether it needs no slot, or its adapter is in one."""
+        if sequence.lora is None or self.loras is None:
+            return True
+        slot = self.loras.slots.find(sequence.lora.digest)
+        return slot is not None and self.loras.slots.is_ready(slot)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -175,12 +222,13 @@ class Scheduler:
             self.loras.slots.let_go(sequence.slot)
             sequence.slot = None
 
-    def _schedule_waiting(self, budget: int) -> list[Chunk]:
+    def _schedule_waiting(self, budget: int, favored: str | None) -> list[Chunk]:
+        """favored: the tenant that room was made for."""
         chunks: list[Chunk] = []
         blocked: set[str] = set()  # adapters that this pass has found without a usable slot
         claimed: set[int] = set()  # slots that drain for a request further ahead
-        turns = self.waiting.turns()
-        while budget > 0 and len(self.running) < self._max_num_seqs and (sequence := next(turns, None)) is not None:
+        turns = self.waiting.turns(favored)
+        while budget > 0 and len(self.running) < self.max_num_seqs and (sequence := next(turns, None)) is not None:
             slot = self._slot_for(sequence, blocked, claimed)
             if sequence.lora is not None and slot is None:
                 continue

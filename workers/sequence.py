@@ -20,13 +20,24 @@ UNKNOWN = -1  # a token that the device has sampled, or will, and the host has n
 
 
 @dataclass(slots=True, eq=False)
+class TenantTurn:
+    """One tenant in the FairQueue."""
+
+    name: str
+    served: int = 0  # virtual counter, in weighted tokens, as a Lane's
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Lane:
-    """One adapter's requests in the FairQueue. served: its virtual counter, in weighted tokens. place: the smaller, the
-    sooner it is its turn. unfinished: its sequences that wait or run."""
+    """One adapter's requests of one tenant in the FairQueue. served: its virtual counter, in weighted tokens. place:
+    the smaller, the sooner it is its turn. unfinished: its sequences that wait or run."""
 
     digest: str
+    tenant: TenantTurn
     served: int = 0
-    place: int = 0
+    place: tuple[int, int] = (0, 0)
     waiting: deque[Sequence] = field(default_factory=deque)
     unfinished: int = 0
 
@@ -80,6 +91,7 @@ class Sequence:
     queued_s: float = 0.0
     started_s: float = 0.0
     cache_salt: str = ""
+    tenant: str = ""
     times: SequenceTimes | None = None
     deadline_number: int | None = None  # of its entry among Admission's deadlines
     vocab_size: int = 0  # of its own vocabulary: all of its tokens are below

@@ -25,11 +25,13 @@ class Queue:
         self.scheduler = Scheduler(KVCacheManager(4096, 16, False), None, rope, 2, 8192, 512)
         self.admission = Admission(self.scheduler, max_queued, max_tokens, lambda: self.now)
 
-    def add(self, name: str, group: str = "", timeout_s: float | None = None, num_prompt: int = 10) -> Sequence:
-        params = SamplingParams()
-        request = EngineRequest(request_id=name, prompt_token_ids=[1] * num_prompt, params=params, group=group)
+    def add(
+        self, name: str, group: str = "", timeout_s: float | None = None, num_prompt: int = 10, tenant: str = ""
+    ) -> Sequence:
+        params, prompt = SamplingParams(), [1] * num_prompt
+        request = EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, group=group, tenant=tenant)
         joined = self.admission.join(request)
-        added = Sequence(name, [1] * num_prompt, num_prompt, params, 0, 100, group=joined)
+        added = Sequence(name, prompt, num_prompt, params, 0, 100, group=joined, tenant=tenant)
         self.scheduler.add(added)
         self.admission.queued(added, timeout_s)
         return added
@@ -149,7 +151,7 @@ def test_a_request_that_has_started_with_one_sequence_keeps_the_others():
     queue.end(first)  # it has started, and even ended
     queue.add("third", group="a", timeout_s=1.0)
     queue.add("late", group="b", timeout_s=1.0)
-    queue.scheduler._max_num_seqs = 1
+    queue.scheduler.max_num_seqs = 1
     assert queue.step(2.0) == ["late"]
 
 
@@ -158,7 +160,7 @@ def test_a_preempted_sequence_is_not_refused():
     started = queue.add("started", timeout_s=1.0)
     queue.step()
     queue.scheduler._preempt(started)
-    queue.scheduler._max_num_seqs = 0
+    queue.scheduler.max_num_seqs = 0
     assert queue.step(10.0) == []
     assert list(queue.scheduler.waiting) == [started]
 
@@ -184,7 +186,7 @@ def test_retry_after_is_what_the_backlog_takes_at_the_rate_of_service():
 def test_retry_after_has_bounds_where_nothing_is_known_and_where_nothing_moves():
     queue = Queue(max_queued=None)
     assert queue.admission.retry_after_s() == 1.0
-    queue.scheduler._max_num_seqs = 0
+    queue.scheduler.max_num_seqs = 0
     queue.add("stuck")
     queue.step()
     queue.step(10.0)
@@ -221,3 +223,28 @@ def test_a_sequence_that_has_ended_is_not_kept_until_its_deadline():
     assert len(queue.admission._deadlines) <= SPARE_DEADLINES + 2
     assert queue.step(5.0) == ["late"]
     assert queue.step(2e9) == []
+
+
+def test_a_queue_that_one_tenant_has_filled_still_takes_another_s_share():
+    queue = Queue(max_queued=6)  # beside two that run: places for eight
+    for i in range(8):
+        queue.add(str(i), tenant="noisy")
+    with pytest.raises(QueueFull):
+        queue.add("9th", tenant="noisy")
+    taken = [queue.add(f"quiet {i}", tenant="quiet") for i in range(4)]
+    with pytest.raises(QueueFull, match="max_queued_requests=6"):
+        queue.add("quiet 5th", tenant="quiet")
+    queue.end(taken[0])
+    queue.add("quiet 5th", tenant="quiet")
+    with pytest.raises(QueueFull):
+        queue.add("9th", tenant="noisy")
+
+
+def test_so_it_is_with_tokens():
+    queue = Queue(max_queued=None, max_tokens=100)
+    queue.add("1st", num_prompt=100, tenant="noisy")
+    with pytest.raises(QueueFull):
+        queue.add("2nd", num_prompt=1, tenant="noisy")
+    queue.add("quiet", num_prompt=50, tenant="quiet")
+    with pytest.raises(QueueFull, match="max_queued_tokens=100"):
+        queue.add("quiet too", num_prompt=1, tenant="quiet")

@@ -244,3 +244,58 @@ def test_priority_orders_an_adapters_requests_and_takes_no_turn_from_another():
     order = [serve_next(queue, num_output=1).request_id for _ in range(6)]
     assert [name for name in order if name != "other"] == ["urgent", "first", "second", "late", "later"]
     assert order.index("other") == 1
+
+
+def of_tenant(tenant: str, adapter: str, name: str = "r", num_prompt: int = 10) -> Sequence:
+    made = sequence(adapter, name, num_prompt)
+    made.tenant = tenant
+    return made
+
+
+def test_a_tenant_gains_nothing_by_ever_new_adapters():
+    queue = FairQueue(slot_credit=100)
+    served = Counter[str]()
+    for i in range(1000):
+        queue.add(of_tenant("noisy", f"new {i}"))
+        queue.add(of_tenant("noisy", f"new too {i}"))
+        queue.add(of_tenant("quiet", "own"))
+        served[serve_next(queue, frozenset({"own"}), num_output=5).tenant] += 1
+    assert abs(served["noisy"] - served["quiet"]) <= 2 * 100 // cost(sequence(""), 5) + 1
+
+
+def test_two_tenants_requests_for_one_adapter_are_of_different_lanes():
+    queue = FairQueue(slot_credit=0)
+    for i in range(20):
+        queue.add(of_tenant("noisy", "public", str(i)))
+    queue.add(of_tenant("quiet", "public", "first"))
+    assert [serve_next(queue).tenant for _ in range(2)].count("quiet") == 1
+
+
+def test_a_tenant_that_comes_back_has_not_saved_up_turns():
+    queue = FairQueue(slot_credit=0)
+    for i in range(40):
+        queue.add(of_tenant("busy", "a", str(i)))
+    for _ in range(20):
+        serve_next(queue)
+    for i in range(20):
+        queue.add(of_tenant("back", "b", str(i)))
+    assert Counter(serve_next(queue).tenant for _ in range(20)) == {"busy": 10, "back": 10}
+
+
+def test_the_tenant_that_room_was_made_for_comes_first():
+    queue = FairQueue(slot_credit=0)
+    for tenant in ("noisy", "quiet"):
+        queue.add(of_tenant(tenant, "a"))
+    queue.sort(())
+    assert [one.tenant for one in queue.turns("quiet")] == ["quiet", "noisy"]
+    assert [one.tenant for one in queue.turns()] == ["noisy", "quiet"]
+
+
+def test_waiting_tokens_are_counted_by_tenant():
+    queue = FairQueue(slot_credit=0)
+    for tenant, num_prompt in (("noisy", 30), ("noisy", 40), ("quiet", 5)):
+        queue.add(of_tenant(tenant, "a", num_prompt=num_prompt))
+    assert [queue.tokens_of(tenant) for tenant in ("noisy", "quiet", "nobody")] == [70, 5, 0]
+    while queue:
+        serve_next(queue)
+    assert queue.waiting_tenants() == []

@@ -3,13 +3,16 @@ test_matches_transformers.py."""
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 from lorafleet.workers.kv_cache import KVCacheManager
 from lorafleet.workers.lora.model_manager import Slot
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.models.rope import RopeConfig
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.scheduler import Scheduler
-from lorafleet.workers.sequence import Sequence
+from lorafleet.workers.sequence import UNKNOWN, Sequence
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int = 1000, lora: LoRARequest | None = None) -> Sequence:
@@ -95,12 +98,19 @@ class SlotsForAll:
         self.asked: list[list[str]] = []
         self.of = {name: Slot(i, digest=name) for i, name in enumerate(("hot", "cold", "warm"))}
         self.digests = self.of.keys()
+        self.absent: set[str] = set()
 
     def prefetch(self, wanted: list[LoRARequest]) -> None:
         self.asked.append([one.digest for one in wanted])
 
-    def slot_for(self, wanted: LoRARequest) -> Slot:
-        return self.of[wanted.digest]
+    def slot_for(self, wanted: LoRARequest) -> Slot | None:
+        return self.find(wanted.digest)
+
+    def find(self, digest: str) -> Slot | None:
+        return None if digest in self.absent else self.of[digest]
+
+    def claims(self, _: str, __: set[int]) -> set[int]:
+        return set()
 
     def is_ready(self, _: Slot) -> bool:
         return True
@@ -174,3 +184,109 @@ def test_a_prefix_is_found_by_the_same_tenant_and_salt_only():
         assert step(s) == {str(number): 40 - cached}
         assert one.num_cached == cached
         s.finish(one)
+
+
+def of_tenant(tenant: str, name: str, num_prompt: int = 10, **fields: Any) -> Sequence:
+    made = sequence(f"{tenant} {name}", num_prompt, **fields)
+    made.tenant = tenant
+    return made
+
+
+def running(scheduled: Scheduler) -> Counter[str]:
+    """How many sequences of each tenant run."""
+    return Counter(one.tenant for one in scheduled.running)
+
+
+def answered(scheduled: Scheduler) -> None:
+    """The tokens of the step under way are known from now on."""
+    for one in scheduled.running:
+        one.tokens = [0 if token == UNKNOWN else token for token in one.tokens]
+
+
+def test_a_tenant_does_not_wait_for_the_long_answers_of_another_to_end():
+    s = scheduler(max_num_seqs=8)
+    for i in range(50):
+        s.add(of_tenant("noisy", str(i)))
+    step(s)
+    answered(s)
+    s.add(of_tenant("quiet", "first"))
+    assert step(s)["quiet first"] == 10
+    assert running(s) == {"noisy": 7, "quiet": 1}
+
+
+def test_tenants_that_ask_for_all_come_to_run_as_many_sequences_and_stay_so():
+    s = scheduler(max_num_seqs=8)
+    for i in range(50):
+        s.add(of_tenant("noisy", str(i)))
+    step(s)
+    for i in range(50):
+        s.add(of_tenant("other", str(i)))
+    for _ in range(8):
+        answered(s)
+        step(s)
+    assert running(s) == {"noisy": 4, "other": 4}
+    num_preemptions = s.num_preemptions
+    for _ in range(8):
+        answered(s)
+        step(s)
+    assert (running(s), s.num_preemptions) == ({"noisy": 4, "other": 4}, num_preemptions)
+
+
+def test_a_tenant_alone_gives_room_to_nobody():
+    s = scheduler(max_num_seqs=4)
+    for i in range(20):
+        s.add(of_tenant("only", str(i)))
+    for _ in range(5):
+        step(s)
+        answered(s)
+    assert s.num_preemptions == 0
+
+
+def test_room_for_a_tenant_is_made_of_blocks_too():
+    s = scheduler(num_blocks=16)
+    for i in range(4):
+        s.add(of_tenant("noisy", str(i), 60))
+    step(s)
+    answered(s)
+    s.add(of_tenant("quiet", "first", 60))
+    assert step(s)["quiet first"] == 60
+    assert running(s) == {"noisy": 3, "quiet": 1}
+
+
+def test_when_blocks_run_out_the_tenant_that_runs_most_gives_way():
+    s = scheduler(num_blocks=16)
+    for i in range(3):
+        s.add(of_tenant("noisy", str(i), 60))
+    s.add(of_tenant("quiet", "first", 60))
+    step(s)
+    while not s.num_preemptions:
+        answered(s)
+        step(s)
+    assert running(s) == {"noisy": 2, "quiet": 1}
+
+
+def test_what_a_step_under_way_computes_is_not_preempted_and_the_next_step_waits_for_it():
+    s = scheduler(max_num_seqs=2)
+    for i in range(4):
+        s.add(of_tenant("noisy", str(i)))
+    step(s)
+    s.add(of_tenant("quiet", "first"))
+    assert not s.may_preempt
+    assert "quiet first" not in step(s)
+    assert s.may_preempt, "the engine has to wait for the tokens"
+    answered(s)
+    assert "quiet first" in step(s)
+    assert not s.may_preempt
+
+
+def test_no_room_is_made_for_a_tenant_whose_adapter_is_not_at_hand():
+    slots = SlotsForAll()
+    s = scheduler(max_num_seqs=2, loras=slots)
+    for i in range(4):
+        s.add(of_tenant("noisy", str(i), lora=lora("hot")))
+    step(s)
+    answered(s)
+    slots.absent.add("cold")
+    s.add(of_tenant("quiet", "first", lora=lora("cold")))
+    assert "quiet first" not in step(s)
+    assert s.num_preemptions == 0

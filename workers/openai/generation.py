@@ -113,6 +113,7 @@ class Sample:
             group=self._group,
             queue_timeout_s=self._deadline.left_s(),
             cache_salt=self._cache_salt,
+            tenant=self.model.caller.tenant or "",
             traced=self._deadline.trace is not None,
             priority=self._priority,
             pooling=self._pooling,
