@@ -81,7 +81,7 @@ class QuietTenant:
             async with asyncio.timeout(PATIENCE_S):
                 await self._read(question, answer)
         except (TimeoutError, httpx.HTTPError) as error:
-            answer.fault = f"{type(error).__name__} after {time.monotonic() - answer.asked_s:.1f} s"
+            answer.fault = f"{type(error).__name__} after {time.monotonic() - answer.asked_s:.0f} s"
         answers.append(answer)
 
     async def _read(self, question: Question, answer: Answer) -> None:
@@ -89,7 +89,7 @@ class QuietTenant:
         async with self._http.stream("POST", "/v1/chat/completions", json=body) as stream:
             answer.status = stream.status_code
             if answer.status != 200:
-                answer.fault = f"{answer.status}: {(await stream.aread()).decode(errors='replace')[:200]}"
+                answer.fault = f"{answer.status}: {_code(await stream.aread())}"
                 return
             text, last_s = "", answer.asked_s
             async for line in stream.aiter_lines():
@@ -111,6 +111,15 @@ class QuietTenant:
 
     async def aclose(self) -> None:
         await self._http.aclose()
+
+
+def _code(body: bytes) -> str:
+    """The code of an error in OpenAI's form, else the first words."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["code"] or error["message"])[:80]
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:80]
 
 
 def _words(line: str) -> str:
