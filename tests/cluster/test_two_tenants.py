@@ -50,7 +50,7 @@ def lorafleet(*arguments: str, **environment: str) -> str:
 def tenants(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     folder = tmp_path_factory.mktemp("tenants")
     file, keys = folder / "keys.yaml", {}
-    file.write_text("keys: []\ntenants: {rival: {limits: {requests_per_minute: 3}}}\n")
+    file.write_text("keys: []\ntenants: {rival: {limits: {requests_per_minute: 8}}}\n")
     for tenant in ("acme", "rival"):
         keys[tenant] = lorafleet(
             *("keys", "create", str(file), "--id", tenant, "--tenant", tenant, "--scope", "infer", "--scope", "admin")
@@ -67,7 +67,7 @@ def complete(client: openai.OpenAI, model: str, **fields: object) -> openai.type
 
 
 def until_refused(client: openai.OpenAI) -> openai.RateLimitError:
-    """One request comes back every 20 s: a machine that is slower than that is not tested on."""
+    """One request comes back every 7.5 s: a machine that is slower than that is not tested on."""
     for _ in range(100):
         try:
             complete(client, "base")
@@ -102,7 +102,7 @@ def test_one_tenant_s_adapter_prefixes_and_limits_are_nothing_to_the_other(tenan
         own = complete(rival, "sql")
         assert own.choices[0].model_dump()["token_ids"] != secret and own.model == "sql"
         refusal = until_refused(rival)
-        assert "requests_per_minute=3" in refusal.message
+        assert "requests_per_minute=8" in refusal.message
         assert refusal.response.headers["x-ratelimit-remaining-requests"] == "0"
     sums = summed(tenants.folder / "usage", ["tenant"])
     acme_s = sums["acme",]
