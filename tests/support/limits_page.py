@@ -41,7 +41,7 @@ This page is written by `tests/support/limits_page.py` out of the code; a test f
 
 REFUSED = "400, names the field"
 MALFORMED = "400 `adapter_malformed` at the push or the load"
-UNSUPPORTED = "400 `adapter_unsupported` at the push or the load"
+TOO_LARGE = "400 `adapter_too_large` at the push or the load"
 BUSY = "429 `queue_full`, with Retry-After"
 INTERNAL = "nothing: older entries go, or work waits"
 
@@ -89,6 +89,7 @@ BODY = [
     Limit(
         "opening brackets and braces in a body, texts included", limits.MAX_BODY_BRACKETS, "", "413 `body_too_large`"
     ),
+    Limit("colons in a body, texts included", limits.MAX_BODY_COLONS, "", "413 `body_too_large`"),
     Limit("content type of a body", "application/json", "", "415 `unsupported_media_type`"),
     Limit("fields of one object", limits.MAX_OBJECT_FIELDS, "", REFUSED),
     Limit("numbers in JSON", limits.JSON_NUMBER, "", "400"),
@@ -212,7 +213,7 @@ ADAPTERS = [
     Limit("pickle of a .bin", f"{size(weight_files.MAX_PICKLE_BYTES)}, {torch_index.MAX_STEPS:,} steps", "", MALFORMED),
     Limit("name of a tensor", chars(peft_names.MAX_NAME_CHARS), "", MALFORMED),
     Limit("entries of a list or pattern table", peft_helper.MAX_ENTRIES, "", MALFORMED),
-    Limit("`modules_to_save`", peft_helper.MAX_SAVED, "", UNSUPPORTED),
+    Limit("`modules_to_save`", peft_helper.MAX_SAVED, "", MALFORMED),
     Limit(
         "pattern",
         f"{chars(patterns.MAX_PATTERN_CHARS)}; all of an adapter {seconds(patterns.TOTAL_MATCH_S)}",
@@ -235,7 +236,7 @@ ADAPTERS = [
         "rows that a table of the vocabulary adds",
         vocabulary.MAX_ADDED_TOKENS,
         flag("lora_extra_vocab_size"),
-        MALFORMED,
+        TOO_LARGE,
     ),
     Limit("tokens of its own tokenizer beyond the base's", adapter_language.MAX_NEW_TOKENS, "", MALFORMED),
     Limit("ends of answers", adapter_language.MAX_EOS_TOKEN_IDS, "", MALFORMED),
@@ -286,7 +287,7 @@ SERVER = [
         "refused calls in the audit log, a minute and key",
         audit_log.MAX_REFUSALS_PER_MINUTE,
         "",
-        "the rest is counted in one line",
+        "no line; they are counted in `lorafleet_audit_unlogged`",
     ),
     Limit("usage that waits for a full disk", size(usage_log.MAX_UNWRITTEN_BYTES), "", "503 `store_error`"),
 ]

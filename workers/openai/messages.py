@@ -186,7 +186,7 @@ def string(value: object, where: str, most_chars: int) -> str:
 
 def check_ignored(value: object, where: str) -> None:
     """A value that nothing is done with, or whose shape is the model's matter."""
-    fault = fault_of_json(value, MAX_JSON_TEXT_CHARS)
+    fault = None if value is None else fault_of_json(value, MAX_JSON_TEXT_CHARS)
     if fault is not None:
         raise InvalidRequest(f"`{where}` {fault}.", where)
 

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from lorafleet.workers.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
-from lorafleet.workers.limits import MAX_BODY_BRACKETS, MAX_BODY_COMMAS, MAX_BODY_READ_S, cut
+from lorafleet.workers.limits import MAX_BODY_BRACKETS, MAX_BODY_COLONS, MAX_BODY_COMMAS, MAX_BODY_READ_S, cut
 from lorafleet.workers.openai.bounds import OVER_BOUND
 from lorafleet.workers.openai.fields import Tolerant, without_no_ops
 from lorafleet.workers.openai.front import Front
@@ -72,17 +72,18 @@ async def _read_bytes(request: Request, limit: int) -> bytes:
 async def _read_parts(request: Request, limit: int) -> bytes:
     """Counts what costs time to parse while the parts come: the loop goes on between two of them."""
     parts: list[bytes] = []
-    size = commas = brackets = 0
+    size = commas = brackets = colons = 0
     async for part in request.stream():
         size += len(part)
         commas += part.count(b",")
         brackets += part.count(b"{") + part.count(b"[")
+        colons += part.count(b":")
         if size > limit:  # sent in chunks, without a length
             raise _too_large(f"more than {limit}", limit)
-        if commas > MAX_BODY_COMMAS or brackets > MAX_BODY_BRACKETS:
+        if commas > MAX_BODY_COMMAS or brackets > MAX_BODY_BRACKETS or colons > MAX_BODY_COLONS:
             raise BodyTooLarge(
-                f"The body has more than {MAX_BODY_COMMAS} commas, or {MAX_BODY_BRACKETS} opening brackets and braces, "
-                "those in texts included. Send fewer values in one request."
+                f"The body has more than {MAX_BODY_COMMAS} commas, {MAX_BODY_BRACKETS} opening brackets and braces, or "
+                f"{MAX_BODY_COLONS} colons, those in texts included. Send fewer values in one request."
             )
         parts.append(part)
     return b"".join(parts)

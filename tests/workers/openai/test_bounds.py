@@ -249,6 +249,13 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(http: ht
     assert "1048576 commas" in response.json()["error"]["message"]
 
 
+async def test_an_object_of_too_many_keys_is_refused_before_it_is_parsed(http: httpx.AsyncClient) -> None:
+    body = json.dumps({"metadata": dict.fromkeys(map(str, range(140_000)), 0)})
+    response = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large"), response.text[:300]
+    assert "131072 colons" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "number", ["1" * 5000, "-" + "1" * 5000, "1e400", "NaN", "Infinity", "-Infinity", "1e99999999"]
 )
