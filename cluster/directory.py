@@ -49,6 +49,7 @@ HAND_OVER_S = 10.0  # how long a replica that Serve stops waits for others to re
 MOVES_S = 0.002
 LOADS_S = 0.05
 GATHER_S = 0.02  # a thousand replicas may come within a second
+MAX_FOUND = 100_000  # Names that resolvers have found; the first of them is looked for again when it is asked for.
 MAX_LISTED = 2000  # Names in one answer of `listed`.
 MAX_CHANGES = 10_000  # names, remembered for replicas that are behind; who is further behind joins again
 
@@ -534,6 +535,8 @@ class AdapterDirectory:
             self._found_index.add(lora.lora_name)
             self._found_names[lora.digest] = (*self._found_names.get(lora.digest, ()), lora.lora_name)
             self._publish({lora.lora_name})
+            if len(self._found) > MAX_FOUND:
+                self.forget_found(next(iter(self._found)))
 
     def _drop_found(self, name: str) -> bool:
         lora = self._found.pop(name, None)

@@ -14,7 +14,7 @@ import logging
 import secrets
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -28,6 +28,10 @@ MAX_CALL_BYTES = 64 << 20  # a full report has 100 bytes for each adapter that t
 MAX_ANSWER_BYTES = 1 << 30  # a router's whole table has 140 for each
 CONNECT_S = 2.0
 ANSWER_S = 5.0  # more than any call is held: whoever is silent for so long is gone, node and all
+
+MAX_HELLO_BYTES = 256  # Before it has shown the secret a connection may send no more.
+HELLO_S = 5.0  # How long a connection may take to show the secret.
+MAX_STRANGERS = 1024  # Connections that have not shown it yet; a thousand replicas may come together.
 
 _SIZE_BYTES = 4
 
@@ -91,8 +95,12 @@ class DirectoryServer:
     that replicas and routers need not ask for it, unless another program has taken the port meanwhile.
     """
 
-    def __init__(self, directory: AdapterDirectory, host: str, identity: str, secret: str) -> None:
+    def __init__(
+        self, directory: AdapterDirectory, host: str, identity: str, secret: str, hello_s: float = HELLO_S
+    ) -> None:
         self.directory = directory
+        self.hello_s = hello_s
+        self.num_strangers = 0  # connections that have not shown the secret
         self._socket = _listen(host, PORTS[zlib.crc32(identity.encode()) % len(PORTS)])
         self.address = Address(host, self._socket.getsockname()[1], secret)
         self._connections: set[_ServerConnection] = set()
@@ -120,24 +128,39 @@ class _ServerConnection(asyncio.Protocol):
         self._server = server
         self._directory = server.directory
         self._open = open_connections
-        self._frames = _Frames(MAX_CALL_BYTES)
+        self._frames = _Frames(MAX_HELLO_BYTES)
         self._known = False
+        self._patience: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         self._open.add(self)
+        self._server.num_strangers += 1
+        if self._server.num_strangers > MAX_STRANGERS:
+            self.abort()
+        self._patience = asyncio.get_running_loop().call_later(self._server.hello_s, self.abort)
 
     def connection_lost(self, _: Exception | None) -> None:
         self._open.discard(self)
+        self._is_stranger_no_more()
         for task in self._tasks:
             task.cancel()
 
     def abort(self) -> None:
         self._transport.abort()
 
+    def _is_stranger_no_more(self) -> None:
+        """It has shown the secret, or has gone."""
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+            self._server.num_strangers -= 1
+
     def data_received(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
         try:
             for frame in self._frames.cut(data):
                 self._take(frame)
@@ -150,6 +173,8 @@ class _ServerConnection(asyncio.Protocol):
             self._known = secrets.compare_digest(_hello_decoder.decode(frame).secret, self._server.address.secret)
             if not self._known:
                 raise _BadFrame("it does not know the secret")
+            self._is_stranger_no_more()
+            self._frames.limit = MAX_CALL_BYTES
             return
         call = _call_decoder.decode(frame)
         if isinstance(call, _Report):  # answered at once: there are ten thousand a second
@@ -268,25 +293,25 @@ class _Frames:
     """Cuts a stream into frames: so many bytes, in four bytes, and then they themselves."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit  # of a frame, in bytes; may be changed between two frames
         self._buffer = bytearray()
 
-    def cut(self, data: bytes) -> list[bytes]:
+    def cut(self, data: bytes) -> Iterator[bytes]:
+        """To be used up before the next call."""
         buffer = self._buffer
         buffer += data
-        frames: list[bytes] = []
         at = 0
         while len(buffer) >= at + _SIZE_BYTES:
             begin = at + _SIZE_BYTES
             end = begin + int.from_bytes(buffer[at:begin], "little")
-            if end - begin > self._limit:
-                raise _BadFrame(f"a frame of {end - begin} bytes; {self._limit} are allowed")
+            if end - begin > self.limit:
+                raise _BadFrame(f"a frame of {end - begin} bytes; {self.limit} are allowed")
             if len(buffer) < end:
                 break
-            frames.append(bytes(buffer[begin:end]))
+            frame = bytes(buffer[begin:end])
             at = end
+            yield frame
         del buffer[:at]
-        return frames
 
 
 _encoder = msgspec.msgpack.Encoder()

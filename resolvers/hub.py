@@ -99,6 +99,8 @@ def _list(api: HfApi, repo: str, revision: str, deadline: Deadline) -> tuple[str
         raise AdapterUnavailable(f"hf://{repo}: HF_HUB_OFFLINE is set; unset it to ask the hub.") from None
     except Exception as error:  # of the HTTP library that huggingface_hub happens to use
         raise Interrupted(f"{type(error).__name__}: {error}") from None
+    if info.id != repo:  # Hubs find repos in other letters' case and by former names: one adapter has one name.
+        return "", []
     if info.sha is None:
         raise AdapterUnavailable(f"hf://{repo}: the hub does not say which commit {revision!r} is.")
     return info.sha, info.siblings or []

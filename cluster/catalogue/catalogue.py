@@ -14,9 +14,10 @@ from lorafleet.cluster.catalogue.packed import pack
 from lorafleet.cluster.catalogue.records import Adapter, Entry
 from lorafleet.cluster.catalogue.state import CatalogueState
 from lorafleet.cluster.catalogue.store import Store
-from lorafleet.workers.errors import Overloaded, StoreError
+from lorafleet.workers.errors import InvalidRequest, Overloaded, StoreError
 
 MAX_OVERTAKEN = 20
+MAX_ENTRY_BYTES = 1 << 20  # Of an adapter's record: versions with their metadata, aliases with their history.
 
 Decide = Callable[[Adapter | None], Entry | None]
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class Catalogue:
                 entry = decide(self.state.adapters.get(name))
                 if entry is None:
                     return self.state.adapters.get(name)
+                _check_size(entry)
                 try:
                     others = await _in_thread(partial(self._log.append, entry))
                 except Fenced:
@@ -111,6 +113,16 @@ class Catalogue:
             state.apply(entry)
         state.sort_names()
         return state
+
+
+def _check_size(entry: Entry) -> None:
+    """Every change writes the adapter's whole record."""
+    num_bytes = len(pack(entry))
+    if num_bytes > MAX_ENTRY_BYTES:
+        raise InvalidRequest(
+            f"the record of adapter {entry.name!r} would have {num_bytes} bytes; at most {MAX_ENTRY_BYTES} are "
+            "allowed. Remove aliases, or push with less metadata."
+        )
 
 
 async def keep_reading(catalogue: Catalogue, pause_s: float) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from lorafleet.workers.errors import AdapterExists, InvalidRequest, ModelNotFound
 
 MAX_HISTORY = 100  # moves that an alias remembers
+MAX_ALIASES = 256  # Aliases of one adapter, its own name among them.
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -111,6 +112,12 @@ def moved(adapter: Adapter, alias: str, shares: tuple[Share, ...], now_s: float)
             )
     if len({share.version for share in shares}) < len(shares):
         raise InvalidRequest("the split names a version twice; give each once.", "split")
+    if alias not in adapter.aliases and len(adapter.aliases) >= MAX_ALIASES:
+        raise InvalidRequest(
+            f"adapter {adapter.name!r} has {len(adapter.aliases)} aliases; at most {MAX_ALIASES} are allowed. Remove "
+            "one that is not needed.",
+            "alias",
+        )
     moves = (*adapter.aliases.get(alias, ()), Move(now_s, shares))[-MAX_HISTORY:]
     return msgspec.structs.replace(adapter, aliases=adapter.aliases | {alias: moves})
 

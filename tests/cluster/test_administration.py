@@ -15,6 +15,8 @@ import pytest
 from lorafleet.cluster import administration as administration_module
 from lorafleet.cluster.administration import Administration, Pushed
 from lorafleet.cluster.catalog import DirectoryCatalog
+from lorafleet.cluster.catalogue import catalogue as catalogue_module
+from lorafleet.cluster.catalogue import records as records_module
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.files import folder_digest
 from lorafleet.cluster.catalogue.folder_store import FolderStore
@@ -256,6 +258,24 @@ async def test_verify_finds_bytes_that_rotted(cluster: Cluster, make: Any) -> No
         stored.write_text("y")
         with pytest.raises(AdapterChanged, match="version 1 of adapter 'sql'"):
             await cluster.admin.verify("sql")
+
+
+async def test_aliases_and_the_record_of_an_adapter_have_bounds(
+    cluster: Cluster, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records_module, "MAX_ALIASES", 3)
+    monkeypatch.setattr(catalogue_module, "MAX_ENTRY_BYTES", 4000)
+    async with cluster.replicas(Engine()):
+        await cluster.push("sql", make("x"))
+        for name in ("one", "two", "two"):
+            await cluster.admin.alias("sql", [Share(1, 1.0)], name)
+        with pytest.raises(InvalidRequest, match="has 3 aliases; at most 3"):
+            await cluster.admin.alias("sql", [Share(1, 1.0)], "three")
+        before = await cluster.admin.show("sql")
+        with pytest.raises(InvalidRequest, match=r"would have \d+ bytes; at most 4000"):
+            await cluster.push("sql", make("y"), metadata={"note": "x" * 4000})
+        assert await cluster.admin.show("sql") == before
+        assert cluster.stored == {before.versions[0].digest}
 
 
 async def test_a_name_cannot_be_two_adapters(cluster: Cluster, make: Any) -> None:

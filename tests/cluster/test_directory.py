@@ -426,6 +426,19 @@ async def test_concurrent_requests_share_one_resolution_and_misses_are_remembere
         assert folder.asked == ["cold", "nobody"]
 
 
+async def test_what_resolvers_found_is_remembered_in_bounds_and_found_again(
+    catalogue: Catalogue, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "MAX_FOUND", 3)
+    names = [f"cold{number}" for number in range(5)]
+    directory, folder = await loaded(AdapterDirectory(catalogue)), Folder(make, *names)
+    async with replica(directory, "r1", Engine(), folder) as one:
+        first = [await one.resolve(name) for name in names]
+        assert list(directory.resolved) == names[2:]
+        assert len(directory.resolved_names) == 3
+        assert [await one.resolve(name) for name in names] == first
+
+
 async def test_an_adapter_from_the_start_does_not_undo_what_was_done_since(catalogue: Catalogue, make: Make) -> None:
     directory = await loaded(AdapterDirectory(catalogue))
     async with replica(directory, "r1", Engine()) as one:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -79,6 +80,41 @@ async def test_calls_wait_side_by_side_and_hear_of_names_and_of_another_epoch(se
     assert [one.version for one in await asyncio.gather(*polls)] == [table.version + 1] * 3
     with pytest.raises(StaleEpoch, match="before"):
         await connection.watch("r1", "before", 0, 0)
+
+
+async def test_a_stranger_can_make_the_directory_keep_a_few_hundred_bytes_and_for_a_while_only(tmp_path: Path) -> None:
+    directory = await loaded(AdapterDirectory(Catalogue(FolderStore(tmp_path))))
+    server = DirectoryServer(directory, LOCALHOST, str(tmp_path), "secret", hello_s=0.2)
+    await server.start()
+    reader, writer = await asyncio.open_connection(LOCALHOST, server.address.port)
+    writer.write((60 << 20).to_bytes(4, "little") + bytes(1 << 20))  # announces 60 MiB
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(), 60) == b""
+    writer.close()
+    silent, its_writer = await asyncio.open_connection(LOCALHOST, server.address.port)
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(silent.read(), 60) == b"", "it took too long to show the secret"
+    its_writer.close()
+    assert server.num_strangers == 0
+    friend = await DirectoryConnection.open(server.address)
+    assert (await friend.routes("", -1)).full
+    await asyncio.sleep(0.3)
+    assert (await friend.routes("", -1)).full, "who has shown it stays"
+    friend.close()
+    await stopped(server)
+
+
+async def test_more_strangers_than_are_allowed_are_cut_off(
+    server: DirectoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_module, "MAX_STRANGERS", 2)
+    strangers = [await asyncio.open_connection(LOCALHOST, server.address.port) for _ in range(5)]
+    deadline = asyncio.get_running_loop().time() + 60
+    while server.num_strangers != 2:
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.01)
+    for _, writer in strangers:
+        writer.close()
 
 
 async def test_who_does_not_know_the_secret_or_sends_rubbish_is_cut_off(server: DirectoryServer) -> None:
