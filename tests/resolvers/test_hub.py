@@ -15,7 +15,7 @@ from lorafleet.resolvers.config import HubConfig, SourcesConfig
 from lorafleet.resolvers.hub import split
 from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.errors import AdapterMalformed, AdapterUnavailable, Forbidden, InvalidRequest
+from lorafleet.workers.errors import AdapterMalformed, AdapterMissing, AdapterUnavailable, Forbidden, InvalidRequest
 from stores import kept
 
 Make = Callable[..., dict[str, bytes]]
@@ -152,3 +152,14 @@ def test_what_is_no_repo_is_refused(uri: str) -> None:
 def test_a_uri_says_repo_folder_and_revision() -> None:
     assert split("hf://org/name") == ("org/name", "", "")
     assert split("hf://org/name/a/b@v1") == ("org/name", "a/b", "v1")
+
+
+def test_a_repo_in_other_letters_or_by_a_former_name_is_none(hub: Hub, make_files: Make, tmp_path: Path) -> None:
+    hub.put_repo("org/sql", make_files())
+    answer = hub.answers["/api/models/org/sql/revision/main"]
+    hub.answers |= {f"/api/models/org/{other}/revision/main": answer for other in ("SQL", "former")}
+    store = make_store(tmp_path, hub)
+    for other in ("SQL", "former"):
+        with pytest.raises(AdapterMissing):
+            store.fetch(f"hf://org/{other}")
+    assert store.fetch("hf://org/sql")
