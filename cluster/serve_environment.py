@@ -20,9 +20,11 @@ from lorafleet.workers.errors import ConfigError
 PORTS = 100  # of a range: one only held, HAProxy's two, Serve's proxy's, one for each replica on this machine
 PROXY_MIDDLEWARES = "lorafleet.cluster.proxy_affinity:middlewares"
 CONTROLLER_CALLBACK = "lorafleet.cluster.ingress:watch_haproxy"
-# Ray's own default is 15. All that serves is a worker of Ray's here: every other program of the machine would delay it.
+# Ray's default is 15. All that serves is a worker of Ray's here: every other program of the machine would delay it.
 WORKER_NICENESS = "0"
-ROUTED_BODY_BYTES = 1 << 20  # of a request that the router may see; a name behind them costs affinity only
+# Bytes of a request that the router may see; a name behind them costs affinity only. HAProxy's buffers are as large, of
+# which each stream holds one or two.
+ROUTED_BODY_BYTES = 1 << 18
 
 
 def prepare(run_dir: str, *, direct_streaming: bool) -> None:

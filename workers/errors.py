@@ -39,6 +39,7 @@ is in workers/openai/errors.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -225,8 +226,14 @@ def to_wire(error: LorafleetError) -> WireError:
     return WireError(type(error).__name__, message, error.param, retry_after_s)
 
 
+@functools.cache
+def _errors_by_name() -> dict[str, type[LorafleetError]]:
+    """Those of this module: all of them are made before the first error crosses to another process."""
+    return _subclasses(LorafleetError)
+
+
 def from_wire(error: WireError) -> LorafleetError:
-    made = _subclasses(LorafleetError).get(error.kind, LorafleetError)(error.message, error.param)
+    made = _errors_by_name().get(error.kind, LorafleetError)(error.message, error.param)
     if isinstance(made, Overloaded) and error.retry_after_s is not None:
         made.retry_after_s = error.retry_after_s
     return made

@@ -34,6 +34,7 @@ from lorafleet.workers.messages import (
     EngineStats,
     LoadAdapter,
     PinAdapter,
+    SealedRequest,
     StepBatch,
     TokenOutput,
     UnpinAdapter,
@@ -130,6 +131,7 @@ class EngineClient:
         self._sequence = 0
         self._next_call = 0
         self._gathering = ClientBatch(0)
+        self._unsent: dict[str, SealedRequest] = {}  # those of the batch that gathers, by id, in their order
         self._unacknowledged = False
         self._sent_s = 0.0  # monotonic, of the last batch
         self._num_late = 0  # messages that the worker sent long after that batch, without acknowledging it
@@ -184,7 +186,7 @@ class EngineClient:
         digest = request.lora.digest if request.lora is not None else ""
         self._in_flight[digest] += 1
         num_tokens = len(request.prompt_token_ids)
-        self._gathering.requests.append(sealed)
+        self._unsent[request.request_id] = sealed
         self._plan_flush()
         finished = False
         try:
@@ -268,10 +270,7 @@ class EngineClient:
             self._calls.pop(call.call_id, None)
 
     def _abort(self, request_id: str) -> None:
-        unsent = [r for r in self._gathering.requests if r.request_id == request_id]
-        if unsent:
-            self._gathering.requests.remove(unsent[0])
-        elif self._dead is None:
+        if self._unsent.pop(request_id, None) is None and self._dead is None:
             self._gathering.aborts.append(request_id)
             self._plan_flush()
 
@@ -284,7 +283,7 @@ class EngineClient:
     def _flush(self) -> None:
         self._flush_planned = False
         batch = self._gathering
-        if self._dead is not None or not (batch.requests or batch.aborts or batch.adapter_calls):
+        if self._dead is not None or not (self._unsent or batch.aborts or batch.adapter_calls):
             return
         try:
             self._send(batch)
@@ -294,11 +293,12 @@ class EngineClient:
 
     def _send(self, batch: ClientBatch) -> None:
         batch.sequence = self._sequence + 1
+        batch.requests = list(self._unsent.values())
         message = self._encoder.encode(batch)
         # No high-water mark: the send is queued at once, and its future is done.
         self._socket.send(message)
         self._sequence += 1
-        self._gathering = ClientBatch(0)
+        self._gathering, self._unsent = ClientBatch(0), {}
         self._unacknowledged, self._sent_s, self._num_late = True, time.monotonic(), 0
 
     async def _receive(self) -> None:

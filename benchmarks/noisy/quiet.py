@@ -93,6 +93,9 @@ class QuietTenant:
                 return
             text, last_s = "", answer.asked_s
             async for line in stream.aiter_lines():
+                if line.startswith('data: {"error"'):
+                    answer.fault = f"error event: {_code(line.removeprefix('data: ').encode())}"
+                    return
                 words = _words(line)
                 now = time.monotonic()
                 if words and answer.ttft_s is None:
@@ -123,7 +126,7 @@ def _code(body: bytes) -> str:
 
 
 def _words(line: str) -> str:
-    """The text that an event adds. An error event is none of the answer's text, which is then wrong."""
+    """The text that an event adds."""
     if not line.startswith("data: {"):
         return ""
     choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]

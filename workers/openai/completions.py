@@ -19,6 +19,7 @@ from lorafleet.workers.openai.generation import Sample, Task, collect, make_samp
 from lorafleet.workers.openai.logprobs import completion_logprobs, prompt_offsets, vllm_prompt_logprobs
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.operations import STARTING, describe
+from lorafleet.workers.openai.pacing import in_turns
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.priority import checked_priority
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
@@ -69,7 +70,7 @@ async def _read_prompts(front: Front, model: ServedModel, body: CompletionReques
     special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
     prompts = [
         await read_prompt(front, model, given, add_special_tokens=special, param="prompt", must_fit=fits)
-        for given in listed_prompts(body.prompt, "prompt")
+        async for given in in_turns(listed_prompts(body.prompt, "prompt"))
     ]
     return [truncate(front, prompt, body.truncate_prompt_tokens, body.max_tokens) for prompt in prompts]
 

@@ -18,6 +18,7 @@ from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, fallback_of, make_samples
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.operations import STARTING, describe
+from lorafleet.workers.openai.pacing import in_turns
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.priority import checked_priority
 from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
@@ -55,7 +56,7 @@ async def embeddings(front: Front, request: Request) -> Response:
 async def _read_prompts(front: Front, model: ServedModel, body: EmbeddingRequest) -> list[Prompt]:
     special, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
     prompts: list[Prompt] = []
-    for given in listed_prompts(body.input, "input"):
+    async for given in in_turns(listed_prompts(body.input, "input")):
         prompt = await read_prompt(
             front, model, given, add_special_tokens=special, param="input", must_fit=keep is None
         )
@@ -68,7 +69,7 @@ async def _read_prompts(front: Front, model: ServedModel, body: EmbeddingRequest
 async def _answer(front: Front, body: EmbeddingRequest, samples: list[Sample]) -> Response:
     data = [
         {"object": "embedding", "index": sample.index, "embedding": _written(body, delta.embedding)}
-        for sample, delta in zip(samples, await collect(samples), strict=True)
+        async for sample, delta in in_turns(zip(samples, await collect(samples), strict=True))
     ]
     num_tokens = sum(len(sample.prompt.token_ids) for sample in samples)
     fallback = fallback_of(samples)

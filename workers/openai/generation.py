@@ -26,6 +26,7 @@ from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.endpoint import endpoint_of
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.metrics import Stopwatch
+from lorafleet.workers.openai.pacing import in_turns
 from lorafleet.workers.openai.prompts import Prompt
 from lorafleet.workers.openai.usage import Usage, short_id
 from lorafleet.workers.output import Delta, OutputProcessor
@@ -211,8 +212,10 @@ async def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delt
                 yield sample, delta
         return
     queue: asyncio.Queue[tuple[Sample, Delta | Exception]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(sample, queue)) for sample in samples]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        async for sample in in_turns(samples):
+            tasks.append(asyncio.create_task(_pump(sample, queue)))  # noqa: PERF401  # `finally` must know each
         running = len(samples)
         while running:
             sample, item = await queue.get()
@@ -221,7 +224,7 @@ async def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delt
             running -= item.finish_reason is not None
             yield sample, item
     finally:
-        for task in tasks:
+        for task in tasks:  # at once: who ends this may not wait for it
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -297,10 +300,10 @@ async def make_samples(
         deadline.trace.describe(request_id, endpoint_of(request.scope), tasks)
     samples: list[Sample] = []
     group = f"{request_id}-{next(_numbers)}"
-    for task in tasks:
+    async for task in in_turns(tasks):
         constrained = task.params.structured_outputs is not None
         tokenizer = await front.tokenizer_file(task.model) if constrained else None
-        for i in range(task.params.n):
+        async for i in in_turns(range(task.params.n)):
             params = task.params.of_sample(i)
             sample = Sample(front, group, len(samples), task, params, deadline, tokenizer, counts_prompt=i == 0)
             samples.append(sample)
