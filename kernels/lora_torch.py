@@ -39,7 +39,9 @@ def apply_lora_torch(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRA
 def _apply_stacked(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
     stacked = packed.stacked(batch.slots)
     if stacked is not None:
-        p_TC = (x_TD @ stacked.a_DC) * stacked.scale_NC[batch.active_T]
+        scale_TC = stacked.scale_NC[batch.active_T]
+        # Where another adapter's columns overflow, zero times infinity would be NaN.
+        p_TC = (x_TD @ stacked.a_DC).mul_(scale_TC).masked_fill_(scale_TC == 0, 0)
         p_NTC = packed.layout.exchanged(p_TC)
         packed.part_of(y_TO).addmm_(p_NTC.transpose(0, 1).reshape(len(x_TD), -1), stacked.b_CO)
 

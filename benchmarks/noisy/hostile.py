@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
+ADDRESS = "127.0.0.2"  # from which attacks come: bounds for an address must not bind the quiet tenant's
 ANSWER_S = 30.0  # longest wait for one answer
 WIDTH = 8  # requests in flight of most attacks
 
@@ -127,7 +128,7 @@ class Hostile:
         """A bare connection to the ingress; how it failed is counted, and the block left."""
         writer = None
         try:
-            reader, writer = await asyncio.open_connection(self.target.host, self.target.port)
+            reader, writer = await asyncio.open_connection(self.target.host, self.target.port, local_addr=(ADDRESS, 0))
             self.seen["connected"] += 1
             yield reader, writer
         except (OSError, asyncio.IncompleteReadError) as error:
@@ -186,7 +187,8 @@ async def run(attacks: Iterable[Attack], target: Target, seconds: float) -> dict
     """Lets all of them go on for so long; returns what each has seen."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     base_url = f"http://{target.host}:{target.port}"
-    async with httpx.AsyncClient(base_url=base_url, timeout=ANSWER_S, limits=limits, trust_env=False) as http:
+    transport = httpx.AsyncHTTPTransport(local_address=ADDRESS, limits=limits)
+    async with httpx.AsyncClient(base_url=base_url, timeout=ANSWER_S, transport=transport, trust_env=False) as http:
         hostiles = {name_of(attack): (attack, Hostile(target, http)) for attack in attacks}
         await asyncio.gather(*(_bounded(attack, hostile, seconds) for attack, hostile in hostiles.values()))
     return {name: hostile.seen for name, (_, hostile) in hostiles.items()}

@@ -125,3 +125,20 @@ def test_static_batch_has_room_for_the_worst_mix() -> None:
         for _ in range(20):
             batch.fill([rng.randrange(-1, num_slots) for _ in range(num_tokens)], [64] * num_slots)
         batch.fill([t % num_slots for t in range(num_tokens)], [64] * num_slots)
+
+
+@pytest.mark.parametrize("form", ["stacked", "grouped"])
+def test_what_overflows_in_one_adapter_reaches_no_other_row(form: str) -> None:
+    packed = make_packed(32, (16, 16), ((8, 8), (8, 8)))
+    slots = [0, 1, BASE_SLOT, 1, 0]
+    x, y = make_inputs(packed, len(slots))
+    want = y.clone()
+    FORMS[form](x, want, packed, build(slots, packed))
+    weights = packed.slots[0]
+    assert weights is not None
+    weights.a_RD.fill_(torch.finfo(weights.a_RD.dtype).max)
+    packed.set_slot(0, weights)
+    FORMS[form](x, y, packed, build(slots, packed))
+    others = torch.tensor([slot != 0 for slot in slots])
+    assert not y[~others].isfinite().all()
+    assert torch.equal(y[others], want[others])
