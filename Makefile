@@ -29,7 +29,7 @@ demo: install
 test: install
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# an hour of the adapter reader on random faults; the tests have 30 s of it
+# an hour each of adapters and of requests with random faults; the tests have 30 s and 5 s of it
 fuzz: install
 	LORAFLEET_FUZZ_S=3600 LORAFLEET_FUZZ_SEED=$$(date +%s) $(BIN)/pytest -s tests/fuzz
 

@@ -31,7 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.cluster.admin_answers import AdapterPage, Prefetched, Removed, ShownAdapter, Verified
-from lorafleet.cluster.administration import MAX_LISTED, REMOVE_S
+from lorafleet.cluster.administration import MAX_ADAPTERS_LISTED, REMOVE_S
 from lorafleet.cluster.catalogue.records import Adapter, Move, Share
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.workers import limits
@@ -98,7 +98,7 @@ class UploadQuery(Strict):
 
 class ListQuery(Strict):
     after: ModelName = ""
-    limit: Annotated[int, Within(Range(1, MAX_LISTED))] = 100
+    limit: Annotated[int, Within(Range(1, MAX_ADAPTERS_LISTED))] = 100
 
 
 class RemoveQuery(Strict):

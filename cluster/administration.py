@@ -56,7 +56,7 @@ from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 MAX_VERSIONS = 10  # kept of an adapter; the oldest that no alias stands for goes when one more is pushed
 ORDER_S = 300.0  # how long a replica may take to load an adapter
 REMOVE_S = 60.0  # how long `remove` waits for requests in flight before it says that it goes on without the caller
-MAX_LISTED = 1000
+MAX_ADAPTERS_LISTED = 1000
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -107,8 +107,10 @@ class Administration:
 
     async def list_adapters(self, after: str = "", limit: int = 100, tenant: str | None = None) -> list[Adapter]:
         """In the order of names, from behind `after`. tenant: only what it owns."""
-        if not 1 <= limit <= MAX_LISTED:
-            raise InvalidRequest(f"limit is {limit}; it must be 1 to {MAX_LISTED}. Ask for more with `after`.", "limit")
+        if not 1 <= limit <= MAX_ADAPTERS_LISTED:
+            raise InvalidRequest(
+                f"limit is {limit}; it must be 1 to {MAX_ADAPTERS_LISTED}. Ask for more with `after`.", "limit"
+            )
         found: list[Adapter] = []
         await in_slices(self._list(after, limit, tenant, found))
         return found

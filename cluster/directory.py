@@ -50,7 +50,7 @@ MOVES_S = 0.002
 LOADS_S = 0.05
 GATHER_S = 0.02  # a thousand replicas may come within a second
 MAX_FOUND = 100_000  # Names that resolvers have found; the first of them is looked for again when it is asked for.
-MAX_LISTED = 2000  # Names in one answer of `listed`.
+MAX_NAMES_LISTED = 2000  # Names in one answer of `listed`.
 MAX_CHANGES = 10_000  # names, remembered for replicas that are behind; who is further behind joins again
 
 logger = logging.getLogger("lorafleet.cluster")
@@ -334,11 +334,11 @@ class AdapterDirectory:
         return Found(self._version, self.served(lora.lora_name))
 
     async def listed(self, epoch: str, after: str, end: str, limit: int) -> list[LoRARequest]:
-        """The first public names that are greater than `after` and less than `end`, MAX_LISTED at most; of a split,
-        its first version."""
+        """The first public names that are greater than `after` and less than `end`, MAX_NAMES_LISTED at most; of a
+        split, its first version."""
         await self.until_loaded()
         self._check(epoch)
-        limit = min(limit, MAX_LISTED)
+        limit = min(limit, MAX_NAMES_LISTED)
         known = self.catalogue.state.alias_names.between(after, end, limit)
         names = itertools.islice(heapq.merge(known, self._found_index.between(after, end, limit)), limit)
         found: list[LoRARequest] = []

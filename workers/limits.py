@@ -54,6 +54,7 @@ MAX_BODY_BYTES = 16 << 20  # the default of --max-body-bytes
 MAX_BODY_COMMAS = 1 << 20  # parted values are counted before they are parsed: a million take about 30 ms
 MAX_BODY_BRACKETS = 1 << 17  # opening ones: an object costs twenty times its text in memory
 MAX_BODY_COLONS = 1 << 17  # a million keys of objects take half a second to parse
+MAX_BODIES_BYTES = 256 << 20  # of all bodies under way on a replica; at least two bodies of the largest size
 MAX_BODY_READ_S = 60.0  # from a request's head to the last byte of its body
 MAX_OBJECT_FIELDS = 256  # of an object whose fields have names of their own; the largest has about 70
 

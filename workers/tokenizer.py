@@ -19,7 +19,7 @@ from lorafleet.workers.token_table import TokenFacts, TokenTable, bytes_of, cutt
 
 # Longer ones are encoded without offsets, which nobody needs: those take the GIL for a second a megabyte. For short
 # ones the plain call is faster.
-LONG_TEXT_CHARS = 4096
+MAX_CHARS_WITH_OFFSETS = 4096
 # One text is one piece of work: the library's pool of threads, as wide as the machine, would run beside the engine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -77,7 +77,7 @@ class Tokenizer(TokenTable):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
-            if len(text) <= LONG_TEXT_CHARS:
+            if len(text) <= MAX_CHARS_WITH_OFFSETS:
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return encoding.ids

@@ -14,7 +14,7 @@ from lorafleet.cluster.catalogue.packed import pack
 from lorafleet.cluster.catalogue.records import Adapter, Move, Share, Version
 from lorafleet.cluster.console.directory_view import MAX_SEARCHES, DirectoryWindow
 from lorafleet.cluster.console.view import Query, Viewer
-from lorafleet.cluster.directory import MAX_LISTED, AdapterDirectory
+from lorafleet.cluster.directory import MAX_NAMES_LISTED, AdapterDirectory
 from lorafleet.workers.errors import Overloaded
 from lorafleet.workers.lora.names import PAST_ALL, full_name
 from lorafleet.workers.lora.request import LoRARequest
@@ -66,7 +66,7 @@ async def test_a_tenant_s_page_costs_two_lookups_however_many_adapters_others_ha
 
 async def test_the_directory_goes_on_while_it_lists(directory: AdapterDirectory) -> None:
     lists = [
-        asyncio.create_task(directory.listed(directory._epoch, "", PAST_ALL, MAX_LISTED)),
+        asyncio.create_task(directory.listed(directory._epoch, "", PAST_ALL, MAX_NAMES_LISTED)),
         asyncio.create_task(Administration(directory, ["base"]).list_adapters("", 1000)),
         asyncio.create_task(DirectoryWindow(directory).view(Query(search="29999"), Viewer("acme", sees_all=False))),
     ]
@@ -75,7 +75,7 @@ async def test_the_directory_goes_on_while_it_lists(directory: AdapterDirectory)
         await asyncio.sleep(0)
         turns += 1
     assert turns > 20, "others have had their turn"
-    assert [len(lists[0].result()), len(lists[1].result())] == [MAX_LISTED, 1000]
+    assert [len(lists[0].result()), len(lists[1].result())] == [MAX_NAMES_LISTED, 1000]
     assert [one.name for one in lists[2].result().adapters] == [full_name("acme", "a29999")]
 
 

@@ -24,6 +24,7 @@ from lorafleet.workers.lora import files, names, patterns, peft_helper, peft_nam
 from lorafleet.workers.lora.kinds import vocabulary
 from lorafleet.workers.openai import language_cache, languages, prompts, recent, tokenizing
 from lorafleet.workers.openai.api import ROUTES
+from lorafleet.workers.openai.fair_threads import LONG_WORK
 from lorafleet.workers.openai.openapi import openapi
 from lorafleet.workers.sandbox import shunned, templates, tokenizer_document, tokenizers
 from lorafleet.workers.structured import decoding, grammar_process, grammar_program
@@ -85,6 +86,13 @@ BODY = [
     Limit("client without progress", seconds(haproxy_config.CLIENT_S), "", "connection closed"),
     Limit("time for the whole body", seconds(limits.MAX_BODY_READ_S), "", "408 `body_timeout`"),
     Limit("body", size(limits.MAX_BODY_BYTES), flag("max_body_bytes"), "413 `body_too_large`"),
+    Limit(
+        "all bodies of requests under way on a replica",
+        f"{size(limits.MAX_BODIES_BYTES)}, of one tenant half of it",
+        f"{flag('max_body_bytes')}: at least two bodies of that size",
+        "one tenant's: 429 `queue_full`; of all: 503 `overloaded`; with Retry-After",
+    ),
+    Limit("connections of one address", haproxy_config.CONNECTIONS_PER_CLIENT, "", "connection closed"),
     Limit("commas in a body, texts included", limits.MAX_BODY_COMMAS, "", "413 `body_too_large`"),
     Limit(
         "opening brackets and braces in a body, texts included", limits.MAX_BODY_BRACKETS, "", "413 `body_too_large`"
@@ -128,7 +136,7 @@ QUEUES = [
         "requests that one replica takes",
         default("max_ongoing_requests"),
         flag("max_ongoing_requests"),
-        "they wait in HAProxy, then 503",
+        "they wait at the replica",
     ),
     Limit("requests that wait for a step", default("max_queued_requests"), flag("max_queued_requests"), BUSY),
     Limit("tokens of prompts that wait", default("max_queued_tokens"), flag("max_queued_tokens"), BUSY),
@@ -137,6 +145,10 @@ QUEUES = [
     Limit("sequences in a step", default("max_num_seqs"), flag("max_num_seqs"), "they wait"),
     Limit("tokens in a step", default("max_num_batched_tokens"), flag("max_num_batched_tokens"), "they wait"),
     Limit("idle lanes of adapters that are kept", fair_queue.MAX_IDLE_LANES, "", INTERNAL),
+    Limit(
+        "long bodies, conversations and answers that are read or written at a time", LONG_WORK.running, "", "they wait"
+    ),
+    Limit("long bodies, conversations and answers of one tenant that wait", LONG_WORK.waiting, "", BUSY),
     Limit("long texts of the base's tokenizer at a time", tokenizing.MAX_LONG_TEXTS, "", "they wait"),
     Limit("texts of adapters' tokenizers at a time", tokenizing.MAX_ADAPTER_TEXTS, "", "they wait"),
     Limit("texts of one tenant that wait", tokenizing.MAX_TEXTS_WAITING, "", BUSY),
@@ -265,7 +277,7 @@ ADAPTERS = [
     ),
 ]
 SERVER = [
-    Limit("adapters on a page of `/v1/adapters`", administration.MAX_LISTED, "", REFUSED),
+    Limit("adapters on a page of `/v1/adapters`", administration.MAX_ADAPTERS_LISTED, "", REFUSED),
     Limit("adapters on a page of the console", state_api.MAX_ADAPTERS, "", REFUSED),
     Limit("load of an adapter on a replica", seconds(administration.ORDER_S), "", "503 `overloaded`"),
     Limit("administrative call that changes something", seconds(membership.CHANGE_S), "", "503, with Retry-After"),

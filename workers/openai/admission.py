@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from starlette.types import Scope
 
 from lorafleet.workers.errors import QueueFull
-from lorafleet.workers.openai.caller import Caller
+from lorafleet.workers.openai.caller import Caller, whose
 
 MAX_AUXILIARY = 16  # Requests of a tenant, or of a key without one, that count or convert tokens at a time.
 MAX_UPLOADS = 4  # Uploads of a tenant, or of a key without one, at a time: each may take 16 GiB of the disk.
@@ -73,7 +73,7 @@ class WorkBounds:
 
     def enter(self, what: str, most: int, caller: Caller) -> Admission:
         """Raises QueueFull."""
-        entry = (what, f"tenant {caller.tenant!r}" if caller.tenant is not None else f"API key {caller.key_id!r}")
+        entry = (what, whose(caller))
         if self._under_way[entry] >= most:
             raise QueueFull(
                 f"{most} requests of {entry[1]} for {what} are under way on this replica, and no more may be at a "

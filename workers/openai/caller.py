@@ -52,6 +52,13 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
+def whose(caller: Caller) -> str:
+    """Whom an error message names where callers share something."""
+    if caller.tenant is not None:
+        return f"tenant {caller.tenant!r}"
+    return f"API key {caller.key_id!r}" if caller.key_id else "clients without a key"
+
+
 def caller_in(scope: AsgiScope) -> Caller:
     """Also of a request that was refused before it was known whose it is."""
     caller: Caller = scope.get(_CALLER, ANONYMOUS)

@@ -15,7 +15,8 @@ from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
 from lorafleet.workers.openai.errors import in_own_words
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
-from lorafleet.workers.openai.logprobs import chat_logprobs, vllm_prompt_logprobs
+from lorafleet.workers.openai.logprobs import chat_logprobs, count_logprobs, vllm_prompt_logprobs
+from lorafleet.workers.openai.long_work import run_by_count
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.operations import STARTING, describe
 from lorafleet.workers.openai.parsing import read_body
@@ -69,7 +70,7 @@ async def start_chat(
         raise in_own_words(error, _own_names(body)) from None
     tools = read_tools(front, model, body, structured_outputs or params.structured_outputs)
     params = tools.params(params)
-    prompt = truncate(front, await _read_prompt(front, model, body, tools), body.truncate_prompt_tokens, asked)
+    prompt = truncate(front, await _read_prompt(front, request, model, body, tools), body.truncate_prompt_tokens, asked)
     fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
     priority = checked_priority(front, model.caller, body.priority)
     answer_id = request_id(request, prefix, body.request_id)
@@ -80,12 +81,12 @@ async def start_chat(
 
 async def count_prompt_tokens(front: Front, request: Request, body: ChatRequest) -> int:
     model = await front.model(caller_of(request), body.model)
-    text = await render_chat(front, model, body, read_tools(front, model, body, None).shown)
+    text = await render_chat(front, request, model, body, read_tools(front, model, body, None).shown)
     return len(await encode(front, model, text, add_special_tokens=False))
 
 
-async def _read_prompt(front: Front, model: ServedModel, body: ChatRequest, tools: ToolUse) -> Prompt:
-    text = await render_chat(front, model, body, tools.shown)
+async def _read_prompt(front: Front, request: Request, model: ServedModel, body: ChatRequest, tools: ToolUse) -> Prompt:
+    text = await render_chat(front, request, model, body, tools.shown)
     named = "messages" if body.truncate_prompt_tokens is None else None
     token_ids = await encode(front, model, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
     if not token_ids:
@@ -119,6 +120,10 @@ class _Answer:
 
     async def whole(self) -> Response:
         answers = await collect(self.samples)
+        num_values = sum(map(count_logprobs, answers))
+        return await run_by_count(self.front, self.samples[0].model, num_values, lambda: self._write_whole(answers))
+
+    def _write_whole(self, answers: list[Delta]) -> Response:
         content: dict[str, object] = {
             **self.envelope.whole(self.samples),
             "choices": [self._choice(sample, delta) for sample, delta in zip(self.samples, answers, strict=True)],
@@ -133,7 +138,9 @@ class _Answer:
 
     def stream(self) -> Response:
         usage = StreamUsage(self.body, self.samples)
-        return event_stream(self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage))
+        return event_stream(
+            self.front, self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage)
+        )
 
     def _choice(self, sample: Sample, delta: Delta) -> dict[str, object]:
         content, calls = (
@@ -178,6 +185,9 @@ class _ChoiceStream:
         self._text_only = not body.logprobs and not body.return_token_ids and not usage.continuous
         self._envelope = answer.envelope.chunk(sample)
         self._text = TextChunk(self._chunk({"content": TextChunk.mark}, Delta()))
+
+    def count_values(self, delta: Delta) -> int:
+        return count_logprobs(delta)
 
     def write(self, delta: Delta) -> bytes:
         opening = b"" if self._opened else self._open()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +17,8 @@ from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import Envelope, draw_key, request_id
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, make_samples, usage_of
-from lorafleet.workers.openai.logprobs import completion_logprobs, prompt_offsets, vllm_prompt_logprobs
+from lorafleet.workers.openai.logprobs import completion_logprobs, count_logprobs, prompt_offsets, vllm_prompt_logprobs
+from lorafleet.workers.openai.long_work import run_by_count
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.operations import STARTING, describe
 from lorafleet.workers.openai.pacing import in_turns
@@ -86,26 +88,37 @@ class _Answer:
 
     async def whole(self) -> Response:
         answers = await collect(self.samples)
-        choices = [
-            _Choice(self, sample).choice(delta, first=True) for sample, delta in zip(self.samples, answers, strict=True)
-        ]
+        choices = [_Choice(self, sample) for sample in self.samples]
+        num_values = sum(one.count_values(delta, first=True) for one, delta in zip(choices, answers, strict=True))
+        write = partial(self._write_whole, choices, answers)
+        return await run_by_count(self.front, self.samples[0].model, num_values, write)
+
+    def _write_whole(self, opened: list[_Choice], answers: list[Delta]) -> Response:
+        choices = [one.choice(delta, first=True) for one, delta in zip(opened, answers, strict=True)]
         content = {**self.envelope.whole(self.samples), "choices": choices, "usage": usage_of(self.samples)}
         return json_response(content, fallback_headers(self.samples))
 
     def stream(self) -> Response:
         usage = StreamUsage(self.body, self.samples)
-        return event_stream(self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage))
+        return event_stream(
+            self.front, self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage)
+        )
 
 
-@dataclass(slots=True)
+@dataclass
 class _Choice:
     answer: _Answer
     sample: Sample
-    echoed: str = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def echoed(self) -> str:
         echo = self.answer.body.echo
-        self.echoed = self.sample.prompt.written(self.sample.model.tokenizer) if echo else ""
+        return self.sample.prompt.written(self.sample.model.tokenizer) if echo else ""
+
+    def count_values(self, delta: Delta, *, first: bool) -> int:
+        body = self.answer.body
+        shows_prompt = first and bool(body.echo or body.return_token_ids)
+        return count_logprobs(delta) + shows_prompt * len(self.sample.prompt.token_ids)
 
     def choice(self, delta: Delta, *, first: bool) -> dict[str, object]:
         """The JSON of one choice or of one chunk of it; what is about the prompt comes in the first."""
@@ -151,6 +164,9 @@ class _ChoiceStream:
         self._envelope = answer.envelope.chunk(sample)
         plain = self._choice.choice(Delta(text=TextChunk.mark), first=False)
         self._text = TextChunk({**self._envelope, "choices": [plain], **usage.field()})
+
+    def count_values(self, delta: Delta) -> int:
+        return self._choice.count_values(delta, first=self._first)
 
     def write(self, delta: Delta) -> bytes:
         if self._first or delta.finish_reason is not None:

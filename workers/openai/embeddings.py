@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 
+import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.envelope import draw_key, request_id
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Sample, Task, collect, fallback_of, make_samples
+from lorafleet.workers.openai.long_work import run_by_count
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.operations import STARTING, describe
 from lorafleet.workers.openai.pacing import in_turns
@@ -25,6 +27,7 @@ from lorafleet.workers.openai.prompts import Prompt, fit_max_tokens, listed_prom
 from lorafleet.workers.openai.protocol import EmbeddingRequest
 from lorafleet.workers.openai.responses import WholeReply, json_response
 from lorafleet.workers.openai.streaming import fallback_headers
+from lorafleet.workers.output import Delta
 from lorafleet.workers.sampling_params import SamplingParams
 
 _NO_ANSWER = SamplingParams(temperature=0.0, max_tokens=1)
@@ -67,9 +70,15 @@ async def _read_prompts(front: Front, model: ServedModel, body: EmbeddingRequest
 
 
 async def _answer(front: Front, body: EmbeddingRequest, samples: list[Sample]) -> Response:
+    deltas = await collect(samples)
+    num_values = sum(len(delta.embedding) // 4 for delta in deltas)
+    return await run_by_count(front, samples[0].model, num_values, lambda: _write(front, body, samples, deltas))
+
+
+def _write(front: Front, body: EmbeddingRequest, samples: list[Sample], deltas: list[Delta]) -> Response:
     data = [
         {"object": "embedding", "index": sample.index, "embedding": _written(body, delta.embedding)}
-        async for sample, delta in in_turns(zip(samples, await collect(samples), strict=True))
+        for sample, delta in zip(samples, deltas, strict=True)
     ]
     num_tokens = sum(len(sample.prompt.token_ids) for sample in samples)
     fallback = fallback_of(samples)
@@ -83,11 +92,10 @@ async def _answer(front: Front, body: EmbeddingRequest, samples: list[Sample]) -
     return json_response(content, fallback_headers(samples))
 
 
-def _written(body: EmbeddingRequest, raw: bytes) -> list[float] | str:
+def _written(body: EmbeddingRequest, raw: bytes) -> msgspec.Raw | str:
     vector_D = np.frombuffer(raw, np.float32)[: body.dimensions]
     if body.normalize is not False:
         vector_D = vector_D / max(float(np.linalg.norm(vector_D)), 1e-12)
     if body.encoding_format == "base64":
         return base64.b64encode(vector_D.astype("<f4").tobytes()).decode()
-    numbers: list[float] = vector_D.tolist()
-    return numbers
+    return msgspec.Raw(msgspec.json.encode(vector_D.tolist()))

@@ -16,14 +16,16 @@ from types import MappingProxyType
 from lorafleet.workers import limits
 from lorafleet.workers.adapter_language import Language
 from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, LorafleetError, ModelNotFound
-from lorafleet.workers.limits import MAX_BODY_BYTES, MAX_MODEL_CHARS, cut
+from lorafleet.workers.limits import MAX_BODIES_BYTES, MAX_BODY_BYTES, MAX_MODEL_CHARS, cut
 from lorafleet.workers.lora import mixing
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import Pooling, TokenizerFile
 from lorafleet.workers.openai.admission import Quotas, WorkBounds
 from lorafleet.workers.openai.audit import Audit
 from lorafleet.workers.openai.backend import AdapterCatalog, EngineClient
+from lorafleet.workers.openai.body_budget import BodyBudget
 from lorafleet.workers.openai.caller import Caller
+from lorafleet.workers.openai.fair_threads import LONG_WORK, FairThreads
 from lorafleet.workers.openai.gate import Gate
 from lorafleet.workers.openai.languages import AdapterLanguages, turn_group
 from lorafleet.workers.openai.metrics import Metrics
@@ -118,6 +120,8 @@ class Front:
         self.gate = Gate() if gate is None else gate
         self.quotas = quotas
         self.work_bounds = WorkBounds()
+        self.body_budget = BodyBudget(max(MAX_BODIES_BYTES, 2 * config.max_body_bytes))
+        self.long_work = FairThreads("long requests and answers", LONG_WORK)
         self.meter = meter
         self.audit = audit
         self.tenants: Tenants = NoTenants() if tenants is None else tenants
@@ -174,6 +178,7 @@ class Front:
     def close(self) -> None:
         """Ends the processes that render adapters' templates, and the threads that read their tokenizers."""
         self.tokenizing.close()
+        self.long_work.close()
         self._languages.close()
         self._tokenizer_files.close()
 

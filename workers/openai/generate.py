@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,10 +20,12 @@ from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.deadline import Deadline
+from lorafleet.workers.openai.encoded_list import EncodedList
 from lorafleet.workers.openai.envelope import check_request_id, draw_key, request_id
 from lorafleet.workers.openai.front import Front, ServedModel
 from lorafleet.workers.openai.generation import Answer, Sample, Task, collect, fallback_of, make_samples, merged
-from lorafleet.workers.openai.logprobs import LOWEST
+from lorafleet.workers.openai.logprobs import LOWEST, count_logprobs
+from lorafleet.workers.openai.long_work import run_by_count
 from lorafleet.workers.openai.messages import string
 from lorafleet.workers.openai.metrics import label_request
 from lorafleet.workers.openai.operations import STARTING, describe
@@ -81,30 +83,40 @@ async def generate(front: Front, request: Request) -> Response:
     results = [_Result(body, sample, rid) for sample, rid in zip(samples, ids, strict=True)]
     if body.stream:
         headers: dict[str, str] = {}
-        return EventStream(_stream(results, len(samples) > 1, headers), headers)
-    return WholeReply(lambda: _whole(results, is_batch or len(samples) > 1))
+        return EventStream(_stream(front, results, len(samples) > 1, headers), headers)
+    return WholeReply(lambda: _whole(front, results, is_batch or len(samples) > 1))
 
 
-async def _whole(results: Sequence[_Result], as_list: bool) -> Response:
+async def _whole(front: Front, results: Sequence[_Result], as_list: bool) -> Response:
     samples = [result.sample for result in results]
     answers = await collect(samples)
-    for result, answer in zip(results, answers, strict=True):
-        result.add(answer)
-    content = [result.render() for result in results]
-    return json_response(content if as_list else content[0], fallback_headers(samples))
+
+    def write() -> Response:
+        for result, answer in zip(results, answers, strict=True):
+            result.add(answer)
+        content = [result.render() for result in results]
+        return json_response(content if as_list else content[0], fallback_headers(samples))
+
+    return await run_by_count(front, samples[0].model, sum(map(count_logprobs, answers)), write)
 
 
-async def _stream(results: Sequence[_Result], indexed: bool, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    front: Front, results: Sequence[_Result], indexed: bool, headers: dict[str, str]
+) -> AsyncGenerator[bytes, None]:
     samples = [result.sample for result in results]
     running = len(samples)
     async with aclosing(merged(samples)) as deltas:
         async for sample, delta in deltas:
             headers.update(fallback_headers(samples))
-            result = results[sample.index]
-            result.add(delta)
+            write = partial(_write_chunk, results[sample.index], delta, indexed)
+            chunk = await run_by_count(front, sample.model, count_logprobs(delta), write)
             running -= delta.finish_reason is not None
-            chunk = result.render() | ({"index": sample.index} if indexed else {})
-            yield event(chunk) + (b"" if running else DONE)
+            yield chunk + (b"" if running else DONE)
+
+
+def _write_chunk(result: _Result, delta: Delta, indexed: bool) -> bytes:
+    result.add(delta)
+    return event(result.render() | ({"index": result.sample.index} if indexed else {}))
 
 
 def _listed_prompts(body: SGLangRequest) -> tuple[str, list[object], bool]:
@@ -221,7 +233,7 @@ class _Result:
         self._rid = rid
         self._text = ""
         self._answer = Answer()
-        self._token_ids = _EncodedList()
+        self._token_ids = EncodedList()
         self._logprobs = _Logprobs(body, sample) if body.return_logprob else None
         self._is_first = True
 
@@ -252,20 +264,6 @@ class _Result:
         return {"text": self._text, "output_ids": self._token_ids.encoded, "meta_info": meta}
 
 
-class _EncodedList:
-    """A JSON list that grows: what is in it is encoded once, and copied from then on."""
-
-    def __init__(self) -> None:
-        self._items = bytearray()
-
-    def append(self, item: object) -> None:
-        self._items += (b"," if self._items else b"") + msgspec.json.encode(item)
-
-    @property
-    def encoded(self) -> msgspec.Raw:
-        return msgspec.Raw(b"[" + bytes(self._items) + b"]")
-
-
 class _Logprobs:
     """Each as [logprob, token id, text or null]; the first prompt token wanted has none, as in SGLang."""
 
@@ -274,8 +272,8 @@ class _Logprobs:
         self._with_texts = bool(body.return_text_in_logprobs)
         self._with_best = bool(body.top_logprobs_num)
         self._first_scored = _first_scored(body)
-        self._input, self._input_best = _EncodedList(), _EncodedList()
-        self._output, self._output_best = _EncodedList(), _EncodedList()
+        self._input, self._input_best = EncodedList(), EncodedList()
+        self._output, self._output_best = EncodedList(), EncodedList()
 
     def add(self, delta: Delta) -> None:
         if delta.prompt_logprobs and self._first_scored >= 0:

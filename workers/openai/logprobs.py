@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from lorafleet.workers.detokenizer import make_detokenizer
 from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.workers.openai.encoded_list import EncodedList
+from lorafleet.workers.output import Delta
 from lorafleet.workers.token_table import TokenTable
 
 LOWEST = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
+
+
+def count_logprobs(delta: Delta) -> int:
+    """Number of logprobs that the delta brings, those of the prompt included."""
+    lists: tuple[Sequence[TokenLogprobs | None] | None, ...] = (delta.logprobs, delta.prompt_logprobs)
+    return sum(len(entries) * (1 + _width(entries[-1])) for entries in lists if entries)
+
+
+def _width(entry: TokenLogprobs | None) -> int:
+    return 0 if entry is None else len(entry.top_ids)
 
 
 def token_string(tokenizer: TokenTable, token_id: int, as_id: bool) -> str:
@@ -22,7 +36,7 @@ def completion_logprobs(
     return {
         "tokens": [token_string(tokenizer, e.token_id if e else first, as_ids) for e in entries],
         "token_logprobs": [max(e.logprob, LOWEST) if e else None for e in entries],
-        "top_logprobs": [_best_by_text(tokenizer, e, as_ids) if e else None for e in entries],
+        "top_logprobs": EncodedList(_best_by_text(tokenizer, e, as_ids) if e else None for e in entries).encoded,
         "text_offset": list(offsets),
     }
 
@@ -40,8 +54,9 @@ def chat_logprobs(tokenizer: TokenTable, entries: Sequence[TokenLogprobs], *, as
     return {"content": logprob_entries(tokenizer, entries, as_ids=as_ids), "refusal": None}
 
 
-def logprob_entries(tokenizer: TokenTable, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> list[object]:
-    return [_chat_entry(tokenizer, entry, as_ids) for entry in entries]
+def logprob_entries(tokenizer: TokenTable, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> list[msgspec.Raw]:
+    """Each one encoded: together they may be millions of values."""
+    return [msgspec.Raw(msgspec.json.encode(_chat_entry(tokenizer, entry, as_ids))) for entry in entries]
 
 
 def _chat_entry(tokenizer: TokenTable, entry: TokenLogprobs, as_ids: bool) -> dict[str, object]:
@@ -60,9 +75,9 @@ def _chat_token(tokenizer: TokenTable, token_id: int, logprob: float, as_ids: bo
     }
 
 
-def vllm_prompt_logprobs(tokenizer: TokenTable, entries: Sequence[TokenLogprobs | None]) -> list[object]:
+def vllm_prompt_logprobs(tokenizer: TokenTable, entries: Sequence[TokenLogprobs | None]) -> msgspec.Raw:
     """For each prompt token but the first: by token id, the k best and the token itself."""
-    return [_by_id(tokenizer, entry) if entry else None for entry in entries]
+    return EncodedList(_by_id(tokenizer, entry) if entry else None for entry in entries).encoded
 
 
 def _by_id(tokenizer: TokenTable, entry: TokenLogprobs) -> dict[str, object]:

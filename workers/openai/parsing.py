@@ -12,25 +12,27 @@ from starlette.requests import Request
 
 from lorafleet.workers.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
 from lorafleet.workers.limits import MAX_BODY_BRACKETS, MAX_BODY_COLONS, MAX_BODY_COMMAS, MAX_BODY_READ_S, cut
+from lorafleet.workers.openai.admission import add_admission
+from lorafleet.workers.openai.body_budget import HeldBody, set_body
 from lorafleet.workers.openai.bounds import OVER_BOUND
+from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.fields import Tolerant, without_no_ops
 from lorafleet.workers.openai.front import Front
-from lorafleet.workers.openai.threads import Threads
+from lorafleet.workers.openai.long_work import run_by_size
 
 JSON = "application/json"
-LONG_BODY_BYTES = 64 << 10  # shorter ones are parsed faster than a thread is reached
 
 Body = TypeVar("Body", bound=BaseModel)
-_long_bodies = Threads("long-bodies", 2)
 
 
 async def read_body(front: Front, request: Request, model: type[Body]) -> Body:
-    """Raises BodyTooLarge before more than the limit is in memory."""
+    """Raises BodyTooLarge, QueueFull or Overloaded before more than their limits is in memory."""
     _check_content_type(request)
-    raw = await _read_bytes(request, front.config.max_body_bytes)
-    if len(raw) < LONG_BODY_BYTES:
-        return parse_object(parse_json(raw), model)
-    return await _long_bodies.run(lambda: parse_object(parse_json(raw), model))
+    held = HeldBody(front.body_budget, caller_of(request))
+    set_body(request.scope, held)
+    add_admission(request.scope, held)
+    raw = await _read_bytes(request, front.config.max_body_bytes, held)
+    return await run_by_size(front, request, lambda: parse_object(parse_json(raw), model))
 
 
 def parse_query(request: Request, model: type[Body]) -> Body:
@@ -56,20 +58,20 @@ def _check_content_type(request: Request) -> None:
         )
 
 
-async def _read_bytes(request: Request, limit: int) -> bytes:
+async def _read_bytes(request: Request, limit: int, held: HeldBody) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(declared, limit)
     try:
         async with asyncio.timeout(MAX_BODY_READ_S):
-            return await _read_parts(request, limit)
+            return await _read_parts(request, limit, held)
     except TimeoutError:
         raise BodyTimeout(
             f"The body did not arrive within {MAX_BODY_READ_S:g} s; send a smaller one, or over a faster connection."
         ) from None
 
 
-async def _read_parts(request: Request, limit: int) -> bytes:
+async def _read_parts(request: Request, limit: int, held: HeldBody) -> bytes:
     """Counts what costs time to parse while the parts come: the loop goes on between two of them."""
     parts: list[bytes] = []
     size = commas = brackets = colons = 0
@@ -85,6 +87,7 @@ async def _read_parts(request: Request, limit: int) -> bytes:
                 f"The body has more than {MAX_BODY_COMMAS} commas, {MAX_BODY_BRACKETS} opening brackets and braces, or "
                 f"{MAX_BODY_COLONS} colons, those in texts included. Send fewer values in one request."
             )
+        held.add(len(part))
         parts.append(part)
     return b"".join(parts)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+
 from lorafleet.workers.errors import ContextOverflow, InvalidRequest
 from lorafleet.workers.limits import MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_IDS, MAX_TOKENIZE_CHARS, shown_number
 from lorafleet.workers.openai.front import Front, ServedModel
+from lorafleet.workers.openai.long_work import run_by_size
 from lorafleet.workers.openai.messages import read_messages, string
 from lorafleet.workers.openai.protocol import ChatRequest, TokenizeRequest
 from lorafleet.workers.token_table import TokenTable
@@ -112,36 +115,44 @@ def checked_ids(front: Front, model: ServedModel, given: list[int], param: str) 
 
 
 async def render_chat(
-    front: Front, model: ServedModel, body: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None
+    front: Front,
+    request: Request,
+    model: ServedModel,
+    body: ChatRequest | TokenizeRequest,
+    tools: list[dict[str, Any]] | None,
 ) -> str:
     """The prompt that the chat template makes of the body's messages and of `tools`: the adapter's own template, where
     it brought one, else the server's."""
-    assert body.messages is not None
+    given = body.messages
+    assert given is not None
     generate, go_on = body.add_generation_prompt, bool(body.continue_final_message)
     if go_on and generate:
         raise InvalidRequest(
             "`continue_final_message` and `add_generation_prompt` exclude each other; set one of them to false.",
             "continue_final_message",
         )
-    messages = read_messages(body.messages)
     generates = not go_on if generate is None else generate
     if model.language.template is not None:
         return await front.templates.render(
             model.language.template,
-            messages,
+            await run_by_size(front, request, lambda: read_messages(given)),
             group=model.turn_group,
             tools=tools,
             add_generation_prompt=generates,
             continue_final_message=go_on,
             template_kwargs=body.chat_template_kwargs,
         )
-    return front.tokenizer.render_chat(
-        messages,
-        tools=tools,
-        add_generation_prompt=generates,
-        continue_final_message=go_on,
-        chat_template=front.config.chat_template,
-        template_kwargs=body.chat_template_kwargs,
+    return await run_by_size(
+        front,
+        request,
+        lambda: front.tokenizer.render_chat(
+            read_messages(given),
+            tools=tools,
+            add_generation_prompt=generates,
+            continue_final_message=go_on,
+            chat_template=front.config.chat_template,
+            template_kwargs=body.chat_template_kwargs,
+        ),
     )
 
 

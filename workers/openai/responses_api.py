@@ -21,6 +21,7 @@ from lorafleet.workers.openai.errors import http_error, in_own_words
 from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generation import Sample, fallback_of, usage_of
 from lorafleet.workers.openai.logprobs import logprob_entries
+from lorafleet.workers.openai.long_work import run_by_size
 from lorafleet.workers.openai.operations import STARTING, describe
 from lorafleet.workers.openai.parsing import parse_object, read_body
 from lorafleet.workers.openai.protocol import (
@@ -56,7 +57,7 @@ async def responses(front: Front, request: Request) -> Response:
     structured = _structured(body)
     _check_logprobs(body)
     try:
-        chat = parse_object(_as_chat(body), ChatRequest)
+        chat = await run_by_size(front, request, lambda: parse_object(_as_chat(body), ChatRequest))
         started = await start_chat(front, request, chat, deadline, "resp_", structured)
     except InvalidRequest as error:
         raise _in_its_own_words(error) from None
@@ -72,7 +73,8 @@ async def count_input_tokens(front: Front, request: Request) -> Response:
     """Nothing is generated."""
     body = await read_body(front, request, ResponsesRequest)
     try:
-        num_tokens = await count_prompt_tokens(front, request, parse_object(_as_chat(body), ChatRequest))
+        chat = await run_by_size(front, request, lambda: parse_object(_as_chat(body), ChatRequest))
+        num_tokens = await count_prompt_tokens(front, request, chat)
     except InvalidRequest as error:
         raise _in_its_own_words(error) from None
     charge_auxiliary(front, request, num_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from lorafleet.workers.openai.responses import encode_json
@@ -25,7 +26,7 @@ class ResponseItems:
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
-    def note(self, logprobs: list[object]) -> None:
+    def note(self, logprobs: Sequence[object]) -> None:
         """Of the tokens that the next text is made of; at the end, those that make none."""
         self._logprobs += logprobs
 

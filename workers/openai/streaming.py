@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Protocol
 
 from lorafleet.workers.openai.envelope import Envelope
+from lorafleet.workers.openai.front import Front
 from lorafleet.workers.openai.generation import Sample, fallback_of, merged, usage_of
+from lorafleet.workers.openai.long_work import run_by_count
 from lorafleet.workers.openai.protocol import GenerationRequest
 from lorafleet.workers.openai.responses import DONE, EventStream, encode_json, event
 from lorafleet.workers.output import Delta
@@ -25,6 +28,10 @@ class ChunkWriter(Protocol):
 
     def write(self, delta: Delta) -> bytes:
         """Whole events, or nothing where the delta has nothing to show."""
+        ...
+
+    def count_values(self, delta: Delta) -> int:
+        """Number of logprobs and token ids that write() would write now."""
         ...
 
 
@@ -67,16 +74,21 @@ class StreamUsage:
 
 
 def event_stream(
-    samples: Sequence[Sample], envelope: Envelope, usage: StreamUsage, open_choice: Callable[[Sample], ChunkWriter]
+    front: Front,
+    samples: Sequence[Sample],
+    envelope: Envelope,
+    usage: StreamUsage,
+    open_choice: Callable[[Sample], ChunkWriter],
 ) -> EventStream:
     """The answer of completions and chat with stream=true."""
     headers: dict[str, str] = {}  # filled at the first delta, before they are sent
     return EventStream(
-        _events(samples, open_choice, lambda: usage.closing(envelope.chunk(samples[0])), headers), headers
+        _events(front, samples, open_choice, lambda: usage.closing(envelope.chunk(samples[0])), headers), headers
     )
 
 
 async def _events(
+    front: Front,
     samples: Sequence[Sample],
     open_choice: Callable[[Sample], ChunkWriter],
     closing: Callable[[], bytes],
@@ -91,7 +103,7 @@ async def _events(
             if writer is None:
                 writer = writers[sample.index] = open_choice(sample)
                 headers.update(fallback_headers(samples))
-            body = writer.write(delta)
+            body = await run_by_count(front, sample.model, writer.count_values(delta), partial(writer.write, delta))
             if delta.finish_reason is not None:
                 running -= 1
                 if not running:

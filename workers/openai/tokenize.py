@@ -9,6 +9,7 @@ from lorafleet.workers.errors import InvalidRequest
 from lorafleet.workers.openai import answers
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front, ServedModel
+from lorafleet.workers.openai.long_work import run_by_count
 from lorafleet.workers.openai.operations import describe
 from lorafleet.workers.openai.parsing import read_body
 from lorafleet.workers.openai.prompts import checked_ids, encode, render_chat
@@ -20,9 +21,13 @@ from lorafleet.workers.openai.responses import json_response
 async def tokenize(front: Front, request: Request) -> Response:
     body = await read_body(front, request, TokenizeRequest)
     model = await front.model(caller_of(request), body.model)
-    text, special = await _text(front, model, body)
+    text, special = await _text(front, request, model, body)
     token_ids = await encode(front, model, text, add_special_tokens=special)
     charge_auxiliary(front, request, len(token_ids))
+    return await run_by_count(front, model, len(token_ids), lambda: _write(front, body, model, token_ids))
+
+
+def _write(front: Front, body: TokenizeRequest, model: ServedModel, token_ids: list[int]) -> Response:
     return json_response(
         {
             "count": len(token_ids),
@@ -33,7 +38,7 @@ async def tokenize(front: Front, request: Request) -> Response:
     )
 
 
-async def _text(front: Front, model: ServedModel, body: TokenizeRequest) -> tuple[str, bool]:
+async def _text(front: Front, request: Request, model: ServedModel, body: TokenizeRequest) -> tuple[str, bool]:
     """(text, whether special tokens are added): the defaults are completions' and chat's."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either `prompt` or `messages`.", "prompt")
@@ -43,7 +48,7 @@ async def _text(front: Front, model: ServedModel, body: TokenizeRequest) -> tupl
                 raise InvalidRequest(f"`{name}` goes with `messages` only; remove it.", name)
         return body.prompt or "", body.add_special_tokens is not False
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
-    return await render_chat(front, model, body, tools), bool(body.add_special_tokens)
+    return await render_chat(front, request, model, body, tools), bool(body.add_special_tokens)
 
 
 @describe("The text of tokens", body=DetokenizeRequest, answer=answers.Detokenized)

@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from lorafleet.workers.errors import QueueFull
-from lorafleet.workers.openai.tokenizing import LONG_TEXT_CHARS, MAX_TEXTS_WAITING, Tokenizing
+from lorafleet.workers.openai.tokenizing import MAX_INLINE_CHARS, MAX_TEXTS_WAITING, Tokenizing
 from lorafleet.workers.tokenizer import Tokenizer
 
-LONG = "x" * (LONG_TEXT_CHARS + 1)
+LONG = "x" * (MAX_INLINE_CHARS + 1)
 
 
 class Held:
@@ -24,7 +24,7 @@ class Held:
         self.go = threading.Event()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:  # noqa: ARG002  as a tokenizer's
-        assert len(text) < LONG_TEXT_CHARS or self.go.wait(120)
+        assert len(text) < MAX_INLINE_CHARS or self.go.wait(120)
         return [len(text)]
 
 

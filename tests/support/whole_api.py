@@ -1,0 +1,60 @@
+"""The whole API of a replica in-process, administration and quality routes included, over an engine that answers by
+script."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from lorafleet.cluster.admin_api import admin_routes
+from lorafleet.cluster.administration import Administration
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.directory import AdapterDirectory
+from lorafleet.cluster.pushing import AdapterAdmin
+from lorafleet.cluster.quality.book import QualityBook
+from lorafleet.cluster.quality.monitor import QualityMonitor
+from lorafleet.cluster.quality.probes import QualityProbes
+from lorafleet.cluster.quality.routes import QualityApi
+from lorafleet.workers.openai.api import build_api
+from lorafleet.workers.openai.front import Front
+from lorafleet.workers.openai.gate import Gate
+
+OPERATOR = "the operator's key"
+HEADERS = {"authorization": f"Bearer {OPERATOR}", "content-type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class WholeApi:
+    http: httpx.AsyncClient
+    directory: AdapterDirectory
+
+
+@asynccontextmanager
+async def serving(front: Front, folder: Path) -> AsyncIterator[WholeApi]:
+    """front: its gate is replaced by one with the operator's key, which the client sends."""
+    directory = AdapterDirectory(Catalogue(FolderStore(folder)))
+    await directory.load()
+    administration = Administration(directory, ["llama"])
+
+    async def administer(verb: str, arguments: dict[str, Any]) -> Any:
+        return await getattr(administration, verb)(**arguments)
+
+    async def take_turn() -> bool:
+        return False
+
+    store = directory.catalogue.store
+    admin = AdapterAdmin(administer, store, ["llama"], "run", lambda path: nullcontext(Path(path)))
+    quality = QualityMonitor(front, QualityProbes(100.0, ()), QualityBook(store), take_turn)
+    front.gate = Gate(OPERATOR)
+    api = build_api(lambda: front, [*admin_routes(admin), *QualityApi(quality).routes()])
+    transport = httpx.ASGITransport(api)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", headers=HEADERS, timeout=120
+    ) as http:
+        yield WholeApi(http, directory)
