@@ -155,7 +155,12 @@ QUEUES = [
     Limit("templates of one tenant that wait", templates.MAX_TEMPLATES_WAITING, "", BUSY),
     Limit("grammars of one tenant that wait", grammar_process.MAX_GRAMMARS_WAITING, "", BUSY),
     Limit("adapters' languages of one tenant that wait", languages.MAX_LANGUAGES_WAITING, "", BUSY),
-    Limit("wait for the quotas", seconds(membership.ADMIT_S), "", "503, with Retry-After"),
+    Limit(
+        "wait for the quotas",
+        seconds(membership.ADMIT_S),
+        "",
+        "the replica admits its own share of the limits; 503 where it does not know how many replicas share them",
+    ),
     Limit("wait for the directory", seconds(membership.PATIENCE_S), "", "503, with Retry-After"),
     Limit(
         "requests and tokens a minute, requests at a time",
