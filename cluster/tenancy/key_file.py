@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Self
@@ -150,18 +150,27 @@ class KeyFile(_Strict):
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
-        _check_each_once("id", [key.id for key in self.keys])
-        _check_each_once("hash", [key.hash for key in self.keys])
+        _check_ids([key.id for key in self.keys])
+        _check_hashes(self.keys)
         outermost_prefixes(owners_of(self.tenants))
         return self
 
 
-def _check_each_once(what: str, values: Sequence[str]) -> None:
+def _check_ids(ids: Iterable[str]) -> None:
     seen: set[str] = set()
-    for value in values:
-        if value in seen:
-            raise ValueError(f"two keys have the {what} {value!r}; give each its own")
-        seen.add(value)
+    for one in ids:
+        if one in seen:
+            raise ValueError(f"two keys have the id {one!r}; give each its own")
+        seen.add(one)
+
+
+def _check_hashes(keys: Iterable[KeyEntry]) -> None:
+    """The message names the keys: a hash is never shown."""
+    id_of_hash: dict[str, str] = {}
+    for key in keys:
+        other = id_of_hash.setdefault(key.hash, key.id)
+        if other != key.id:
+            raise ValueError(f"the keys {other!r} and {key.id!r} have the same hash; give each its own")
 
 
 def outermost_prefixes(owners: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -66,11 +66,18 @@ class KeyRing(Collector):
         return self.tenants.get(name or "", _NOTHING_SAID)
 
     def owner_of_name(self, name: str) -> str | None:
+        return self._kept(name)[1]
+
+    def kept_prefix(self, name: str) -> str:
+        return name[: len(self._kept(name)[0])]
+
+    def _kept(self, name: str) -> tuple[str, str | None]:
+        """The prefix that the name begins with and whose it is."""
         lowered = name.lower()
         # No prefix lies within another, so a name's own is the last one that does not come after the name.
         at = bisect.bisect_right(self._owners, lowered, key=itemgetter(0))
         prefix, tenant = self._owners[at - 1] if at else ("", None)
-        return tenant if prefix and lowered.startswith(prefix) else None
+        return (prefix, tenant) if prefix and lowered.startswith(prefix) else ("", None)
 
     def place_of(self, tenant: str, source: str) -> str | None:
         """As the tenant's `sources` in the file say: beginnings of URIs, and folders with all that is in them."""

@@ -29,6 +29,10 @@ class Tenants(Protocol):
         """The tenant that public names which begin so are kept for; None: they are everybody's."""
         ...
 
+    def kept_prefix(self, name: str) -> str:
+        """The beginning of a public name that is kept for its owner, as this name spells it; "" where there is none."""
+        ...
+
     def place_of(self, tenant: str, source: str) -> str | None:
         """The tenant's own place that this folder or URI lies in: a folder's real path, or the beginning of a URI.
         None: the tenant may not have it read by the server. Blocks on the disk."""
@@ -44,6 +48,9 @@ class NoTenants:
 
     def owner_of_name(self, _: str) -> None:
         return None
+
+    def kept_prefix(self, _: str) -> str:
+        return ""
 
     def place_of(self, _: str, __: str) -> None:
         return None
@@ -80,14 +87,16 @@ class CallersCatalog:
         return page[:limit], len(page) > limit
 
     async def _public(self, after: str, limit: int) -> dict[str, LoRARequest]:
-        """Without the names that are kept for other tenants, of which the catalogue knows nothing."""
+        """Without the names that are kept for other tenants, of which the catalogue knows nothing. However many names
+        another tenant has behind one prefix, they are skipped in one step."""
         found: dict[str, LoRARequest] = {}
         while len(found) < limit:
             page = await self._catalog.listed(after, OWNED, limit)
             found |= {lora.lora_name: lora for lora in page if self.sees(lora.lora_name)}
             if len(page) < limit:
                 break
-            after = page[-1].lora_name
+            last = page[-1].lora_name
+            after = last if self.sees(last) else self._tenants.kept_prefix(last) + PAST_ALL
         return found
 
     async def known(self, name: str) -> LoRARequest | None:

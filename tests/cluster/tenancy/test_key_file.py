@@ -155,7 +155,10 @@ def test_keys_may_come_from_the_environment() -> None:
         (f"keys: [{{id: a, hash: '{HASH}', scopes: [infer], expire: 2027-01-01}}]", "keys.0.expire"),
         (f"keys: [{{id: a, hash: '{HASH}', scopes: [infer], tenant: ../x}}]", "tenant's name"),
         (f"keys: [{{id: 'a b', hash: '{HASH}', scopes: [infer]}}]", "'a b' is no id"),
-        (f"keys: [{{id: a, hash: '{HASH}', scopes: [infer]}}, {{id: b, hash: '{HASH}', scopes: [infer]}}]", "two keys"),
+        (
+            f"keys: [{{id: a, hash: '{HASH}', scopes: [infer]}}, {{id: b, hash: '{HASH}', scopes: [infer]}}]",
+            "'a' and 'b'",
+        ),
         ("tenants: {acme: {limits: {requests_per_minute: 0}}}", "greater than or equal to 1"),
         ("tenants: {a: {name_prefixes: [x-]}, b: {name_prefixes: [x-y]}}", "lies within"),
         ("tenants: {a: {name_prefixes: [x-]}, b: {name_prefixes: [y-, X-Y]}}", "'x-y' of tenant 'b' lies within 'x-'"),
@@ -177,7 +180,8 @@ def test_keys_may_come_from_the_environment() -> None:
 def test_what_is_wrong_is_refused_by_name(content: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=r"keys\.yaml") as error:
         parse(content, "keys.yaml")
-    assert complaint in error.value.message and "secret" not in error.value.message
+    assert complaint in error.value.message
+    assert "secret" not in error.value.message and HASH not in error.value.message
 
 
 def test_a_large_file_is_read_with_work_in_proportion_to_its_size() -> None:
@@ -200,7 +204,7 @@ def test_a_large_file_is_read_with_work_in_proportion_to_its_size() -> None:
         def lower(self) -> str:
             return Counted(str.lower(self))
 
-    key_file._check_each_once("id", [Counted(f"key-{number}") for number in range(20_000)])
+    key_file._check_ids([Counted(f"key-{number}") for number in range(20_000)])
     assert num_compared < 100_000
     key_file.outermost_prefixes((Counted(f"tenant-{number}/"), str(number)) for number in range(20_000))
     assert num_compared < 200_000

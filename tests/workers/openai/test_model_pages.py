@@ -11,7 +11,9 @@ import pytest
 from lorafleet.workers.errors import DirectoryUnavailable
 from lorafleet.workers.limits import MAX_MODELS
 from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.openai.caller import Caller
 from lorafleet.workers.openai.model_pages import MAX_PAGES, ModelPages
+from lorafleet.workers.openai.visibility import CallersCatalog, NoTenants
 from tests.workers.openai.conftest import MemoryCatalog
 
 
@@ -63,6 +65,34 @@ async def test_a_new_adapter_is_listed_at_once(http: httpx.AsyncClient, catalog:
     assert len((await http.get("/v1/models")).json()["data"]) == 4
     catalog.loras["new"] = LoRARequest("new", 1, "/adapters/new")
     assert [card["id"] for card in (await http.get("/v1/models")).json()["data"]][-1] == "new"
+
+
+class PrefixTenant(NoTenants):
+    """Names that begin with "acme-" are kept for the tenant acme, however they are spelled."""
+
+    def owner_of_name(self, name: str) -> str | None:  # type: ignore[override]  # the base knows of none
+        return "acme" if self.kept_prefix(name) else None
+
+    def kept_prefix(self, name: str) -> str:
+        return name[:5] if name.lower().startswith("acme-") else ""
+
+
+class CountedCatalog(MemoryCatalog):
+    num_lists = 0
+
+    async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
+        self.num_lists += 1
+        return await super().listed(after, end, limit)
+
+
+async def test_a_page_costs_the_same_however_many_names_are_kept_for_another_tenant() -> None:
+    catalog = CountedCatalog()
+    names = [f"{prefix}{i:04}" for prefix in ("Acme-", "acme-") for i in range(1000)] + ["Open", "open", "public"]
+    catalog.loras = {name: LoRARequest(name, 1, f"/adapters/{name}") for name in names}
+    seen = CallersCatalog(catalog, PrefixTenant(), Caller("other", "key", frozenset({"infer"})))
+    page, has_more = await seen.listed("", 2)
+    assert ([name for name, _ in page], has_more) == (["Open", "open"], True)
+    assert catalog.num_lists <= 5
 
 
 async def test_a_page_is_made_once_for_all_who_ask_and_anew_when_the_list_changes() -> None:
