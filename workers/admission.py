@@ -50,11 +50,12 @@ class Admission:
         self._rate = _Rate(clock())
 
     def join(self, request: EngineRequest) -> Group:
-        """Of a sequence that is about to be queued. Raises QueueFull for the first of its request, never for others:
-        how many there will be is not known then, so a request of many may go over a bound."""
+        """Of a sequence that is about to be queued. Raises QueueFull for the first of its request, for all of them;
+        never for others."""
         group = self._groups.get(request.group)
         if group is None:
-            self._check_room(request.tenant, len(request.prompt_token_ids))
+            num_tokens = max(request.group_tokens, len(request.prompt_token_ids))
+            self._check_room(request.tenant, max(request.group_sequences, 1), num_tokens)
             group = Group(request.group)
             if request.group:
                 self._groups[request.group] = group
@@ -109,17 +110,17 @@ class Admission:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._timed]
             heapify(self._deadlines)
 
-    def _check_room(self, tenant: str, num_tokens: int) -> None:
+    def _check_room(self, tenant: str, num_sequences: int, num_tokens: int) -> None:
+        """Of a request. What is more than a bound by itself can only ever start where nothing waits."""
         waiting = self._scheduler.waiting
-        num_beyond = self._scheduler.num_beyond_a_step + self._num_apart()
-        if self._max_queued is not None and num_beyond >= self._max_queued and self._has_its_places(tenant):
+        if self._has_no_places(num_sequences) and self._has_its_places(tenant, num_sequences):
             self.refused["requests"] += 1
             raise QueueFull(
-                f"{len(waiting)} requests wait on this replica, which lets max_queued_requests={self._max_queued} "
-                "wait. Try again later; raise max_queued_requests, or num_replicas, if this lasts.",
+                f"{len(waiting)} requests wait on this replica, and with this one's {num_sequences} they would be more "
+                f"than max_queued_requests={self._max_queued} beside those of a step. Try again later; raise "
+                "max_queued_requests, or num_replicas, if this lasts.",
                 retry_after_s=self.retry_after_s(),
             )
-        # What is longer than the bound by itself can only ever start where nothing waits.
         over = self._max_tokens is not None and waiting and waiting.num_tokens + num_tokens > self._max_tokens
         if over and self._has_its_tokens(tenant, num_tokens):
             self.refused["tokens"] += 1
@@ -130,10 +131,19 @@ class Admission:
                 retry_after_s=self.retry_after_s(),
             )
 
-    def _has_its_places(self, tenant: str) -> bool:
-        """Whether the tenant has as many sequences here as each tenant could have."""
+    def _has_no_places(self, num_sequences: int) -> bool:
+        """Whether so many more sequences are too many to wait."""
+        if self._max_queued is None:
+            return False
+        num_beyond = self._scheduler.num_beyond_a_step + self._num_apart()
+        nothing_waits = num_beyond < 0 and not self._scheduler.waiting
+        return num_beyond + num_sequences > self._max_queued and not nothing_waits
+
+    def _has_its_places(self, tenant: str, num_sequences: int) -> bool:
+        """Whether the tenant would have more sequences here than each tenant could have."""
         assert self._max_queued is not None
-        return self._num_of[tenant] * self._num_tenants_with(tenant) >= self._scheduler.max_num_seqs + self._max_queued
+        most = self._scheduler.max_num_seqs + self._max_queued
+        return (self._num_of[tenant] + num_sequences - 1) * self._num_tenants_with(tenant) >= most
 
     def _has_its_tokens(self, tenant: str, num_tokens: int) -> bool:
         """Whether the tenant would have more tokens waiting than each tenant could have."""

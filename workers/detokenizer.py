@@ -11,6 +11,7 @@ from typing import Protocol
 from lorafleet.workers.token_table import TokenTable
 
 _REPLACEMENT = "\ufffd"
+_MAX_TEXTLESS_TOKENS = 32  # after which a window moves on; a character has 4 bytes, each of them a token at most
 _CONTEXT_TOKENS = 5  # of the prompt, decoded along so that a leading space survives; transformers and vLLM use 5 too
 
 
@@ -65,7 +66,9 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For every other kind (sentencepiece with byte fallback, …), whose text of a token depends on its neighbours.
 
-    Decodes a window from the last piece but one and gives what lies beyond the part already given.
+    Decodes a window from the last piece but one and gives what lies beyond the part already given. The window holds 64
+    tokens at most, so that an answer's work is linear in its tokens: tokens without a text stay out of it,
+    and bytes that complete no character are given as U+FFFD.
     Source: text-generation-inference's decode_token.
     """
 
@@ -74,18 +77,22 @@ class WindowDetokenizer:
     def __init__(self, tokenizer: TokenTable, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._window = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._window = [one for one in prompt_ids[-_CONTEXT_TOKENS:] if self._has_text(one)]
         self._read = len(self._window)
         # A prompt that ends inside a character: the answer completes it, so the whole character is the answer's.
         self._given = self._decode(self._window).rstrip(_REPLACEMENT)
         self.pending = False
 
     def push(self, token_id: int) -> str:
+        if not self._has_text(token_id):
+            return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         self.pending = text.endswith(_REPLACEMENT) and len(text) > len(self._given)
-        if self.pending or len(text) <= len(self._given):
+        must_wait = self.pending or len(text) <= len(self._given)
+        if must_wait and len(self._window) - self._read < _MAX_TEXTLESS_TOKENS:
             return ""
+        self.pending = False
         return self._advance(text)
 
     def finish(self) -> str:
@@ -98,6 +105,11 @@ class WindowDetokenizer:
         self._read = len(self._window)
         self._given = self._decode(self._window)
         return piece
+
+    def _has_text(self, token_id: int) -> bool:
+        """Decoding passes over other tokens: they do not even part their neighbours."""
+        is_skipped = self._skip_special and token_id in self._tokenizer.special_ids
+        return 0 <= token_id < self._tokenizer.vocab_size and not is_skipped
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)

@@ -171,10 +171,10 @@ class Engine:
             return outputs
         runs_ahead = self._under_way is not None
         plan = self._plan(chunks)
-        refused = self._choose()  # as late as may be: masks are made meanwhile
-        if refused:
-            outputs += refused
-            chunks = [c for c in chunks if self._sequences.get(c.sequence.request_id) is c.sequence]
+        outputs += self._choose()  # as late as may be: masks are made meanwhile
+        remaining = self._remaining(chunks)
+        if len(remaining) < len(chunks):
+            chunks = remaining
             plan = self._plan(chunks)
         if not runs_ahead:
             self._structured.start([chunk.sequence for chunk in chunks if chunk.samples])
@@ -209,7 +209,7 @@ class Engine:
         cpu = self.loras.resident_cpu() if self.loras is not None else []
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting) + len(self._preparing),
+            num_waiting=len(self.scheduler.waiting) + len(self._preparing) + self.scheduler.num_aside,
             running_tokens=sum(len(sequence.tokens) for sequence in self.scheduler.running),
             waiting_tokens=self.scheduler.waiting.num_tokens,
             kv_blocks_total=self._kv.num_blocks,
@@ -260,7 +260,8 @@ class Engine:
 
     def _prepare(self, sequence: Sequence, request: EngineRequest, eos_token_ids: list[int]) -> None:
         assert request.tokenizer is not None, "who asks for structured output says how the model spells its answers"
-        self._structured.open(sequence, request.tokenizer, eos_token_ids, request.turn_group)
+        base = request.vocabulary is None and not request.language
+        self._structured.open(sequence, request.tokenizer, eos_token_ids, request.turn_group, base=base)
         self._preparing.add(sequence)
 
     def _check(self, request: EngineRequest) -> None:
@@ -321,16 +322,25 @@ class Engine:
         """Ends the sequences whose sampling could not be prepared. What the step computes for them is thrown away."""
         for sequence, error in step.faults:
             log.error("request %s ends", sequence.request_id, exc_info=error)
-        live = [(s, error) for s, error in step.faults if self._sequences.get(s.request_id) is s]
+        live = [(s, error) for s, error in step.faults if self._is_here(s)]
         return [self._refuse(sequence, fault_of(error)) for sequence, error in live]
 
     def _choose(self) -> list[TokenOutput]:
         """Queues the choice of the tokens under way where it waits for masks. The refusals."""
         if self._under_way is None or self._under_way.step.choice is not None:
             return []
-        masks, faults = self._structured.finish()
-        self.runner.choose(self._under_way.step, masks)
-        return [self._refuse(s, error) for s, error in faults if self._sequences.get(s.request_id) is s]
+        masked = self._structured.finish()
+        self.runner.choose(self._under_way.step, masked.masks, masked.late)
+        return [self._refuse(s, error) for s, error in masked.faults if self._is_here(s)]
+
+    def _remaining(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Those of the chunks for the next step that can still be computed: their sequences have not ended, and get
+        their tokens of the step under way."""
+        late = set(self._under_way.step.late) if self._under_way is not None else set()
+        return [c for c in chunks if self._is_here(c.sequence) and c.sequence not in late]
+
+    def _is_here(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.request_id) is sequence
 
     def _collect(self) -> list[TokenOutput]:
         """The tokens of the step under way. What came for sequences that have ended meanwhile is dropped."""
@@ -339,8 +349,11 @@ class Engine:
         under_way, self._under_way = self._under_way, None
         outputs: list[TokenOutput] = []
         for chunk, end, sampled in zip(under_way.step.chunks, under_way.ends, under_way.step.collect(), strict=True):
-            if self._sequences.get(chunk.sequence.request_id) is chunk.sequence:
+            if self._is_here(chunk.sequence):
                 outputs += self._advance_or_refuse(chunk.sequence, end, sampled)
+        for sequence in under_way.step.late:
+            if self._is_here(sequence):
+                self.scheduler.set_aside(sequence)  # until its mask has come: _take_in_grammars()
         self._step_metrics.ended(under_way.step.shape, under_way.began_s)
         return outputs
 
@@ -358,9 +371,11 @@ class Engine:
         for sequence, error in self._structured.poll():
             if error is not None:
                 outputs.append(self._refuse(sequence, error))
-            else:
+            elif sequence in self._preparing:
                 self._preparing.remove(sequence)
                 self.scheduler.add(sequence)
+            else:
+                self.scheduler.resume(sequence)
         return outputs
 
     def _without_adapter(self, sequence: Sequence, error: LorafleetError) -> TokenOutput | None:

@@ -87,6 +87,10 @@ class FairQueue:
         """It has ended, or has been given up, whether it waited or ran."""
         if sequence.blocks is None:
             self._remove(sequence)
+        self.ended(sequence)
+
+    def ended(self, sequence: Sequence) -> None:
+        """One that neither waits nor runs has ended."""
         sequence.lane.unfinished -= 1
 
     def waiting_tenants(self) -> list[str]:

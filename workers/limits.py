@@ -70,6 +70,7 @@ MAX_TOKEN_IDS = 1 << 20  # of one prompt, which must fit the context besides
 MAX_DETOKENIZE_IDS = 1 << 17
 MAX_PROMPTS = 2048  # of one request
 MAX_SAMPLES = 2048  # prompts x n
+MAX_PROMPT_TOKENS = 1 << 21  # of all prompts, each n times: the engine holds so many ids in about 80 MB
 MAX_MODEL_CHARS = 4096  # eight full names joined by "+", behind a base's name
 MAX_MIXED = 8  # adapters that one request mixes
 MIX_WEIGHT = Range(-1e4, 1e4)

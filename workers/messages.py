@@ -41,7 +41,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
 
     vocabulary: the adapter's own, which AdapterInfo and its tokenizer's files give; None: the base's. language: that of
     the files that the prompt was tokenized by (AdapterInfo.language). tokenizer: where params.structured_outputs is
-    given. group: what all sequences of one client's request have in common; "" for one that is alone. queue_timeout_s:
+    given. group: what all sequences of one client's request have in common; "" for one that is alone. group_sequences,
+    group_tokens: how many sequences those are, and how many tokens their prompts have together. queue_timeout_s:
     how long it may wait to start; None: as long as it takes. cache_salt: only requests with the same one share keys and
     values. tenant: who takes turns with other tenants; "" is that of all callers without one. traced: its outputs tell
     its times. priority: among those that wait for one adapter, the lower is the sooner. pooling: an embedding is wanted
@@ -56,6 +57,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     vocabulary: Vocabulary | None = None
     language: str = ""
     group: str = ""
+    group_sequences: int = 1
+    group_tokens: int = 0
     tokenizer: TokenizerFile | None = None
     queue_timeout_s: float | None = None
     priority: int = 0

@@ -8,7 +8,7 @@ launch() queues a step, LaunchedStep.collect() waits for its tokens; between the
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class LaunchedStep:
     sampling, rows: of each row of StepInputs.sampled_B. row_of: request id -> row. scored: logprobs of prompt
     tokens, each span with its chunk. pooled: of prompts that end in the step, by chunk. edited: rows that change their
     logits. faults: sequences that cannot go on after the step, and why. choice: None until ModelRunner.choose(), which
-    must come before the next step is launched.
+    must come before the next step is launched. late: sequences of the step that it gives no token.
     """
 
     chunks: list[Chunk]
@@ -75,6 +75,7 @@ class LaunchedStep:
     pooled: dict[int, Tensor]
     download: Download
     choice: Choice | None = None
+    late: list[Sequence] = field(default_factory=list)
 
     def collect(self) -> list[Sampled]:
         """One Sampled a chunk, in order."""
@@ -163,12 +164,18 @@ class ModelRunner:
         return self.steps.run(plan, score)
 
     @torch.inference_mode()
-    def choose(self, step: LaunchedStep, masks: TokenMasks | None) -> None:
-        """Queues the choice of a launched step's tokens; those that masks forbid have no chance."""
+    def choose(self, step: LaunchedStep, masks: TokenMasks | None, late: Many[Sequence] = ()) -> None:
+        """Queues the choice of a launched step's tokens; those that masks forbid have no chance.
+
+        late: sequences that get no token. What is chosen in their rows is given to nobody, and not counted.
+        """
         num_rows = len(step.rows)
         asked, found = [], None
+        step.late = list(late)
+        late_rows = {step.row_of.pop(sequence.request_id) for sequence in late}
+        step.edited = [row for row in step.edited if row.index not in late_rows]
         if step.logits.sampled_BV is not None:
-            asked = [i for i, row in enumerate(step.rows) if row.params.logprobs is not None]
+            asked = [i for i, row in enumerate(step.rows) if row.params.logprobs is not None and i not in late_rows]
             found = self._sample(step.logits.sampled_BV, step, asked, masks)
             self.steps.share(num_rows)
         sampled = step.download.add(self._inputs.sampled_B[:num_rows])

@@ -61,6 +61,7 @@ class Scheduler:
         self.loras = loras
         self.waiting = FairQueue(slot_credit=max_num_batched_tokens)
         self.running: list[Sequence] = []
+        self._aside: set[Sequence] = set()
         self.num_preemptions = 0
         self.max_num_seqs = max_num_seqs
         self._must_yield = False  # a tenant waits for room that could not be made while a step was under way
@@ -75,7 +76,12 @@ class Scheduler:
     @property
     def num_beyond_a_step(self) -> int:
         """Sequences that would have to wait even if each that can did run. Negative where there is room."""
-        return len(self.waiting) + len(self.running) - self.max_num_seqs
+        return len(self.waiting) + len(self._aside) + len(self.running) - self.max_num_seqs
+
+    @property
+    def num_aside(self) -> int:
+        """Sequences that are neither in steps nor wait for one."""
+        return len(self._aside)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
@@ -114,10 +120,27 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is; its blocks and its slot are free from now on."""
+        if sequence in self._aside:
+            self._aside.remove(sequence)
+            self.waiting.ended(sequence)
+            return
         self.waiting.finish(sequence)
         if sequence.blocks is not None:
             self.running.remove(sequence)
             self._release(sequence)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Takes a running sequence out of the steps until resume(). It holds no blocks and no slot meanwhile. A token
+        that its last step was to give is sampled by a later one."""
+        self._stop(sequence)
+        if sequence.tokens[-1] == UNKNOWN:
+            sequence.tokens.pop()
+        self._aside.add(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """It goes on before all that wait."""
+        self._aside.remove(sequence)
+        self.waiting.add_preempted(sequence)
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
         """Chunks, and how many more prompt tokens the step has room for."""
@@ -206,13 +229,16 @@ class Scheduler:
         return slot is not None and self.loras.slots.is_ready(slot)
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence)
+        self.waiting.add_preempted(sequence)
+        self.num_preemptions += 1
+
+    def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []
-        self.waiting.add_preempted(sequence)
-        self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.blocks is not None

@@ -14,7 +14,7 @@ from lorafleet.workers.messages import TokenLogprobs
 from lorafleet.workers.openai.caller import Caller
 from lorafleet.workers.openai.deadline import Deadline
 from lorafleet.workers.openai.front import Front, ServedModel
-from lorafleet.workers.openai.generation import Sample, Task, collect
+from lorafleet.workers.openai.generation import Sample, SampleGroup, Task, collect
 from lorafleet.workers.openai.prompts import Prompt, checked_ids, encode, fit_max_tokens
 from lorafleet.workers.output import Delta
 from lorafleet.workers.sampling_params import SamplingParams
@@ -71,7 +71,8 @@ class Prober:
         salt = f"{group}-{time.time_ns()}"
         task = Task(Prompt(token_ids, None), model, params, scoring=scoring, cache_salt=salt, priority=INT32)
         deadline = Deadline(None, time.monotonic())
-        sample = Sample(self._front, group, 0, task, params, deadline, None, counts_prompt=True)
+        alone = SampleGroup(group, num_sequences=1, num_tokens=len(token_ids))
+        sample = Sample(self._front, alone, 0, task, params, deadline, None, counts_prompt=True)
         [whole] = await collect([sample])
         _check_own(model, sample.fallback_reason)
         return whole

@@ -27,7 +27,7 @@ from lorafleet.workers.openai.api import ROUTES
 from lorafleet.workers.openai.fair_threads import LONG_WORK
 from lorafleet.workers.openai.openapi import openapi
 from lorafleet.workers.sandbox import shunned, templates, tokenizer_document, tokenizers
-from lorafleet.workers.structured import decoding, grammar_process, grammar_program
+from lorafleet.workers.structured import grammar_process, grammar_program, vocabularies
 
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
 INTRODUCTION = """# Limits
@@ -109,6 +109,7 @@ BODY = [
 ]
 ACROSS = [
     Limit("prompts x n", limits.MAX_SAMPLES, "", REFUSED),
+    Limit("tokens of all prompts, each n times", limits.MAX_PROMPT_TOKENS, "", REFUSED),
     Limit(
         "prompt and answer",
         "the model's context, or the KV cache",
@@ -208,7 +209,15 @@ PROCESSES = [
     ),
     Limit("grammars first compiled at a time", grammar_process.MAX_TRIALS, "", "they wait"),
     Limit("process of compiled grammars: memory", size(_GRAMMAR.memory_bytes), "", "503, and it is started anew"),
-    Limit("processes of grammars, one a vocabulary", decoding.MAX_VOCABULARIES, "", "the one used longest ago ends"),
+    Limit(
+        "processes of grammars, one for each vocabulary of adapters; the base's comes besides",
+        f"{vocabularies.MAX_VOCABULARIES}, of which one tenant uses {vocabularies.MAX_VOCABULARIES_OF_ONE}",
+        "",
+        "the one used longest ago ends; 503 where all are in use",
+    ),
+    Limit("wait of a step for masks of grammars", seconds(_GRAMMAR.step_wait_s), "", "the sequence samples later"),
+    Limit("masks of one step", seconds(_GRAMMAR.mask_s), "", "503, and the process is started anew"),
+    Limit("grammars that a process leaves unread", size(grammar_process.MAX_UNSENT_BYTES), "", "503"),
     Limit("compiled grammars", grammar_program.MAX_GRAMMARS, "", INTERNAL),
     Limit("job that had to be ended is refused without a try for", seconds(shunned.SHUN_S), "", REFUSED),
     Limit(

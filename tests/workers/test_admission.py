@@ -26,10 +26,24 @@ class Queue:
         self.admission = Admission(self.scheduler, max_queued, max_tokens, lambda: self.now)
 
     def add(
-        self, name: str, group: str = "", timeout_s: float | None = None, num_prompt: int = 10, tenant: str = ""
+        self,
+        name: str,
+        group: str = "",
+        timeout_s: float | None = None,
+        num_prompt: int = 10,
+        tenant: str = "",
+        num_in_group: int = 1,
     ) -> Sequence:
         params, prompt = SamplingParams(), [1] * num_prompt
-        request = EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, group=group, tenant=tenant)
+        request = EngineRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            params=params,
+            group=group,
+            group_sequences=num_in_group,
+            group_tokens=num_in_group * num_prompt,
+            tenant=tenant,
+        )
         joined = self.admission.join(request)
         added = Sequence(name, prompt, num_prompt, params, 0, 100, group=joined, tenant=tenant)
         self.scheduler.add(added)
@@ -116,6 +130,28 @@ def test_a_request_is_refused_at_its_first_sequence_or_not_at_all():
     for sample in samples:
         queue.end(sample)
     queue.add("other", group="other")
+
+
+def test_all_sequences_of_a_request_count_for_the_queue():
+    queue = Queue(max_queued=3)
+    queue.add("alone")
+    with pytest.raises(QueueFull, match="this one's 5"):
+        queue.add("s0", group="many", num_in_group=5)
+    samples = [queue.add(f"s{i}", group="few", num_in_group=4) for i in range(4)]
+    with pytest.raises(QueueFull):
+        queue.add("other")
+    for sample in samples:
+        queue.end(sample)
+    queue.step()
+    queue.add("s0", group="many", num_in_group=50)  # more than ever fit may begin where nothing waits
+
+
+def test_the_tokens_of_all_sequences_of_a_request_count_for_the_queue():
+    queue = Queue(max_queued=None, max_tokens=100)
+    queue.add("first", num_prompt=10)
+    with pytest.raises(QueueFull, match="with this request's 120"):
+        queue.add("s0", group="many", num_prompt=40, num_in_group=3)
+    queue.add("s0", group="few", num_prompt=40, num_in_group=2)
 
 
 def test_who_has_not_started_when_its_time_is_up_is_refused_and_the_rest_runs_on():

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -51,3 +53,40 @@ def test_sentencepiece_pieces_of_words_join_to_the_full_decode(sentencepiece_tok
     for _ in range(500):
         ids = [rng.choice([*words, 1, 2]) for _ in range(rng.randrange(12))]
         assert "".join(pieces(sentencepiece_tokenizer, ids)) == sentencepiece_tokenizer.decode(ids)
+
+
+class CountedDecoding:
+    """A tokenizer that counts the tokens that it is asked to decode."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.num_decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("kind", ["skipped", "unknown", "half a character", "blank"])
+def test_the_work_for_tokens_without_a_text_is_linear(sentencepiece_tokenizer: Tokenizer, kind: str) -> None:
+    vocabulary = sentencepiece_tokenizer._backend.get_vocab()
+    tokens = {
+        "skipped": vocabulary["</s>"],
+        "unknown": sentencepiece_tokenizer.vocab_size,
+        "half a character": vocabulary["<0x80>"],
+        "blank": vocabulary["▁"],
+    }
+    counted: Any = CountedDecoding(sentencepiece_tokenizer)
+    given = pieces(counted, 2000 * [tokens[kind]])
+    assert counted.num_decoded <= 130 * 2000
+    assert "".join(given) == sentencepiece_tokenizer.decode(2000 * [tokens[kind]])
+
+
+def test_skipped_tokens_do_not_part_a_word_from_its_space(sentencepiece_tokenizer: Tokenizer) -> None:
+    vocabulary = sentencepiece_tokenizer._backend.get_vocab()
+    ids = [vocabulary["▁hello"], *(100 * [vocabulary["</s>"]]), vocabulary["▁world"]]
+    assert "".join(pieces(sentencepiece_tokenizer, ids)) == "hello world"
+    assert "".join(pieces(sentencepiece_tokenizer, ids[1:], prompt=ids[:1])) == " world"

@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 
 from lorafleet.workers.errors import EngineDead, InvalidRequest, LorafleetError
-from lorafleet.workers.limits import MAX_SAMPLES
+from lorafleet.workers.limits import MAX_PROMPT_TOKENS, MAX_SAMPLES
 from lorafleet.workers.messages import EngineRequest, FinishReason, Pooling, SequenceTimes, TokenizerFile
 from lorafleet.workers.openai.admission import add_admission
 from lorafleet.workers.openai.caller import caller_of
@@ -60,14 +60,23 @@ class Task:
         return hashlib.sha256(msgspec.json.encode((tenant, self.cache_salt))).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """All samples of one client's request."""
+
+    name: str  # Unique.
+    num_sequences: int
+    num_tokens: int  # Of their prompts together.
+
+
 class Sample:
-    """One sequence. `params` are its own: n is 1. `group`: unique, of all samples of one client's request.
+    """One sequence. `params` are its own: n is 1.
     `counts_prompt`: it is its prompt's first, which the usage counts."""
 
     def __init__(
         self,
         front: Front,
-        group: str,
+        group: SampleGroup,
         index: int,
         task: Task,
         params: SamplingParams,
@@ -88,7 +97,7 @@ class Sample:
         self._cache_salt = task.salt
         self._front = front
         self._group = group
-        self._engine_id = f"{group}-{index}"
+        self._engine_id = f"{group.name}-{index}"
         self._deadline = deadline
         self.times: SequenceTimes | None = None  # where it is traced, from its first token on
         self.sent_s = 0.0  # monotonic, when it was given to the engine
@@ -111,7 +120,9 @@ class Sample:
             lora=self.model.lora,
             vocabulary=self.model.language.vocabulary,
             language=self.model.language.digest,
-            group=self._group,
+            group=self._group.name,
+            group_sequences=self._group.num_sequences,
+            group_tokens=self._group.num_tokens,
             queue_timeout_s=self._deadline.left_s(),
             cache_salt=self._cache_salt,
             tenant=self.model.caller.tenant or "",
@@ -190,7 +201,7 @@ class Sample:
         caller, lora, fell_back = self.model.caller, self.model.lora, self.fallback_reason is not None
         return Usage(
             time.time(),
-            short_id(self._group),
+            short_id(self._group.name),
             caller.tenant or "",
             caller.key_id,
             "" if lora is None else lora.lora_name,
@@ -282,13 +293,27 @@ def fallback_of(samples: Sequence[Sample]) -> dict[str, str] | None:
     return None
 
 
+def group_of(request_id: str, tasks: Sequence[Task]) -> SampleGroup:
+    """Raises InvalidRequest where all samples together are too many, or their prompts too long."""
+    total = sum(task.params.n for task in tasks)
+    if total > MAX_SAMPLES:
+        raise InvalidRequest(f"prompts x n is {total}; at most {MAX_SAMPLES} answers in one request.", "n")
+    num_tokens = sum(task.params.n * len(task.prompt.token_ids) for task in tasks)
+    if num_tokens > MAX_PROMPT_TOKENS:
+        raise InvalidRequest(
+            f"the prompts of the {total} answers have {num_tokens} tokens together, each prompt counted n times; at "
+            f"most {MAX_PROMPT_TOKENS} in one request. Ask for fewer answers at a time, or shorten the prompts.",
+            "n",
+        )
+    return SampleGroup(f"{request_id}-{next(_numbers)}", total, num_tokens)
+
+
 async def make_samples(
     front: Front, request: Request, request_id: str, tasks: Sequence[Task], deadline: Deadline
 ) -> list[Sample]:
     """Raises QuotaExceeded where the caller has used up what it may ask for."""
-    total = sum(task.params.n for task in tasks)
-    if total > MAX_SAMPLES:
-        raise InvalidRequest(f"prompts x n is {total}; at most {MAX_SAMPLES} answers in one request.", "n")
+    group = group_of(request_id, tasks)
+    total = group.num_sequences
     if front.meter is not None:
         front.meter.check_room()
     if front.quotas is not None:
@@ -299,7 +324,6 @@ async def make_samples(
     if deadline.trace is not None:
         deadline.trace.describe(request_id, endpoint_of(request.scope), tasks)
     samples: list[Sample] = []
-    group = f"{request_id}-{next(_numbers)}"
     async for task in in_turns(tasks):
         constrained = task.params.structured_outputs is not None
         tokenizer = await front.tokenizer_file(task.model) if constrained else None

@@ -9,6 +9,11 @@ LENGTH = struct.Struct("<Q")  # precedes each message
 _PART_BYTES = 1 << 20
 
 
+def framed(message: bytes) -> bytes:
+    """The bytes that carry the message."""
+    return LENGTH.pack(len(message)) + message
+
+
 def send(sock: socket.socket, message: bytes) -> None:
     sock.sendall(LENGTH.pack(len(message)))
     sock.sendall(message)

@@ -1,12 +1,15 @@
 """Which tokens may come next in the answers that have a grammar: asked for when a step is launched, and there when its
 tokens are to be chosen. Knows nothing of devices; grammar_process.py does the work beside the engine's own.
+
+No step waits for a process that is slow or stopped. A sequence whose mask is late leaves its step without a token;
+poll() gives it back when the mask has come, and it samples then.
 """
 
 # N rows with a grammar · W words of 32 tokens each
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -17,9 +20,8 @@ import numpy as np
 from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded, QueueFull
 from lorafleet.workers.messages import TokenizerFile
 from lorafleet.workers.sequence import UNKNOWN, Sequence
-from lorafleet.workers.structured.grammar_process import GrammarLimits, GrammarProcess, Opened, ProcessEnded
-
-MAX_VOCABULARIES = 4  # processes at a time, each of some 200 MB with a vocabulary of 128 thousand tokens
+from lorafleet.workers.structured.grammar_process import GrammarLimits, GrammarProcess, Opened, ProcessEnded, Unread
+from lorafleet.workers.structured.vocabularies import Vocabularies
 
 Bits = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 Fault = tuple[Sequence, LorafleetError]
@@ -27,11 +29,14 @@ Fault = tuple[Sequence, LorafleetError]
 
 @dataclass(slots=True, eq=False)
 class Grammar:
-    """One answer's. num_sent: how many of its tokens the process has."""
+    """One answer's. group: who uses its process. num_sent: how many of its tokens the process has. late_1W: the mask of
+    its next token, where that came after its step."""
 
     process: GrammarProcess
     number: int
+    group: str
     num_sent: int = 0
+    late_1W: Bits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,46 +49,103 @@ class TokenMasks:
 
 
 @dataclass(frozen=True, slots=True)
+class Masked:
+    """masks: None where no row has one. late: sequences whose masks have not come; poll() gives them. faults: sequences
+    that cannot go on."""
+
+    masks: TokenMasks | None
+    late: list[Sequence]
+    faults: list[Fault]
+
+
+@dataclass(frozen=True, slots=True)
 class _Asked:
     process: GrammarProcess
     rows: list[int] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     tokens: list[tuple[int, int, list[int]]] = field(default_factory=list)  # as GrammarProcess.start takes them
 
+    def add(self, row: int, sequence: Sequence, grammar: Grammar) -> None:
+        new = sequence.tokens[sequence.num_prompt + grammar.num_sent :]
+        if new and new[-1] == UNKNOWN:
+            new.pop()
+        assert UNKNOWN not in new
+        grammar.num_sent += len(new)
+        self.tokens.append((grammar.number, len(self.rows), new))
+        self.rows.append(row)
+        self.sequences.append(sequence)
+
+    def faults(self, told: list[tuple[int, str]]) -> list[Fault]:
+        """told: what the process says of its numbers."""
+        wrong = dict(told)
+        pairs = zip(self.tokens, self.sequences, strict=True)
+        return [(one, _refusal(one, wrong[number])) for (number, _, _), one in pairs if number in wrong]
+
+    def note_late_masks(self) -> None:
+        """The process has answered after the step: its masks are for the steps that the sequences will be in."""
+        for (number, place, _), sequence in zip(self.tokens, self.sequences, strict=True):
+            if sequence.grammar is not None and sequence.grammar.number == number:
+                sequence.grammar.late_1W = self.process.mask_BW[place : place + 1].copy()
+
+
+@dataclass(slots=True)
+class _Late:
+    """A process that has not answered in time, and the sequences that wait for it outside of the steps."""
+
+    asked: _Asked
+    sequences: set[Sequence]
+
 
 class StructuredDecoding:
     """most_rows: of a step. wake: called from other threads when poll() has something."""
 
     def __init__(self, most_rows: int, wake: Callable[[], None], limits: GrammarLimits | None = None) -> None:
-        self._most_rows = most_rows
         self._wake = wake
-        self._limits = limits
-        self._processes: OrderedDict[tuple[str, tuple[int, ...]], GrammarProcess] = OrderedDict()
-        self._users: dict[GrammarProcess, int] = {}
+        self._limits = limits or GrammarLimits()
+        self._vocabularies = Vocabularies(
+            lambda tokenizer, eos: GrammarProcess(tokenizer, eos, most_rows, wake, self._limits)
+        )
         self._opening: dict[int, Sequence] = {}
         self._asked: list[_Asked] = []
+        self._at_hand: list[tuple[int, Bits]] = []  # rows of the step whose masks came late for the step before
+        self._refrained: list[Sequence] = []  # of the step, whose process has yet to answer for an earlier one
+        self._late: dict[GrammarProcess, _Late] = {}
+        self._resumable: list[Sequence] = []  # that poll() gives next: they wait for nothing any more
         self._numbers = count()
 
     def open(
-        self, sequence: Sequence, tokenizer: TokenizerFile, eos_token_ids: Many[int], turn_group: str = ""
+        self,
+        sequence: Sequence,
+        tokenizer: TokenizerFile,
+        eos_token_ids: Many[int],
+        turn_group: str = "",
+        *,
+        base: bool = False,
     ) -> None:
-        """It may start once poll() has given it. Raises LorafleetError."""
+        """It may start once poll() has given it. base: the tokenizer is the base model's. Raises LorafleetError."""
         spec = sequence.params.structured_outputs
         assert spec is not None
         if not eos_token_ids:
             raise InvalidRequest("this model has no token that ends an answer, which structured output needs.")
-        process = self._process(tokenizer, tuple(sorted(eos_token_ids)))
-        if process.failure:
-            raise _ended(process)
-        sequence.grammar = Grammar(process, next(self._numbers))
-        self._opening[sequence.grammar.number] = sequence
-        self._users[process] += 1
-        process.open(sequence.grammar.number, spec, turn_group)
+        process = self._vocabularies.join(tokenizer, tuple(sorted(eos_token_ids)), turn_group, base=base)
+        number = next(self._numbers)
+        try:
+            if process.failure:
+                raise _ended(process)
+            process.open(number, spec, turn_group)
+        except Unread:
+            self._vocabularies.leave(process, turn_group)
+            raise Overloaded("The process that holds the grammars does not read what it is sent; try again.") from None
+        except LorafleetError:
+            self._vocabularies.leave(process, turn_group)
+            raise
+        sequence.grammar = Grammar(process, number, turn_group)
+        self._opening[number] = sequence
 
     def poll(self) -> list[tuple[Sequence, LorafleetError | None]]:
-        """Sequences that may start now, or never."""
+        """Sequences that may start or go on now, or never."""
         found: list[tuple[Sequence, LorafleetError | None]] = []
-        for process in self._processes.values():
+        for process in self._vocabularies.processes:
             # Asked first: what a process says before it ends is heard before.
             dead = process.dead
             for opened in process.opened():
@@ -95,6 +157,9 @@ class StructuredDecoding:
                     assert sequence.grammar is not None
                     del self._opening[sequence.grammar.number]
                     found.append((sequence, _ended(process)))
+            found += self._late_answers(process)
+        found += [(sequence, None) for sequence in self._resumable if sequence.grammar is not None]
+        self._resumable = []
         return found
 
     def leave(self, sequence: Sequence) -> None:
@@ -102,81 +167,92 @@ class StructuredDecoding:
         grammar, sequence.grammar = sequence.grammar, None
         if grammar is not None:
             self._opening.pop(grammar.number, None)
-            self._users[grammar.process] -= 1
+            if grammar.process in self._late:
+                self._late[grammar.process].sequences.discard(sequence)
             grammar.process.close(grammar.number)
+            self._vocabularies.leave(grammar.process, grammar.group)
 
     def start(self, sampling: Many[Sequence]) -> None:
         """Begins to find the next tokens of those of a step's sequences, in the order of its rows, that have a grammar.
         All their tokens are known but for those of that step."""
+        self._at_hand, self._refrained = [], []
         by_process: dict[GrammarProcess, _Asked] = {}
         for row, sequence in enumerate(sampling):
             grammar = sequence.grammar
             if grammar is None:
                 continue
-            asked = by_process.setdefault(grammar.process, _Asked(grammar.process))
-            new = sequence.tokens[sequence.num_prompt + grammar.num_sent :]
-            if new and new[-1] == UNKNOWN:
-                new.pop()
-            assert UNKNOWN not in new
-            grammar.num_sent += len(new)
-            asked.tokens.append((grammar.number, len(asked.rows), new))
-            asked.rows.append(row)
-            asked.sequences.append(sequence)
+            if grammar.late_1W is not None:
+                self._at_hand.append((row, grammar.late_1W))
+                grammar.late_1W = None
+            elif grammar.process.is_busy:
+                self._refrained.append(sequence)
+            else:
+                by_process.setdefault(grammar.process, _Asked(grammar.process)).add(row, sequence, grammar)
         self._asked = list(by_process.values())
         for asked in self._asked:
             asked.process.start(asked.tokens)
 
-    def finish(self) -> tuple[TokenMasks | None, list[Fault]]:
-        """Of the last start(): None where no row has a mask. Waits for it; the sequences with a fault cannot go on."""
-        rows: list[int] = []
-        parts: list[Bits] = []
+    def finish(self) -> Masked:
+        """Of the last start(). Waits for all processes together for step_wait_s at most."""
+        until_s = time.monotonic() + self._limits.step_wait_s
+        rows = [row for row, _ in self._at_hand]
+        parts = [bits_1W for _, bits_1W in self._at_hand]
         faults: list[Fault] = []
+        late: list[Sequence] = []
         for asked in self._asked:
             try:
-                wrong = dict(asked.process.finish())
+                told = asked.process.finish(until_s - time.monotonic())
             except ProcessEnded:
                 faults += [(sequence, _ended(asked.process)) for sequence in asked.sequences]
                 continue
-            for (number, _, _), sequence in zip(asked.tokens, asked.sequences, strict=True):
-                if number in wrong:
-                    faults.append((sequence, _refusal(sequence, wrong[number])))
+            if told is None:
+                waiting = [sequence for sequence in asked.sequences if sequence.grammar is not None]
+                self._late[asked.process] = _Late(asked, set(waiting))
+                late += waiting
+                continue
+            faults += asked.faults(told)
             rows += asked.rows
             parts.append(asked.process.mask_BW[: len(asked.rows)])
-        self._asked = []
-        return TokenMasks(rows, _stacked(parts)) if parts else None, faults
+        late += self._hold_refrained()
+        self._asked, self._at_hand = [], []
+        return Masked(TokenMasks(rows, _stacked(parts)) if parts else None, late, faults)
 
     def close(self) -> None:
-        for process in self._processes.values():
+        self._vocabularies.close()
+
+    def _hold_refrained(self) -> list[Sequence]:
+        """Those of the step that wait for the answer to an earlier one. Some may have ended meanwhile."""
+        held: list[Sequence] = []
+        for sequence in self._refrained:
+            if sequence.grammar is None:
+                continue
+            held.append(sequence)
+            late = self._late.get(sequence.grammar.process)
+            if late is not None:
+                late.sequences.add(sequence)
+            else:  # the answer has come since
+                self._resumable.append(sequence)
+                self._wake()
+        self._refrained = []
+        return held
+
+    def _late_answers(self, process: GrammarProcess) -> list[tuple[Sequence, LorafleetError | None]]:
+        late = self._late.get(process)
+        if late is None:
+            return []
+        if process.is_overdue:
             process.end()
-        self._processes.clear()
-
-    def _process(self, tokenizer: TokenizerFile, eos_token_ids: tuple[int, ...]) -> GrammarProcess:
-        key = tokenizer.digest, eos_token_ids
-        process = self._processes.get(key)
-        if process is not None and (not process.dead or process.failure):
-            self._processes.move_to_end(key)
-            return process
-        if process is not None:
-            self._forget(key)
-        elif len(self._processes) >= MAX_VOCABULARIES:
-            idle = next((k for k, p in self._processes.items() if not self._users[p]), None)
-            if idle is None:
-                raise Overloaded(
-                    f"structured output runs with {MAX_VOCABULARIES} tokenizers at once, and all are in use; try "
-                    "again when their requests are answered."
-                )
-            self._forget(idle)
-        made = self._processes[key] = GrammarProcess(
-            tokenizer, eos_token_ids, self._most_rows, self._wake, self._limits
-        )
-        self._users[made] = 0
-        return made
-
-    def _forget(self, key: tuple[str, tuple[int, ...]]) -> None:
-        process = self._processes.pop(key)
-        process.end()
-        if not self._users[process]:
-            del self._users[process]
+        try:
+            told = process.finish(0)
+        except ProcessEnded:
+            del self._late[process]
+            return [(sequence, _ended(process)) for sequence in late.sequences]
+        if told is None:
+            return []
+        del self._late[process]
+        late.asked.note_late_masks()
+        faults = dict(late.asked.faults(told))
+        return [(sequence, faults.get(sequence)) for sequence in late.sequences]
 
 
 def _stacked(parts: list[Bits]) -> Bits:

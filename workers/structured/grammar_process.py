@@ -11,6 +11,7 @@ import queue
 import socket
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +21,8 @@ import msgspec
 import numpy as np
 
 from lorafleet.workers.messages import TokenizerFile
-from lorafleet.workers.sandbox.framing import receive, send
+from lorafleet.workers.sandbox.framing import receive
+from lorafleet.workers.sandbox.outbox import Outbox
 from lorafleet.workers.sandbox.process import command_of, start_program
 from lorafleet.workers.structured.grammar_program import STACK_BYTES, Settings
 from lorafleet.workers.structured.spec import StructuredOutputs
@@ -29,18 +31,21 @@ PROGRAM = "lorafleet.workers.structured.grammar_program"
 MAX_THREADS = 8
 MAX_TRIALS = 3  # grammars that are compiled for the first time, at a time
 MAX_GRAMMARS_WAITING = 128  # to be compiled, of one tenant
+MAX_UNSENT_BYTES = 16 << 20  # that one process has left unread, beyond which it is sent no more grammars
 _END_S = 0.5  # how long the process may take to end its own
+_PATIENCE_AFTER_LATE = 0.05  # part of the wait for a process that is given to one that was late the last time
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """trial_*: of compiling one grammar and beginning an answer. mask_s: how long a step waits for its masks, which
-    take milliseconds: for machines whose processors are all taken."""
+    """trial_*: of compiling one grammar and beginning an answer."""
 
     trial_cpu_s: float = 5.0
     trial_memory_bytes: int = 512 << 20
     memory_bytes: int = 8 << 30
-    mask_s: float = 30.0
+    # Masks take milliseconds. What is late waits outside of the steps, whose other sequences go on.
+    step_wait_s: float = 0.1  # How long one step waits for the masks of all its sequences together.
+    mask_s: float = 30.0  # How long a process may take for the masks of one step before it is ended.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,15 @@ class ProcessEnded(Exception):
     """Nothing more can be asked of it."""
 
 
-class GrammarProcess:
-    """rows: of the largest step. wake: called in another thread when opened() has something new.
+class Unread(Exception):
+    """The process has left too much unread."""
 
-    The process is there at once, its vocabulary after a second: who opens a grammar meanwhile waits for it too.
+
+class GrammarProcess:
+    """rows: of the largest step. wake: called in another thread when opened() or finish() has something new.
+
+    The process is there at once, its vocabulary after a second: who opens a grammar meanwhile waits for it too. No
+    method but finish() and join() waits for the process, which may be stopped.
     """
 
     def __init__(
@@ -74,6 +84,8 @@ class GrammarProcess:
         self._filled: queue.SimpleQueue[list[tuple[int, str]] | None] = queue.SimpleQueue()
         self.dead = False
         self.failure = ""  # why it could not begin
+        self._asked_s: float | None = None  # monotonic, of the last start(), until finish() has its answer
+        self._is_late, self._was_late = False, False  # its answer to the last start(), and to the one before
         words = -(-tokenizer.vocab_size // 32)
         memory = os.memfd_create("lorafleet-masks")
         try:
@@ -100,11 +112,24 @@ class GrammarProcess:
             )
         finally:
             os.close(memory)
+        self._outbox = Outbox(self._socket)
         self._receiver = threading.Thread(target=self._receive, name="grammars", daemon=True)
         self._receiver.start()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether finish() has yet to give the answer to the last start(). A process that has ended gives none."""
+        return self._asked_s is not None and not self.dead
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it takes longer for its masks than a process may."""
+        return self._asked_s is not None and time.monotonic() - self._asked_s > self._limits.mask_s
+
     def open(self, number: int, spec: StructuredOutputs, group: str) -> None:
-        """Answered in opened(). group: whose turn it takes where others' grammars are compiled too."""
+        """Answered in opened(). group: whose turn it takes where others' grammars are compiled too. Raises Unread."""
+        if self._outbox.num_unsent_bytes > MAX_UNSENT_BYTES:
+            raise Unread
         self._send("open", number, (spec.kind, spec.source, spec.any_whitespace), group)
 
     def opened(self) -> list[Opened]:
@@ -113,39 +138,48 @@ class GrammarProcess:
 
     def start(self, rows: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """(number, row of mask_BW, the tokens answered since the last time) of each sequence of a step."""
+        assert not self.is_busy, "mask_BW belongs to the process until finish() has given its answer"
+        self._asked_s = time.monotonic()
         self._send("fill", rows)
 
-    def finish(self) -> list[tuple[int, str]]:
-        """Waits until mask_BW has what start() asked for. Gives the sequences that cannot go on, and why.
+    def finish(self, wait_s: float) -> list[tuple[int, str]] | None:
+        """Returns the sequences that cannot go on, and why, once mask_BW has what start() asked for; None where it has
+        not after wait_s. A process that was late the last time is hardly waited for.
 
         Raises ProcessEnded.
         """
         try:
-            faults = self._filled.get(timeout=self._limits.mask_s)
+            faults = self._filled.get(timeout=max(0.0, wait_s * (_PATIENCE_AFTER_LATE if self._was_late else 1)))
         except queue.Empty:
-            self.end()
-            faults = None
+            if self.dead:
+                raise ProcessEnded from None
+            self._is_late = True
+            return None
         if faults is None:
             raise ProcessEnded
+        self._asked_s, self._was_late, self._is_late = None, self._is_late, False
         return faults
 
     def close(self, number: int) -> None:
         self._send("close", [number])
 
     def end(self) -> None:
-        """The process ends those that it has started, so that none of them is left to nobody; a stuck one is killed."""
+        """The process ends those that it has started, so that none of them is left to nobody; a stuck one is killed
+        after a while."""
+        self.dead = True
         with contextlib.suppress(OSError):  # it may have ended
             self._socket.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        self._process.kill()
-        self._process.wait()
+
+    def join(self) -> None:
+        """Waits until the process has ended."""
         self._receiver.join()
-        self._socket.close()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._receiver.is_alive()
 
     def _send(self, *message: object) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which the receiver tells
-            send(self._socket, msgspec.msgpack.encode(message))
+        self._outbox.send(msgspec.msgpack.encode(message))
 
     def _receive(self) -> None:
         """In a thread, until the process ends."""
@@ -154,13 +188,22 @@ class GrammarProcess:
                 said: Any = msgspec.msgpack.decode(message)
                 if said[0] == "opened":
                     self._opened.append(Opened(*said[1:]))
-                    self._wake()
                 elif said[0] == "filled":
                     self._filled.put(said[1])
                 else:
                     self.failure = said[1]
-        with contextlib.suppress(subprocess.TimeoutExpired):  # of one that ends by itself nothing is left either
-            self._process.wait(_END_S)
+                self._wake()
+        self._reap()
         self.dead = True
         self._filled.put(None)
         self._wake()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(OSError):  # a stuck process reads nothing that the outbox has
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._process.kill()
+        self._process.wait()
+        self._outbox.close()
+        self._socket.close()

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +22,33 @@ from lorafleet.workers.messages import TokenizerFile
 from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.sequence import Sequence
 from lorafleet.workers.structured import spec
-from lorafleet.workers.structured.decoding import MAX_VOCABULARIES, StructuredDecoding
-from lorafleet.workers.structured.grammar_process import MAX_GRAMMARS_WAITING, GrammarLimits
+from lorafleet.workers.structured.decoding import StructuredDecoding
+from lorafleet.workers.structured.grammar_process import MAX_GRAMMARS_WAITING, MAX_UNSENT_BYTES, GrammarLimits
+from lorafleet.workers.structured.vocabularies import MAX_VOCABULARIES, MAX_VOCABULARIES_OF_ONE
 from lorafleet.workers.tokenizer import Tokenizer
 from lorafleet.workers.tokenizer_files import TokenizerFiles
 
-LIMITS = GrammarLimits(trial_cpu_s=1.0, trial_memory_bytes=256 << 20, mask_s=120)
+LIMITS = GrammarLimits(trial_cpu_s=1.0, trial_memory_bytes=256 << 20, step_wait_s=120, mask_s=120)
+HASTY = replace(LIMITS, step_wait_s=0.01)
 ROWS = 8
 
 
 class Played:
     """What the engine does with a StructuredDecoding, one answer at a time."""
 
-    def __init__(self, file: TokenizerFile, tokenizer: Tokenizer) -> None:
+    def __init__(self, file: TokenizerFile, tokenizer: Tokenizer, limits: GrammarLimits = LIMITS) -> None:
         self.woken = threading.Event()
         self.file = file
         self.tokenizer = tokenizer
         self.end = tokenizer.eos_token_id or 0
-        self.decoding = StructuredDecoding(ROWS, self.woken.set, LIMITS)
+        self.decoding = StructuredDecoding(ROWS, self.woken.set, limits)
 
-    def open(self, given: spec.StructuredOutputs, file: TokenizerFile | None = None, group: str = "") -> Sequence:
+    def open(
+        self, given: spec.StructuredOutputs, file: TokenizerFile | None = None, group: str = "", *, base: bool = False
+    ) -> Sequence:
         params = SamplingParams(structured_outputs=given)
         sequence = Sequence("x", [5, 6], 2, params, seed=0, max_tokens=1000)
-        self.decoding.open(sequence, file or self.file, [self.end], group)
+        self.decoding.open(sequence, file or self.file, [self.end], group, base=base)
         return sequence
 
     def wait(self, *sequences: Sequence) -> list[LorafleetError | None]:
@@ -65,11 +70,11 @@ class Played:
 
     def allowed(self, sequence: Sequence) -> np.ndarray[Any, Any]:
         self.decoding.start([sequence])
-        masks, faults = self.decoding.finish()
-        if faults:
-            raise faults[0][1]
-        assert masks is not None and masks.rows == [0]
-        return np.flatnonzero(np.unpackbits(masks.bits_NW[0].view(np.uint8), bitorder="little"))
+        masked = self.decoding.finish()
+        if masked.faults:
+            raise masked.faults[0][1]
+        assert masked.masks is not None and masked.masks.rows == [0]
+        return np.flatnonzero(np.unpackbits(masked.masks.bits_NW[0].view(np.uint8), bitorder="little"))
 
     def write(self, given: spec.StructuredOutputs, rng: random.Random, most: int = 400) -> str | None:
         """A random answer; None where it does not end."""
@@ -240,8 +245,9 @@ def test_masks_of_several_vocabularies_come_in_the_order_of_their_rows(played: P
     assert played.wait(second) == [None]
     first, free = played.begin(spec.choice(["a"], "c")), Sequence("f", [1], 1, SamplingParams(), seed=0, max_tokens=9)
     played.decoding.start([free, first, free, second])
-    masks, faults = played.decoding.finish()
-    assert masks is not None and not faults
+    masked = played.decoding.finish()
+    masks = masked.masks
+    assert masks is not None and not masked.faults
     bits = np.unpackbits(masks.bits_NW.view(np.uint8), axis=1, bitorder="little")
     found = {row: np.flatnonzero(row_bits).tolist() for row, row_bits in zip(masks.rows, bits, strict=True)}
     assert found == {1: played.tokenizer.encode("a"), 3: played.tokenizer.encode("b")}
@@ -259,8 +265,9 @@ def test_when_the_process_ends_its_answers_end_with_it_and_the_next_are_served(p
     opening = played.open(spec.choice(["right"], "c"))
     played.decoding.start([running])
     os.kill(process._process.pid, signal.SIGKILL)
-    masks, [(failed, error)] = played.decoding.finish()
-    assert masks is None and failed is running and isinstance(error, Overloaded)
+    masked = played.decoding.finish()
+    [(failed, error)] = masked.faults
+    assert masked.masks is None and failed is running and isinstance(error, Overloaded)
     [error] = played.wait(opening)
     assert isinstance(error, Overloaded)
     for sequence in (running, opening):
@@ -288,6 +295,94 @@ def test_an_idle_vocabulary_makes_room_for_another_and_one_in_use_does_not(file:
         played.open(spec.regex("a", "r"), files[-1])
     played.decoding.leave(open_ones[1])
     assert played.wait(played.open(spec.regex("a", "r"), files[-1])) == [None]
+    played.decoding.close()
+
+
+def vocabularies(file: TokenizerFile, count: int) -> list[TokenizerFile]:
+    return [TokenizerFile(file.path, f"digest {i}", file.vocab_size) for i in range(count)]
+
+
+def test_one_tenant_s_vocabularies_leave_a_place_for_others_and_the_base_has_its_own(
+    file: TokenizerFile, tokenizer: Tokenizer
+) -> None:
+    played = Played(file, tokenizer)
+    files = vocabularies(file, MAX_VOCABULARIES + 2)
+    for one in files[:MAX_VOCABULARIES_OF_ONE]:
+        played.open(spec.regex("a", "r"), one, group="loud")
+    with pytest.raises(Overloaded, match=f"with {MAX_VOCABULARIES_OF_ONE} tokenizers at once"):
+        played.open(spec.regex("a", "r"), files[-1], group="loud")
+    played.open(spec.regex("b", "r"), files[0], group="loud")
+    quiet = played.open(spec.regex("a", "r"), files[-1], group="quiet")
+    of_base = [played.open(spec.regex("a", "r"), files[-2], group=group, base=True) for group in ("third", "loud")]
+    assert played.wait(quiet, *of_base) == [None] * 3
+    played.decoding.close()
+
+
+def test_a_late_mask_is_for_the_step_after_it_and_other_vocabularies_do_not_wait(
+    file: TokenizerFile, tokenizer: Tokenizer
+) -> None:
+    played = Played(file, tokenizer, HASTY)
+    [other_file] = vocabularies(file, 1)
+    stopped, other = played.begin(spec.choice(["left"], "c")), played.open(spec.choice(["a"], "c"), other_file)
+    joins = played.open(spec.choice(["right"], "c"))
+    assert played.wait(other, joins) == [None, None]
+    assert stopped.grammar is not None
+    pid = stopped.grammar.process._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        played.decoding.start([stopped])
+        assert played.decoding.finish().late == [stopped]
+        assert played.decoding.poll() == []
+        while played.decoding.start([joins, other]) or (masked := played.decoding.finish()).masks is None:
+            assert set(masked.late) == {joins, other} and played.wait(other) == [None]  # on a busy machine
+        assert masked.late == [joins] and masked.masks.rows == [1] and not masked.faults
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert played.wait(stopped, joins) == [None, None]
+    assert played.allowed(stopped).tolist() == played.tokenizer.encode("l"), "it need not be asked for again"
+    played.decoding.close()
+
+
+def test_a_process_that_stays_stopped_is_ended_and_its_answers_refused(
+    file: TokenizerFile, tokenizer: Tokenizer
+) -> None:
+    played = Played(file, tokenizer, replace(HASTY, mask_s=0.2))
+    stopped = played.begin(spec.choice(["left"], "c"))
+    assert stopped.grammar is not None
+    process = stopped.grammar.process
+    os.kill(process._process.pid, signal.SIGSTOP)
+    played.decoding.start([stopped])
+    assert played.decoding.finish().late == [stopped]
+    while not (told := played.decoding.poll()):
+        pass
+    [(refused, error)] = told
+    assert refused is stopped and isinstance(error, Overloaded)
+    played.decoding.leave(stopped)
+    again = played.begin(spec.choice(["left"], "c"))
+    assert again.grammar is not None and again.grammar.process is not process
+    process.join()
+    assert process._process.returncode == -signal.SIGKILL
+    played.decoding.close()
+
+
+def test_what_a_stopped_process_does_not_read_is_bounded_and_nobody_waits_for_it(
+    file: TokenizerFile, tokenizer: Tokenizer
+) -> None:
+    played = Played(file, tokenizer)
+    running = played.begin(spec.choice(["left"], "c"))
+    assert running.grammar is not None
+    pid = running.grammar.process._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    long = "a" * ((1 << 20) - 8)
+    opened: list[Sequence] = []
+    while len(opened) << 20 <= MAX_UNSENT_BYTES:
+        opened.append(played.open(spec.regex(long + str(len(opened)), "r")))
+    with pytest.raises(Overloaded, match="does not read"):
+        played.open(spec.regex("short", "r"))
+    for sequence in opened:
+        played.decoding.leave(sequence)
+    os.kill(pid, signal.SIGCONT)
+    assert played.allowed(running).tolist() == played.tokenizer.encode("l")
     played.decoding.close()
 
 

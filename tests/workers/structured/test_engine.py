@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -102,13 +102,83 @@ def test_a_process_that_ends_amid_answers_ends_those_alone_whose_grammars_it_hel
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.finish_reason is not None:
                 ended[output.request_id] = output
-        if len(tokens.get("left", [])) == 2 and engine._structured._processes:
-            [process] = engine._structured._processes.values()
+        if len(tokens.get("left", [])) == 2 and engine._structured._vocabularies.processes:
+            [process] = engine._structured._vocabularies.processes
             process._process.kill()  # as often as it is met: it may be gone
     assert {ended[name].finish_reason for name in ("left", "right")} == {"error"}
     assert not engine.has_work and engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
     for name in free:
         assert ended[name].finish_reason == "length" and tokens[name] == undisturbed
+    add(engine, file, "next", prompt(5), spec.choice(["ab"], "x"))
+    assert finished(engine, "next").finish_reason == "stop"
+    engine.close()
+
+
+def answers(engine: Engine, tokens: dict[str, list[int]], until: Callable[[TokenOutput], bool]) -> None:
+    """Steps until one of the outputs is as wanted."""
+    while True:
+        found = False
+        for output in engine.step():
+            assert output.error is None
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            found |= until(output)
+        if found:
+            return
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_stopped_process_holds_up_its_own_answers_alone_and_they_go_on_where_they_were(fleet, file, prompt, overlap):
+    """Their places in the step are free meanwhile: there are two, and two answers wait."""
+    config = EngineConfig(
+        str(fleet("llama3").base), kv_cache_tokens=1024, async_scheduling=overlap, max_num_seqs=2, block_size=4
+    )
+    engine = build_engine(config)
+    undisturbed: dict[str, list[int]] = {}
+    given = {"left": spec.regex("left[a-z]+", "x"), "right": spec.regex("right[a-z]+", "x"), "free": None}
+
+    def begin(name: str) -> None:
+        params = SamplingParams(
+            temperature=0.9, seed=3, max_tokens=16, ignore_eos=True, frequency_penalty=1.0,
+            structured_outputs=given[name], prompt_logprobs=1, logprobs=1,
+        )  # fmt: skip
+        engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt(7), params=params, tokenizer=file))
+
+    for name in given:
+        begin(name)
+        answers(engine, undisturbed, lambda output: output.finish_reason is not None)
+    tokens: dict[str, list[int]] = {}
+    for name in ("left", "right"):
+        begin(name)
+    answers(engine, tokens, lambda _: len(tokens.get("left", [])) > 2 and len(tokens.get("right", [])) > 2)
+    [process] = engine._structured._vocabularies.processes
+    os.kill(process._process.pid, signal.SIGSTOP)
+    try:
+        begin("free")
+        answers(engine, tokens, lambda output: output.request_id == "free" and output.finish_reason is not None)
+        assert engine.stats().num_waiting == 2 and not engine.has_work
+        assert engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
+    finally:
+        os.kill(process._process.pid, signal.SIGCONT)
+    ended: set[str] = set()
+    while len(ended) < 2:
+        answers(engine, tokens, lambda output: output.finish_reason is not None and not ended.add(output.request_id))
+    assert tokens == undisturbed
+    assert engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
+    engine.close()
+
+
+def test_an_answer_whose_process_is_stopped_can_be_given_up(fleet, file, prompt):
+    engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024))
+    add(engine, file, "bound", prompt(5), spec.regex("left[a-z]+", "x"))
+    tokens: dict[str, list[int]] = {}
+    answers(engine, tokens, lambda output: bool(output.token_ids))
+    [process] = engine._structured._vocabularies.processes
+    os.kill(process._process.pid, signal.SIGSTOP)
+    while engine.has_work:
+        engine.step()
+    engine.abort("bound")
+    assert engine.stats().num_waiting == 0 and engine.num_unfinished == 0
+    os.kill(process._process.pid, signal.SIGCONT)
     add(engine, file, "next", prompt(5), spec.choice(["ab"], "x"))
     assert finished(engine, "next").finish_reason == "stop"
     engine.close()

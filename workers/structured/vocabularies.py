@@ -1,0 +1,106 @@
+"""The processes that hold grammars, one for each vocabulary, and who uses them.
+
+The base's vocabulary has a place of its own. The others share MAX_VOCABULARIES places, the last of which no tenant can
+take that uses all others. One that nobody uses makes room, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from lorafleet.workers.errors import Overloaded
+from lorafleet.workers.messages import TokenizerFile
+from lorafleet.workers.structured.grammar_process import GrammarProcess
+
+# Adapters' vocabularies at a time beside the base's: processes of some 200 MB for 128 thousand tokens each.
+MAX_VOCABULARIES = 4
+MAX_VOCABULARIES_OF_ONE = MAX_VOCABULARIES - 1  # that one tenant uses at a time
+
+Key = tuple[str, tuple[int, ...]]  # digest of the tokenizer, ids that end an answer
+Make = Callable[[TokenizerFile, tuple[int, ...]], GrammarProcess]
+
+
+class Vocabularies:
+    def __init__(self, make: Make) -> None:
+        self._make = make
+        self._processes: OrderedDict[Key, GrammarProcess] = OrderedDict()  # the least recently used first
+        self._base_key: Key | None = None
+        self._users: dict[GrammarProcess, Counter[str]] = {}  # by group; of processes that no request may join too
+        self._ending: list[GrammarProcess] = []
+
+    @property
+    def processes(self) -> list[GrammarProcess]:
+        """All that somebody uses, or may use."""
+        return list(self._users)
+
+    def join(
+        self, tokenizer: TokenizerFile, eos_token_ids: tuple[int, ...], group: str, *, base: bool
+    ) -> GrammarProcess:
+        """The process of the vocabulary, which the group uses until leave(). group: "" where nobody else could need a
+        place. base: the vocabulary is the base model's.
+
+        Raises Overloaded.
+        """
+        key = tokenizer.digest, eos_token_ids
+        if base:
+            self._base_key = key
+        process = self._processes.get(key)
+        if process is not None and process.dead and not process.failure:
+            self._forget(key)
+            process = None
+        if process is None or not self._users[process]:
+            self._check_share(key, group)
+        if process is None:
+            self._make_room(key)
+            process = self._processes[key] = self._make(tokenizer, eos_token_ids)
+            self._users[process] = Counter()
+        self._processes.move_to_end(key)
+        self._users[process][group] += 1
+        return process
+
+    def leave(self, process: GrammarProcess, group: str) -> None:
+        users = self._users[process]
+        users[group] -= 1
+        if not users[group]:
+            del users[group]
+        if not users and process not in self._processes.values():
+            del self._users[process]
+
+    def close(self) -> None:
+        """Ends all processes, and waits until they have ended."""
+        for key in list(self._processes):
+            self._forget(key)
+        for process in self._ending:
+            process.join()
+
+    def _others(self) -> list[tuple[Key, GrammarProcess]]:
+        return [(key, process) for key, process in self._processes.items() if key != self._base_key]
+
+    def _check_share(self, key: Key, group: str) -> None:
+        used = sum(group in self._users[process] for _, process in self._others())
+        if group and key != self._base_key and used >= MAX_VOCABULARIES_OF_ONE:
+            raise Overloaded(
+                f"your requests use structured output with {used} tokenizers at once, and at most "
+                f"{MAX_VOCABULARIES_OF_ONE} may; try again when they are answered."
+            )
+
+    def _make_room(self, key: Key) -> None:
+        others = self._others()
+        if key == self._base_key or len(others) < MAX_VOCABULARIES:
+            return
+        idle = next((key for key, process in others if not self._users[process]), None)
+        if idle is None:
+            raise Overloaded(
+                f"structured output runs with {MAX_VOCABULARIES} tokenizers of adapters at once, and all are in use; "
+                "try again when their requests are answered."
+            )
+        self._forget(idle)
+
+    def _forget(self, key: Key) -> None:
+        """No request joins the process any more. Those that use it learn that it has ended."""
+        process = self._processes.pop(key)
+        process.end()
+        self._ending = [one for one in self._ending if not one.has_ended] + [process]
+        if not self._users[process]:
+            del self._users[process]
