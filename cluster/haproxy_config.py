@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+from lorafleet.cluster.haproxy_answers import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
 from lorafleet.workers.openai.elsewhere import MEANT_HEADER, RETRY_HEADER, RETRY_STATUS
 
 EDITED = "# edited by lorafleet\n"
@@ -29,20 +29,7 @@ REPEATABLE_PATHS = (  # of POST requests that change nothing, so that two replic
 HEADERS_S = 10  # for a client to send its request's headers
 BODY_S = 30  # and the beginning of its body, which the router sees and which can be sent again
 CLIENT_S = 60  # without progress while a client sends the rest of a body, or reads an answer
-MAX_HEADER_BYTES = 65_536
 CONNECTIONS_PER_CLIENT = 1024  # of the 4096 that HAProxy takes
-UNAVAILABLE = {
-    "message": "No replica of this server answers. Try again in a moment.",
-    "type": "server_error",
-    "param": None,
-    "code": "no_replica",
-}
-TOO_LARGE = {
-    "message": f"The request's headers are larger than {MAX_HEADER_BYTES} bytes. Send smaller ones.",
-    "type": "invalid_request_error",
-    "param": None,
-    "code": "headers_too_large",
-}
 
 
 class NotServesTemplate(Exception):
@@ -60,7 +47,10 @@ class Ingress:
     keep_log: bool = False  # Else requests are logged nowhere, and no UDP socket is opened for it.
     needs_key: bool = False  # Whether only clients that send a key have their bodies read.
     connections_per_client: int = CONNECTIONS_PER_CLIENT  # Open connections from one address.
-    error_file: str | None = None  # HAProxy's own answer where no replica answers.
+    headers_s: int = HEADERS_S
+    client_s: int = CLIENT_S
+    body_s: int = BODY_S
+    error_files: Mapping[int, str] = field(default_factory=dict)  # HAProxy's own answers by the status of its error.
 
     @property
     def _tls(self) -> str:
@@ -81,7 +71,9 @@ def edit(config: str, ingress: Ingress) -> str:
     """Raises NotServesTemplate. A configuration that is edited already stays as it is."""
     if config.startswith(EDITED):
         return config
-    return EDITED + _edit_replicas(_edit_clients(_edit_listeners(config, ingress), ingress), ingress)
+    config = _edit_listeners(config, ingress)
+    config = _edit_clients(config, ingress)
+    return EDITED + _edit_replicas(_edit_errors(config, ingress.error_files))
 
 
 def _edit_listeners(config: str, ingress: Ingress) -> str:
@@ -100,7 +92,7 @@ def _edit_listeners(config: str, ingress: Ingress) -> str:
 
 
 def _bounds_of_clients(ingress: Ingress) -> str:
-    too_large = _quoted(json.dumps({"error": TOO_LARGE}))
+    too_large = _quoted(HEADERS_TOO_LARGE.body)
     return f"""
     stick-table type ipv6 size 100k expire 10m store conn_cur
     tcp-request connection track-sc0 src
@@ -118,17 +110,26 @@ def _bounds_of_clients(ingress: Ingress) -> str:
 
 
 def _edit_clients(config: str, ingress: Ingress) -> str:
-    config = _replace(config, r"^(    timeout) client \d+s$", rf"\1 client {CLIENT_S}s\n\1 http-request {HEADERS_S}s")
+    config = _replace(
+        config, r"^(    timeout) client \d+s$", rf"\1 client {ingress.client_s}s\n\1 http-request {ingress.headers_s}s"
+    )
     routed = " repeatable has_key" if ingress.needs_key else " repeatable"
     if not re.search(r"^    http-request lua\.", config, re.MULTILINE):  # before there are replicas
         return config
     config = _replace(
-        config, r"^(    http-request wait-for-body time) \d+s (if METH_POST .*)$", rf"\1 {BODY_S}s \2{routed}"
+        config, r"^(    http-request wait-for-body time) \d+s (if METH_POST .*)$", rf"\1 {ingress.body_s}s \2{routed}"
     )
     return _replace(config, r"^(    http-request lua\.\w+ if METH_POST .*)$", rf"\1{routed}")
 
 
-def _edit_replicas(config: str, ingress: Ingress) -> str:
+def _edit_errors(config: str, error_files: Mapping[int, str]) -> str:
+    serves_own = "|".join(map(str, error_files))
+    config = re.sub(rf"^    errorfile (?:{serves_own}) .*\n", "", config, flags=re.MULTILINE)
+    lines = "".join(f"\n    errorfile {status} {path}" for status, path in error_files.items())
+    return _replace(config, r"^(defaults\n    mode http)$", rf"\1{lines}")
+
+
+def _edit_replicas(config: str) -> str:
     config = _replace(
         config, r"^    retry-on .*$", f"    retry-on conn-failure empty-response {RETRY_STATUS}\n    retries 1"
     )
@@ -141,12 +142,20 @@ def _edit_replicas(config: str, ingress: Ingress) -> str:
         config,
         flags=re.MULTILINE,
     )
-    if ingress.error_file is not None:
-        config = re.sub(r"^    errorfile (\d+) .*$", rf"    errorfile \1 {ingress.error_file}", config, flags=re.M)
+    # Where a connection breaks that had served a request before, HAProxy closes the client's without an answer.
+    config = re.sub(
+        r"^(    # Enable HTTP connection reuse for better performance\n)    http-reuse always$",
+        "    http-reuse never\n    option http-server-close",
+        config,
+        flags=re.MULTILINE,
+    )
+    # Serve's own proxy would let a request wait for a replica without a bound: HAProxy says that there is none.
+    config = re.sub(r"^    server .* backup\n", "", config, flags=re.MULTILINE)
     config = _replace(
         config,
         r"^(    # Static routing based on path prefixes .*)$",
-        rf"    http-request del-header {RETRY_HEADER}\n    http-request set-header {RETRY_HEADER} 1 if repeatable\n\1",
+        rf"    http-request del-header {RETRY_HEADER}\n"
+        rf"    http-request set-header {RETRY_HEADER} %[uuid()] if repeatable\n\1",
     )
     # Where the router has not chosen, HAProxy does: Serve's 503, and its way through its own proxy, are left out.
     failed = r"\{ var\(txn\.ingress_request_router_failed\) -m (?:found|str \"unknown_replica_id\") \}"
@@ -173,10 +182,3 @@ def edit_lua(template: str, serves: str) -> str:
             raise NotServesTemplate(f"{table} is in Serve's program for HAProxy {len(found)} times, not once.")
         template = template.replace(f"@{table}@", found[0])
     return template
-
-
-def error_answer() -> str:
-    """HAProxy's errorfile: the whole answer."""
-    body = json.dumps({"error": UNAVAILABLE})
-    head = ["HTTP/1.1 503 Service Unavailable", "content-type: application/json", f"content-length: {len(body)}"]
-    return "\r\n".join([*head, "retry-after: 1", "", body])

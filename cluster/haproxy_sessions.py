@@ -1,4 +1,5 @@
-"""Frees requests that wait at HAProxy for a replica which has stopped answering: HAProxy sends them to another one."""
+"""Frees requests that wait at HAProxy for a replica which has stopped answering: HAProxy sends those to another one
+that may be repeated, and refuses the others after a while."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import csv
 import io
 import re
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 
+GIVE_UP_S = 15.0  # How long a server is silent, after it was marked down, before nothing waits for it any more.
 TOTALS = ("FRONTEND", "BACKEND")  # rows of `show stat` that are no servers
 
 # Bits of HAProxy 2.8, in `show sess`: what it has yet to do with an answer, and what it may do with a request.
@@ -18,24 +21,43 @@ _SESSION = re.compile(r"^(0x[0-9a-f]+): .* be=(\S+) srv=(\S+) .* rp\[f=\w+,i=\d+
 _FLAGS = re.compile(r"\btxn=\S+ flags=0x([0-9a-f]+) ")
 
 
-async def free_waiting(stats: str, ask: Callable[[str], Awaitable[str]]) -> None:
-    """Ends what waits for a dead server, as far as another one can answer it.
+@dataclass(frozen=True, slots=True)
+class DeadServer:
+    """A server that is marked down, and still has requests."""
+
+    backend: str
+    name: str
+    has_others: bool  # Whether another server of the backend is up.
+    is_given_up: bool  # Whether it has been silent for so long that nobody waits for it any more.
+
+
+async def free_waiting(stats: str, ask: Callable[[str], Awaitable[str]], give_up_s: float = GIVE_UP_S) -> None:
+    """Ends requests that wait for a dead server: HAProxy sends those to another server that may be repeated. The others
+    end when the server has been silent for give_up_s; HAProxy then says that their outcome is unknown.
 
     stats: as `show stat` gives them. ask: sends a command to HAProxy's admin socket, and returns the answer.
     """
-    for backend, server in dead_servers(stats):
-        for session in waiting_sessions(await ask("show sess"), backend, server):
-            if is_repeatable(await ask(f"show sess {session}")):
+    for server in dead_servers(stats, give_up_s):
+        for session in waiting_sessions(await ask("show sess"), server.backend, server.name):
+            if server.is_given_up or (server.has_others and is_repeatable(await ask(f"show sess {session}"))):
                 await ask(f"shutdown session {session}")
 
 
-def dead_servers(stats: str) -> Iterator[tuple[str, str]]:
-    """Yields (backend, server) for what is down and has requests, where another server of the backend is up."""
+def dead_servers(stats: str, give_up_s: float) -> Iterator[DeadServer]:
     rows = [row for row in csv.DictReader(io.StringIO(stats.removeprefix("# "))) if row["svname"] not in TOTALS]
-    alive = {row["pxname"] for row in rows if row["status"].startswith("UP") and row["bck"] == "0"}
+    checks = {f"{row['pxname']}/{row['svname']}": row["check_status"] for row in rows}
+    alive = {row["pxname"] for row in rows if row["status"].startswith("UP")}
     for row in rows:
-        if row["status"].startswith("DOWN") and row["scur"] != "0" and row["pxname"] in alive:
-            yield row["pxname"], row["svname"]
+        if row["status"].startswith("DOWN") and row["scur"] != "0":
+            check = checks.get(row["tracked"], row["check_status"])
+            is_given_up = not _is_refusal(check) and float(row["lastchg"]) >= give_up_s
+            yield DeadServer(row["pxname"], row["svname"], row["pxname"] in alive, is_given_up)
+
+
+def _is_refusal(check_status: str) -> bool:
+    """Whether the server still answers health checks, if only with a refusal. It then ends its requests itself: it may
+    be about to stop, or have lost its engine."""
+    return check_status.removeprefix("* ").startswith("L7STS")
 
 
 def waiting_sessions(sessions: str, backend: str, server: str) -> Iterator[str]:

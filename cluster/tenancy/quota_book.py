@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+MAX_COUNTED = 10_000  # Asks that count only once, which are remembered: of requests that two replicas refuse.
+
 
 class Limits(msgspec.Struct, frozen=True):
     """Of one subject. None: no limit."""
@@ -29,6 +31,7 @@ class Ask(msgspec.Struct, frozen=True):
     num_tokens: int = 0  # Of its prompts.
     num_requests: int = 1  # Of requests_per_minute.
     num_running: int = 1  # Sequences that run from now on, of max_concurrent.
+    once: str = ""  # Of several asks with the same text here, only the first counts.
 
 
 class Meter(msgspec.Struct, frozen=True):
@@ -79,6 +82,7 @@ class QuotaBook:
         self._requests: dict[str, _Bucket] = {}
         self._tokens: dict[str, _Bucket] = {}
         self._running: dict[str, dict[str, int]] = {}  # by replica and subject
+        self._counted: dict[str, None] = {}  # The last asks that count only once, in their order.
         self._charged: dict[str, dict[str, int]] = {}  # the totals that each replica told last, by subject
 
     def admit(
@@ -103,6 +107,8 @@ class QuotaBook:
             self._tokens[subject].level -= num_tokens
 
     def _admit_one(self, replica_id: str, ask: Ask) -> Verdict:
+        if ask.once and not self._is_first(ask.once):
+            return Verdict()
         now_s = self._clock()
         for subject, limits in ask.subjects.items():
             self._fill(self._requests, subject, limits.requests_per_minute, now_s)
@@ -120,6 +126,14 @@ class QuotaBook:
         return msgspec.structs.replace(
             verdict, requests=_least(self._requests, ask.subjects), tokens=_least(self._tokens, ask.subjects)
         )
+
+    def _is_first(self, once: str) -> bool:
+        if once in self._counted:
+            return False
+        self._counted[once] = None
+        if len(self._counted) > MAX_COUNTED:
+            del self._counted[next(iter(self._counted))]
+        return True
 
     def _fill(self, buckets: dict[str, _Bucket], subject: str, limit: int | None, now_s: float) -> None:
         if limit is None:
@@ -144,7 +158,7 @@ class QuotaBook:
 
 
 def _too_much(what: str, subject: str, bucket: _Bucket | None, wanted: int) -> Verdict | None:
-    if bucket is None or not wanted or bucket.level >= wanted:
+    if bucket is None or wanted <= 0 or bucket.level >= wanted:
         return None
     return Verdict(what, subject, bucket.limit, wanted, None if wanted > bucket.limit else bucket.wait_s(wanted))
 

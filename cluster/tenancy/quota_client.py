@@ -47,6 +47,7 @@ class _Admission:
 
     headers: Mapping[str, str]
     end: Callable[[], None]
+    give_back: Callable[[str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +99,31 @@ class QuotaClient:
             return None
         self._check_spent(subjects)
         counts_tokens = kind == "auxiliary" and self._counts_auxiliary(caller)
-        verdict = await self._verdict(Ask(subjects, num_tokens=int(counts_tokens), num_running=0))
+        ask = Ask(subjects, num_tokens=int(counts_tokens), num_running=0)
+        verdict = await self._verdict(ask)
         if verdict.refused_by == "requests_per_minute" and verdict.retry_after_s is not None and not self._is_alone:
             until_s = self._clock() + verdict.retry_after_s
             self._spent[verdict.subject] = _Spent(subjects[verdict.subject], verdict, until_s)
-        return _Admission(_accepted(verdict), lambda: None)
+        return self._admission(ask, verdict)
 
     async def admit_sequences(self, caller: Caller, num_sequences: int, num_prompt_tokens: int) -> _Admission | None:
         subjects = self._subjects(caller)
         if not subjects:
             return None
         ask = Ask(subjects, num_prompt_tokens, num_requests=num_sequences - 1, num_running=num_sequences)
-        headers = _accepted(await self._verdict(ask))
-        return _Admission(headers, lambda: self._end(ask))
+        return self._admission(ask, await self._verdict(ask))
+
+    def _admission(self, ask: Ask, verdict: Verdict) -> _Admission:
+        """Raises QuotaExceeded."""
+        return _Admission(_accepted(verdict), lambda: self._end(ask), lambda retry_id: self._give_back(ask, retry_id))
+
+    async def _give_back(self, ask: Ask, retry_id: str) -> None:
+        """A replica that is alone keeps what it has charged: it cannot know what another one charges."""
+        self._end(ask)
+        if not self._is_alone:
+            negative = Ask(ask.subjects, -ask.num_tokens, -ask.num_requests, num_running=0, once=retry_id)
+            with contextlib.suppress(DirectoryUnavailable):
+                await self._verdict(negative)
 
     def charge(self, caller: Caller, num_tokens: int) -> None:
         for subject in self._subjects(caller):
@@ -194,6 +207,8 @@ class QuotaClient:
             self._running[subject] += ask.num_running
 
     def _end(self, ask: Ask) -> None:
+        if not ask.num_running:
+            return
         for subject in ask.subjects:
             self._running[subject] -= ask.num_running
             if self._running[subject] <= 0:

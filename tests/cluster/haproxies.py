@@ -10,19 +10,23 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lorafleet.cluster import haproxy
+from lorafleet.cluster.haproxy_config import edit
 from lorafleet.cluster.serve_environment import ROUTED_BODY_BYTES
 from tests.cluster.harness import free_port
 
 ANSWER_S = 60.0
 
 
-def serves_config(folder: Path, backends: Sequence[int], port: int, router: int | None = None) -> Path:
-    """As Serve's HAProxyManager writes it. backends: ports of replicas, which are called r0, r1 and so on. router: the
-    port of a router."""
+def serves_config(
+    folder: Path, backends: Sequence[int], port: int, router: int | None = None, fallback: int | None = None
+) -> Path:
+    """Writes what Serve's HAProxyManager writes. The others are ports too: of replicas, which are called r0, r1 and so
+    on, of a router, and of Serve's own proxy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own
         from ray.serve._private import haproxy as serves
@@ -45,6 +49,7 @@ def serves_config(folder: Path, backends: Sequence[int], port: int, router: int 
         app_name="app",
         protocol=RequestProtocol.HTTP,
         servers=[_server(serves, f"r{i}", backend) for i, backend in enumerate(backends)],
+        fallback_server=None if fallback is None else _server(serves, "proxy", fallback),
         ingress_request_router_servers=[] if router is None else [_server(serves, "router", router)],
     )
     serves.RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY = True  # of the environment, which is read at the import
@@ -60,11 +65,19 @@ def _server(serves: Any, name: str, port: int) -> Any:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, backends: Sequence[int], environment: dict[str, str], router: int | None = None
+    folder: Path,
+    backends: Sequence[int],
+    environment: dict[str, str],
+    router: int | None = None,
+    fallback: int | None = None,
+    bounds: dict[str, int] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Its process id, which becomes HAProxy's, and its port."""
+    """Its process id, which becomes HAProxy's, and its port. bounds: fields of Ingress, in place of its defaults."""
     port = free_port()
-    config = serves_config(folder, backends, port, router)
+    config = serves_config(folder, backends, port, router, fallback)
+    if bounds is not None:
+        ingress = replace(haproxy.read_ingress(environment, folder), **bounds)  # type: ignore[arg-type]
+        config.write_text(edit(config.read_text(), ingress))
     process = start(config, environment)
     try:
         deadline = time.monotonic() + ANSWER_S

@@ -3,6 +3,7 @@ HAProxy before toy replicas."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import socket
@@ -15,8 +16,9 @@ import httpx
 import pytest
 
 from lorafleet.cluster import haproxy
-from lorafleet.cluster.haproxy_config import MAX_HEADER_BYTES, REPEATABLE_PATHS
-from lorafleet.cluster.haproxy_sessions import free_waiting
+from lorafleet.cluster.haproxy_answers import MAX_HEADER_BYTES
+from lorafleet.cluster.haproxy_config import REPEATABLE_PATHS
+from lorafleet.cluster.haproxy_sessions import free_waiting, waiting_sessions
 from lorafleet.cluster.route_app import NUM_BYTES_HEADER
 from lorafleet.cluster.serve_environment import ROUTED_BODY_BYTES
 from lorafleet.workers.openai.api import ROUTES
@@ -56,6 +58,11 @@ class Behind:
 
     def is_down(self, replica: int) -> bool:
         return bool(re.search(rf"^app,r{replica},.*,DOWN", self.command("show stat"), re.MULTILINE))
+
+    def num_waiting(self) -> int:
+        """Requests that replicas have not begun to answer."""
+        sessions = self.command("show sess")
+        return sum(len(list(waiting_sessions(sessions, "app", replica))) for replica in ("r0", "r1"))
 
     def set(self, *handles: Handle) -> None:
         for replica, handle in zip(self.replicas, handles, strict=True):
@@ -106,7 +113,8 @@ def test_a_request_that_has_not_begun_to_be_answered_goes_to_another_replica_onc
     answer = behind.http.post(PATH, content=body)
     assert (answer.status_code, answer.text) == (200, "r1")
     assert [one.seen for one in behind.replicas] == [[(PATH, body)], [(PATH, body)]]
-    assert all(one.headers[0][RETRY_HEADER] == "1" for one in behind.replicas)
+    ids = [one.headers[0][RETRY_HEADER] for one in behind.replicas]
+    assert ids[0] == ids[1] and len(ids[0]) == 36
     wait_until(lambda: behind.http.post(PATH).status_code == 200)
 
 
@@ -128,7 +136,7 @@ def test_a_tenants_own_429_is_not_asked_of_another_replica(behind: Behind) -> No
 def test_what_changes_something_is_never_sent_twice(behind: Behind, path: str) -> None:
     behind.set(lambda *_: None, lambda *_: None)
     answer = behind.http.post(path, content=b"{}", headers={RETRY_HEADER: "1"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "outcome_unknown")
     assert sum(behind.seen()) == 1
     assert all(RETRY_HEADER not in headers for one in behind.replicas for headers in one.headers)
 
@@ -189,6 +197,60 @@ async def test_a_request_that_waits_for_a_silent_replica_is_freed_where_it_may_b
         behind.replicas[silent].is_well = True
     assert answers == ["r1" if may_repeat else "late"]
     wait_until(lambda: not behind.is_down(silent))
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+async def test_a_call_that_may_not_be_repeated_ends_where_its_replica_stays_silent_and_not_where_it_still_refuses(
+    behind: Behind, is_silent: bool
+) -> None:
+    goes_on = threading.Event()
+
+    def hang(*_: object) -> Answer:
+        goes_on.wait()
+        return 200, {}, b'"late"'
+
+    behind.set(hang, hang)
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(behind.http.post("/v1/admin/adapters", content=b"{}")))
+    asking.start()
+    try:
+        wait_until(lambda: sum(behind.seen()) == 1)
+        replica = behind.replicas[behind.seen().index(1)]
+        replica.is_well = is_silent
+        (replica.is_awake.clear if is_silent else replica.is_awake.set)()
+        wait_until(lambda: behind.is_down(behind.replicas.index(replica)))
+        await free_waiting(behind.command("show stat"), behind.ask, give_up_s=3600)
+        assert not answers and behind.num_waiting() == 1
+        for _ in range(1000 if is_silent else 3):
+            await free_waiting(behind.command("show stat"), behind.ask, give_up_s=0)
+            await asyncio.sleep(0.02)
+            if answers:
+                break
+        assert len(answers) == is_silent
+    finally:
+        goes_on.set()
+        asking.join()
+        replica.is_awake.set()
+        replica.is_well = True
+    [answer] = answers
+    assert answer.json() == "late" if not is_silent else answer.json()["error"]["code"] == "outcome_unknown"
+    assert answer.status_code == (503 if is_silent else 200) and sum(behind.seen()) == 1
+    wait_until(lambda: not behind.is_down(behind.replicas.index(replica)))
+
+
+def test_where_all_replicas_are_down_the_client_gets_503_at_once_and_not_what_serves_proxy_says(tmp_path: Path) -> None:
+    with (
+        toys(saying("r0"), choosing("r0"), saying("Serve's own proxy")) as [replica, router, proxy],
+        running(tmp_path, [replica.port], {}, router.port, proxy.port) as (_, port),
+    ):
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: httpx.post(url + PATH).text == "r0")
+        replica.is_well = False
+        wait_until(lambda: httpx.post(url + PATH).text != "r0")
+        for answer in (httpx.post(url + PATH), httpx.get(f"{url}/v1/models"), httpx.post(f"{url}/v1/admin/adapters")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+            assert answer.headers["retry-after"] == "1"
+        assert proxy.seen == []
 
 
 def test_headers_beyond_their_bound_are_refused_by_name(behind: Behind) -> None:

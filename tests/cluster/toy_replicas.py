@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = tuple[int, dict[str, str], bytes]
+Answer = tuple[int, dict[str, str], bytes | Iterable[bytes]]  # Status, headers, and a body, whole or in chunks.
 Handle = Callable[[str, bytes], Answer | None]  # of a path and a body; None breaks the connection
 
 
 class Toy:
-    """port: where it listens. seen: the path and the body of each request but health checks, in their order."""
+    """port: where it listens. seen: the path and the body of each request but health checks, in their order. is_well:
+    what it answers to health checks. is_awake: cleared, it leaves them without an answer."""
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self.seen: list[tuple[str, bytes]] = []
         self.headers: list[dict[str, str]] = []
         self.is_well = True
+        self.is_awake = threading.Event()
+        self.is_awake.set()
         toy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -28,6 +32,7 @@ class Toy:
 
             def do_GET(self) -> None:
                 if self.path == "/-/healthz":
+                    toy.is_awake.wait()
                     self._send((200 if toy.is_well else 503, {}, b""))
                 else:
                     self.do_POST()
@@ -45,10 +50,18 @@ class Toy:
             def _send(self, answer: Answer) -> None:
                 status, headers, body = answer
                 self.send_response(status)
-                for name, value in {**headers, "content-length": str(len(body))}.items():
+                if isinstance(body, bytes):
+                    headers, chunks = {**headers, "content-length": str(len(body))}, [body]
+                else:
+                    headers, chunks = (
+                        {**headers, "transfer-encoding": "chunked"},
+                        map(_chunk, itertools.chain(body, [b""])),
+                    )
+                for name, value in headers.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(body)
+                for chunk in chunks:
+                    self.wfile.write(chunk)
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -68,6 +81,10 @@ class Toy:
             self._server.shutdown()
             thread.join()
             self._server.server_close()
+
+
+def _chunk(content: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(content), content)
 
 
 @contextmanager

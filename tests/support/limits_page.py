@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lorafleet.cluster import administration, directory_socket, haproxy_config, membership
+from lorafleet.cluster import (
+    administration,
+    directory_socket,
+    haproxy,
+    haproxy_answers,
+    haproxy_config,
+    haproxy_sessions,
+    membership,
+    serve_environment,
+)
 from lorafleet.cluster.admin_api import MAX_UPLOAD_BYTES, admin_routes
 from lorafleet.cluster.catalogue import records
 from lorafleet.cluster.config import AppArgs
@@ -80,10 +89,28 @@ def flag(option: str) -> str:
 
 
 BODY = [
-    Limit("request's line and headers together", size(haproxy_config.MAX_HEADER_BYTES), "", "431"),
+    Limit("request's line and headers together", size(haproxy_answers.MAX_HEADER_BYTES), "", "431"),
     Limit("time for the headers", seconds(haproxy_config.HEADERS_S), "", "408, connection closed"),
     Limit("time for the beginning of the body", seconds(haproxy_config.BODY_S), "", "408, connection closed"),
     Limit("client without progress", seconds(haproxy_config.CLIENT_S), "", "connection closed"),
+    Limit(
+        "connections of one address",
+        haproxy_config.CONNECTIONS_PER_CLIENT,
+        f"`{haproxy.CONNECTIONS_VARIABLE}`",
+        "connection closed",
+    ),
+    Limit(
+        "beginning of a body that HAProxy holds before a replica checks the key; nothing where no key is sent",
+        size(serve_environment.ROUTED_BODY_BYTES),
+        "",
+        "the rest is read when the key is good",
+    ),
+    Limit(
+        "silence of a replica that was marked down, until calls that cannot be repeated end",
+        seconds(haproxy_sessions.GIVE_UP_S),
+        "",
+        "503 `outcome_unknown`",
+    ),
     Limit("time for the whole body", seconds(limits.MAX_BODY_READ_S), "", "408 `body_timeout`"),
     Limit("body", size(limits.MAX_BODY_BYTES), flag("max_body_bytes"), "413 `body_too_large`"),
     Limit(

@@ -8,7 +8,7 @@ with keys or without.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -39,6 +39,12 @@ class Admission(Protocol):
         """The request is answered, or broken off."""
         ...
 
+    def give_back(self, retry_id: str, /) -> Awaitable[None]:
+        """Ends it, and takes back what it was charged: another replica is asked, which charges it too. retry_id: the
+        request's, at both replicas. Only the first of them gives anything back, so that a request that no replica
+        answers is charged once."""
+        ...
+
 
 class Quotas(Protocol):
     async def admit_request(self, caller: Caller, kind: Kind) -> Admission | None:
@@ -62,6 +68,9 @@ class Quotas(Protocol):
 class _Entered:
     end: Callable[[], None]
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    async def give_back(self, _: str) -> None:
+        self.end()
 
 
 class WorkBounds:
@@ -90,6 +99,12 @@ class WorkBounds:
 
 def add_admission(scope: Scope, admission: Admission) -> None:
     scope.setdefault(_ADMISSIONS, []).append(admission)
+
+
+async def give_back(scope: Scope, retry_id: str) -> None:
+    """The request that these admissions are for goes to another replica."""
+    for i, admission in enumerate(scope.pop(_ADMISSIONS, [])):
+        await admission.give_back(f"{retry_id} {i}")
 
 
 def admissions_of(scope: Scope) -> list[Admission]:

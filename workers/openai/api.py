@@ -20,13 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorafleet import __version__
 from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded
 from lorafleet.workers.limits import MAX_MODEL_CHARS
-from lorafleet.workers.openai.admission import MAX_AUXILIARY, MAX_UPLOADS, Kind, add_admission, admissions_of
+from lorafleet.workers.openai.admission import MAX_AUXILIARY, MAX_UPLOADS, Kind, add_admission, admissions_of, give_back
 from lorafleet.workers.openai.audit import audited
 from lorafleet.workers.openai.caller import Caller, Needed, sent_key, set_caller
 from lorafleet.workers.openai.chat import chat
 from lorafleet.workers.openai.completions import completions
 from lorafleet.workers.openai.docs import docs_routes
-from lorafleet.workers.openai.elsewhere import meant_status
+from lorafleet.workers.openai.elsewhere import RETRY_STATUS, meant_status, retry_id
 from lorafleet.workers.openai.embeddings import embeddings
 from lorafleet.workers.openai.endpoint import endpoint_of, set_endpoint
 from lorafleet.workers.openai.errors import internal_error_response, on_http_exception, on_lorafleet_error
@@ -158,6 +158,8 @@ class CountRequests:
                 given = [name for name, _ in message["headers"]]  # by a refusal
                 more = [(n.encode(), v.encode()) for n, v in headers.items() if n.encode() not in given]
                 message = {**message, "headers": [*message["headers"], *more]}
+                if message["status"] == RETRY_STATUS and (known_as := retry_id(scope)) is not None:
+                    await give_back(scope, known_as)  # before the other replica is asked, which charges it again
             await send(message)
 
         try:

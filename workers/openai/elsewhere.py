@@ -1,6 +1,7 @@
 """How a replica says that another one may answer a request, and how it knows that somebody heeds it.
 
-HAProxy marks the requests that it can send again (cluster/haproxy_config.py). Behind Serve's own proxy none is marked.
+HAProxy marks the requests that it can send again (cluster/haproxy_config.py), each with an id of its own. Behind
+Serve's own proxy none is marked.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ def may_be_elsewhere(error: LorafleetError, scope: Scope) -> bool:
     """Whether this replica alone has the fault, and the request will be sent to another one."""
     if not isinstance(error, EngineDead | QueueFull):
         return False
-    return any(name == RETRY_HEADER.encode() for name, _ in scope["headers"])
+    return retry_id(scope) is not None
+
+
+def retry_id(scope: Scope) -> str | None:
+    """What HAProxy calls this request at every replica that it sends it to; None where it sends it to one only."""
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == RETRY_HEADER.encode()), None)
 
 
 def meant_status(start: Message) -> int:

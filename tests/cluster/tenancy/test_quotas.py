@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from lorafleet.cluster.tenancy.quota_book import Ask, Limits, QuotaBook, Verdict
 from lorafleet.cluster.tenancy.quota_client import QuotaClient
+from lorafleet.workers.errors import QueueFull
+from lorafleet.workers.messages import EngineRequest, TokenOutput
 from lorafleet.workers.openai.admission import MAX_AUXILIARY
+from lorafleet.workers.openai.elsewhere import RETRY_HEADER, RETRY_STATUS
 from tests.cluster.tenancy.house import PROMPT, House
 
 
@@ -151,6 +155,43 @@ async def test_over_http_the_answer_says_what_is_left_and_a_refusal_which_bound_
         too_long = await house.complete("public", "base")
         assert too_long.status_code == 429 and "it can never be admitted" in too_long.json()["error"]["message"]
         assert "retry-after" not in too_long.headers, "waiting does not help"
+
+
+def test_an_ask_that_counts_once_counts_once_whichever_replica_sends_it() -> None:
+    book = Book(requests_per_minute=10, tokens_per_minute=100)
+    for replica in ("r1", "r2"):
+        book.ask(replica, num_tokens=50)
+    given_back = Ask({"acme": book.limits}, -50, -1, num_running=0, once="a request")
+    for replica in ("r1", "r2", "r1"):
+        [verdict] = book.book.admit(replica, [given_back], {"acme": 0}, {"acme": 0})
+        assert not verdict.refused_by
+    left = book.ask(num_tokens=0, n=0)
+    assert left.requests and left.tokens and (left.requests.remaining, left.tokens.remaining) == (9, 50)
+
+
+@pytest.mark.parametrize(("num_refusals", "status"), [(1, 200), (2, RETRY_STATUS)])
+async def test_a_request_that_goes_to_another_replica_is_charged_once_whether_that_one_answers_or_not(
+    house: House, num_refusals: int, status: int
+) -> None:
+    house.tenants = {"acme": {"limits": {"requests_per_minute": 4, "tokens_per_minute": 4000, "max_concurrent": 3}}}
+    async with house.open():
+        house.directory._quotas._clock = lambda: 0.0
+        generate = house.engine.generate
+
+        async def full(_: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+            raise QueueFull("The queue is full.")
+            yield  # makes this a generator
+
+        house.http.headers[RETRY_HEADER] = "the request"
+        for i in range(2):  # one replica stands for both: they ask the same directory
+            house.engine.generate = full if i < num_refusals else generate  # type: ignore[method-assign]
+            answer = await house.complete("acme", "base", n=3, max_tokens=1)
+        assert answer.status_code == status
+        assert answer.headers["x-ratelimit-remaining-requests"] == "1"
+        del house.http.headers[RETRY_HEADER]
+        house.engine.generate = generate  # type: ignore[method-assign]
+        last = await house.complete("acme", "base", max_tokens=1)
+        assert (last.status_code, last.headers["x-ratelimit-remaining-requests"]) == (200, "0")
 
 
 async def admitted_again(house: House) -> None:

@@ -1,0 +1,86 @@
+"""The answers that HAProxy gives by itself: where no replica can answer, and to clients that break its bounds.
+
+What is wrong with a request's first bytes HAProxy answers before it reads these: with a 400 or 408 in HTML.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+
+MAX_HEADER_BYTES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    status: HTTPStatus
+    type: str
+    code: str
+    message: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> str:
+        error = {"message": self.message, "type": self.type, "param": None, "code": self.code}
+        return json.dumps({"error": error})
+
+    def whole(self) -> str:
+        """Returns the answer with its head, as HAProxy's errorfile wants it."""
+        headers = {"content-type": "application/json", "content-length": str(len(self.body)), **self.headers}
+        lines = [f"{name}: {value}" for name, value in headers.items()]
+        return "\r\n".join([f"HTTP/1.1 {self.status.value} {self.status.phrase}", *lines, "", self.body])
+
+
+HEADERS_TOO_LARGE = ErrorAnswer(
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    "invalid_request_error",
+    "headers_too_large",
+    f"The request's headers are larger than {MAX_HEADER_BYTES} bytes. Send smaller ones.",
+)
+NOT_A_REQUEST = ErrorAnswer(
+    HTTPStatus.BAD_REQUEST,
+    "invalid_request_error",
+    "invalid_http_request",
+    "The request is not valid HTTP/1.1, or it ended before it was whole. Send it again, whole.",
+    {"connection": "close"},
+)
+TOO_SLOW = ErrorAnswer(
+    HTTPStatus.REQUEST_TIMEOUT,
+    "invalid_request_error",
+    "request_timeout",
+    "The request was not sent in time. Send its headers and its body without a pause.",
+    {"connection": "close"},
+)
+NO_REPLICA = ErrorAnswer(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "server_error",
+    "no_replica",
+    "No replica of this server answers. Try again in a moment.",
+    {"retry-after": "1"},
+)
+OUTCOME_UNKNOWN = ErrorAnswer(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "server_error",
+    "outcome_unknown",
+    "The replica that received this request ended or went silent before it answered, so it is unknown whether the "
+    "request was carried out. Check that before you repeat a call that changes something; repeat any other request.",
+    {"retry-after": "1"},
+)
+ERRORS = {  # by the status of HAProxy's own error: 502 is a broken connection, 503 none, 504 a silent replica
+    400: NOT_A_REQUEST,
+    408: TOO_SLOW,
+    502: OUTCOME_UNKNOWN,
+    503: NO_REPLICA,
+    504: OUTCOME_UNKNOWN,
+}
+
+
+def write_error_files(folder: Path) -> dict[int, str]:
+    """Writes a file for each of ERRORS. Returns their paths."""
+    paths = {status: folder / f"error-{status}.http" for status in ERRORS}
+    for status, path in paths.items():
+        path.write_text(ERRORS[status].whole(), newline="")
+    return {status: str(path) for status, path in paths.items()}
