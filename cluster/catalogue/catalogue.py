@@ -70,7 +70,7 @@ class Catalogue:
                     return self.state.adapters.get(name)
                 self._take_in(others)
         raise Overloaded(
-            f"adapter {name!r}: other writers to {self.store.uri} were first {MAX_OVERTAKEN} times; try again."
+            f"adapter {name!r}: other writers to the catalogue were first {MAX_OVERTAKEN} times; try again."
         )
 
     async def read_on(self) -> None:

@@ -9,25 +9,37 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 import uuid
 from pathlib import Path
 
 from lorafleet.resolvers.durable import sync
 from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 
+ABANDONED_S = 3600.0  # What was written aside and not published for so long was left by a crash.
+
 
 class FolderStore:
     def __init__(self, root: Path) -> None:
         self._root = root.expanduser().absolute()
-        self._aside = self._root / "aside"  # whatever a crash left there is rubbish
+        self._aside = self._root / "aside"
         self._files = self._root / "adapters"
         try:
             for folder in (self._aside, self._files):
                 folder.mkdir(parents=True, exist_ok=True)
+            self._clear_aside()
         except OSError as error:
             raise ConfigError(
                 f"catalog_uri={str(root)!r} cannot be written: {error.strerror}. Name a folder that can, or s3://…"
             ) from None
+
+    def _clear_aside(self) -> None:
+        """Deletes what a crash has left there. Another process may be writing what is younger."""
+        oldest_s = time.time() - ABANDONED_S
+        for left in self._aside.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process has just deleted or published it
+                if left.lstat().st_mtime < oldest_s:
+                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
     @property
     def uri(self) -> str:
@@ -116,7 +128,7 @@ class FolderStore:
         try:
             shutil.copytree(self._files / digest, folder, dirs_exist_ok=True)
         except FileNotFoundError:
-            raise AdapterMissing(f"the catalogue {self.uri} has no files of adapter {digest[:12]}.") from None
+            raise AdapterMissing(f"the catalogue has no files of adapter {digest[:12]}.") from None
         except OSError as error:
             raise _failed(f"the files of adapter {digest[:12]} cannot be read", self.uri, error) from error
 

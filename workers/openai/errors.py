@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -47,8 +48,10 @@ from lorafleet.workers.errors import (
 )
 from lorafleet.workers.limits import cut
 from lorafleet.workers.lora.names import in_the_words_of
-from lorafleet.workers.openai.caller import caller_in
+from lorafleet.workers.openai.caller import Caller, caller_in
 from lorafleet.workers.openai.elsewhere import MEANT_HEADER, RETRY_STATUS, may_be_elsewhere
+
+logger = logging.getLogger("lorafleet.http")
 
 
 class HttpError(NamedTuple):
@@ -66,6 +69,10 @@ def in_own_words(error: InvalidRequest, fields: Mapping[str, str]) -> InvalidReq
     return type(error)(error.message.replace(field_name, own), own + dot + rest)
 
 
+STORE_FAILED = (
+    "The server's store failed, and its log says how. Look whether your change was made before you repeat it, and "
+    "tell the operator if it goes on."
+)
 _INVALID = "invalid_request_error"
 TABLE: dict[type[LorafleetError], HttpError] = {
     LorafleetError: HttpError(500, "server_error", "internal_error"),
@@ -109,8 +116,16 @@ def http_error(error: LorafleetError) -> HttpError:
 def error_body(error: LorafleetError, scope: Scope) -> bytes:
     """scope: the request's, which says whom it is told."""
     kind, caller = http_error(error), caller_in(scope)
-    message = error.message if caller.is_operator else in_the_words_of(caller.tenant, error.message)
-    return _body(message, kind.type, error.param, kind.code)
+    return _body(_in_words_for(caller, error), kind.type, error.param, kind.code)
+
+
+def _in_words_for(caller: Caller, error: LorafleetError) -> str:
+    if caller.is_operator:
+        return error.message
+    if isinstance(error, StoreError) and caller.key_id:  # The message names folders, buckets and objects.
+        logger.error("key %r gets %s: %s", caller.key_id, type(error).__name__, error.message)
+        return STORE_FAILED
+    return in_the_words_of(caller.tenant, error.message)
 
 
 def error_response(error: LorafleetError, scope: Scope) -> Response:

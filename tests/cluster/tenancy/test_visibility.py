@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lorafleet.resolvers.filesystem import FilesystemResolver
 from lorafleet.workers.lora.request import LoRARequest
 from tests.cluster.tenancy.house import House, error_of, tokens_of
 
@@ -294,3 +296,53 @@ async def test_no_tenant_finds_what_another_s_prompts_left_in_the_prefix_cache(
                 assert await num_cached(caller, model, cache_salt="a") > 0
         assert await num_cached("public", "base") == 0
         assert (await house.complete("acme", "base", cache_salt="")).status_code == 400
+
+
+async def test_a_tenant_does_not_hear_where_the_catalogue_lies_and_the_operator_does(
+    house: House, adapters: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with house.open():
+        place = house.folder / "catalogue"
+        (place / "aside").rename(place / "gone")
+        try:
+            for caller in ("acme", "operator"):
+                failed = await house.push(caller, "sql", adapters["qv"])
+                assert (failed.status_code, failed.json()["error"]["code"]) == (503, "store_error")
+                assert (str(place) in failed.json()["error"]["message"]) == (caller == "operator")
+        finally:
+            (place / "gone").rename(place / "aside")
+        assert str(place) in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/nowhere/\udcff", "/nowhere/\x00", "/nowhere/\xff"])
+@pytest.mark.parametrize("route", ["/v1/adapters", "/v1/load_lora_adapter"])
+async def test_a_path_that_no_file_can_have_is_refused_by_the_route_and_breaks_nothing(
+    house: House, path: str, route: str
+) -> None:
+    name, source = ("name", "source") if route == "/v1/adapters" else ("lora_name", "lora_path")
+    body = f'{{"{name}": "odd", "{source}": {json.dumps(path)}}}'  # with escapes, which are no UTF-8
+    async with house.open():
+        for caller in ("acme", "operator"):
+            refused = await house.http.post(
+                route,
+                content=body,
+                headers={"authorization": f"Bearer {house.keys[caller]}", "content-type": "application/json"},
+            )
+            assert refused.status_code in (400, 403, 404), refused.text
+            assert refused.json()["error"]["message"]
+        assert (await house.complete("acme", "base")).status_code == 200
+
+
+async def test_a_resolver_passes_over_folders_whose_names_are_no_text(house: House, adapters: dict[str, Path]) -> None:
+    shelf = house.folder / "shelf"
+    shelf.mkdir()
+    shutil.copytree(adapters["qv"], os.fsencode(shelf) + b"/odd\xff")
+    shutil.copytree(adapters["qv"], shelf / "good")
+    (shelf / "linked").symlink_to(os.fsdecode(b"odd\xff"))
+    house.resolver = FilesystemResolver(shelf)
+    async with house.open():
+        for name, status in (("good", 200), ("odd\xff", 404), ("linked", 200)):
+            answer = await house.complete("public", name)
+            assert answer.status_code in ((status, 400) if status == 404 else (status,)), answer.text
+        listed = await house.ask("operator", "GET", "/v1/models")
+        assert listed.status_code == 200 and listed.json()["data"]
