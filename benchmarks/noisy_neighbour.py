@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--interval-s", type=float, default=0.25, help="between two questions of the quiet tenant")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="attacks, or areas of them")
-    parser.add_argument("--without-all", action="store_true", help="not all at once at the end")
+    parser.add_argument("--rounds", choices=("single", "at-once", "both"), default="both", help="one by one, or all")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--list", action="store_true", help="print the attacks and end")
     args = parser.parse_args()
@@ -57,7 +57,8 @@ def main() -> None:
     attacks = chosen(args.only)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536), hard))
-    groups = [[attack] for attack in attacks] + ([] if args.without_all or len(attacks) < 2 else [attacks])
+    groups = [] if args.rounds == "at-once" else [[attack] for attack in attacks]
+    groups += [attacks] if args.rounds != "single" and len(attacks) > 1 else []
     with (
         tempfile.TemporaryDirectory(prefix="lorafleet-noisy-", ignore_cleanup_errors=True) as folder,
         serving(Path(folder), args.replicas) as world,

@@ -6,8 +6,8 @@ reach. A step's time is that of its tokens, and every stream waits for it: so a 
 tokens. When blocks run out the youngest running sequence is preempted and computed anew later (its prefix is often
 still cached): of the tenant that runs most, where there are several.
 
-Tenants share a step: where one waits for a place or for blocks while another runs more sequences, the youngest of the
-other's is preempted for it, one a step. So nobody waits for the long answers of a neighbor to end.
+Tenants share a step: where one waits for a place, for blocks or for a slot while another runs more sequences, the
+youngest of the other's is preempted for it, or all that hold the slot. So nobody waits for a neighbor's long answers.
 
 More adapters than slots: a waiting request whose adapter has no slot claims one of those in use. No request whose turn
 is after its own is admitted to a claimed slot, so the slot drains and is handed over, and no adapter starves.
@@ -206,16 +206,35 @@ class Scheduler:
             richest, most = max(numbers.items(), key=itemgetter(1), default=("", 0))
             if most <= numbers[tenant] + 1:
                 continue
-            head = next((one for one in self.waiting.heads_of(tenant) if self._is_at_hand(one)), None)
-            if head is None or self._has_room(head):
-                continue
-            victim = next(one for one in reversed(self.running) if one.tenant == richest)
-            if victim.tokens[-1] == UNKNOWN:
+            heads = self.waiting.heads_of(tenant)
+            head = next((one for one in heads if self._is_at_hand(one)), None)
+            if head is None:
+                victims = self._holders_of_a_slot_for(heads, numbers)
+            elif self._has_room(head):
+                victims = []
+            else:
+                victims = [next(one for one in reversed(self.running) if one.tenant == richest)]
+            if any(one.tokens[-1] == UNKNOWN for one in victims):
                 self._must_yield = True
                 return None
-            self._preempt(victim)
-            return tenant
+            for victim in reversed(victims):
+                self._preempt(victim)
+            if victims:
+                return tenant
         return None
+
+    def _holders_of_a_slot_for(self, heads: list[Sequence], numbers: Counter[str]) -> list[Sequence]:
+        """The running sequences whose slot one of the heads would take next, where all are of tenants that run more."""
+        assert self.loras is not None
+        for head in heads:
+            assert head.lora is not None
+            if self.loras.slots.find(head.lora.digest) is not None:
+                continue  # it is being filled
+            claimed = self.loras.claims(head.lora.digest, set())
+            holders = [one for one in self.running if one.slot in claimed]
+            if holders and all(numbers[one.tenant] > numbers[head.tenant] + 1 for one in holders):
+                return holders
+        return []
 
     def _has_room(self, sequence: Sequence) -> bool:
         fits = self.kv.blocks_for(len(sequence.tokens)) <= self.kv.num_free

@@ -164,6 +164,13 @@ async def more_adapters_than_slots(hostile: Hostile) -> None:
     await hostile.flood(*(hostile.completion(model=name, max_tokens=2) for name in names), width=40)
 
 
+async def slots_held_by_long_answers(hostile: Hostile) -> None:
+    """Sixteen adapters, of which each slot holds one for as long as an answer fills the context."""
+    names = [await pushed(hostile, good_files(hostile)) for _ in range(16)]
+    room = hostile.target.context_len - 64
+    await hostile.flood(*(hostile.completion(model=name, max_tokens=room) for name in names), width=64)
+
+
 async def ever_new_adapters(hostile: Hostile) -> None:
     """Good adapters under ever new names, asked once and left."""
 
@@ -191,5 +198,6 @@ ATTACKS: tuple[Attack, ...] = (
     *(huge_eos, eos_beyond_the_vocabulary, many_eos, odd_generation_config, tokenizer_with_large_ids),
     *(tokenizer_that_pads, tokenizer_with_a_slow_pattern, tokenizer_that_grows_texts, malformed_tokenizer),
     *(tokenizer_elsewhere, ever_new_tokenizers, default_format_that_is_slow, weights_that_are_no_numbers),
-    *(header_bombs, config_bombs, more_adapters_than_slots, ever_new_adapters, ever_new_loads),
+    *(header_bombs, config_bombs, more_adapters_than_slots, slots_held_by_long_answers),
+    *(ever_new_adapters, ever_new_loads),
 )

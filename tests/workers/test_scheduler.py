@@ -99,6 +99,7 @@ class SlotsForAll:
         self.of = {name: Slot(i, digest=name) for i, name in enumerate(("hot", "cold", "warm"))}
         self.digests = self.of.keys()
         self.absent: set[str] = set()
+        self.claimed: set[int] = set()  # for those that are absent
 
     def prefetch(self, wanted: list[LoRARequest]) -> None:
         self.asked.append([one.digest for one in wanted])
@@ -110,7 +111,7 @@ class SlotsForAll:
         return None if digest in self.absent else self.of[digest]
 
     def claims(self, _: str, __: set[int]) -> set[int]:
-        return set()
+        return self.claimed
 
     def is_ready(self, _: Slot) -> bool:
         return True
@@ -290,3 +291,34 @@ def test_no_room_is_made_for_a_tenant_whose_adapter_is_not_at_hand():
     s.add(of_tenant("quiet", "first", lora=lora("cold")))
     assert "quiet first" not in step(s)
     assert s.num_preemptions == 0
+
+
+def test_a_tenant_does_not_wait_for_a_slot_that_another_s_long_answers_hold():
+    slots = SlotsForAll()
+    s = scheduler(loras=slots)
+    for name in ("hot", "hot", "warm"):
+        s.add(of_tenant("noisy", f"{name} {len(s.waiting)}", lora=lora(name)))
+    step(s)
+    answered(s)
+    slots.absent.add("cold")
+    slots.claimed = {slots.of["warm"].index}
+    s.add(of_tenant("quiet", "first", lora=lora("cold")))
+    step(s)
+    assert [one.request_id for one in s.running] == ["noisy hot 0", "noisy hot 1"], "the slot has nobody"
+    slots.absent.clear()
+    answered(s)
+    assert "quiet first" in step(s)
+
+
+def test_a_slot_is_not_taken_from_a_tenant_that_runs_as_few():
+    slots = SlotsForAll()
+    s = scheduler(loras=slots)
+    for tenant, adapter in (("noisy", "hot"), ("noisy", "hot"), ("noisy", "hot"), ("other", "warm")):
+        s.add(of_tenant(tenant, f"{len(s.waiting)}", lora=lora(adapter)))
+    step(s)
+    answered(s)
+    slots.absent.add("cold")
+    slots.claimed = {slots.of["warm"].index}
+    s.add(of_tenant("quiet", "first", lora=lora("cold")))
+    step(s)
+    assert running(s) == {"noisy": 3, "other": 1}
