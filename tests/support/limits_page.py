@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from lorafleet.cluster import (
     administration,
     directory_socket,
-    haproxy,
     haproxy_answers,
     haproxy_config,
     haproxy_sessions,
@@ -93,12 +92,6 @@ BODY = [
     Limit("time for the headers", seconds(haproxy_config.HEADERS_S), "", "408, connection closed"),
     Limit("time for the beginning of the body", seconds(haproxy_config.BODY_S), "", "408, connection closed"),
     Limit("client without progress", seconds(haproxy_config.CLIENT_S), "", "connection closed"),
-    Limit(
-        "connections of one address",
-        haproxy_config.CONNECTIONS_PER_CLIENT,
-        f"`{haproxy.CONNECTIONS_VARIABLE}`",
-        "connection closed",
-    ),
     Limit(
         "beginning of a body that HAProxy holds before a replica checks the key; nothing where no key is sent",
         size(serve_environment.ROUTED_BODY_BYTES),

@@ -336,7 +336,7 @@ async def test_a_path_that_no_file_can_have_is_refused_by_the_route_and_breaks_n
 async def test_a_resolver_passes_over_folders_whose_names_are_no_text(house: House, adapters: dict[str, Path]) -> None:
     shelf = house.folder / "shelf"
     shelf.mkdir()
-    shutil.copytree(adapters["qv"], os.fsencode(shelf) + b"/odd\xff")
+    shutil.copytree(adapters["qv"], shelf / os.fsdecode(b"odd\xff"))
     shutil.copytree(adapters["qv"], shelf / "good")
     (shelf / "linked").symlink_to(os.fsdecode(b"odd\xff"))
     house.resolver = FilesystemResolver(shelf)
