@@ -7,7 +7,7 @@ import json
 import struct
 from typing import Any
 
-from noisy.hostile import Attack, Hostile, post, repeated
+from noisy.hostile import Attack, Hostile, post
 from noisy.pushing import good_files, json_file, push_and_ask, pushed, removed, requests_for
 
 WEIGHTS = "adapter_model.safetensors"
@@ -111,7 +111,7 @@ async def ever_new_tokenizers(hostile: Hostile) -> None:
         for name in names[-20:]:
             await hostile.send(post("/tokenize", {"model": name, "prompt": "a" * 2000}))
 
-    await repeated(once, 4)
+    await hostile.repeated(once, 4)
 
 
 async def default_format_that_is_slow(hostile: Hostile) -> None:
@@ -178,7 +178,7 @@ async def ever_new_adapters(hostile: Hostile) -> None:
         name = await pushed(hostile, good_files(hostile))
         await hostile.send(hostile.completion(model=name, max_tokens=1))
 
-    await repeated(once)
+    await hostile.repeated(once)
 
 
 async def ever_new_loads(hostile: Hostile) -> None:
@@ -191,7 +191,7 @@ async def ever_new_loads(hostile: Hostile) -> None:
             await hostile.send(post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": source}))
         await hostile.send(post("/v1/unload_lora_adapter", {"lora_name": name}))
 
-    await repeated(once)
+    await hostile.repeated(once)
 
 
 ATTACKS: tuple[Attack, ...] = (

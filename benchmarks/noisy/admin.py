@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import httpx
 
-from noisy.hostile import Attack, Call, Hostile, post, repeated
+from noisy.hostile import Attack, Call, Hostile, post
 from noisy.pushing import good_files, pushed, removed, tar_of
 
 
@@ -24,7 +24,7 @@ async def alias_storm(hostile: Hostile) -> None:
         await hostile.send(post(f"/v1/adapters/{name}/alias", {"alias": alias, "split": {"1": 1.0}}))
         await hostile.send(post(f"/v1/adapters/{name}/rollback", {"alias": alias}))
 
-    await repeated(once)
+    await hostile.repeated(once)
 
 
 async def version_storm(hostile: Hostile) -> None:
@@ -35,7 +35,7 @@ async def version_storm(hostile: Hostile) -> None:
         await hostile.send(Call("PUT", f"/v1/adapters/{name}/files", tar_of(good_files(hostile))))
         await hostile.send(hostile.completion(model=name, max_tokens=1))
 
-    await repeated(once, 4)
+    await hostile.repeated(once, 4)
 
 
 async def large_metadata(hostile: Hostile) -> None:
@@ -95,7 +95,7 @@ async def removals(hostile: Hostile) -> None:
                 hostile.seen[str(answer.status_code)] += 1
                 await removed(hostile, name)
 
-    await repeated(once)
+    await hostile.repeated(once)
 
 
 ATTACKS: tuple[Attack, ...] = (

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Awaitable, Callable
 
-from noisy.hostile import Attack, Hostile, repeated
+from noisy.hostile import Attack, Hostile
 
 NUM_IDLE = 2000
 
@@ -23,7 +22,7 @@ async def slow_headers(hostile: Hostile) -> None:
                 await writer.drain()
                 await asyncio.sleep(1)
 
-    await repeated(slow, 500)
+    await hostile.repeated(slow, 500)
 
 
 async def slow_bodies(hostile: Hostile) -> None:
@@ -38,7 +37,7 @@ async def slow_bodies(hostile: Hostile) -> None:
                 await writer.drain()
                 await asyncio.sleep(1)
 
-    await repeated(slow, 500)
+    await hostile.repeated(slow, 500)
 
 
 async def idle_connections(hostile: Hostile) -> None:
@@ -48,7 +47,7 @@ async def idle_connections(hostile: Hostile) -> None:
         async with hostile.connection():
             await asyncio.sleep(3600)
 
-    await repeated(idle, NUM_IDLE)
+    await hostile.repeated(idle, NUM_IDLE)
 
 
 async def kept_connections(hostile: Hostile) -> None:
@@ -61,7 +60,7 @@ async def kept_connections(hostile: Hostile) -> None:
             await reader.read(1)
             await asyncio.sleep(3600)
 
-    await repeated(keep, 1000)
+    await hostile.repeated(keep, 1000)
 
 
 async def new_connections(hostile: Hostile) -> None:
@@ -71,7 +70,7 @@ async def new_connections(hostile: Hostile) -> None:
         async with hostile.connection():
             pass
 
-    await repeated(once, 64)
+    await hostile.repeated(once, 64)
 
 
 async def half_closed(hostile: Hostile) -> None:
@@ -84,7 +83,7 @@ async def half_closed(hostile: Hostile) -> None:
             writer.write_eof()
             await asyncio.sleep(1)
 
-    await repeated(once, 100)
+    await hostile.repeated(once, 100)
 
 
 async def garbage(hostile: Hostile) -> None:
@@ -99,7 +98,7 @@ async def garbage(hostile: Hostile) -> None:
             async with asyncio.timeout(2):
                 await _drained(reader)
 
-    await _patiently(hostile, once)
+    await hostile.repeated(once, 16)
 
 
 async def pipelining(hostile: Hostile) -> None:
@@ -113,7 +112,7 @@ async def pipelining(hostile: Hostile) -> None:
             async with asyncio.timeout(2):
                 await _drained(reader)
 
-    await _patiently(hostile, once)
+    await hostile.repeated(once, 16)
 
 
 async def tls_on_the_plain_port(hostile: Hostile) -> None:
@@ -127,7 +126,7 @@ async def tls_on_the_plain_port(hostile: Hostile) -> None:
             async with asyncio.timeout(2):
                 await _drained(reader)
 
-    await _patiently(hostile, once, 32)
+    await hostile.repeated(once, 32)
 
 
 async def smuggling(hostile: Hostile) -> None:
@@ -151,7 +150,7 @@ async def smuggling(hostile: Hostile) -> None:
             async with asyncio.timeout(2):
                 await _drained(reader)
 
-    await _patiently(hostile, once)
+    await hostile.repeated(once, 16)
 
 
 async def odd_chunks(hostile: Hostile) -> None:
@@ -167,7 +166,7 @@ async def odd_chunks(hostile: Hostile) -> None:
             async with asyncio.timeout(2):
                 await _drained(reader)
 
-    await _patiently(hostile, once)
+    await hostile.repeated(once, 16)
 
 
 async def large_heads(hostile: Hostile) -> None:
@@ -187,7 +186,7 @@ async def large_heads(hostile: Hostile) -> None:
             async with asyncio.timeout(2):
                 await _drained(reader)
 
-    await _patiently(hostile, once)
+    await hostile.repeated(once, 16)
 
 
 async def upgrades(hostile: Hostile) -> None:
@@ -209,24 +208,12 @@ async def upgrades(hostile: Hostile) -> None:
             async with asyncio.timeout(2):
                 await _drained(reader)
 
-    await _patiently(hostile, once)
+    await hostile.repeated(once, 16)
 
 
 async def _drained(reader: asyncio.StreamReader) -> None:
     while await reader.read(1 << 16):
         pass
-
-
-async def _patiently(hostile: Hostile, once: Callable[[], Awaitable[None]], width: int = 16) -> None:
-    """Counts answers that do not end in time, as those of a connection that is kept."""
-
-    async def patient() -> None:
-        try:
-            await once()
-        except TimeoutError:
-            hostile.seen["kept"] += 1
-
-    await repeated(patient, width)
 
 
 ATTACKS: tuple[Attack, ...] = (

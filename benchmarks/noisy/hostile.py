@@ -125,18 +125,27 @@ class Hostile:
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A bare connection to the ingress; how it failed is counted, and the block left."""
-        writer = None
+        """A bare connection to the ingress, within `repeated`, which counts how it failed."""
+        reader, writer = await asyncio.open_connection(self.target.host, self.target.port, local_addr=(ADDRESS, 0))
+        self.seen["connected"] += 1
         try:
-            reader, writer = await asyncio.open_connection(self.target.host, self.target.port, local_addr=(ADDRESS, 0))
-            self.seen["connected"] += 1
             yield reader, writer
-        except (OSError, asyncio.IncompleteReadError) as error:
-            self.seen[type(error).__name__] += 1
-            await asyncio.sleep(0.02)
         finally:
-            if writer is not None:
-                writer.close()
+            writer.close()
+
+    async def repeated(self, action: Callable[[], Awaitable[object]], width: int = WIDTH) -> None:
+        """Does something over and over, so many times at once. How connections failed is counted."""
+
+        async def worker() -> None:
+            while True:
+                try:
+                    await action()
+                    await asyncio.sleep(0)
+                except (OSError, TimeoutError) as error:
+                    self.seen[type(error).__name__] += 1
+                    await asyncio.sleep(0.02)
+
+        await together(worker for _ in range(width))
 
     def head(self, method: str = "POST", path: str = "/v1/completions", *lines: str) -> bytes:
         """The head of a request that its key opens."""
@@ -170,17 +179,6 @@ async def together(workers: Iterable[Callable[[], Awaitable[None]]]) -> None:
 
 async def _awaited(worker: Callable[[], Awaitable[None]]) -> None:
     await worker()
-
-
-async def repeated(action: Callable[[], Awaitable[object]], width: int = WIDTH) -> None:
-    """Does something over and over, so many times at once."""
-
-    async def worker() -> None:
-        while True:
-            await action()
-            await asyncio.sleep(0)
-
-    await together(worker for _ in range(width))
 
 
 async def run(attacks: Iterable[Attack], target: Target, seconds: float) -> dict[str, Counter[str]]:

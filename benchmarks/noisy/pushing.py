@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from noisy.hostile import Call, Hostile, post, repeated
+from noisy.hostile import Call, Hostile, post
 
 Files = Mapping[str, bytes]
 
@@ -70,7 +70,7 @@ async def push_and_ask(hostile: Hostile, changes: Files, *, width: int = 4) -> N
             await hostile.send(call)
         await removed(hostile, name)
 
-    await repeated(once, width)
+    await hostile.repeated(once, width)
 
 
 def json_file(value: object) -> bytes:

@@ -8,7 +8,7 @@ import itertools
 import tarfile
 from collections.abc import AsyncIterator
 
-from noisy.hostile import Attack, Call, Hostile, repeated
+from noisy.hostile import Attack, Call, Hostile
 from noisy.pushing import good_files, tar_of, upload_of
 
 MIB = 1 << 20
@@ -27,7 +27,7 @@ async def slow_uploads(hostile: Hostile) -> None:
                 await writer.drain()
                 await asyncio.sleep(0.5)
 
-    await repeated(slow, 50)
+    await hostile.repeated(slow, 50)
 
 
 async def large_uploads(hostile: Hostile) -> None:
@@ -44,7 +44,7 @@ async def large_uploads(hostile: Hostile) -> None:
     async def once() -> None:
         await hostile.send(Call("PUT", f"/v1/adapters/{hostile.new_name()}/files", content))
 
-    await repeated(once, 2)
+    await hostile.repeated(once, 2)
 
 
 async def truncated_uploads(hostile: Hostile) -> None:
@@ -58,7 +58,7 @@ async def truncated_uploads(hostile: Hostile) -> None:
             writer.write(hostile.head("PUT", f"/v1/adapters/{hostile.new_name()}/files", length) + packed[:9000])
             await writer.drain()
 
-    await repeated(once)
+    await hostile.repeated(once)
 
 
 async def tars_of_many_members(hostile: Hostile) -> None:

@@ -69,7 +69,7 @@ class Watch:
         found.lost = sorted(f"{self._roles[who]} {who[0]}" for who in lost)
         found.num_zombies = sum(_is_zombie(one) for one in psutil.Process(self._pid).children(recursive=True))
         others_s = _busy_s() - self._busy_s - (_own_s() - self._own_s)
-        found.others_cpu = max(0.0, others_s / (time.monotonic() - self._began_s) / psutil.cpu_count())
+        found.others_cpu = max(0.0, others_s / (time.monotonic() - self._began_s) / (psutil.cpu_count() or 1))
         return found
 
     def _processes(self) -> dict[_Identity, psutil.Process]:

@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from noisy.hostile import Attack, Call, Hostile, post, repeated
+from noisy.hostile import Attack, Call, Hostile, post
 
 MIB = 1 << 20
 
@@ -160,13 +160,7 @@ async def clients_that_leave(hostile: Hostile) -> None:
             async with asyncio.timeout(5):
                 await reader.read(1)
 
-    async def patient() -> None:
-        try:
-            await leave()
-        except TimeoutError:
-            hostile.seen["TimeoutError"] += 1
-
-    await repeated(patient, 16)
+    await hostile.repeated(leave, 16)
 
 
 async def clients_that_never_read(hostile: Hostile) -> None:
@@ -181,7 +175,7 @@ async def clients_that_never_read(hostile: Hostile) -> None:
             await writer.drain()
             await asyncio.sleep(3600)
 
-    await repeated(ignore, 24)
+    await hostile.repeated(ignore, 24)
 
 
 ATTACKS: tuple[Attack, ...] = (
