@@ -333,16 +333,20 @@ async def test_a_path_that_no_file_can_have_is_refused_by_the_route_and_breaks_n
         assert (await house.complete("acme", "base")).status_code == 200
 
 
-async def test_a_resolver_passes_over_folders_whose_names_are_no_text(house: House, adapters: dict[str, Path]) -> None:
+async def test_a_folder_whose_name_is_no_text_fails_the_request_for_it_alone(
+    house: House, adapters: dict[str, Path]
+) -> None:
     shelf = house.folder / "shelf"
     shelf.mkdir()
     shutil.copytree(adapters["qv"], shelf / os.fsdecode(b"odd\xff"))
     shutil.copytree(adapters["qv"], shelf / "good")
     (shelf / "linked").symlink_to(os.fsdecode(b"odd\xff"))
-    house.resolver = FilesystemResolver(shelf)
+    house.resolver = FilesystemResolver(
+        shelf, [json.loads((adapters["qv"] / "adapter_config.json").read_text())["base_model_name_or_path"]]
+    )
     async with house.open():
-        for name, status in (("good", 200), ("odd\xff", 404), ("linked", 200)):
+        for name, statuses in (("odd\xff", (400, 404)), ("linked", (400,)), ("good", (200,))):
             answer = await house.complete("public", name)
-            assert answer.status_code in ((status, 400) if status == 404 else (status,)), answer.text
+            assert answer.status_code in statuses, answer.text
         listed = await house.ask("operator", "GET", "/v1/models")
         assert listed.status_code == 200 and listed.json()["data"]
