@@ -13,7 +13,7 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from lorafleet.cluster import haproxy_config
+from lorafleet.cluster import haproxy_answers
 from lorafleet.cluster.cli import app
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.tenancy.key_file import TenantLimits
@@ -109,7 +109,7 @@ def test_settings_and_codes_in_the_guides_are_the_servers() -> None:
     for source in (S3Config, HTTPConfig, HubConfig):
         known |= {field.name for field in dataclasses.fields(source)}
     known |= set(TenantLimits.model_fields)
-    known |= {str(error["code"]) for error in (haproxy_config.UNAVAILABLE, haproxy_config.TOO_LARGE)}
+    known |= {error.code for error in (*haproxy_answers.ERRORS.values(), haproxy_answers.HEADERS_TOO_LARGE)}
     for name in ("docs/alerts.md", "docs/failures.md", "docs/tuning.md"):
         for word in re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)(?:: [^`]*)?`", text_of(BY_NAME[name])):
             assert word in known or word.startswith("lorafleet_"), f"{name}: `{word}`"
