@@ -96,7 +96,7 @@ class Engine:
         sequence.group = self._admission.join(request)
         try:
             if self.loras is not None and request.lora is not None:
-                sequence.tier = self.loras.count_request(request.lora)
+                sequence.tier = self.loras.count_request(request.lora, request.tenant)
             if request.params.structured_outputs is None:
                 self.scheduler.add(sequence)
             else:
@@ -240,7 +240,7 @@ class Engine:
             lora_cpu_evictions_total=counts.cpu_evictions,
             lora_slot_bytes=slots.num_bytes if slots is not None else 0,
             lora_cpu_bytes=self.loras.cpu_bytes if self.loras is not None else 0,
-            waiting_adapters=[lora.digest for lora in self.scheduler.waiting_adapters()],
+            waiting_adapters=[lora.digest for lora in self.scheduler.waiting_adapters()[0]],
             resident_slots=resident,
             resident_cpu=cpu,
         )

@@ -93,7 +93,7 @@ class Scheduler:
         chunks, budget = self._schedule_running()
         self.waiting.sort(self.loras.slots.digests if self.loras is not None else ())
         if self.loras is not None:
-            self.loras.prefetch(self.waiting_adapters())
+            self.loras.prefetch(*self.waiting_adapters())
         if self.waiting:
             chunks += self._schedule_waiting(budget, favored)
         return chunks
@@ -292,7 +292,7 @@ class Scheduler:
         assert self.loras is not None, "requests with adapters are refused where LoRA is off"
         slot = self.loras.slot_for(lora)
         if slot is None:
-            claimed |= self.loras.claims(lora.digest, claimed)
+            claimed |= self.loras.claims(lora.digest, claimed, sequence.tenant)
         if slot is None or slot.index in claimed or not self.loras.slots.is_ready(slot):
             blocked.add(lora.digest)
             return None
@@ -320,7 +320,7 @@ class Scheduler:
             sequence.num_cached = cached
         if slot is not None:
             assert self.loras is not None
-            self.loras.slots.hold(slot)
+            self.loras.slots.hold(slot, sequence.tenant)
             sequence.slot = slot.index
         self.running.append(sequence)
         return True
@@ -335,9 +335,13 @@ class Scheduler:
     def _turns_anew(self, sequence: Sequence) -> bool:
         return self._rope.turns_anew(sequence.num_rotated, len(sequence.tokens))
 
-    def waiting_adapters(self) -> list[LoRARequest]:
+    def waiting_adapters(self) -> tuple[list[LoRARequest], dict[str, str]]:
+        """The distinct adapters that requests wait for, in queue order; and by digest, the tenant whose request for it
+        is the first."""
         found: dict[str, LoRARequest] = {}
+        tenants: dict[str, str] = {}
         for sequence in self.waiting.heads()[:PREFETCH_SCAN]:
             if sequence.lora is not None:
                 found.setdefault(sequence.lora.digest, sequence.lora)
-        return list(found.values())
+                tenants.setdefault(sequence.lora.digest, sequence.tenant)
+        return list(found.values()), tenants

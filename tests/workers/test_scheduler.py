@@ -101,7 +101,7 @@ class SlotsForAll:
         self.absent: set[str] = set()
         self.claimed: set[int] = set()  # for those that are absent
 
-    def prefetch(self, wanted: list[LoRARequest]) -> None:
+    def prefetch(self, wanted: list[LoRARequest], _: dict[str, str]) -> None:
         self.asked.append([one.digest for one in wanted])
 
     def slot_for(self, wanted: LoRARequest) -> Slot | None:
@@ -110,13 +110,13 @@ class SlotsForAll:
     def find(self, digest: str) -> Slot | None:
         return None if digest in self.absent else self.of[digest]
 
-    def claims(self, _: str, __: set[int]) -> set[int]:
+    def claims(self, _: str, __: set[int], ___: str) -> set[int]:
         return self.claimed
 
     def is_ready(self, _: Slot) -> bool:
         return True
 
-    def hold(self, slot: Slot) -> None:
+    def hold(self, slot: Slot, _: str) -> None:
         slot.holders += 1
 
     def let_go(self, index: int) -> None:

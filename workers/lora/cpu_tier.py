@@ -1,5 +1,5 @@
-"""The adapters in host memory, at most so many. When one more comes, the one goes that is least needed soon, and among
-equals the one with the least credit (eviction.py)."""
+"""The adapters in host memory, at most so many. When one more comes, one of those goes whose tenants may lose one
+(fair_shares.py): the one that is least needed soon, and among equals the one with the least credit (eviction.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from lorafleet.workers.lora.eviction import Credits, Demand
+from lorafleet.workers.lora.fair_shares import FairShares
 from lorafleet.workers.lora.packed_adapter import PackedAdapter
 
 log = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ class CPUTier:
         self.capacity = capacity
         self._adapters: dict[str, PackedAdapter] = {}
         self._credits = Credits(demand)
+        self._shares = FairShares(demand)
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._adapters
@@ -44,20 +46,31 @@ class CPUTier:
         if adapter is not None:
             self._credits.use(digest, adapter.info.num_bytes)
 
-    def add(self, adapter: PackedAdapter, need: Need) -> list[str]:
-        """The digests of those that had to go."""
+    def charge(self, digest: str, tenant: str) -> None:
+        """The tenant uses the adapter. Nothing where it is not here."""
+        if digest in self._adapters:
+            self._shares.charge(digest, tenant)
+
+    def losers(self, tenant: str) -> set[str]:
+        """The adapters of which one goes when the tenant brings in one more and there is no room."""
+        return self._shares.losers(tenant, self._adapters)
+
+    def add(self, adapter: PackedAdapter, need: Need, tenant: str = "") -> list[str]:
+        """Returns the digests of those that had to go. tenant: who brings it in; "" is that of all without one."""
         digest, gone = adapter.info.digest, []
         self.remove(digest)
         while len(self._adapters) >= self.capacity:
-            victim = min(self._adapters, key=lambda d: (need(d), self._credits.of(d)))
+            victim = min(self.losers(tenant), key=lambda d: (need(d), self._credits.of(d)))
             self._credits.evict(victim)
             self.remove(victim)
             gone.append(victim)
             log.info("adapter %s leaves CPU memory", victim[:12])
         self._adapters[digest] = adapter
+        self._shares.charge(digest, tenant)
         self.touch(digest)
         return gone
 
     def remove(self, digest: str) -> None:
         self._adapters.pop(digest, None)
+        self._shares.release(digest)
         self._credits.forget(digest)

@@ -10,15 +10,22 @@ cannot pass for a hot one), and fades.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 HALF_LIFE = 32  # times the adapters in host memory: after so many requests an earlier one counts half
 REMEMBERED = 64  # times the adapters in host memory: so many have a demand at all
 MAX_WEIGHT = 1e100
+RECENT_S = 60.0  # A tenant that has wanted no adapter for so long has no share of a tier (fair_shares.py).
 
 
 class Demand:
-    """Requests for each adapter, those of late counting most. capacity: adapters in host memory."""
+    """Requests for each adapter, those of late counting most, and which tenants have wanted any of late. capacity:
+    adapters in host memory."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._wanted_s: dict[str, float] = {}  # By tenant: all there ever were, which the operator's key file bounds.
         self._growth = 2 ** (1 / (HALF_LIFE * capacity))
         self._max_known = REMEMBERED * capacity
         self._weight = 1.0  # of a request now; growing it is fading all others
@@ -34,6 +41,14 @@ class Demand:
         if len(self._sums) > self._max_known:
             most_first = sorted(self._sums, key=self._sums.__getitem__, reverse=True)
             self._sums = {one: self._sums[one] for one in most_first[: self._max_known // 2]}
+
+    def want(self, tenant: str) -> None:
+        """The tenant wants an adapter: a new one, or to be answered by it."""
+        self._wanted_s[tenant] = self._clock()
+
+    def is_recent(self, tenant: str) -> bool:
+        wanted_s = self._wanted_s.get(tenant)
+        return wanted_s is not None and self._clock() - wanted_s < RECENT_S
 
     def of(self, digest: str) -> float:
         return self._sums.get(digest, 0.0) / self._weight

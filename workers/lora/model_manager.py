@@ -24,6 +24,7 @@ from lorafleet.workers.lora.eviction import Credits, Demand
 from lorafleet.workers.lora.expert_extras import expert_weights
 from lorafleet.workers.lora.extra_block import ExtraBlock
 from lorafleet.workers.lora.extra_memory import ExtraMemory
+from lorafleet.workers.lora.fair_shares import FairShares
 from lorafleet.workers.lora.linear_extras import address_rows, linear_extras, norm_weight
 from lorafleet.workers.lora.model import expert_dtype
 from lorafleet.workers.lora.packed_adapter import PackedAdapter, slot_bytes
@@ -82,6 +83,7 @@ class LoRAModelManager:
         self._of_digest: dict[str, Slot] = {}
         self.demand = Demand(config.cpu_loras)
         self._credits = Credits(self.demand)
+        self._shares = FairShares(self.demand)
         self.tables = LoRATables(len(linears), config.max_loras, device, len(norms), len(mixtures))
         self._linears: list[PackedLoRA] = []
         for i, (names, linear) in enumerate(linears):
@@ -160,9 +162,21 @@ class LoRAModelManager:
         """Of each slot, the largest rank over all modules; 0 where it is empty."""
         return [0 if slot.adapter is None else slot.adapter.info.rank for slot in self.slots]
 
-    def hold(self, slot: Slot) -> None:
+    def pin(self, slot: Slot) -> None:
+        """Its place is no tenant's: the operator has taken it away from all."""
+        if not slot.pinned and slot.digest is not None:
+            slot.pinned = True
+            self._shares.release(slot.digest)
+
+    def unpin(self, slot: Slot) -> None:
+        slot.pinned = False
+
+    def hold(self, slot: Slot, tenant: str = "") -> None:
+        """tenant: whose sequence uses the slot; "" is that of all without one."""
         assert slot.adapter is not None
         slot.holders += 1
+        if not slot.pinned:
+            self._shares.charge(slot.adapter.info.digest, tenant)
         self._credits.use(slot.adapter.info.digest, slot.adapter.info.num_bytes)
 
     def let_go(self, slot_index: int) -> None:
@@ -178,14 +192,22 @@ class LoRAModelManager:
             slot.quiet = torch.cuda.Event()  # a new one: extras that are leaving have the one before
             slot.quiet.record(torch.cuda.current_stream(self.device))
 
-    def free_slot(self, wanted: Sequence[str] = (), keep: Sequence[str] = ()) -> Slot | None:
+    def free_slot(self, wanted: Sequence[str] = (), keep: Sequence[str] = (), tenant: str = "") -> Slot | None:
         """An empty slot, or one that nobody holds and that is not pinned: the one with the least credit of those nobody
-        waits for, else the one that is wanted last. Never one that has an adapter of `keep`, or is being filled."""
+        waits for, else the one that is wanted last. Never one that has an adapter of `keep`, or is being filled, or is
+        in another tenant's share."""
         turn = _turns(wanted)
-        return min(self._usable(keep), key=lambda slot: self._reluctance(slot, turn), default=None)
+        return min(
+            self._losers(tenant, self._usable(keep)), key=lambda slot: self._reluctance(slot, turn), default=None
+        )
 
     def _usable(self, keep: Sequence[str]) -> list[Slot]:
         return [s for s in self.slots if s.holders == 0 and not s.pinned and s.digest not in keep and self.is_ready(s)]
+
+    def _losers(self, tenant: str, slots: list[Slot]) -> list[Slot]:
+        """Of these slots, the empty ones and those that the tenant may have emptied for one more adapter."""
+        losing = self._shares.losers(tenant, [slot.digest for slot in slots if slot.digest is not None])
+        return [slot for slot in slots if slot.digest is None or slot.digest in losing]
 
     def _reluctance(self, slot: Slot, turn: Mapping[str, int]) -> tuple[int, tuple[float, int]]:
         return (-1, (0.0, 0)) if slot.digest is None else (turn.get(slot.digest, 0), self._credits.of(slot.digest))
@@ -195,26 +217,34 @@ class LoRAModelManager:
         return adapter.extra is None or (slot.extra is None and self.extra_memory.is_free(adapter.extra_bytes))
 
     def to_empty(
-        self, adapter: PackedAdapter, slot: Slot, wanted: Sequence[str] = (), keep: Sequence[str] = ()
+        self,
+        adapter: PackedAdapter,
+        slot: Slot,
+        wanted: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        tenant: str = "",
     ) -> list[Slot] | None:
         """The idle slots, `slot` first, that must be emptied so that the adapter's extras have room; None where the
-        others, which are in use, take too much. wanted, keep: as free_slot has them."""
+        others, which are in use, take too much. wanted, keep: as free_slot has them. Slots in other tenants' shares
+        come last; they are not spared, as the room that the extras take is in nobody's share."""
         if adapter.extra is None:
             return []
         given: list[Slot] = [slot] if slot.extra is not None else []
         turn = _turns(wanted)
         idle = [s for s in self._usable(keep) if s is not slot and s.extra is not None]
-        idle.sort(key=lambda s: self._reluctance(s, turn), reverse=True)
+        losers = self._losers(tenant, idle)
+        idle.sort(key=lambda s: (s not in losers, self._reluctance(s, turn)), reverse=True)
         while self.extra_memory.missing(adapter.extra_bytes) > sum(s.adapter.extra_bytes for s in given if s.adapter):
             if not idle:
                 return None
             given.append(idle.pop())
         return given
 
-    def to_drain(self, adapter: PackedAdapter, closed: set[int]) -> list[Slot]:
-        """The slots, not of `closed` or pinned, that no new sequence should take, so that the adapter gets one soon and
-        room for its extras: those that fewest sequences hold."""
-        usable = sorted((s for s in self.slots if s.index not in closed and not s.pinned), key=lambda s: s.holders)
+    def to_drain(self, adapter: PackedAdapter, closed: set[int], tenant: str = "") -> list[Slot]:
+        """The slots, not of `closed` or pinned or another tenant's share, that no new sequence should take, so that the
+        adapter gets one soon and room for its extras: those that fewest sequences hold."""
+        usable = self._losers(tenant, [s for s in self.slots if s.index not in closed and not s.pinned])
+        usable.sort(key=lambda s: s.holders)
         missing = self.extra_memory.missing(adapter.extra_bytes) if adapter.extra is not None else 0
         drained: list[Slot] = []
         for slot in usable:
@@ -223,8 +253,9 @@ class LoRAModelManager:
                 missing -= slot.extra.num_bytes
         return drained or usable[:1]
 
-    def activate(self, adapter: PackedAdapter, slot: Slot) -> None:
-        """Starts to fill the slot; it may be used once is_ready(slot). There is room for its extras: has_room()."""
+    def activate(self, adapter: PackedAdapter, slot: Slot, tenant: str = "") -> None:
+        """Starts to fill the slot; it may be used once is_ready(slot). There is room for its extras: has_room().
+        tenant: whose request waits for it."""
         assert slot.holders == 0 and not slot.pinned
         assert adapter.block.numel() <= self._stride
         self.evict(slot)
@@ -236,6 +267,7 @@ class LoRAModelManager:
         if adapter.extra is not None and slot.extra is not None:
             self.heads.set_slot(slot.index, slot_head(adapter.extra, slot.extra))
         self._credits.use(adapter.info.digest, adapter.info.num_bytes)
+        self._shares.charge(adapter.info.digest, tenant)
         self._of_digest[adapter.info.digest] = slot
         self.num_activations += 1
 
@@ -253,6 +285,7 @@ class LoRAModelManager:
             slot.ready.synchronize()
         del self._of_digest[slot.digest]
         self._credits.forget(slot.digest)
+        self._shares.release(slot.digest)
         self.heads.set_slot(slot.index, None)
         if slot.extra is not None:
             self.extra_memory.give_back(slot.extra, slot.quiet)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.workers.errors import AdapterChanged, AdapterError, LorafleetError, from_wire
@@ -20,6 +21,7 @@ from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.cpu_tier import CPUTier
 from lorafleet.workers.lora.loader import AdapterLoader
 from lorafleet.workers.lora.model_manager import LoRAModelManager, Slot
+from lorafleet.workers.lora.names import tenant_of
 from lorafleet.workers.lora.packed_adapter import PackedAdapter
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.messages import AdapterMove, Tier
@@ -27,6 +29,7 @@ from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.messages import EmptySlot, FillSlot, ForgetShard, LoadShard, Order
 
 MAX_UNTAKEN = 4096  # loads that nobody asks for, as offline
+NO_TENANTS: Mapping[str, str] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,11 @@ _LoadKey = tuple[str, str, str | None]  # One load for all that ask for the same
 
 def _key(lora: LoRARequest) -> _LoadKey:
     return lora.digest, lora.lora_path, lora.within
+
+
+def _owner(lora: LoRARequest) -> str:
+    """The tenant whose adapter it is; "" for a public one."""
+    return tenant_of(lora.lora_name) or ""
 
 
 @dataclass(slots=True)
@@ -66,9 +74,11 @@ class _Drop:
 
 @dataclass(slots=True)
 class _Load:
-    """Of one adapter on all ranks. awaited: the other ranks that have not answered. error: the first of theirs."""
+    """Of one adapter on all ranks. tenant: who brings it in. awaited: the other ranks that have not answered. error:
+    the first of theirs."""
 
     name: str
+    tenant: str
     tier: Tier
     future: Future[PackedAdapter]
     started_s: float
@@ -136,7 +146,7 @@ class WorkerLoRAManager:
         if known is not None:
             caller.set_result(known.info)
         else:
-            self._start(lora).callers.append(caller)
+            self._start(lora, _owner(lora)).callers.append(caller)
         return caller
 
     def drop(self, digest: str) -> None:
@@ -165,7 +175,7 @@ class WorkerLoRAManager:
         self._pins.pop(digest, None)
         slot = self.slots.find(digest)
         if slot is not None:
-            slot.pinned = False
+            self.slots.unpin(slot)
 
     # -- once a step ----------------------------------------------------------------------------------------------
 
@@ -181,7 +191,7 @@ class WorkerLoRAManager:
             outcome = load.outcome()
             if isinstance(outcome, PackedAdapter):
                 self._note_load(load, outcome.times.fetch_s, seconds)
-                self._admit(outcome)
+                self._admit(outcome, load.tenant)
                 for caller in load.callers:
                     caller.set_result(outcome.info)
                 continue
@@ -196,48 +206,60 @@ class WorkerLoRAManager:
         self._sweep()
         return failed
 
-    def prefetch(self, wanted: Sequence[LoRARequest]) -> None:
-        """wanted: the distinct adapters of the waiting requests, in queue order."""
+    def prefetch(self, wanted: Sequence[LoRARequest], tenants: Mapping[str, str] = NO_TENANTS) -> None:
+        """wanted: the distinct adapters of the waiting requests, in queue order. tenants: by digest, whose request
+        waits for the adapter; "" is that of all without one, and may be left out."""
+        for tenant in {tenants.get(lora.digest, "") for lora in wanted}:
+            self.slots.demand.want(tenant)
         first = wanted[: self._cpu.capacity]
         self._wanted = frozenset(lora.digest for lora in first)
         self._place_pins()
-        self._fill_slots(wanted)
+        self._fill_slots(wanted, tenants)
         self._note_copies()
+        have_all: set[str] = set()  # tenants that get no more places now
         for lora in first:
-            if self._resident(lora.digest) is not None or _key(lora) in self._loads:
+            tenant = tenants.get(lora.digest, "")
+            if tenant in have_all or self._resident(lora.digest) is not None or _key(lora) in self._loads:
                 continue
-            evictable = sum(1 for digest in self._cpu.digests if digest not in self._wanted)
+            evictable = sum(1 for digest in self._cpu.losers(tenant) if digest not in self._wanted)
             if len(self._cpu) + len(self._loads) - evictable >= self._cpu.capacity:
-                break
-            self._start(lora)
+                have_all.add(tenant)
+            else:
+                self._start(lora, tenant)
 
     def _place_pins(self) -> None:
         for digest, lora in self._pins.items():
             slot = self.slots.find(digest)
             adapter = self._cpu.get(digest)
             if slot is None and adapter is not None:
-                free = self.slots.free_slot(keep=list(self._pins))
-                if free is not None and self._make_room(adapter, free, keep=list(self._pins)):
-                    self._fill(free, lora, adapter)
+                free = self.slots.free_slot(keep=list(self._pins), tenant=_owner(lora))
+                if free is not None and self._make_room(adapter, free, _owner(lora), keep=list(self._pins)):
+                    self._fill(free, lora, adapter, _owner(lora))
                     slot = free
             if slot is not None:
-                slot.pinned = True
+                self.slots.pin(slot)
             elif adapter is None:
-                self._start(lora)
+                self._start(lora, _owner(lora))
 
-    def _fill_slots(self, wanted: Sequence[LoRARequest]) -> None:
+    def _fill_slots(self, wanted: Sequence[LoRARequest], tenants: Mapping[str, str]) -> None:
         """Each adapter's copy starts as soon as a slot is free, and room for its extras, whether its request can be
         admitted yet or not. Room that the first one waits for is not taken by those behind it."""
         digests, waits_for_room = [lora.digest for lora in wanted], False
+        have_all: set[str] = set()  # tenants that get no more slots now
         for i, digest in enumerate(digests):
-            adapter = self._cpu.get(digest)
-            if adapter is None or self.slots.find(digest) is not None or (waits_for_room and adapter.extra):
+            adapter, tenant = self._cpu.get(digest), tenants.get(digest, "")
+            if (
+                tenant in have_all
+                or adapter is None
+                or self.slots.find(digest) is not None
+                or (waits_for_room and adapter.extra)
+            ):
                 continue
-            slot = self.slots.free_slot(digests[i + 1 :], keep=digests[:i])
+            slot = self.slots.free_slot(digests[i + 1 :], keep=digests[:i], tenant=tenant)
             if slot is None:
-                return
-            if self._make_room(adapter, slot, digests[i + 1 :], digests[:i]):
-                self._fill(slot, wanted[i], adapter)
+                have_all.add(tenant)
+            elif self._make_room(adapter, slot, tenant, digests[i + 1 :], digests[:i]):
+                self._fill(slot, wanted[i], adapter, tenant)
             else:
                 waits_for_room = True
                 self._check_pins(wanted[i], adapter)
@@ -255,17 +277,17 @@ class WorkerLoRAManager:
             self._kept_out.append((lora.digest, error))
 
     def _make_room(
-        self, adapter: PackedAdapter, slot: Slot, wanted: Sequence[str] = (), keep: Sequence[str] = ()
+        self, adapter: PackedAdapter, slot: Slot, tenant: str, wanted: Sequence[str] = (), keep: Sequence[str] = ()
     ) -> bool:
         """Empties what must go for the adapter's extras; whether the slot can be filled with it now."""
-        for victim in self.slots.to_empty(adapter, slot, wanted, keep) or ():
+        for victim in self.slots.to_empty(adapter, slot, wanted, keep, tenant) or ():
             self.slots.evict(victim)
             self._tell(EmptySlot(victim.index))
         return self.slots.has_room(adapter, slot)
 
-    def _fill(self, slot: Slot, lora: LoRARequest, adapter: PackedAdapter) -> None:
+    def _fill(self, slot: Slot, lora: LoRARequest, adapter: PackedAdapter, tenant: str) -> None:
         started_s = time.monotonic()
-        self.slots.activate(adapter, slot)
+        self.slots.activate(adapter, slot, tenant)
         self._copies.append(_Copy(lora.lora_name, slot, slot.generation, started_s))
         self._tell(FillSlot(lora.digest, slot.index, slot.generation))
 
@@ -290,9 +312,11 @@ class WorkerLoRAManager:
         self._moves.clear()
         return taken
 
-    def count_request(self, lora: LoRARequest) -> Tier:
-        """Of a request that has come, the nearest tier that has its adapter, all of it or about to."""
+    def count_request(self, lora: LoRARequest, tenant: str = "") -> Tier:
+        """Of a tenant's request that has come, the nearest tier that has its adapter, all of it or about to."""
         self.slots.demand.count(lora.digest)
+        self.slots.demand.want(tenant)
+        self._cpu.charge(lora.digest, tenant)
         if self.slots.find(lora.digest) is not None:
             return "gpu"
         return "cpu" if lora.digest in self._cpu else self._tier_of_files(lora)
@@ -311,11 +335,11 @@ class WorkerLoRAManager:
     def fetched(self) -> FetchTotals:
         return self._loader.fetched
 
-    def claims(self, digest: str, claimed: set[int]) -> set[int]:
-        """The slots, beyond those claimed for others, that should drain for an adapter that has none; none where it is
-        not in host memory yet."""
+    def claims(self, digest: str, claimed: set[int], tenant: str = "") -> set[int]:
+        """The slots, beyond those claimed for others, that should drain for an adapter that has none and that the
+        tenant's request waits for; none where the adapter is not in host memory yet."""
         adapter = self._cpu.get(digest)
-        return set() if adapter is None else {slot.index for slot in self.slots.to_drain(adapter, claimed)}
+        return set() if adapter is None else {slot.index for slot in self.slots.to_drain(adapter, claimed, tenant)}
 
     def info(self, digest: str) -> AdapterInfo | None:
         """Of an adapter in host memory or a slot."""
@@ -344,12 +368,13 @@ class WorkerLoRAManager:
         slot = self.slots.find(digest)
         return self._cpu.get(digest) or (slot.adapter if slot is not None else None)
 
-    def _start(self, lora: LoRARequest) -> _Load:
+    def _start(self, lora: LoRARequest, tenant: str) -> _Load:
         key = _key(lora)
+        self.slots.demand.want(tenant)
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = _Load(
-                lora.lora_name, self._tier_of_files(lora), self._loader.submit(lora), time.monotonic()
+                lora.lora_name, tenant, self._tier_of_files(lora), self._loader.submit(lora), time.monotonic()
             )
             load.future.add_done_callback(lambda _: self._wake())
             if self._others is not None:
@@ -359,7 +384,7 @@ class WorkerLoRAManager:
                 self._tell(LoadShard(self._num_loads, lora))
         return load
 
-    def _admit(self, adapter: PackedAdapter) -> None:
+    def _admit(self, adapter: PackedAdapter, tenant: str) -> None:
         self.counts.loads += 1
         times = adapter.times
         log.info(
@@ -370,7 +395,7 @@ class WorkerLoRAManager:
             times.check_s * 1e3,
             times.pack_s * 1e3,
         )
-        for victim in self._cpu.add(adapter, self._need):
+        for victim in self._cpu.add(adapter, self._need, tenant):
             self.counts.cpu_evictions += 1
             self._tell(ForgetShard(victim))
 

@@ -226,7 +226,7 @@ def check_outcome(adapters: dict[str, Adapter], acknowledged: list[bool], digest
     assert all(adapter.aliases or adapter.removing for adapter in adapters.values())
 
 
-@pytest.mark.parametrize(("lasts", "every"), [(False, 2), (True, 7)])
+@pytest.mark.parametrize(("lasts", "every"), [(False, 5), (True, 17)])
 async def test_a_fault_at_any_point_leaves_the_catalogue_consistent(
     stores: Callable[[], tuple[Faults, Store]], make: Make, tmp_path: Path, lasts: bool, every: int
 ) -> None:

@@ -52,9 +52,11 @@ def loaded(engine: Engine, path: Path, number: int = 1) -> LoRARequest:
     return LoRARequest(path.name, number, str(path), future.result().digest)
 
 
-def submit(engine: Engine, name: str, lora: LoRARequest | None, tokens: list[int], max_tokens: int) -> None:
+def submit(
+    engine: Engine, name: str, lora: LoRARequest | None, tokens: list[int], max_tokens: int, tenant: str = ""
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    engine.add(EngineRequest(request_id=name, prompt_token_ids=tokens, params=params, lora=lora))
+    engine.add(EngineRequest(request_id=name, prompt_token_ids=tokens, params=params, lora=lora, tenant=tenant))
 
 
 def run(engine: Engine, limit_s: float = 60) -> list[TokenOutput]:
@@ -335,3 +337,30 @@ def test_a_closed_engine_leaves_no_threads(engine, adapters):
     assert mine
     small.close()
     assert not any(t.is_alive() for t in mine)
+
+
+def test_a_tenant_keeps_its_slot_while_another_cycles_through_many_adapters(engine, adapters, prompt):
+    small = engine(lora={"max_loras": 3, "max_cpu_loras": MANY})
+    hot, *others = [loaded(small, path, i) for i, path in enumerate(adapters)]
+    for i in range(20):
+        submit(small, f"noisy {i}", others[i % len(others)], prompt(5), 2, "noisy")
+        if i % 5 == 0:
+            submit(small, f"quiet {i}", hot, prompt(5), 2, "quiet")
+        run(small)
+        slot = small.loras.slots.find(hot.digest)
+        assert slot is not None and slot.generation == 0
+    assert small.loras.slots.num_activations >= 20 - 2, "the noisy tenant goes on in its own slots"
+
+
+def test_a_tenant_that_holds_every_slot_gives_one_to_another(engine, adapters, prompt):
+    small = engine(lora={"max_loras": 2, "max_cpu_loras": MANY}, max_num_seqs=4, max_num_batched_tokens=16)
+    wanted, *others = [loaded(small, path, i) for i, path in enumerate(adapters)]
+    for i in range(20):
+        submit(small, f"noisy {i}", others[i % len(others)], prompt(5), 4, "noisy")
+    small.step()
+    submit(small, "quiet", wanted, prompt(5), 2, "quiet")
+    while small.loras.slots.find(wanted.digest) is None:
+        assert small.has_work
+        small.step()
+    assert sum(s.tenant == "noisy" for s in small.scheduler.waiting) > 10
+    run(small)
