@@ -31,6 +31,7 @@
     │   ├── StoreRefused         the store has certainly not done a write
     │   ├── OutcomeUnknown       a change may or may not be in the catalogue's log
     │   └── CatalogueDamaged     an object of the catalogue is lost or has other bytes than were written
+    ├── LogUnwritable            the audit or usage log cannot be written, and nothing may be done unlogged
     └── EngineDead               the engine loop stopped; the replica is being replaced
 
 Errors cross the process boundary as (class name, message, param, …): see to_wire and from_wire. The HTTP status of each
@@ -181,6 +182,10 @@ class QuotaExceeded(Overloaded):
 
 
 class StoreError(LorafleetError):
+    pass
+
+
+class LogUnwritable(LorafleetError):
     pass
 
 

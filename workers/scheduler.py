@@ -230,7 +230,7 @@ class Scheduler:
             assert head.lora is not None
             if self.loras.slots.find(head.lora.digest) is not None:
                 continue  # it is being filled
-            claimed = self.loras.claims(head.lora.digest, set())
+            claimed = self.loras.claims(head.lora.digest, set(), head.tenant)
             holders = [one for one in self.running if one.slot in claimed]
             if holders and all(numbers[one.tenant] > numbers[head.tenant] + 1 for one in holders):
                 return holders

@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lorafleet.cluster.tenancy.line_file import LineFile
-from lorafleet.workers.errors import StoreError
+from lorafleet.workers.errors import LogUnwritable
 from lorafleet.workers.openai.audit import Audited
 
 MAX_REFUSALS_PER_MINUTE = 60  # Lines of refused calls, for each key, and for all callers without a known key together.
@@ -83,7 +83,7 @@ class DurableLines:
         self._committing: asyncio.Task[None] | None = None
 
     async def append(self, line: bytes) -> None:
-        """Raises StoreError where the line cannot be written; then no part of it is in the file."""
+        """Raises LogUnwritable where the line cannot be written; then no part of it is in the file."""
         loop = asyncio.get_running_loop()
         written: asyncio.Future[None] = loop.create_future()
         self._waiting.append((line + b"\n", written))
@@ -103,7 +103,7 @@ class DurableLines:
             try:
                 await loop.run_in_executor(self._thread, self._file.append_durably, b"".join(line for line, _ in group))
             except OSError as failed:
-                error = StoreError(
+                error = LogUnwritable(
                     f"The audit log cannot be written: {failed.strerror}. Administration goes on once the operator has "
                     "made room in --audit-dir."
                 )

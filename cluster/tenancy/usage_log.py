@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from lorafleet.cluster.tenancy.line_file import MAX_FILE_BYTES, LineFile
-from lorafleet.workers.errors import StoreError
+from lorafleet.workers.errors import LogUnwritable
 from lorafleet.workers.openai.usage import Usage
 
 SYNC_S = 1.0
@@ -128,11 +128,11 @@ class UsageLog(Collector):
         self._num_refused = 0
 
     def check_room(self) -> None:
-        """Raises StoreError while so much could not be written that nothing more may begin."""
+        """Raises LogUnwritable while so much could not be written that nothing more may begin."""
         if self.lines.unwritten_bytes < self._max_unwritten_bytes:
             return
         self._num_refused += 1
-        raise StoreError(
+        raise LogUnwritable(
             f"The usage log cannot be written: {self.lines.unwritten_bytes} bytes wait, and at most "
             f"{self._max_unwritten_bytes} may. Nothing is generated that cannot be metered. Try again once the "
             "operator has made room in --usage-dir."

@@ -76,7 +76,7 @@ def test_loading_replacing_and_unloading_reach_every_replica_before_they_return(
 
 
 def test_a_body_over_the_proxys_buffer_is_answered(client: httpx.Client) -> None:
-    response = client.post("/v1/completions", json={"prompt": "x" * (9 << 20), "model": "ref0"})
+    response = client.post("/v1/completions", json={"prompt": "x" * (7 << 20), "model": "ref0"})
     assert response.status_code == 400 and "token" in response.text, response.text[:300]
 
 

@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorafleet.workers.errors import LorafleetError, StoreError
+from lorafleet.workers.errors import LogUnwritable, LorafleetError
 from lorafleet.workers.openai.caller import caller_in
 from lorafleet.workers.openai.errors import http_error
 
@@ -40,7 +40,7 @@ class Audited(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Audit(Protocol):
-    """Both raise StoreError where the line cannot be written."""
+    """Both raise LogUnwritable where the line cannot be written."""
 
     async def acted(self, entry: Audited) -> None:
         """Writes a line of a call that acts: the one before it does, or the one with its outcome."""
@@ -82,16 +82,16 @@ class _Call:
             return
         try:
             await self.audit.acted(entry)
-        except StoreError as unwritten:
-            raise StoreError(
+        except LogUnwritable as unwritten:
+            raise LogUnwritable(
                 f"The call has ended with status {status}, and this could not be written down. {unwritten.message} "
                 "Look whether it was done before you repeat it."
             ) from None
 
 
 async def begin(request: Request, **what: object) -> None:
-    """Writes down what is about to be done. what: names that the body gave, never a secret. Raises StoreError, and then
-    the caller must not act."""
+    """Writes down what is about to be done. what: names that the body gave, never a secret. Raises LogUnwritable,
+    and then the caller must not act."""
     call: _Call | None = request.scope.get(_CALL)
     if call is not None:
         call.what = {name: cut(str(value)) for name, value in what.items() if value is not None}

@@ -18,6 +18,7 @@ from lorafleet.workers.errors import (
     AdapterExists,
     EngineDead,
     InvalidAdapterName,
+    LogUnwritable,
     LorafleetError,
     Overloaded,
     StoreError,
@@ -31,7 +32,7 @@ MAX_FAILURES = 100  # remembered; the one that is longest ago goes
 MAX_MESSAGE_CHARS = 600
 GROWTH = 1.1  # of a latency's bins: what is read from them is at most 5 % off
 _LEAST_S = 1e-4
-_OF_SERVING = (AdapterError, Overloaded, StoreError, EngineDead)
+_OF_SERVING = (AdapterError, Overloaded, StoreError, LogUnwritable, EngineDead)
 _OF_SENDERS = (AdapterExists, InvalidAdapterName)
 
 

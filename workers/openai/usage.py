@@ -36,7 +36,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Meter(Protocol):
     def check_room(self) -> None:
-        """Raises StoreError while nothing more can be metered, so that nothing more may begin."""
+        """Raises LogUnwritable while nothing more can be metered, so that nothing more may begin."""
         ...
 
     def add(self, usage: Usage) -> None: ...

@@ -16,7 +16,7 @@ import pytest
 
 from lorafleet.cluster.tenancy.audit_log import MAX_REFUSALS_PER_MINUTE, AuditLog, DurableLines
 from lorafleet.cluster.tenancy.line_file import LineFile
-from lorafleet.workers.errors import StoreError
+from lorafleet.workers.errors import LogUnwritable
 from lorafleet.workers.openai.audit import Audited
 from lorafleet.workers.openai.tenant_metrics import of_tenant
 from tests.cluster.tenancy.house import House
@@ -200,7 +200,7 @@ async def test_a_line_that_fits_in_part_leaves_no_part_and_those_beside_it_are_r
     await lines.append(b"first")
     with room_for(12):
         failed = await asyncio.gather(*(lines.append(b"another") for _ in range(3)), return_exceptions=True)
-    assert [type(error) for error in failed] == [StoreError] * 3
+    assert [type(error) for error in failed] == [LogUnwritable] * 3
     await lines.append(b"last")
     assert text_in(tmp_path) == "first\nlast\n"
     lines.close()
@@ -214,7 +214,7 @@ async def test_after_a_failed_fsync_the_file_is_not_trusted_again(
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", _fails)
         for _ in range(3):
-            with pytest.raises(StoreError, match="Input/output error"):
+            with pytest.raises(LogUnwritable, match="Input/output error"):
                 await lines.append(b"lost")
     await lines.append(b"last")
     assert text_in(tmp_path) == "first\nlast\n" and num_files(tmp_path) == 2
