@@ -30,6 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from living import command, family
+from lorafleet.workers.limits import MAX_MODEL_CHARS
 from lorafleet.workers.lora.files import TICK_S
 from lorafleet.workers.openai.errors import TABLE
 from tests.cluster.harness import descendants_named, running_server
@@ -332,9 +333,12 @@ def test_a_name_that_no_adapter_can_have_finds_nothing_and_registers_nothing(ser
     with Cost(server) as cost:
         loaded = server.load(name, str(server.good.path))
         asked = None if case == "the base's" else server.ask(name)
-    assert (loaded.status_code, loaded.json()["error"]["code"]) == (400, "invalid_adapter_name"), loaded.text
+    is_field_bounded = len(name) > MAX_MODEL_CHARS  # Such a text is refused before it is looked at as a name.
+    refusal = (400, None) if is_field_bounded else (400, "invalid_adapter_name")
+    assert (loaded.status_code, loaded.json()["error"]["code"]) == refusal, loaded.text
     if asked is not None:
-        assert (asked.status_code, asked.json()["error"]["code"]) == (404, "model_not_found"), asked.text
+        refusal = (400, None) if is_field_bounded else (404, "model_not_found")
+        assert (asked.status_code, asked.json()["error"]["code"]) == refusal, asked.text
     assert cost.cpu_s < CPU_S
     listed = [model["id"] for model in httpx.get(f"{server.url}/v1/models", timeout=300).json()["data"]]
     assert name not in listed or case == "the base's"
@@ -355,7 +359,7 @@ def test_a_name_that_no_adapter_can_have_finds_nothing_and_registers_nothing(ser
 def test_a_name_in_a_path_is_no_way_out_either(server: Server, path: str) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=300) as raw:  # httpx would tidy the path
-        raw.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        raw.sendall(f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
     assert " 404 " in answer.splitlines()[0] or " 400 " in answer.splitlines()[0]
     assert "root:" not in answer
