@@ -1,4 +1,4 @@
-"""What is computed outside of the engine, in processes of its own: grammars to compile and chat templates to render."""
+"""Attacks on the processes that compile grammars and render chat templates beside the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attack has in its hands: the address of the server, the keys of a hostile tenant, and few verbs.
+"""The means of an attack: the address of the server, the keys of a hostile tenant, and a few verbs.
 
 An attack is a coroutine function that repeats itself for ever; `run` ends it when its time is over.
 """

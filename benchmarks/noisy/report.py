@@ -1,4 +1,4 @@
-"""What a round of the quiet tenant came to: the figures, the bounds that they broke, and the table."""
+"""Judges and prints a round of the quiet tenant: its figures, the bounds that they broke, and the table."""
 
 from __future__ import annotations
 
@@ -119,6 +119,6 @@ def row(one: Round) -> str:
 
 
 def summary(rounds: Sequence[Round]) -> str:
-    """What was broken, as markdown."""
+    """Lists the broken bounds as markdown."""
     lines = [f"- {one.name}: {'; '.join(one.broken)}" for one in rounds if one.broken]
     return "\n".join(lines) or f"All bounds were kept beside {len(rounds) - 1} kinds of attack."

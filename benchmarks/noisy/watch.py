@@ -1,4 +1,4 @@
-"""What happens to the server's processes meanwhile: their memory, which of them end, and how soon /health answers."""
+"""Watches the server during an attack: its processes' memory, which of them end, and how soon /health answers."""
 
 from __future__ import annotations
 
