@@ -48,7 +48,8 @@ TARGETS = {  # name of a kind of process: what its title or command line contain
     "directory": "ray::DirectoryActor",
     "serve-controller": "ray::ServeController",
     "serve-proxy": "ray::ProxyActor",
-    "ray-agent": "dashboard/agent.py",
+    "dashboard-agent": "ray::DashboardAgent",
+    "runtime-env-agent": "ray::RuntimeEnvAgent",
 }
 
 

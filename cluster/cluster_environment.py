@@ -1,5 +1,6 @@
-"""The environment that Ray needs on every node of a cluster, so that Serve streams directly (serve_environment.py has
-what one machine needs besides). `lorafleet config environment` prints it for a shell."""
+"""The environment that Ray needs on every node of a cluster, so that Serve streams directly and that a node outlives
+Ray's agents (serve_environment.py has what one machine needs besides). `lorafleet config environment` prints it for a
+shell."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ NEEDED = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # an ended manager of HAProxy is noticed after three times as long
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
     "RAY_worker_niceness": WORKER_NICENESS,
+    "RAY_START_HOOK": "lorafleet.cluster.ray_agents.keep_agents",  # a raylet does not end with its agents
 }
 TOKEN = {"RAY_AUTH_MODE": "token"}  # whoever reaches Ray's ports can run code
 

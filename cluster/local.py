@@ -143,6 +143,9 @@ def start_ray(num_cpus: int) -> None:
     """Again where its processes were late: Ray waits 15 s for one of them, and 30 s for all, on any machine."""
     import ray
 
+    from lorafleet.cluster.ray_agents import keep_agents
+
+    keep_agents()
     for starts_left in reversed(range(RAY_STARTS)):
         try:
             ray.init(

@@ -113,14 +113,14 @@ def _check_start(source: Source, place: Place, command: str, flags: tuple[str, .
 
 
 def missing_environment(given: dict[str, str | None], where: str) -> list[str]:
-    """given: None as a value that only the node knows. What direct streaming needs of it and is not there."""
+    """given: None as a value that only the node knows. What a node needs of it and is not there."""
     messages = []
     for name, value in (cluster_environment.NEEDED | {haproxy.RAYS_VARIABLE: None}).items():
         if name not in given:
             wanted = value or f"the path of {haproxy.NAME}"
-            messages.append(f"{name} is not set {where}, which direct streaming needs: {wanted}.")
+            messages.append(f"{name} is not set {where}, which a node needs: {wanted}.")
         elif value is not None and given[name] not in (value, None):
-            messages.append(f"{name}={given[name]}: direct streaming needs {value}.")
+            messages.append(f"{name}={given[name]}: a node needs {value}.")
     return messages
 
 

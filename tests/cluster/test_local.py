@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import ray
 
-from lorafleet.cluster import local
+from lorafleet.cluster import local, ray_agents
 from lorafleet.cluster.local import RAY_STARTS, Listener, start_ray
 from lorafleet.cluster.tls import TLSFiles
 from lorafleet.workers.errors import ConfigError
@@ -67,8 +67,10 @@ def test_ray_is_started_again_only_where_it_was_late(
             raise Exception(said[seen.count("start") - 1])  # Ray's own is no subclass
 
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray_agents, "keep_agents", lambda: seen.append("keep agents"))
     monkeypatch.setattr(local, "end_descendants", lambda: seen.append("end"))
     with nullcontext() if error is None else pytest.raises(Exception, match=error):
         start_ray(2)
     assert seen.count("start") == starts
+    assert seen[0] == "keep agents", "it says how raylets are started"
     assert seen.count("end") == said.count(LATE), "what a late one has started is ended"

@@ -24,6 +24,7 @@ from tests.cluster.harness import (
     stop_server,
     wait_until_printed,
 )
+from tests.cluster.sockets import listening_ports
 
 pytestmark = pytest.mark.xdist_group("shared_server")
 
@@ -95,6 +96,27 @@ def test_a_dead_worker_is_replaced(client: httpx.Client, shared_server: SharedSe
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert logprobs(client, "ref0") == before
+
+
+@pytest.mark.parametrize("title", ["ray::DashboardAgent", "ray::RuntimeEnvAgent"])
+def test_an_agent_of_rays_that_dies_is_started_again_on_its_ports_and_takes_nothing_with_it(
+    client: httpx.Client, shared_server: SharedServer, title: str
+) -> None:
+    raylet = shared_server.running.processes("raylet/raylet")
+    [agent] = shared_server.running.processes(title)
+    ports = sorted(listening_ports(agent))
+    os.kill(agent, signal.SIGKILL)
+    deadline = time.monotonic() + START_S
+    while not any(sorted(listening_ports(one)) == ports for one in started_after(shared_server, title, agent)):
+        assert time.monotonic() < deadline
+        assert client.get("/health").status_code == 200
+        time.sleep(0.1)
+    assert shared_server.running.processes("raylet/raylet") == raylet, "which would have ended with all that serves"
+    assert answer(client, "ref0").status_code == 200
+
+
+def started_after(server: SharedServer, title: str, pid: int) -> set[int]:
+    return set(server.running.processes(title)) - {pid}
 
 
 def test_a_bad_adapter_fails_the_start_in_one_line(tiny_model: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest(good: dict[str, Any], place:
         (("max_workers",), "two", "max_workers: 'two' is not of type 'integer'"),
         (("head_node_type",), "haed", "Ray refuses this: `head_node_type` must be one of"),
         (HEAD, "ray start --head --autoscaling-config=x", "RAY_SERVE_ENABLE_HA_PROXY is not set in this command"),
-        (HEAD, "RAY_SERVE_ENABLE_HA_PROXY=0 ray start --head", "RAY_SERVE_ENABLE_HA_PROXY=0: direct streaming needs 1"),
+        (HEAD, "RAY_SERVE_ENABLE_HA_PROXY=0 ray start --head", "RAY_SERVE_ENABLE_HA_PROXY=0: a node needs 1"),
         (HEAD, START + "--head", "head_start_ray_commands[0]: `ray start` needs --autoscaling-config"),
         (("worker_start_ray_commands", 0), START, "`ray start` needs --address"),
         (("worker_start_ray_commands",), ["ray stop"], "Ray would not be started"),
