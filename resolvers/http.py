@@ -53,7 +53,10 @@ class HTTPSource:
 
     def _is_allowed(self, url: str) -> bool:
         """By the beginning of the URL as it is written; so nothing may be in it that a server reads otherwise."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:  # such as a bracket that stays open
+            return False
         path = unquote(parts.path)
         if parts.username is not None or parts.query or parts.fragment or "\\" in path or "%" in path:
             return False

@@ -77,6 +77,7 @@ def _list(api: HfApi, repo: str, revision: str, deadline: Deadline) -> tuple[str
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -88,6 +89,8 @@ def _list(api: HfApi, repo: str, revision: str, deadline: Deadline) -> tuple[str
         raise AdapterUnavailable(f"hf://{repo} is gated, and this cluster's HF_TOKEN has no access to it.") from error
     except RepositoryNotFoundError:
         return "", []
+    except HFValidationError as error:  # It was not asked for, and never will be.
+        raise InvalidRequest(f"hf://{repo} is not the name of a repo: {error}", "lora_path") from None
     except RevisionNotFoundError:
         raise AdapterUnavailable(f"hf://{repo} has no revision {revision!r}.") from None
     except HfHubHTTPError as error:

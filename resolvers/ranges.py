@@ -17,14 +17,17 @@ import httpx
 from lorafleet.resolvers.checksum import Checksum
 from lorafleet.resolvers.deadline import Deadline
 from lorafleet.resolvers.source import Interrupted
-from lorafleet.workers.errors import AdapterChanged, AdapterUnavailable
+from lorafleet.workers.errors import AdapterChanged, AdapterUnavailable, InvalidRequest
+from lorafleet.workers.lora.strict_json import shown
 
 CONNECT_S = 5.0
 MAX_REDIRECTS = 5
 MISSING = {404, 410}
 BUSY = {408, 425, 429}
 
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_NUMBER = r"([0-9]{1,18})"  # Python refuses to read numbers of thousands of digits.
+_CONTENT_RANGE = re.compile(rf"bytes {_NUMBER}-{_NUMBER}/{_NUMBER}")
+_LENGTH = re.compile(_NUMBER)
 _SHA256 = re.compile(r"sha-256=:([A-Za-z0-9+/=]+):")
 
 
@@ -59,7 +62,7 @@ class RangeReader:
             if answer.status_code == 206:
                 return Described(_content_range(answer, url)[2], _validator(answer), in_ranges=True, checksum=checksum)
             length = answer.headers.get("content-length", "")
-            if not length.isdecimal():
+            if not _LENGTH.fullmatch(length):
                 raise AdapterUnavailable(f"{url}: the server does not say how large the file is, so it is not fetched.")
             return Described(int(length), _validator(answer), in_ranges=False, checksum=checksum)
 
@@ -86,14 +89,14 @@ class RangeReader:
 
     @contextlib.contextmanager
     def _get(self, url: str, headers: Mapping[str, str], deadline: Deadline) -> Iterator[httpx.Response]:
-        first = httpx.URL(url)
+        first = _parsed(url)
         with contextlib.ExitStack() as opened:
             for _ in range(MAX_REDIRECTS + 1):
                 answer = opened.enter_context(self._stream(httpx.URL(url), first, headers, deadline))
                 if not answer.has_redirect_location:
                     yield answer
                     return
-                url = str(httpx.URL(url).join(answer.headers["location"]))
+                url = _joined(url, answer.headers["location"])
                 if not self._allowed(url):
                     raise AdapterUnavailable(f"{first} redirects to {url}, which is not allowed.")
                 opened.pop_all().close()
@@ -114,6 +117,21 @@ class RangeReader:
             yield answer
         finally:
             answer.close()
+
+
+def _parsed(url: str) -> httpx.URL:
+    try:
+        return httpx.URL(url)
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise InvalidRequest(f"{shown(url)} is no URL: {error}", "lora_path") from None
+
+
+def _joined(url: str, location: str) -> str:
+    """Where a server redirects to."""
+    try:
+        return str(httpx.URL(url).join(location))
+    except (httpx.InvalidURL, UnicodeError, ValueError) as error:
+        raise AdapterUnavailable(f"{url} redirects to {shown(location)}, which is no URL: {error}") from None
 
 
 @contextlib.contextmanager
@@ -143,8 +161,10 @@ def _content_range(answer: httpx.Response, url: str) -> tuple[int, int, int]:
 
 
 def _validator(answer: httpx.Response) -> str:
+    """ "" too where it could not be sent back."""
     etag: str = answer.headers.get("etag", "")
-    return etag if etag.startswith('"') else answer.headers.get("last-modified", "")
+    found: str = etag if etag.startswith('"') else answer.headers.get("last-modified", "")
+    return found if found.isascii() else ""
 
 
 def _checksum(answer: httpx.Response) -> Checksum | None:

@@ -7,6 +7,7 @@ and what the profile or the environment says then counts.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ CONNECT_S = 5.0
 CHUNK_BYTES = 1 << 17  # what a cut may lose
 BUSY = {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "ServiceUnavailable", "InternalError", "Throttling"}
 REFUSED = {401, 403}
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[^/]+")  # The library takes these, and the ARN of an access point.
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def split(uri: str) -> tuple[str, str]:
     """Bucket, and key without slashes around it."""
     bucket, _, key = uri.removeprefix("s3://").partition("/")
     key = key.strip("/")
-    if not bucket or not key or any(part in ("", ".", "..") for part in key.split("/")):
+    if not _BUCKET.fullmatch(bucket) or not key or any(part in ("", ".", "..") for part in key.split("/")):
         raise InvalidRequest(f"{uri!r} is not the URI of an adapter's folder; write s3://bucket/folder.", "lora_path")
     return bucket, key
 

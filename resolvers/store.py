@@ -39,6 +39,7 @@ from lorafleet.workers.errors import (
     InvalidRequest,
 )
 from lorafleet.workers.lora.files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder, read_config
+from lorafleet.workers.lora.strict_json import shown
 
 FETCH_THREADS = 16  # adapters that one process waits for at a time
 CHANGES = 3  # downloads begun before a source that changes meanwhile is given up
@@ -97,7 +98,7 @@ class AdapterStore:
         """As fetch; None where there is no adapter, or where accept refuses its config: then no more is downloaded."""
         if digest and self.cache.holds(digest):
             return digest
-        scheme, source = self._source(uri)
+        scheme, source = self._source(uri)  # before the cache has a lock of that name
         deadline = Deadline(source.timeout_s, f"fetching {uri}", self._stop)
         fetch = _Fetch(uri, source, self.cache, deadline, self.metrics, scheme)
         with self.cache.alone(uri, deadline):
@@ -142,6 +143,12 @@ class AdapterStore:
             source.close()
 
     def _source(self, uri: str) -> tuple[str, Source]:
+        if not uri.isprintable():
+            raise InvalidRequest(
+                f"{shown(uri)} has a character that cannot be printed, which no URI of an adapter has. Remove it, or "
+                "write it in percent encoding where the source knows that.",
+                "lora_path",
+            )
         scheme = uri.partition("://")[0]
         if scheme in self._sources:
             return scheme, self._sources[scheme]

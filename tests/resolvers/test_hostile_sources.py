@@ -14,7 +14,7 @@ import pytest
 
 from lorafleet.resolvers.config import HTTPConfig, SourcesConfig
 from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.errors import AdapterTooLarge, AdapterUnavailable
+from lorafleet.workers.errors import AdapterTooLarge, AdapterUnavailable, InvalidRequest
 from stores import kept
 
 MAX_BYTES = 1 << 20
@@ -73,6 +73,16 @@ class Hostile(BaseHTTPRequestHandler):
         self.head(206, content_range="bytes 0-0/*", content_length=1)
         self.body(b"x")
 
+    def endless_number(self) -> None:
+        self.head(206, content_range=f"bytes 0-0/{'9' * 5000}", content_length=1)
+        self.body(b"x")
+
+    def odd_version(self) -> None:
+        """An ETag that no client can send back."""
+        part = {"content_range": "bytes 0-0/1"} if "range" in self.headers else {}
+        self.head(206 if part else 200, **part, content_length=1, etag='"\xe9"')
+        self.body(b"x")
+
     def long_header(self) -> None:
         self.head(content_length=2, x_padding="x" * (1 << 20))
         self.body(b"{}")
@@ -111,7 +121,8 @@ def bytes_under(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "path", ["endless", "endless_in_part", "vast", "negative", "no_number", "long_header", "around", "slow"]
+    "path",
+    ["endless", "endless_in_part", "vast", "negative", "no_number", "endless_number", "long_header", "around", "slow"],
 )
 def test_a_hostile_server_is_given_up_and_leaves_nothing_on_the_disk(tmp_path: Path, path: str) -> None:
     Hostile.sent = 0
@@ -119,6 +130,24 @@ def test_a_hostile_server_is_given_up_and_leaves_nothing_on_the_disk(tmp_path: P
         make_store(tmp_path, url, timeout_s=2.0).fetch(f"{url}/{path}")  # some are tried again until then
     assert bytes_under(tmp_path) < 64 << 10
     assert Hostile.sent < 64 << 20
+
+
+def test_a_version_that_cannot_be_asked_for_counts_as_none(tmp_path: Path) -> None:
+    with serving() as url:
+        assert make_store(tmp_path, url).fetch(f"{url}/odd_version")
+
+
+UNPRINTABLE = ["\0", "\n", "\x7f", "\x85", "\u2028", "\u202e", "\ud800", "a\udcffb"]
+
+
+@pytest.mark.parametrize("character", UNPRINTABLE)
+@pytest.mark.parametrize("beginning", ["s3://bucket/", "http://127.0.0.1:9/", "hf://org/", "ftp://"])
+def test_a_uri_with_what_cannot_be_printed_is_refused_before_anything_is_asked(
+    tmp_path: Path, beginning: str, character: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be printed") as refused:
+        make_store(tmp_path, "http://127.0.0.1:9").fetch(f"{beginning}a{character}b")
+    assert refused.value.message.isprintable(), "it is in logs too"
 
 
 def test_what_comes_compressed_stays_so(tmp_path: Path) -> None:

@@ -193,6 +193,15 @@ def test_redirects_stay_within_what_is_allowed(
         store.fetch(f"{server.url}/public/loop")
 
 
+@pytest.mark.parametrize("location", ["http://[", "\x7f", "http://h\u00e4\u2028/", "//[::1/a", "http://h:99999999/"])
+def test_a_redirect_to_what_is_no_url_is_an_error_of_the_server(
+    server: FileServer, tmp_path: Path, location: str
+) -> None:
+    server.redirects["/public/a/adapter_config.json"] = location.encode().decode("latin-1")
+    with pytest.raises(AdapterUnavailable):
+        make_store(tmp_path, f"{server.url}/public/", timeout_s=5.0).fetch(f"{server.url}/public/a")
+
+
 def test_without_a_configuration_no_url_is_asked_for(server: FileServer, tmp_path: Path) -> None:
     store = kept(SourcesConfig(cache_dir=str(tmp_path)))
     with pytest.raises(Forbidden, match="set lora_resolver_http"):

@@ -149,6 +149,18 @@ def test_what_is_no_repo_is_refused(uri: str) -> None:
         split(uri)
 
 
+@pytest.mark.parametrize("repo", ["org/a--b", "-org/a", "org/a.", "org/a b", f"org/{'a' * 100}"])
+def test_a_name_that_no_repo_can_have_is_refused_without_being_asked_for(hub: Hub, tmp_path: Path, repo: str) -> None:
+    with pytest.raises(InvalidRequest, match="not the name of a repo"):
+        make_store(tmp_path, hub, "*").fetch(f"hf://{repo}")
+    assert hub.requests == []
+
+
+async def test_a_resolver_takes_such_a_name_for_one_that_nobody_has(hub: Hub, tmp_path: Path) -> None:
+    resolver = RemoteResolver("hf://{lora_name}", make_store(tmp_path, hub, "*"))
+    assert await resolver.resolve_lora("base", "org/a--b") is None
+
+
 def test_a_uri_says_repo_folder_and_revision() -> None:
     assert split("hf://org/name") == ("org/name", "", "")
     assert split("hf://org/name/a/b@v1") == ("org/name", "a/b", "v1")

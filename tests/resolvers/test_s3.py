@@ -463,7 +463,20 @@ async def test_the_resolver_makes_uris_of_names_and_asks_for_the_right_base(
     assert await resolver.resolve_lora("org/base", "missing") is None
 
 
-@pytest.mark.parametrize("uri", ["s3://", "s3://bucket", "s3://bucket/", "s3:///key", "s3://b/a/../c", "s3://b/a//c"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://",
+        "s3://bucket",
+        "s3://bucket/",
+        "s3:///key",
+        "s3://b/a/../c",
+        "s3://b/a//c",
+        "s3://\0/a",
+        "s3://no bucket/a",
+        f"s3://{'b' * 256}/a",
+    ],
+)
 def test_what_is_no_folder_of_a_bucket_is_refused(uri: str) -> None:
     with pytest.raises(InvalidRequest, match="s3://bucket/folder"):
         split(uri)
