@@ -42,7 +42,7 @@ class Origins:
             )
 
     def _is_own(self, host: str) -> bool:
-        name = urlsplit(f"//{host}").hostname or ""
+        name = _name_of(host)
         return (
             name == "localhost"
             or name.endswith(".localhost")
@@ -55,6 +55,14 @@ def is_origin(text: str) -> bool:
     """Whether it has the form in which browsers send it."""
     parts = urlsplit(text)
     return text == ANY or (bool(parts.scheme and parts.netloc) and text == f"{parts.scheme}://{parts.netloc}")
+
+
+def _name_of(host: str) -> str:
+    """Without its port; "" for what is no host, such as a bracket that stays open."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _place(origin: str) -> str:

@@ -55,6 +55,13 @@ async def test_the_servers_own_pages_and_programs_go_on_to_work(http: httpx.Asyn
     assert (await asked(http, host=host, origin=f"http://{host}")).status_code == 200
 
 
+@pytest.mark.parametrize("host", ["[", "[::1", "a]b", "[v1.x]", ""])
+async def test_what_is_no_host_is_refused_as_any_other_name_is(http: httpx.AsyncClient, host: str) -> None:
+    for origin in ({}, {"origin": "http://["}):
+        response = await asked(http, host=host, **origin)
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden")
+
+
 async def test_what_tells_nothing_is_open_to_all(http: httpx.AsyncClient) -> None:
     for path in ("/health", "/ping", "/version", "/openapi.json", "/docs"):
         assert (await http.get(path, headers={"origin": "https://evil.example"})).status_code == 200
