@@ -18,7 +18,7 @@ from lorafleet.workers.admission import Admission
 from lorafleet.workers.config import OnLoadFailure
 from lorafleet.workers.errors import AdapterChanged, ContextOverflow, InvalidRequest, LorafleetError, fault_of, to_wire
 from lorafleet.workers.kv_cache import KVCacheManager
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.workers.lora.worker_manager import LoadCounts, WorkerLoRAManager
 from lorafleet.workers.memory import fixed_memory
 from lorafleet.workers.messages import (
@@ -261,7 +261,8 @@ class Engine:
     def _prepare(self, sequence: Sequence, request: EngineRequest, eos_token_ids: list[int]) -> None:
         assert request.tokenizer is not None, "who asks for structured output says how the model spells its answers"
         base = request.vocabulary is None and not request.language
-        self._structured.open(sequence, request.tokenizer, eos_token_ids, request.turn_group, base=base)
+        group = turn_group(request.tenant, request.lora)
+        self._structured.open(sequence, request.tokenizer, eos_token_ids, group, base=base)
         self._preparing.add(sequence)
 
     def _check(self, request: EngineRequest) -> None:

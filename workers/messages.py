@@ -5,7 +5,7 @@ Plain data without behaviour. workers/transport.py carries it; workers/engine.py
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ Pooling = Literal["last", "mean"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 # Where an adapter is nearest: in a slot, in host memory, in files of this node, or elsewhere, to be fetched.
 Tier = Literal["gpu", "cpu", "disk", "remote"]
+
+Id = TypeVar("Id", str, int)
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -46,8 +48,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     how long it may wait to start; None: as long as it takes. cache_salt: only requests with the same one share keys and
     values. tenant: who takes turns with other tenants; "" is that of all callers without one. traced: its outputs tell
     its times. priority: among those that wait for one adapter, the lower is the sooner. pooling: an embedding is wanted
-    and no answer; params.max_tokens is 1 then. turn_group: whose turn it takes where its grammar is compiled: its
-    tenant's, or its adapter's where it has none.
+    and no answer; params.max_tokens is 1 then.
     """
 
     request_id: str
@@ -66,7 +67,6 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
     tenant: str = ""
     traced: bool = False
-    turn_group: str = ""
 
 
 class SequenceTimes(msgspec.Struct, array_like=True):
@@ -232,17 +232,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     resident_cpu: list[str] = []  # digests in CPU memory
 
 
-class SealedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """An EngineRequest that is encoded by itself, see sealing.py."""
+class Sealed(msgspec.Struct, Generic[Id], frozen=True, array_like=True):
+    """An EngineRequest or an AdapterCall that is encoded by itself, see sealing.py. id: its request_id or call_id."""
 
-    request_id: str
-    body: msgspec.Raw
-
-
-class SealedCall(msgspec.Struct, frozen=True, array_like=True):
-    """An AdapterCall that is encoded by itself, see sealing.py."""
-
-    call_id: int
+    id: Id
     body: msgspec.Raw
 
 
@@ -250,9 +243,9 @@ class ClientBatch(msgspec.Struct):
     """Replica to worker. `sequence` counts up; the worker repeats it in StepBatch.acknowledged."""
 
     sequence: int
-    requests: list[SealedRequest] = []
+    requests: list[Sealed[str]] = []
     aborts: list[str] = []
-    adapter_calls: list[SealedCall] = []
+    adapter_calls: list[Sealed[int]] = []
 
 
 class StepBatch(msgspec.Struct):

@@ -34,12 +34,12 @@ from lorafleet.workers.messages import (
     EngineStats,
     LoadAdapter,
     PinAdapter,
-    SealedRequest,
+    Sealed,
     StepBatch,
     TokenOutput,
     UnpinAdapter,
 )
-from lorafleet.workers.sealing import seal_call, seal_request
+from lorafleet.workers.sealing import seal
 
 HELLO = b""
 UNACKNOWLEDGED_S = 10.0  # how long a worker that sends other messages may leave a batch unacknowledged
@@ -131,7 +131,7 @@ class EngineClient:
         self._sequence = 0
         self._next_call = 0
         self._gathering = ClientBatch(0)
-        self._unsent: dict[str, SealedRequest] = {}  # those of the batch that gathers, by id, in their order
+        self._unsent: dict[str, Sealed[str]] = {}  # those of the batch that gathers, by id, in their order
         self._unacknowledged = False
         self._sent_s = 0.0  # monotonic, of the last batch
         self._num_late = 0  # messages that the worker sent long after that batch, without acknowledging it
@@ -180,7 +180,7 @@ class EngineClient:
         Raises the LorafleetError that the engine refused the request with, or EngineDead.
         """
         self._check_alive()
-        sealed = seal_request(request)
+        sealed = seal(request.request_id, request)
         stream: asyncio.Queue[TokenOutput | EngineDead] = asyncio.Queue()
         self._streams[request.request_id] = stream
         digest = request.lora.digest if request.lora is not None else ""
@@ -259,7 +259,7 @@ class EngineClient:
 
     async def _call(self, call: AdapterCall) -> AdapterInfo | None:
         self._check_alive()
-        sealed = seal_call(call)
+        sealed = seal(call.call_id, call)
         reply: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
         self._calls[call.call_id] = reply
         self._gathering.adapter_calls.append(sealed)

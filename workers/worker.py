@@ -10,6 +10,7 @@ import gc
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from lorafleet.workers.config import EngineConfig
@@ -17,18 +18,18 @@ from lorafleet.workers.engine import Engine
 from lorafleet.workers.errors import EngineDead, LorafleetError, fault_of, to_wire
 from lorafleet.workers.lora.request import AdapterInfo
 from lorafleet.workers.messages import (
-    AdapterCall,
     AdapterReply,
     ClientBatch,
     DropAdapter,
     EngineHello,
+    Id,
     PinAdapter,
-    SealedRequest,
+    Sealed,
     StepBatch,
     TokenOutput,
     UnpinAdapter,
 )
-from lorafleet.workers.sealing import open_call, open_request
+from lorafleet.workers.sealing import CALL, REQUEST, unseal
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.transport import WorkerSocket
@@ -122,30 +123,34 @@ class EngineLoop(threading.Thread):
         self._acknowledged = batch.sequence
         refused: list[TokenOutput] = []
         for sealed in batch.requests:
-            error = self._add(sealed)
+            error = self._refusal(self._take_request, sealed)
             if error is not None:
-                refused.append(TokenOutput(request_id=sealed.request_id, finish_reason="error", error=to_wire(error)))
+                refused.append(TokenOutput(request_id=sealed.id, finish_reason="error", error=to_wire(error)))
         for request_id in batch.aborts:
             self._engine.abort(request_id)
         for call in batch.adapter_calls:
-            try:
-                self._take_call(open_call(call))
-            except LorafleetError as error:
-                self._replies.append(AdapterReply(call.call_id, error=to_wire(error)))
+            error = self._refusal(self._take_call, call)
+            if error is not None:
+                self._replies.append(AdapterReply(call.id, error=to_wire(error)))
         return refused
 
-    def _add(self, sealed: SealedRequest) -> LorafleetError | None:
-        """Returns why the request is refused."""
+    @staticmethod
+    def _refusal(take_in: Callable[[Sealed[Id]], None], sealed: Sealed[Id]) -> LorafleetError | None:
+        """Returns why the request or call cannot be taken in, where that is so. A fault of it ends nothing else."""
         try:
-            self._engine.add(open_request(sealed))
+            take_in(sealed)
         except LorafleetError as error:
             return error
         except Exception as error:
-            log.exception("request %s cannot be taken in", sealed.request_id)
+            log.exception("request %s cannot be taken in", sealed.id)
             return fault_of(error)
         return None
 
-    def _take_call(self, call: AdapterCall) -> None:
+    def _take_request(self, sealed: Sealed[str]) -> None:
+        self._engine.add(unseal(sealed, REQUEST))
+
+    def _take_call(self, sealed: Sealed[int]) -> None:
+        call = unseal(sealed, CALL)
         if isinstance(call, DropAdapter | UnpinAdapter):
             if self._engine.loras is not None:
                 change = self._engine.loras.drop if isinstance(call, DropAdapter) else self._engine.loras.unpin

@@ -98,6 +98,15 @@ async def test_an_id_that_cannot_be_encoded_fails_alone(client, prompt):
     assert len(await tokens_of(client, request("after", prompt(5)))) == 4
 
 
+async def test_an_exception_while_a_call_about_an_adapter_is_taken_in_refuses_that_call(
+    client, worker, prompt, monkeypatch
+):
+    monkeypatch.setattr(worker._engine, "load_adapter", lambda _: 1 // 0)
+    with pytest.raises(LorafleetError, match="ZeroDivisionError"):
+        await client.load_adapter(LoRARequest("a", 1, "/a"))
+    assert len(await tokens_of(client, request("after", prompt(5)))) == 4
+
+
 async def test_an_exception_while_a_request_is_taken_in_refuses_that_request(client, worker, prompt, monkeypatch):
     make = worker._engine._make_sequence
 

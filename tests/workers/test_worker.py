@@ -13,7 +13,7 @@ from lorafleet.workers.lora.config import LoRAConfig
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.messages import EngineHello, EngineRequest, TokenOutput
 from lorafleet.workers.sampling_params import SamplingParams
-from lorafleet.workers.sealing import open_call
+from lorafleet.workers.sealing import CALL, unseal
 from lorafleet.workers.transport import EngineClient, WorkerSocket, ipc_address
 from lorafleet.workers.worker import GPUWorker
 
@@ -102,7 +102,7 @@ async def test_a_client_that_connects_as_another_leaves_loses_nothing(tmp_path):
         heard: list[str] = []
         for _ in range(50):
             await asyncio.sleep(0)
-            heard += [open_call(call).lora.lora_name for batch in socket.receive(20) for call in batch.adapter_calls]
+            heard += [unseal(call, CALL).lora.lora_name for batch in socket.receive(20) for call in batch.adapter_calls]
             if heard:
                 break
         assert heard == [f"a{i}"]

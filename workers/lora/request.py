@@ -36,6 +36,13 @@ class LoRAPart(msgspec.Struct, frozen=True):
     weight: float
 
 
+def turn_group(tenant: str | None, lora: LoRARequest | None) -> str:
+    """Whose turn a request takes where many share few processes: its tenant's; or its adapter's, where it has none."""
+    if tenant:
+        return f"tenant {tenant}"
+    return "" if lora is None else f"adapter {lora.digest or lora.lora_name}"
+
+
 class AdapterInfo(msgspec.Struct, frozen=True):
     """What a worker found out about an adapter when it read and checked it."""
 

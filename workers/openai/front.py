@@ -18,7 +18,7 @@ from lorafleet.workers.adapter_language import Language
 from lorafleet.workers.errors import AdapterError, ConfigError, InvalidRequest, LorafleetError, ModelNotFound
 from lorafleet.workers.limits import MAX_BODIES_BYTES, MAX_BODY_BYTES, MAX_MODEL_CHARS, cut
 from lorafleet.workers.lora import mixing
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.lora.request import LoRARequest, turn_group
 from lorafleet.workers.messages import Pooling, TokenizerFile
 from lorafleet.workers.openai.admission import Quotas, WorkBounds
 from lorafleet.workers.openai.audit import Audit
@@ -27,7 +27,7 @@ from lorafleet.workers.openai.body_budget import BodyBudget
 from lorafleet.workers.openai.caller import Caller
 from lorafleet.workers.openai.fair_threads import LONG_WORK, FairThreads
 from lorafleet.workers.openai.gate import Gate
-from lorafleet.workers.openai.languages import AdapterLanguages, turn_group
+from lorafleet.workers.openai.languages import AdapterLanguages
 from lorafleet.workers.openai.metrics import Metrics
 from lorafleet.workers.openai.model_pages import ModelPages
 from lorafleet.workers.openai.origins import Origins

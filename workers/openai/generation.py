@@ -130,7 +130,6 @@ class Sample:
             priority=self._priority,
             pooling=self._pooling,
             tokenizer=self._tokenizer,
-            turn_group=self.model.turn_group,
         )
         push = self._processor.push
         watch = Stopwatch()

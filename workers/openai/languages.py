@@ -14,7 +14,7 @@ from lorafleet.workers.adapter_language import Language, LanguageReader
 from lorafleet.workers.errors import AdapterError, InvalidRequest, QueueFull
 from lorafleet.workers.lora.files import AdapterFolder
 from lorafleet.workers.lora.names import tenant_of
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.workers.openai.backend import EngineClient
 from lorafleet.workers.openai.language_cache import LanguageCache
 from lorafleet.workers.sandbox.templates import TemplateSandbox
@@ -32,13 +32,6 @@ OpenFiles = Callable[[str, str], AbstractContextManager[Path]]
 
 def open_local(path: str, digest: str) -> AbstractContextManager[Path]:  # noqa: ARG001  a folder is what it is
     return nullcontext(Path(path))
-
-
-def turn_group(tenant: str | None, lora: LoRARequest | None) -> str:
-    """Whose turn a request takes where many share few processes: its tenant's; or its adapter's, where it has none."""
-    if tenant is not None:
-        return f"tenant {tenant}"
-    return "" if lora is None else f"adapter {lora.digest or lora.lora_name}"
 
 
 class AdapterLanguages:

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from lorafleet.workers.lora.request import turn_group
 from lorafleet.workers.openai.body_budget import body_bytes_of
 from lorafleet.workers.openai.caller import caller_of
 from lorafleet.workers.openai.front import Front, ServedModel
-from lorafleet.workers.openai.languages import turn_group
 
 MAX_INLINE_BODY_BYTES = 32 << 10  # A chat of this size takes about 10 ms to check and render.
 MAX_INLINE_VALUES = 2048  # So many numbers and texts of an answer take about 2 ms to write.
