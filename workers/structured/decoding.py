@@ -146,6 +146,9 @@ class StructuredDecoding:
         """Sequences that may start or go on now, or never."""
         found: list[tuple[Sequence, LorafleetError | None]] = []
         for process in self._vocabularies.processes:
+            process.ping()
+            if process.is_overdue:
+                process.end()
             # Asked first: what a process says before it ends is heard before.
             dead = process.dead
             for opened in process.opened():
@@ -240,8 +243,6 @@ class StructuredDecoding:
         late = self._late.get(process)
         if late is None:
             return []
-        if process.is_overdue:
-            process.end()
         try:
             told = process.finish(0)
         except ProcessEnded:

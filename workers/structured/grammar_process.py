@@ -32,6 +32,7 @@ MAX_THREADS = 8
 MAX_TRIALS = 3  # grammars that are compiled for the first time, at a time
 MAX_GRAMMARS_WAITING = 128  # to be compiled, of one tenant
 MAX_UNSENT_BYTES = 16 << 20  # that one process has left unread, beyond which it is sent no more grammars
+PING_S = 1.0  # between two questions whether a process that compiles goes on
 _END_S = 0.5  # how long the process may take to end its own
 _PATIENCE_AFTER_LATE = 0.05  # part of the wait for a process that is given to one that was late the last time
 
@@ -41,11 +42,14 @@ class GrammarLimits:
     """trial_*: of compiling one grammar and beginning an answer."""
 
     trial_cpu_s: float = 5.0
+    trial_s: float = 60.0  # Time in all, for machines whose processors are busy.
     trial_memory_bytes: int = 512 << 20
     memory_bytes: int = 8 << 30
     # Masks take milliseconds. What is late waits outside of the steps, whose other sequences go on.
     step_wait_s: float = 0.1  # How long one step waits for the masks of all its sequences together.
     mask_s: float = 30.0  # How long a process may take for the masks of one step before it is ended.
+    # How long a process that compiles may leave a ping unanswered before it is ended. It reads its vocabulary first.
+    ping_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,9 @@ class GrammarProcess:
         self.dead = False
         self.failure = ""  # why it could not begin
         self._asked_s: float | None = None  # monotonic, of the last start(), until finish() has its answer
+        self._compiling: set[int] = set()  # numbers that open() was called with, until they are answered or closed
+        self._pinged_s = -PING_S  # monotonic, of the last ping
+        self._is_pinged = False  # and it is not answered
         self._is_late, self._was_late = False, False  # its answer to the last start(), and to the one before
         words = -(-tokenizer.vocab_size // 32)
         memory = os.memfd_create("lorafleet-masks")
@@ -99,6 +106,7 @@ class GrammarProcess:
                 mask_fd=memory,
                 num_threads=min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)),
                 trial_cpu_s=self._limits.trial_cpu_s,
+                trial_s=self._limits.trial_s,
                 trial_memory_bytes=self._limits.trial_memory_bytes,
                 memory_bytes=self._limits.memory_bytes,
                 max_trials=MAX_TRIALS,
@@ -123,13 +131,24 @@ class GrammarProcess:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether it takes longer for its masks than a process may."""
-        return self._asked_s is not None and time.monotonic() - self._asked_s > self._limits.mask_s
+        """Whether it takes longer for its masks, or to answer a ping, than a process may."""
+        now_s = time.monotonic()
+        is_late = self._asked_s is not None and now_s - self._asked_s > self._limits.mask_s
+        return not self.dead and (is_late or (self._is_pinged and now_s - self._pinged_s > self._limits.ping_s))
+
+    def ping(self) -> None:
+        """To be called again and again. While grammars wait to be compiled, the process is asked whether it goes on:
+        nobody else would notice that it has stopped."""
+        is_due = time.monotonic() - self._pinged_s > PING_S
+        if self._compiling and is_due and not self._is_pinged and not self.dead:
+            self._pinged_s, self._is_pinged = time.monotonic(), True
+            self._send("ping")
 
     def open(self, number: int, spec: StructuredOutputs, group: str) -> None:
         """Answered in opened(). group: whose turn it takes where others' grammars are compiled too. Raises Unread."""
         if self._outbox.num_unsent_bytes > MAX_UNSENT_BYTES:
             raise Unread
+        self._compiling.add(number)
         self._send("open", number, (spec.kind, spec.source, spec.any_whitespace), group)
 
     def opened(self) -> list[Opened]:
@@ -161,6 +180,7 @@ class GrammarProcess:
         return faults
 
     def close(self, number: int) -> None:
+        self._compiling.discard(number)
         self._send("close", [number])
 
     def end(self) -> None:
@@ -186,8 +206,13 @@ class GrammarProcess:
         with contextlib.suppress(OSError):
             while (message := receive(self._socket)) is not None:
                 said: Any = msgspec.msgpack.decode(message)
+                if said[0] == "alive":
+                    self._is_pinged = False
+                    continue
                 if said[0] == "opened":
-                    self._opened.append(Opened(*said[1:]))
+                    opened = Opened(*said[1:])
+                    self._compiling.discard(opened.number)
+                    self._opened.append(opened)
                 elif said[0] == "filled":
                     self._filled.put(said[1])
                 else:

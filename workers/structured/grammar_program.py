@@ -6,10 +6,10 @@ fork that has a clock and a bound of memory; what survives that is compiled once
 forks are of a second process, which has read the vocabulary and never has threads: a fork has the locks that other
 threads held, and would wait for them for ever.
 
-In: ["open", number, spec, group] · ["fill", [[number, row, tokens], …]] · ["close", [number, …]]
-Out: ["opened", number, error, whether it is only that too many of the group wait] · ["filled", [[number, error], …]],
-errors being "" where there is none · ["failed", why] before it ends where it cannot begin. A row is a mask's bits, in
-memory that both processes share.
+In: ["open", number, spec, group] · ["fill", [[number, row, tokens], …]] · ["close", [number, …]] · ["ping"]
+Out: ["opened", number, error, whether it may be tried again] · ["filled", [[number, error], …]], errors being "" where
+there is none · ["alive"], once the process that forks has answered too · ["failed", why] before it ends where it cannot
+begin. A row is a mask's bits, in memory that both processes share.
 """
 
 # B rows · W words of 32 tokens each
@@ -66,6 +66,7 @@ class Settings:
     mask_fd: int
     num_threads: int
     trial_cpu_s: float
+    trial_s: float
     trial_memory_bytes: int
     memory_bytes: int  # of all grammars
     max_trials: int  # at a time
@@ -138,13 +139,15 @@ class Trial:
     group: str
     pid: int
     pipe: int
+    ends_s: float  # monotonic
+    is_late: bool = False
     answer: bytes = b""
 
 
 @dataclass
 class Trials:
-    """The process that forks. In: [number, spec, group], or [number] to drop one that waits. Out: [number, what is
-    wrong with it, state], "" where it compiles."""
+    """The process that forks. In: [number, spec, group], or [number] to drop one that waits, or [] to ask whether it
+    goes on. Out: [number, what is wrong with it, state], "" where it compiles."""
 
     socket: Socket
     settings: Settings
@@ -158,7 +161,7 @@ class Trials:
     def run(self) -> None:
         """Until the other process closes its socket, or ends."""
         while True:
-            found, _, _ = select.select([self.socket.fileno(), *self.running], [], [])
+            found, _, _ = select.select([self.socket.fileno(), *self.running], [], [], self.left_s())
             for ready in found:
                 if ready in self.running:
                     self.read(self.running[ready])
@@ -167,10 +170,26 @@ class Trials:
                 else:
                     self.end()
                     return
+            self.end_late()
             while (taken := self.turns.take()) is not None:
                 self.start(taken[1])
 
-    def handle(self, number: int, spec: list[Any] | None = None, group: str = "") -> None:
+    def left_s(self) -> float | None:
+        """Until the first of the running trials is late; None where none runs."""
+        ends_s = min((trial.ends_s for trial in self.running.values() if not trial.is_late), default=None)
+        return None if ends_s is None else max(0.0, ends_s - time.monotonic())
+
+    def end_late(self) -> None:
+        """What it leaves of its pipe is read in the next turn of the loop."""
+        for trial in self.running.values():
+            if not trial.is_late and trial.ends_s <= time.monotonic():
+                trial.is_late = True
+                os.kill(trial.pid, signal.SIGKILL)
+
+    def handle(self, number: int | None = None, spec: list[Any] | None = None, group: str = "") -> None:
+        if number is None:
+            tell(self.socket, 0, "", ALIVE)
+            return
         if spec is None:
             group, _ = self.waiting.get(number, ("", None))
             if self.turns.remove(group, number):
@@ -192,7 +211,7 @@ class Trials:
         if pid == 0:
             try_alone(self.tokenizer, spec, writer, self.settings)
         os.close(writer)
-        self.running[reader] = Trial(number, group, pid, reader)
+        self.running[reader] = Trial(number, group, pid, reader, time.monotonic() + self.settings.trial_s)
 
     def read(self, trial: Trial) -> None:
         part = os.read(trial.pipe, 65536)
@@ -203,6 +222,9 @@ class Trials:
         del self.running[trial.pipe]
         _, status = os.waitpid(trial.pid, 0)
         self.turns.done(trial.group)
+        if trial.is_late:
+            tell(self.socket, trial.number, f"it did not compile within {self.settings.trial_s:g} s", LATE)
+            return
         fault = trial.answer.decode() if status == 0 else how_it_ended(status, self.settings)
         tell(self.socket, trial.number, fault, TRIED)
 
@@ -267,6 +289,8 @@ class Server:
                 self.open(number, (kind, source, any_whitespace), group)
             case ["fill", rows]:
                 tell(self.socket, "filled", self.fill(rows))
+            case ["ping"]:
+                tell(self.trials)
             case ["close", numbers]:
                 for number in numbers:
                     self.close(number)
@@ -309,6 +333,9 @@ class Server:
         tell(self.socket, "opened", number, error, is_busy)
 
     def take_tried(self, number: int, error: str, state: str) -> None:
+        if state == ALIVE:
+            tell(self.socket, "alive")
+            return
         spec = self.trying.pop(number)
         if state == BUSY and number in self.waiting[spec]:
             self.waiting[spec].remove(number)
@@ -318,6 +345,9 @@ class Server:
                 self.try_first(spec)
             else:
                 del self.waiting[spec]
+        elif state == LATE:
+            for waiting in self.waiting.pop(spec):
+                self.tell_opened(waiting, error, is_busy=True)
         elif error:
             self.refuse(spec, error)
         else:
@@ -375,7 +405,8 @@ class Server:
         return faults
 
 
-TRIED, DROPPED, BUSY = "tried", "dropped", "busy"  # what became of a trial
+TRIED, DROPPED, BUSY, LATE = "tried", "dropped", "busy", "late"  # what became of a trial
+ALIVE = "alive"  # the answer to a ping
 DEAD_END = "no token of this model's vocabulary can follow what is answered so far"
 
 

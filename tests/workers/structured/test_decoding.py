@@ -365,6 +365,74 @@ def test_a_process_that_stays_stopped_is_ended_and_its_answers_refused(
     played.decoding.close()
 
 
+def wait_refused(played: Played, sequence: Sequence) -> LorafleetError | None:
+    while not (told := played.decoding.poll()):
+        pass
+    [(refused, error)] = told
+    assert refused is sequence
+    played.decoding.leave(sequence)
+    return error
+
+
+def test_a_process_that_is_stopped_while_it_only_compiles_is_ended_and_its_requests_refused(
+    file: TokenizerFile, tokenizer: Tokenizer
+) -> None:
+    played = Played(file, tokenizer, replace(LIMITS, ping_s=0.2))
+    opening = played.open(spec.choice(["left"], "c"))
+    assert opening.grammar is not None
+    process = opening.grammar.process
+    os.kill(process._process.pid, signal.SIGSTOP)
+    assert isinstance(wait_refused(played, opening), Overloaded)
+    process.join()
+    assert process._process.returncode == -signal.SIGKILL
+    played.decoding.close()
+
+
+def test_a_process_whose_forks_are_made_by_a_stopped_one_is_ended_too(
+    file: TokenizerFile, tokenizer: Tokenizer
+) -> None:
+    played = Played(file, tokenizer, replace(LIMITS, ping_s=0.2))
+    opening = played.open(HOSTILE["processor time"])
+    assert opening.grammar is not None
+    process = opening.grammar.process
+    while not (children := psutil.Process(process._process.pid).children()):  # nothing is asked before there is one
+        pass
+    children[0].suspend()
+    assert isinstance(wait_refused(played, opening), Overloaded)
+    played.decoding.close()
+    children[0].kill()
+
+
+def test_a_process_that_goes_on_is_not_ended_however_long_its_grammars_compile(
+    file: TokenizerFile, tokenizer: Tokenizer
+) -> None:
+    played = Played(file, tokenizer)
+    sequence = played.open(HOSTILE["processor time"])
+    assert sequence.grammar is not None
+    process = sequence.grammar.process
+    while len(below := psutil.Process(process._process.pid).children(recursive=True)) < 2:
+        pass
+    below[1].suspend()  # The trial itself, which so lasts as long as this test.
+    asked_s: set[float] = set()
+    while len(asked_s) < 2:  # It has answered when it is asked again.
+        assert played.decoding.poll() == []
+        asked_s.add(process._pinged_s)
+    assert not process.dead
+    played.decoding.close()
+
+
+def test_a_trial_that_takes_too_long_by_the_clock_is_ended_and_may_be_tried_again(
+    file: TokenizerFile, tokenizer: Tokenizer
+) -> None:
+    played = Played(file, tokenizer, replace(LIMITS, trial_cpu_s=1000.0, trial_s=0.2))
+    for _ in range(2):
+        sequence = played.open(HOSTILE["processor time"])
+        [error] = played.wait(sequence)
+        assert isinstance(error, QueueFull) and "did not compile within 0.2 s" in error.message
+        played.decoding.leave(sequence)
+    played.decoding.close()
+
+
 def test_what_a_stopped_process_does_not_read_is_bounded_and_nobody_waits_for_it(
     file: TokenizerFile, tokenizer: Tokenizer
 ) -> None:
