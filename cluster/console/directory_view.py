@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import bisect
 from collections.abc import Iterator, Mapping
 
@@ -20,13 +19,14 @@ from lorafleet.cluster.console.view import (
 from lorafleet.cluster.directory import AdapterDirectory
 from lorafleet.cluster.routing import Tier
 from lorafleet.cluster.slices import in_slices
-from lorafleet.workers.errors import Overloaded
+from lorafleet.workers.errors import QueueFull
 from lorafleet.workers.lora.names import OWNED, PAST_ALL, full_name, past_names_of, tenant_of
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.lora.request import LoRARequest, turn_group
+from lorafleet.workers.sandbox.turns import NoRoom, TurnLimits, Turns
 
 STEP = 200  # names looked at before other work may run
 MAX_ORDERS = 200  # shown
-MAX_SEARCHES = 16  # at a time: each looks at all names, one search after the other
+SEARCHES = TurnLimits(running=1, waiting=16, waiting_in_all=64)  # Each looks at all names; tenants take turns.
 ALL = 1 << 62
 
 
@@ -35,8 +35,7 @@ class DirectoryWindow:
 
     def __init__(self, directory: AdapterDirectory) -> None:
         self._directory = directory
-        self._searching = asyncio.Lock()
-        self._num_searches = 0
+        self._searches = Turns(SEARCHES)
 
     async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
         names, has_more = await self._names(query, viewer)
@@ -74,22 +73,21 @@ class DirectoryWindow:
             return list(dict.fromkeys(name for name in owners if name is not None)), False
         page: list[str] = []
         if not query.search:
-            await in_slices(self._gather(self._candidates(query.after, viewer, query.limit + 1), query, viewer, page))
+            after = viewer.naming(query.after)
+            candidates = self._candidates(after, viewer, query.limit + 1, query.public_after)
+            await in_slices(self._gather(candidates, query, viewer, page))
             return page[: query.limit], len(page) > query.limit
-        if self._num_searches >= MAX_SEARCHES:
-            raise Overloaded(f"{MAX_SEARCHES} searches are waiting already; try again.")
-        self._num_searches += 1
         try:
-            async with self._searching:
+            async with self._searches.turn(turn_group(viewer.tenant, None)):
                 await in_slices(self._gather(self._candidates("", viewer, ALL), query, viewer, page))
-        finally:
-            self._num_searches -= 1
+        except NoRoom as full:
+            raise QueueFull(f"The console cannot search now: {full}. Try again.") from None
         return page[: query.limit], len(page) > query.limit
 
-    def _candidates(self, after: str, viewer: Viewer, limit: int) -> Iterator[str]:
+    def _candidates(self, after: str, viewer: Viewer, limit: int, public_after: str = "") -> Iterator[str]:
         """The first names behind `after`, as the viewer calls it, of each kind that it may see: adapters and what
         resolvers found, and where all are wanted aliases too."""
-        spans = [(after, PAST_ALL)] if viewer.sees_all else [(after, OWNED)]
+        spans = [(after, PAST_ALL)] if viewer.sees_all else [(max(after, public_after), OWNED)]
         if not viewer.sees_all and viewer.tenant is not None:
             spans.append((full_name(viewer.tenant, after), past_names_of(viewer.tenant)))
         state = self._directory.catalogue.state
@@ -108,7 +106,7 @@ class DirectoryWindow:
             if wanted not in candidate.casefold():
                 continue
             name = self._owner(candidate) if wanted else candidate
-            if name is None or (called := shown(name)) <= after:
+            if name is None or (called := shown(name)) <= after or self._is_passed(name, query):
                 continue
             if len(page) > query.limit and called >= shown(page[-1]):
                 continue
@@ -116,6 +114,9 @@ class DirectoryWindow:
             if page[place : place + 1] != [name] and self._is_visible(name, viewer):
                 page.insert(place, name)
                 del page[query.limit + 1 :]
+
+    def _is_passed(self, name: str, query: Query) -> bool:
+        return tenant_of(name) is None and name <= query.public_after
 
     def _owner(self, name: str) -> str | None:
         """The adapter that is called so, or has such an alias."""

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from lorafleet.cluster.console.state import BASE, Views, names_of, state_of
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
 from lorafleet.workers.errors import LorafleetError, ModelNotFound
-from lorafleet.workers.lora.names import full_name
+from lorafleet.workers.lora.names import full_name, tenant_of
 from lorafleet.workers.openai.api import Route
 from lorafleet.workers.openai.caller import Needed, caller_of, sent_key
 from lorafleet.workers.openai.errors import http_error
@@ -31,6 +31,7 @@ from lorafleet.workers.openai.visibility import CallersCatalog
 MAX_SEARCH_CHARS = 256
 MAX_ADAPTERS = 200  # on a page
 MAX_REPLICAS = 100
+MAX_LOOKS = 16  # pages of the directory that one search is shown from, where most of what it finds is other tenants'
 
 ViewDirectory = Callable[[Query, Viewer], Awaitable[DirectoryView]]
 ViewAdapter = Callable[[str, Viewer], Awaitable[AdapterView | None]]
@@ -88,10 +89,14 @@ class StateApi:
         if viewer.sees_all:
             return view
         kept = [one for one in view.adapters if catalog.sees(one.name)]
-        last = view
-        while last.has_more and len(kept) <= query.limit:
-            last = await self._view_directory(msgspec.structs.replace(query, after=last.adapters[-1].name), viewer)
+        last, num_looks = view, 1
+        while last.has_more and len(kept) <= query.limit and not (query.search and num_looks == MAX_LOOKS):
+            name = last.adapters[-1].name
+            public_after = catalog.past(name) if tenant_of(name) is None else query.public_after
+            query = msgspec.structs.replace(query, after=name, public_after=public_after)
+            last = await self._view_directory(query, viewer)
             kept += [one for one in last.adapters if catalog.sees(one.name)]
+            num_looks += 1
         return msgspec.structs.replace(
             view,
             adapters=kept[: query.limit],

@@ -35,7 +35,7 @@ class Viewer(msgspec.Struct, frozen=True):
 
 class Query(msgspec.Struct, frozen=True):
     """A page of adapters behind the name `after`, and one of replicas. names: these adapters in their order, in the
-    place of the page."""
+    place of the page. public_after: public names up to this one are left out besides."""
 
     search: str = ""
     after: str = ""
@@ -43,6 +43,7 @@ class Query(msgspec.Struct, frozen=True):
     replicas_after: str = ""
     replica_limit: int = 24
     names: tuple[str, ...] | None = None
+    public_after: str = ""
 
 
 class VersionView(msgspec.Struct):

@@ -12,10 +12,10 @@ from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.packed import pack
 from lorafleet.cluster.catalogue.records import Adapter, Move, Share, Version
-from lorafleet.cluster.console.directory_view import MAX_SEARCHES, DirectoryWindow
-from lorafleet.cluster.console.view import Query, Viewer
+from lorafleet.cluster.console.directory_view import SEARCHES, DirectoryWindow
+from lorafleet.cluster.console.view import DirectoryView, Query, Viewer
 from lorafleet.cluster.directory import MAX_NAMES_LISTED, AdapterDirectory
-from lorafleet.workers.errors import Overloaded
+from lorafleet.workers.errors import QueueFull
 from lorafleet.workers.lora.names import PAST_ALL, full_name
 from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.openai.caller import Caller
@@ -87,11 +87,19 @@ async def test_a_page_of_the_console_looks_at_no_more_names_than_it_shows(direct
     assert [one.name for one in view.adapters] == [full_name("acme", f"a{n:05}") for n in range(101, 151)]
 
 
-async def test_searches_of_all_names_wait_for_each_other_in_bounds(directory: AdapterDirectory) -> None:
+async def test_searches_of_all_names_wait_in_bounds_and_no_tenant_s_for_all_of_another_s(
+    directory: AdapterDirectory,
+) -> None:
     window, query = DirectoryWindow(directory), Query(search="a2999")
-    searches = [window.view(query, Viewer(None, sees_all=True)) for _ in range(MAX_SEARCHES + 3)]
-    ended = await asyncio.gather(*searches, return_exceptions=True)
-    assert sum(isinstance(one, Overloaded) for one in ended) == 3
+
+    def search(tenant: str) -> asyncio.Task[DirectoryView]:
+        return asyncio.create_task(window.view(query, Viewer(tenant, sees_all=False)))
+
+    loud = [search("loud") for _ in range(SEARCHES.waiting + 4)]
+    await search("acme")
+    assert sum(one.done() and one.exception() is None for one in loud) <= 2, "it came after one turn of the other"
+    ended = await asyncio.gather(*loud, return_exceptions=True)
+    assert sum(isinstance(one, QueueFull) for one in ended) == 3
 
 
 async def test_a_tenant_s_adapters_are_paged_in_order_without_those_that_go(directory: AdapterDirectory) -> None:

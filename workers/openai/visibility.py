@@ -87,17 +87,20 @@ class CallersCatalog:
         return page[:limit], len(page) > limit
 
     async def _public(self, after: str, limit: int) -> dict[str, LoRARequest]:
-        """Without the names that are kept for other tenants, of which the catalogue knows nothing. However many names
-        another tenant has behind one prefix, they are skipped in one step."""
+        """Without the names that are kept for other tenants, of which the catalogue knows nothing."""
         found: dict[str, LoRARequest] = {}
         while len(found) < limit:
             page = await self._catalog.listed(after, OWNED, limit)
             found |= {lora.lora_name: lora for lora in page if self.sees(lora.lora_name)}
             if len(page) < limit:
                 break
-            last = page[-1].lora_name
-            after = last if self.sees(last) else self._tenants.kept_prefix(last) + PAST_ALL
+            after = self.past(page[-1].lora_name)
         return found
+
+    def past(self, last: str) -> str:
+        """Where a list of public names goes on that has come to `last`: however many names another tenant has behind
+        one prefix, they are skipped in one step."""
+        return last if self.sees(last) else self._tenants.kept_prefix(last) + PAST_ALL
 
     async def known(self, name: str) -> LoRARequest | None:
         """None where only a resolver might know it."""

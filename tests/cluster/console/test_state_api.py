@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,11 +53,13 @@ class Cluster:
         self.stats = EngineStats(lora_slots_total=4)
         self.front = bare_front(keys, self.stats)
         self.sequence = 0
+        self.looked: Callable[[Query], None] = lambda _: None
         api = StateApi(self.view, self.view_adapter, self.view_replicas)
         transport = httpx.ASGITransport(cast(Any, build_api(lambda: self.front, api.routes())))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+        self.looked(query)
         return await self.window.view(query, viewer)
 
     async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
@@ -271,11 +273,41 @@ async def test_a_tenants_own_adapter_stands_before_a_public_one_of_its_name(shar
     assert [one["tenant"] for one in (await shared.state("key of other"))["adapters"]] == ["other", None, None]
 
 
-async def test_public_names_kept_for_a_tenant_are_told_to_it_alone_and_pages_have_no_holes(shared: Cluster) -> None:
-    class Kept(NoTenants):
-        def owner_of_name(self, name: str) -> str | None:  # type: ignore[override]  # the base knows of none
-            return "other" if name.startswith("kept/") else None
+class Kept(NoTenants):
+    """Public names that begin with "kept/" are kept for the tenant "other"."""
 
+    def owner_of_name(self, name: str) -> str | None:  # type: ignore[override]  # the base knows of none
+        return "other" if name.startswith("kept/") else None
+
+    def kept_prefix(self, name: str) -> str:
+        return "kept/" if name.startswith("kept/") else ""
+
+
+async def test_a_tenant_pages_through_its_own_and_public_names_alike(shared: Cluster) -> None:
+    await shared.put(*(adapter(f"{owner}m{n}") for n in range(4) for owner in ("", "~acme/own-")), adapter("z"))
+    seen: list[str] = []
+    page = await shared.state("key of acme", limit=1)
+    while page["has_more"]:
+        seen += names(page)
+        page = await shared.state("key of acme", limit=1, after=page["after"])
+    assert seen + names(page) == ["m0", "m1", "m2", "m3", "own-m0", "own-m1", "own-m2", "own-m3", "public", "sql", "z"]
+
+
+@pytest.mark.parametrize("search", ["", "t"])
+async def test_names_that_are_kept_for_another_tenant_are_skipped_in_one_step(shared: Cluster, search: str) -> None:
+    cast(Any, shared.front).tenants = Kept()
+    looks: list[Query] = []
+    shared.looked = looks.append
+    await shared.put(*(adapter(f"kept/{number:03}") for number in range(300)), adapter("late"), adapter("not-kept"))
+    await shared.put(adapter("~acme/kept/150"))
+    found = await shared.state("key of acme", limit=1, after="kept", search=search)
+    assert (names(found), found["has_more"]) == (["kept/150"], True), "its own name is no other tenant's"
+    found = await shared.state("key of acme", limit=1, after="kept/150", search=search)
+    assert names(found) == ["late"] and len(looks) < 10
+    assert "kept/0" not in (await shared.get(key="key of acme", search=search)).text
+
+
+async def test_public_names_kept_for_a_tenant_are_told_to_it_alone_and_pages_have_no_holes(shared: Cluster) -> None:
     cast(Any, shared.front).tenants = Kept()
     await shared.put(*(adapter(f"kept/{number}") for number in range(5)), adapter("a"), adapter("z"))
     page = await shared.state("key of acme", limit=2)
