@@ -33,10 +33,10 @@ from starlette.responses import Response
 from lorafleet.cluster.admin_answers import AdapterPage, Prefetched, Removed, ShownAdapter, Verified
 from lorafleet.cluster.administration import MAX_ADAPTERS_LISTED, REMOVE_S
 from lorafleet.cluster.catalogue.records import Adapter, Move, Share
-from lorafleet.cluster.pushing import AdapterAdmin
+from lorafleet.cluster.pushing import AdapterAdmin, as_store_error
 from lorafleet.workers import limits
 from lorafleet.workers.errors import AdapterMalformed, BodyTooLarge, Forbidden, InvalidRequest
-from lorafleet.workers.limits import Range
+from lorafleet.workers.limits import Range, cut
 from lorafleet.workers.lora.files import (
     BIN_NAME,
     CONFIG_NAME,
@@ -46,6 +46,7 @@ from lorafleet.workers.lora.files import (
     SAFETENSORS_NAME,
 )
 from lorafleet.workers.lora.names import bare_name, check_adapter_name, check_tenant, full_name, tenant_of
+from lorafleet.workers.lora.strict_json import shown as shown_text
 from lorafleet.workers.openai.api import Handler, Route
 from lorafleet.workers.openai.audit import begin
 from lorafleet.workers.openai.bounds import AtMost, Within
@@ -62,6 +63,7 @@ MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES + sum(LANGUAGE_NAMES.val
 UPLOADED_NAMES = frozenset((CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *LANGUAGE_NAMES))
 
 MAX_DESCRIPTION_BYTES = 64 << 10  # of a file in an uploaded tar: its times and owner
+MAX_TAR_HEADERS = 4 * len(UPLOADED_NAMES)  # A file may have descriptions, and each is a header too.
 
 logger = logging.getLogger("lorafleet.http")
 
@@ -180,7 +182,8 @@ class _AdminApi:
         query = parse_query(request, UploadQuery)
         options, name = _parse_options(query.options), str(request.path_params["name"])
         await begin(request, name=name, source=query.source, tenant=options.tenant)
-        async with _unpacked(request) as folder:
+        full = _pushed_name(front, request, name, options.tenant)
+        async with _unpacked(request, self._admin, full) as folder:
             return await self._push(front, request, name, str(folder), query.source, options)
 
     @describe("One adapter", answer=ShownAdapter)
@@ -351,8 +354,9 @@ def _parse_options(text: str) -> PushOptions:
 
 
 @asynccontextmanager
-async def _unpacked(request: Request) -> AsyncIterator[Path]:
-    """The files of the body, a tar; nothing else of it gets onto the disk than what stage() may read."""
+async def _unpacked(request: Request, admin: AdapterAdmin, name: str) -> AsyncIterator[Path]:
+    """The files of the body, a tar; nothing else of it gets onto the disk than what stage() may read. name: the full
+    one of the adapter that they are of."""
     with tempfile.TemporaryDirectory(prefix="lorafleet-upload-") as folder:
         size = 0
         with tempfile.TemporaryFile(dir=folder) as packed:
@@ -360,16 +364,21 @@ async def _unpacked(request: Request) -> AsyncIterator[Path]:
                 size += len(part)
                 if size > MAX_UPLOAD_BYTES:
                     raise BodyTooLarge(f"The upload has more than {MAX_UPLOAD_BYTES} bytes; no adapter is that large.")
-                await asyncio.to_thread(packed.write, part)
+                with as_store_error():
+                    await asyncio.to_thread(packed.write, part)
             packed.seek(0)
-            await asyncio.to_thread(_unpack, packed, Path(folder))
+            await admin.run_in_turn(name, lambda: _unpack(packed, Path(folder)))
         yield Path(folder)
 
 
 def _check_headers(packed: IO[bytes]) -> None:
     """tarfile reads what describes a file whole into memory, and fills the holes of a sparse one with as many zeros as
     a header of 512 bytes asks for."""
+    num_headers = 0
     while len(block := packed.read(tarfile.BLOCKSIZE)) == tarfile.BLOCKSIZE and any(block):
+        num_headers += 1
+        if num_headers > MAX_TAR_HEADERS:
+            raise tarfile.TarError(f"it has more than {MAX_TAR_HEADERS} entries")
         size = tarfile.nti(block[124:136])  # type: ignore[attr-defined]  # its own reader of numbers, not in the stubs
         described = block[156:157] in (tarfile.XHDTYPE, tarfile.XGLTYPE) and 0 <= size <= MAX_DESCRIPTION_BYTES
         if not described and (block[156:157] not in (tarfile.REGTYPE, tarfile.AREGTYPE) or size < 0):
@@ -386,11 +395,15 @@ def _unpack(packed: IO[bytes], folder: Path) -> None:
                 content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
                 if content is None or member.name not in UPLOADED_NAMES:
                     raise AdapterMalformed(
-                        f"the upload holds {member.name!r}; it must be an uncompressed tar of {CONFIG_NAME} and "
-                        f"{SAFETENSORS_NAME} (or {BIN_NAME}), and where it has them {', '.join(LANGUAGE_NAMES)}, "
+                        f"the upload holds {shown_text(member.name)}; it must be an uncompressed tar of {CONFIG_NAME} "
+                        f"and {SAFETENSORS_NAME} (or {BIN_NAME}), and where it has them {', '.join(LANGUAGE_NAMES)}, "
                         "without folders."
                     )
+                if (folder / member.name).exists():
+                    raise AdapterMalformed(f"the upload holds {member.name} twice.")
                 with (folder / member.name).open("xb") as file:
                     shutil.copyfileobj(content, file)
-    except (tarfile.TarError, FileExistsError) as error:
-        raise AdapterMalformed(f"the upload is no uncompressed tar of an adapter's files: {error}.") from error
+    except (tarfile.TarError, ValueError) as error:  # ValueError: a description's number that is none
+        raise AdapterMalformed(
+            f"the upload is no uncompressed tar of an adapter's files: {cut(str(error))}."
+        ) from error

@@ -7,6 +7,7 @@ leaves the catalogue as it was. Runs in the directory's process; HTTP, command l
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import tempfile
 import time
@@ -51,12 +52,15 @@ from lorafleet.workers.errors import (
 )
 from lorafleet.workers.lora.files import folder_digest
 from lorafleet.workers.lora.names import PAST_ALL, check_full_name, full_name, past_names_of, tenant_of
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest, turn_group
+from lorafleet.workers.openai.fair_threads import FairThreads
+from lorafleet.workers.sandbox.turns import TurnLimits
 
 MAX_VERSIONS = 10  # kept of an adapter; the oldest that no alias stands for goes when one more is pushed
 ORDER_S = 300.0  # how long a replica may take to load an adapter
 REMOVE_S = 60.0  # how long `remove` waits for requests in flight before it says that it goes on without the caller
 MAX_ADAPTERS_LISTED = 1000
+VERIFICATIONS = TurnLimits(running=2, waiting=16)  # Versions whose files are read again, at a time, and of one tenant.
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -90,6 +94,7 @@ class Administration:
         self._tasks: set[asyncio.Task[None]] = set()
         self._files = StoredFiles(directory.catalogue)
         self._turns = Turns()
+        self._verifications = FairThreads("verifications", VERIFICATIONS)
         directory.on_replicas = self._repin
         directory.pins = self._pinned_at
         directory.catalogue.on_others = self._follow_others
@@ -139,7 +144,8 @@ class Administration:
                     f"version {version.number} of adapter {name!r} lies at {version.location}, not in the catalogue: "
                     "replicas check its digest whenever they fetch it. Push it to have a copy that can be verified."
                 )
-            digest = await asyncio.to_thread(self._read_again, version)
+            group = turn_group(tenant_of(name), None)
+            digest = await self._verifications.run(group, functools.partial(self._read_again, version))
             if digest != version.digest:
                 raise AdapterChanged(
                     f"version {version.number} of adapter {name!r} was registered with digest {version.digest[:12]}…, "

@@ -5,23 +5,30 @@ The files go straight from here to the store; the directory hears their digest o
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lorafleet.cluster.administration import REMOVE_S, Pushed
 from lorafleet.cluster.catalogue.files import stage
 from lorafleet.cluster.catalogue.records import Adapter, Share, Version
 from lorafleet.cluster.catalogue.store import Store
+from lorafleet.workers.errors import StoreRefused
 from lorafleet.workers.lora.files import AdapterFolder
-from lorafleet.workers.lora.names import check_full_name
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.lora.names import check_full_name, tenant_of
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest, turn_group
+from lorafleet.workers.openai.fair_threads import FairThreads
+from lorafleet.workers.sandbox.turns import TurnLimits
+
+# A push copies gigabytes, and may wait for its source for minutes. At a time, over all tenants, and waiting of one.
+PUSHES = TurnLimits(running=4, waiting=16)
 
 Administer = Callable[[str, dict[str, Any]], Awaitable[Any]]
 OpenSource = Callable[[str], AbstractContextManager[Path]]
+
+T = TypeVar("T")
 
 
 class AdapterAdmin:
@@ -41,12 +48,26 @@ class AdapterAdmin:
         self._base_names = base_names
         self._application = application
         self._open_source = open_source
+        self._threads = FairThreads("pushes", PUSHES)
+
+    async def run_in_turn(self, name: str, work: Callable[[], T]) -> T:
+        """Runs a part of a push, in a turn of the tenant that owns the adapter. name: the adapter's full one. Raises
+        QueueFull where too many pushes of the tenant wait, and StoreRefused where the temporary folder is full."""
+
+        def run() -> T:
+            with as_store_error():
+                return work()
+
+        return await self._threads.run(turn_group(tenant_of(name), None), run)
+
+    def close(self) -> None:
+        self._threads.close()
 
     async def push_folder(self, name: str, path: str, *, within: str | None = None, **options: Any) -> Adapter:
         """From a folder that this process sees, which lies in `within` where that is given, or a URI. options: of
         Pushed. Raises AdapterError."""
         check_full_name(name, self._base_names)
-        digest = await asyncio.to_thread(self._put_files, path, within)
+        digest = await self.run_in_turn(name, lambda: self._put_files(path, within))
         pushed = Pushed(name, digest, **{"source": path, **options})
         adapter: Adapter = await self._administer("push", {"pushed": pushed})
         return adapter
@@ -100,3 +121,15 @@ class AdapterAdmin:
     async def _adapter(self, verb: str, name: str, **arguments: Any) -> Adapter:
         adapter: Adapter = await self._administer(verb, {"name": name, **arguments})
         return adapter
+
+
+@contextmanager
+def as_store_error() -> Iterator[None]:
+    """What the reading of files raises is about an adapter; what is left is about the disk that they are copied to."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreRefused(
+            f"The adapter's files cannot be copied to the temporary folder: {error.strerror or error}. Nothing was "
+            "pushed. Make room there, or set TMPDIR."
+        ) from error

@@ -89,6 +89,7 @@ class EngineReplica:
         self._checking: CheckingEngine | None = None
         self._adapter_store = AdapterStore(args.sources)
         self._front: Front | None = None
+        self._admin: AdapterAdmin | None = None
         self._tracing: Tracing | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
@@ -184,7 +185,7 @@ class EngineReplica:
         engine = self._engine = await EngineClient.connect(address, hello)
         store = await asyncio.to_thread(open_store, self._place.uri)
         base_names, open_source = self._args.base_names, self._adapter_store.open
-        admin = AdapterAdmin(self._administer, store, base_names, self._deployment, open_source)
+        admin = self._admin = AdapterAdmin(self._administer, store, base_names, self._deployment, open_source)
         resolver = make_resolver(self._args, self._adapter_store)
         languages = AdapterLanguages(await tokenizer, engine, self._adapter_store.open)
         checking = self._checking = CheckingEngine(engine, languages)
@@ -309,6 +310,8 @@ class EngineReplica:
         await self._ranks.stop()
         if self._front is not None:
             self._front.close()
+        if self._admin is not None:
+            self._admin.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         if self._tenancy is not None:

@@ -74,6 +74,14 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
         lambda tar: put(tar, "adapter_config.json", pax_headers={"comment": "x" * (32 << 20)})
     ),
     "a long name": lambda: tar_of(lambda tar: put(tar, "a" * (1 << 20)), tarfile.GNU_FORMAT),
+    "a million entries": lambda: bytes(tarfile.TarInfo("adapter_config.json").tobuf()) * 1000,
+    "a number that is none": lambda: tar_of(
+        lambda tar: put(tar, "adapter_config.json", pax_headers={"GNU.sparse.size": "many", "size": "many"})
+    ),
+    "a sparse map of what is no number": lambda: tar_of(
+        lambda tar: put(tar, "adapter_config.json", pax_headers={"GNU.sparse.map": "a,b", "GNU.sparse.size": "1"})
+    ),
+    "a name that is no text": lambda: tar_of(lambda tar: put(tar, "\udcff" * 90), tarfile.USTAR_FORMAT),
     "a negative size": lambda: tarfile.TarInfo("adapter_config.json").tobuf(tarfile.GNU_FORMAT)[:124] + b"\xff" * 388,
 }
 
@@ -85,8 +93,9 @@ def test_a_hostile_upload_is_refused_and_costs_no_more_than_its_bytes(tmp_path: 
     target.mkdir()
     tracemalloc.start()
     try:
-        with pytest.raises(AdapterMalformed, match="upload"):
+        with pytest.raises(AdapterMalformed, match="upload") as refused:
             _unpack(packed, target)
+        assert len(refused.value.message.encode()) < 600 and str(tmp_path) not in refused.value.message
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -101,6 +110,13 @@ def test_the_two_files_of_an_adapter_are_unpacked(tmp_path: Path, form: int) -> 
         "adapter_config.json": b"{}",
         "adapter_model.safetensors": b"weights",
     }
+
+
+def test_a_tar_is_read_no_further_than_its_entries_may_go(tmp_path: Path) -> None:
+    packed = io.BytesIO(HOSTILE["a million entries"]())
+    with pytest.raises(AdapterMalformed, match="more than 36 entries"):
+        _unpack(packed, tmp_path)
+    assert packed.tell() < 40 * tarfile.BLOCKSIZE
 
 
 def test_the_files_of_an_adapters_language_come_along(tmp_path: Path) -> None:
