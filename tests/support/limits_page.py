@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from lorafleet.cluster import (
     administration,
+    directory,
     directory_socket,
     haproxy_answers,
     haproxy_config,
@@ -18,19 +19,21 @@ from lorafleet.cluster import (
     membership,
     serve_environment,
 )
-from lorafleet.cluster.admin_api import MAX_UPLOAD_BYTES, admin_routes
-from lorafleet.cluster.catalogue import records
+from lorafleet.cluster.admin_api import MAX_TAR_HEADERS, MAX_UPLOAD_BYTES, admin_routes
+from lorafleet.cluster.catalogue import catalogue, records
 from lorafleet.cluster.config import AppArgs
-from lorafleet.cluster.console import state_api
+from lorafleet.cluster.console import directory_view, state_api
+from lorafleet.cluster.pushing import PUSHES
 from lorafleet.cluster.tenancy import audit_log, key_file, usage_log
 from lorafleet.resolvers import config as resolver_config
-from lorafleet.resolvers import deadline, ranges
+from lorafleet.resolvers import deadline, ranges, store
 from lorafleet.workers import adapter_language, admission, fair_queue, limits, special_tokens, transport
 from lorafleet.workers.limits import Range
 from lorafleet.workers.lora import config as lora_config
 from lorafleet.workers.lora import files, names, patterns, peft_helper, peft_names, torch_index, weight_files
 from lorafleet.workers.lora.kinds import vocabulary
-from lorafleet.workers.openai import language_cache, languages, prompts, recent, tokenizing
+from lorafleet.workers.openai import admission as request_admission
+from lorafleet.workers.openai import audit, language_cache, languages, prompts, recent, tokenizing
 from lorafleet.workers.openai.api import ROUTES
 from lorafleet.workers.openai.fair_threads import LONG_WORK
 from lorafleet.workers.openai.openapi import openapi
@@ -170,6 +173,12 @@ QUEUES = [
         "long bodies, conversations and answers that are read or written at a time", LONG_WORK.running, "", "they wait"
     ),
     Limit("long bodies, conversations and answers of one tenant that wait", LONG_WORK.waiting, "", BUSY),
+    Limit(
+        "requests of one tenant to each of `/tokenize`, `/detokenize`, `/v1/responses/input_tokens`, at a time",
+        request_admission.MAX_AUXILIARY,
+        "",
+        BUSY,
+    ),
     Limit("long texts of the base's tokenizer at a time", tokenizing.MAX_LONG_TEXTS, "", "they wait"),
     Limit("texts of adapters' tokenizers at a time", tokenizing.MAX_ADAPTER_TEXTS, "", "they wait"),
     Limit("texts of one tenant that wait", tokenizing.MAX_TEXTS_WAITING, "", BUSY),
@@ -227,6 +236,7 @@ PROCESSES = [
         "",
         REFUSED,
     ),
+    Limit("grammar, first compiled: time in all", seconds(_GRAMMAR.trial_s), "", "429 `queue_full`, with Retry-After"),
     Limit("grammars first compiled at a time", grammar_process.MAX_TRIALS, "", "they wait"),
     Limit("process of compiled grammars: memory", size(_GRAMMAR.memory_bytes), "", "503, and it is started anew"),
     Limit(
@@ -237,6 +247,12 @@ PROCESSES = [
     ),
     Limit("wait of a step for masks of grammars", seconds(_GRAMMAR.step_wait_s), "", "the sequence samples later"),
     Limit("masks of one step", seconds(_GRAMMAR.mask_s), "", "503, and the process is started anew"),
+    Limit(
+        "process that compiles grammars and does not answer a ping",
+        seconds(_GRAMMAR.ping_s),
+        "",
+        "503, and the process is started anew",
+    ),
     Limit("grammars that a process leaves unread", size(grammar_process.MAX_UNSENT_BYTES), "", "503"),
     Limit("compiled grammars", grammar_program.MAX_GRAMMARS, "", INTERNAL),
     Limit("job that had to be ended is refused without a try for", seconds(shunned.SHUN_S), "", REFUSED),
@@ -254,6 +270,7 @@ ADAPTERS = [
     Limit("`adapter_model.bin`", size(files.MAX_BIN_BYTES), "", MALFORMED),
     *(Limit(f"`{name}`", size(most), "", MALFORMED) for name, most in files.LANGUAGE_NAMES.items()),
     Limit("upload", f"{MAX_UPLOAD_BYTES:,} bytes", "", "413 `body_too_large`"),
+    Limit("entries of an upload's tar", MAX_TAR_HEADERS, "", "400 `adapter_malformed`"),
     Limit("tensors", weight_files.MAX_TENSORS, "", MALFORMED),
     Limit("header of a safetensors file", size(weight_files.MAX_HEADER_BYTES), "", MALFORMED),
     Limit("pickle of a .bin", f"{size(weight_files.MAX_PICKLE_BYTES)}, {torch_index.MAX_STEPS:,} steps", "", MALFORMED),
@@ -286,6 +303,7 @@ ADAPTERS = [
     ),
     Limit("tokens of its own tokenizer beyond the base's", adapter_language.MAX_NEW_TOKENS, "", MALFORMED),
     Limit("ends of answers", adapter_language.MAX_EOS_TOKEN_IDS, "", MALFORMED),
+    Limit("tokenizers and templates read at a time", languages.MAX_LANGUAGES_READ, "", "they wait"),
     Limit("special tokens in a file", special_tokens.MAX_SPECIAL_TOKENS, "", MALFORMED),
     Limit("added tokens of a tokenizer", tokenizer_document.MAX_ADDED_TOKENS, "", MALFORMED),
     Limit("merges of a tokenizer", tokenizer_document.MAX_MERGES, "", MALFORMED),
@@ -296,6 +314,7 @@ ADAPTERS = [
         "`max_bytes`, `timeout_s` of its resolver",
         "400 `adapter_too_large`, 503 `adapter_unavailable`",
     ),
+    Limit("adapters that one process fetches at a time", store.FETCH_THREADS, "", "they wait"),
     Limit("redirects of a source", ranges.MAX_REDIRECTS, "", "503 `adapter_unavailable`"),
     Limit("silence of a source", seconds(deadline.SOCKET_S), "", "tried again, then 503 `adapter_unavailable`"),
     Limit(
@@ -305,6 +324,13 @@ ADAPTERS = [
         "the one used longest ago goes",
     ),
     Limit("versions of an adapter", administration.MAX_VERSIONS, "", "the oldest that no alias stands for goes"),
+    Limit("aliases of an adapter, its own name among them", records.MAX_ALIASES, "", "400, names the field"),
+    Limit(
+        "record of an adapter: versions with their metadata, aliases with their moves",
+        size(catalogue.MAX_ENTRY_BYTES),
+        "",
+        "400, names the field",
+    ),
     Limit("moves that an alias remembers", records.MAX_HISTORY, "", "the oldest goes"),
     Limit(
         "adapters, bytes of a tenant", "none", "`adapters`, `adapter_bytes` of the tenant", "429 `rate_limit_exceeded`"
@@ -313,8 +339,25 @@ ADAPTERS = [
 SERVER = [
     Limit("adapters on a page of `/v1/adapters`", administration.MAX_ADAPTERS_LISTED, "", REFUSED),
     Limit("adapters on a page of the console", state_api.MAX_ADAPTERS, "", REFUSED),
+    Limit("text that the console searches for", chars(state_api.MAX_SEARCH_CHARS), "", REFUSED),
+    Limit("searches of the console at a time", directory_view.SEARCHES.running, "", "they wait"),
+    Limit("searches of the console of one tenant that wait", directory_view.SEARCHES.waiting, "", BUSY),
+    Limit("uploads of one tenant at a time", request_admission.MAX_UPLOADS, "", BUSY),
+    Limit("pushes that a replica copies at a time", PUSHES.running, "", "they wait"),
+    Limit("pushes of one tenant that wait", PUSHES.waiting, "", BUSY),
+    Limit("versions that are verified at a time", administration.VERIFICATIONS.running, "", "they wait"),
+    Limit("verifications of one tenant that wait", administration.VERIFICATIONS.waiting, "", BUSY),
     Limit("load of an adapter on a replica", seconds(administration.ORDER_S), "", "503 `overloaded`"),
     Limit("administrative call that changes something", seconds(membership.CHANGE_S), "", "503, with Retry-After"),
+    Limit("names that resolvers have found, remembered by the directory", directory.MAX_FOUND, "", INTERNAL),
+    Limit("names that a replica has copies of", membership.MAX_COPIES, "", INTERNAL),
+    Limit("each text in a line of the audit log", chars(audit.MAX_TEXT_CHARS), "", "cut"),
+    Limit(
+        "connection to the directory that has not shown the secret",
+        f"{size(directory_socket.MAX_HELLO_BYTES)}, {directory_socket.MAX_STRANGERS:,} connections",
+        "",
+        "connection closed",
+    ),
     Limit("message to the directory", size(directory_socket.MAX_CALL_BYTES), "", "connection closed"),
     Limit("answer of the directory", size(directory_socket.MAX_ANSWER_BYTES), "", "connection closed"),
     Limit(
