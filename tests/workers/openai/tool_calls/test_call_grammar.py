@@ -73,7 +73,7 @@ class Vocabulary:
         self.tokenizer = Tokenizer(made)
         self.end = self.tokenizer.eos_token_id or 0
         file = files.of(self.tokenizer)
-        settings = grammar_program.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1)
+        settings = grammar_program.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1, 1)
         self.library = grammar_program.read_tokenizer(settings)
         ids = range(self.tokenizer.vocab_size)
         bytes_of = {self.tokenizer.token_bytes(i): i for i in ids if i != self.end}
