@@ -19,7 +19,9 @@ REGEXES = ["a+", "[b-z]{3}", "x|y", "[0-9]*", "é", "(no|yes)"]
 def server(tokenizer: Tokenizer) -> Iterator[program.Server]:
     files = TokenizerFiles()
     file, memory = files.of(tokenizer), os.memfd_create("masks")
-    settings = program.Settings(file.path, file.vocab_size, [tokenizer.eos_token_id or 0], 8, memory, 2, 1, 1, 1, 1, 1)
+    settings = program.Settings(
+        file.path, file.vocab_size, [tokenizer.eos_token_id or 0], 8, memory, 2, 1, 1, 1, 1, 1, 1
+    )
     os.ftruncate(memory, 4 * -(-file.vocab_size // 32) * settings.rows)
     ours, theirs = socket.socketpair()
     with ours, theirs:
