@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from lorafleet.cluster.admin_api import admin_routes
 from lorafleet.cluster.tenancy.audit_log import MAX_REFUSALS_PER_MINUTE, AuditLog, DurableLines
 from lorafleet.cluster.tenancy.line_file import LineFile
 from lorafleet.workers.errors import LogUnwritable
+from lorafleet.workers.openai.api import ROUTES
 from lorafleet.workers.openai.audit import Audited
 from lorafleet.workers.openai.tenant_metrics import of_tenant
 from tests.cluster.tenancy.house import House
@@ -61,6 +63,38 @@ async def test_every_administrator_s_call_is_logged_with_its_outcome_and_without
     assert lines[-1]["what"] == {"name": "x", "source": "/etc"}
     assert all(line["peer"] == "127.0.0.1" and line["at_s"] > 1.7e9 for line in lines)
     assert not any(key in text for key in house.keys.values())
+
+
+async def test_every_route_that_changes_something_writes_it_down_before_and_after(
+    house: House, fleet: Callable[[str], Any]
+) -> None:
+    """Whatever its outcome; the route's handler has said by audit.begin() what it is about to do."""
+    unused: Any = None
+    verbs = ("alias", "rollback", "pin", "unpin", "prefetch", "verify")
+    bodies: dict[tuple[str, str], Any] = {
+        ("POST", "/v1/adapters"): {"name": "x", "source": "/nowhere"},
+        ("POST", "/v1/load_lora_adapter"): {"lora_name": "x", "lora_path": "/nowhere"},
+        ("POST", "/v1/unload_lora_adapter"): {"lora_name": "x"},
+        ("DELETE", "/v1/adapters/sql"): None,
+        **{("POST", f"/v1/adapters/sql/{verb}"): {"version": 1} if verb == "alias" else {} for verb in verbs},
+    }
+    changing = {
+        (method, path.replace("{name:path}", "sql"))
+        for method, path, needed, _ in [*ROUTES, *admin_routes(unused)]
+        if needed in ("admin", "loading") and method != "GET"
+    }
+    assert changing - {("PUT", "/v1/adapters/sql/files")} == set(bodies)
+    async with house.open():
+        assert (await house.push("operator", "sql", fleet("llama3").adapters["qv"])).status_code == 200
+        removing = ("DELETE", "/v1/adapters/sql")
+        for method, path in [*(route for route in bodies if route != removing), removing]:
+            answer = await house.ask("operator", method, path, bodies[method, path])
+            assert answer.status_code < 500, (path, answer.text)
+        [written] = (house.folder / "audit").iterdir()
+        lines = [json.loads(line) for line in written.read_text().splitlines()]
+    done = {line["call"]: line["action"].split("?")[0] for line in lines if "status" in line}
+    begun = {line["call"]: line["action"].split("?")[0] for line in lines if "status" not in line}
+    assert begun == done and set(done.values()) == {" ".join(route) for route in changing}
 
 
 @contextmanager

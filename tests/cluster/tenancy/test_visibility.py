@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from lorafleet.cluster.admin_api import admin_routes
 from lorafleet.resolvers.filesystem import FilesystemResolver
 from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.openai.api import ROUTES
 from tests.cluster.tenancy.house import House, error_of, tokens_of
 
 KINDS = ("all", "qv", "regex", "layers")
@@ -45,6 +47,7 @@ def asked_for(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         ("POST", "/v1/completions", {"model": name, "prompt": "hi", "max_tokens": 1, "stream": True}),
         ("POST", "/v1/chat/completions", chat),
         ("POST", "/v1/responses", {"model": name, "input": "hi", "max_output_tokens": 16}),
+        ("POST", "/v1/responses/input_tokens", {"model": name, "input": "hi"}),
         ("POST", "/v1/embeddings", {"model": name, "input": "hi"}),
         ("POST", "/generate", {"text": "hi", "lora_path": name}),
         ("POST", "/tokenize", {"model": name, "prompt": "hi"}),
@@ -53,6 +56,8 @@ def asked_for(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         ("GET", f"/v1/models/base:{name}", None),
         ("POST", "/v1/unload_lora_adapter", {"lora_name": name}),
         ("GET", f"/v1/adapters/{name}", None),
+        ("POST", f"/v1/adapters/{name}/pin", {}),
+        ("POST", f"/v1/adapters/{name}/unpin", {}),
         ("DELETE", f"/v1/adapters/{name}", None),
         ("DELETE", f"/v1/adapters/{name}?alias={name}", None),
         ("POST", f"/v1/adapters/{name}/alias", {"version": 1, "alias": "stolen"}),
@@ -60,6 +65,17 @@ def asked_for(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         ("POST", f"/v1/adapters/{name}/prefetch", {}),
         ("POST", f"/v1/adapters/{name}/verify", {}),
     ]
+
+
+def test_every_route_that_takes_an_adapter_s_name_is_asked() -> None:
+    """Those of the console are in tests/cluster/console/test_state_api.py; a push makes an adapter of the caller's."""
+    unused: Any = None
+    taken = {(method, path.partition("?")[0].replace("secret", "NAME")) for method, path, _ in asked_for("secret")}
+    nameless = {"/v1/models", "/v1/adapters", "/v1/load_lora_adapter", "/metrics"}
+    pushes = {"/v1/adapters/NAME/files"}
+    for method, path, needed, _ in [*ROUTES, *admin_routes(unused)]:
+        named = path.replace("{name:path}", "NAME").replace("{model:path}", "NAME")
+        assert needed == "open" or named in nameless | pushes or (method, named) in taken, path
 
 
 async def test_another_tenant_s_adapter_is_as_one_that_never_was(house: House, adapters: dict[str, Path]) -> None:
@@ -80,7 +96,7 @@ async def test_another_tenant_s_adapter_is_as_one_that_never_was(house: House, a
             shown = json.dumps((await house.ask(caller, "GET", "/v1/models")).json())
             assert "secret" not in shown and "acme" not in shown
         assert (await house.ask("rival", "GET", "/v1/adapters")).json()["data"] == []
-        for got in asked_for("secret")[:13]:
+        for got in asked_for("secret")[:14]:
             if "+" not in json.dumps(got[2]) or "reference" in json.dumps(got[2]):
                 assert (await house.ask("acme", *got)).status_code == 200, got
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from starlette.datastructures import Headers
 
+from lorafleet.cluster.api_routes import routes_beside
+from lorafleet.cluster.console.state_api import StateApi
+from lorafleet.cluster.quality.routes import QualityApi
 from lorafleet.workers.errors import Forbidden, Unauthorized
 from lorafleet.workers.openai.api import ROUTES
 from lorafleet.workers.openai.caller import ANONYMOUS, sent_key
+from lorafleet.workers.openai.docs import docs_routes
 from lorafleet.workers.openai.gate import Gate
 
 ADMIN_KEY = "correct horse battery"
@@ -48,4 +54,12 @@ def test_the_key_is_read_from_the_header(headers: dict[str, str], key: str | Non
 
 
 def test_only_what_says_that_the_server_lives_is_open_to_all() -> None:
-    assert {path for _, path, needed, _ in ROUTES if needed == "open"} == {"/health", "/ping", "/version"}
+    """Of all routes that a replica has. The API's document and the console's files tell what the source code tells."""
+    unused: Any = None
+    console = StateApi(unused, unused, unused)
+    routes = [*ROUTES, *routes_beside(unused, console, QualityApi(unused))]
+    assert {path for _, path, needed, _ in [*routes, *docs_routes(routes)] if needed == "open"} == {
+        *("/health", "/ping", "/version"),
+        *("/docs", "/openapi.json"),
+        *("/console", "/console/", "/console/{name}"),
+    }
