@@ -78,7 +78,7 @@ class NoAdapters:
     async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:  # noqa: ARG002  # there are none
         return []
 
-    async def resolve(self, name: str) -> LoRARequest:
+    async def resolve(self, name: str, key: str | None = None, group: str = "") -> LoRARequest:  # noqa: ARG002  # none
         raise ModelNotFound(name)
 
     async def add(self, name: str, path: str, *, load_inplace: bool, limits: object) -> LoRARequest:

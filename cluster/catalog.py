@@ -19,14 +19,17 @@ from lorafleet.cluster.directory import Order
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.resolvers.base import LoRAResolver
-from lorafleet.workers.errors import AdapterExists, InvalidAdapterName, ModelNotFound
+from lorafleet.resolvers.store import FETCH_THREADS
+from lorafleet.workers.errors import AdapterExists, InvalidAdapterName, ModelNotFound, QueueFull
 from lorafleet.workers.lora.names import check_adapter_name, check_full_name
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 from lorafleet.workers.openai.backend import StorageLimits
+from lorafleet.workers.sandbox.turns import NoRoom, TurnLimits, Turns
 
 NO_LIMITS = StorageLimits()
 MISS_S = 2.0  # how long it is remembered that no resolver knows a name
 MAX_MISSES = 10_000
+SEARCHES = TurnLimits(running=FETCH_THREADS, waiting=128)  # Names that resolvers look for; each may take a thread.
 # A request that resolved its name before a removal has reached the engine this much later.
 SETTLE_S = 1.0
 
@@ -77,6 +80,7 @@ class DirectoryCatalog:
         self._base_names = base_names
         self._resolver = resolver
         self._clock = clock
+        self._turns = Turns(SEARCHES)
         self._missed_at: dict[str, float] = {}
         self._resolving: dict[str, asyncio.Task[LoRARequest]] = {}
 
@@ -92,14 +96,15 @@ class DirectoryCatalog:
         served = await self._membership.lookup(name)
         return None if served is None else served.loras[0]
 
-    async def resolve(self, name: str, key: str | None = None) -> LoRARequest:
-        """Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served."""
+    async def resolve(self, name: str, key: str | None = None, group: str = "") -> LoRARequest:
+        """group: whose turn it takes where resolvers must look for the name. Raises ModelNotFound, AdapterError where
+        the adapter exists but cannot be served, and QueueFull."""
         served = await self._membership.lookup(name)
         if served is not None:
             return served.draw(key)
         if self._resolver is None or self._is_missing(name):
             raise _not_found(name)
-        return await self._resolve_once(self._resolver, name)
+        return await self._resolve_once(self._resolver, name, group)
 
     async def add(
         self,
@@ -146,12 +151,25 @@ class DirectoryCatalog:
     def _is_missing(self, name: str) -> bool:
         return self._clock() - self._missed_at.get(name, -MISS_S) < MISS_S
 
-    async def _resolve_once(self, resolver: LoRAResolver, name: str) -> LoRARequest:
+    async def _resolve_once(self, resolver: LoRAResolver, name: str, group: str) -> LoRARequest:
         task = self._resolving.get(name)
         if task is None:
-            task = self._resolving[name] = asyncio.get_running_loop().create_task(self._find(resolver, name))
+            task = self._resolving[name] = asyncio.get_running_loop().create_task(
+                self._find_in_turn(resolver, name, group)
+            )
             task.add_done_callback(lambda _: self._resolving.pop(name, None))
         return await asyncio.shield(task)  # a client that leaves must not cancel the others' wait
+
+    async def _find_in_turn(self, resolver: LoRAResolver, name: str, group: str) -> LoRARequest:
+        """A source may take minutes for each name: one tenant's names leave places for others'."""
+        try:
+            async with self._turns.turn(group):
+                return await self._find(resolver, name)
+        except NoRoom as full:
+            raise QueueFull(
+                f"The adapter {name!r} cannot be looked for now: {full}. Try again later.",
+                retry_after_s=self._turns.retry_after_s,
+            ) from None
 
     async def _find(self, resolver: LoRAResolver, name: str) -> LoRARequest:
         try:

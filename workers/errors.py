@@ -224,11 +224,14 @@ def fault_of(error: Exception) -> LorafleetError:
     return LorafleetError(f"The engine failed at this request ({type(error).__name__}); the server's log says why.")
 
 
+def encodable(message: str) -> str:
+    """A message may quote a path or a text with halves of characters, which cannot be encoded."""
+    return message.encode(errors="backslashreplace").decode()
+
+
 def to_wire(error: LorafleetError) -> WireError:
     retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else None
-    # A message may quote a path or a text with halves of characters, which cannot be encoded.
-    message = error.message.encode(errors="backslashreplace").decode()
-    return WireError(type(error).__name__, message, error.param, retry_after_s)
+    return WireError(type(error).__name__, encodable(error.message), error.param, retry_after_s)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from lorafleet.cluster import catalog as catalog_module
 from lorafleet.cluster import directory as directory_module
 from lorafleet.cluster import membership as membership_module
 from lorafleet.cluster.administration import Administration
-from lorafleet.cluster.catalog import DirectoryCatalog, obey
+from lorafleet.cluster.catalog import SEARCHES, DirectoryCatalog, obey
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.files import folder_digest
 from lorafleet.cluster.catalogue.folder_store import FolderStore
@@ -34,6 +34,7 @@ from lorafleet.workers.errors import (
     InvalidAdapterName,
     ModelNotFound,
     Overloaded,
+    QueueFull,
     StoreError,
 )
 from lorafleet.workers.lora.names import PAST_ALL
@@ -424,6 +425,29 @@ async def test_concurrent_requests_share_one_resolution_and_misses_are_remembere
             with pytest.raises(ModelNotFound):
                 await one.resolve("nobody")
         assert folder.asked == ["cold", "nobody"]
+
+
+async def test_one_tenant_s_names_at_a_slow_source_leave_room_to_look_for_another_s(
+    catalogue: Catalogue, make: Make
+) -> None:
+    released = asyncio.Event()
+
+    class Slow(Folder):
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+            if lora_name.startswith("slow"):
+                await released.wait()
+            return await super().resolve_lora(base_model_name, lora_name)
+
+    directory = await loaded(AdapterDirectory(catalogue))
+    async with replica(directory, "r1", Engine(), Slow(make, "quick")) as one:
+        num_loud = SEARCHES.running_of_one + SEARCHES.waiting + 2
+        loud = [asyncio.create_task(one.resolve(f"slow-{i}", None, "loud")) for i in range(num_loud)]
+        assert (await one.resolve("quick", None, "quiet")).lora_name == "quick"
+        refused = [task for task in loud if task.done()]
+        assert len(refused) == 2 and all(isinstance(task.exception(), QueueFull) for task in refused)
+        released.set()
+        ended = await asyncio.gather(*loud, return_exceptions=True)
+    assert sum(isinstance(one, ModelNotFound) for one in ended) == num_loud - 2
 
 
 async def test_what_resolvers_found_is_remembered_in_bounds_and_found_again(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from lorafleet.cluster import (
     administration,
+    catalog,
     directory,
     directory_socket,
     haproxy_answers,
@@ -314,6 +315,8 @@ ADAPTERS = [
         "`max_bytes`, `timeout_s` of its resolver",
         "400 `adapter_too_large`, 503 `adapter_unavailable`",
     ),
+    Limit("names that resolvers look for at a time, on a replica", catalog.SEARCHES.running, "", "they wait"),
+    Limit("names of one tenant that wait to be looked for", catalog.SEARCHES.waiting, "", BUSY),
     Limit("adapters that one process fetches at a time", store.FETCH_THREADS, "", "they wait"),
     Limit("redirects of a source", ranges.MAX_REDIRECTS, "", "503 `adapter_unavailable`"),
     Limit("silence of a source", seconds(deadline.SOCKET_S), "", "tried again, then 503 `adapter_unavailable`"),

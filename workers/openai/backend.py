@@ -64,10 +64,12 @@ class AdapterCatalog(Protocol):
         """None where only a resolver might know it."""
         ...
 
-    async def resolve(self, name: str, key: str | None = None) -> LoRARequest:
-        """key: where versions share a name, the same key draws the same one.
+    async def resolve(self, name: str, key: str | None = None, group: str = "") -> LoRARequest:
+        """key: where versions share a name, the same key draws the same one. group: whose turn it takes where the name
+        must be looked for elsewhere.
 
-        Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served.
+        Raises ModelNotFound, AdapterError where the adapter exists but cannot be served, and QueueFull where too many
+        names of the group are being looked for.
         """
         ...
 

@@ -46,6 +46,7 @@ from lorafleet.workers.errors import (
     StoreRefused,
     Unauthorized,
     UnsupportedMediaType,
+    encodable,
 )
 from lorafleet.workers.limits import cut
 from lorafleet.workers.lora.names import in_the_words_of
@@ -182,4 +183,4 @@ def _methods_of(request: Request) -> set[str]:
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return msgspec.json.encode({"error": {"message": encodable(message), "type": kind, "param": param, "code": code}})

@@ -19,7 +19,7 @@ from lorafleet.workers.lora.names import (
     past_names_of,
     tenant_of,
 )
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.lora.request import LoRARequest, turn_group
 from lorafleet.workers.openai.backend import AdapterCatalog, StorageLimits
 from lorafleet.workers.openai.caller import Caller
 
@@ -114,7 +114,7 @@ class CallersCatalog:
             return await self._catalog.resolve(full_name(self._caller.tenant, name), key)
         if not self._may_ask_for(name):
             raise ModelNotFound(f"The model `{name}` does not exist.", "model")
-        return await self._catalog.resolve(name, key)
+        return await self._catalog.resolve(name, key, turn_group(self._caller.tenant, None))
 
     async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
         within = await check_source(self._tenants, self._caller, path)

@@ -127,7 +127,7 @@ class MemoryCatalog:
     async def known(self, name: str) -> LoRARequest | None:
         return self.loras.get(name)
 
-    async def resolve(self, name: str, key: str | None = None) -> LoRARequest:
+    async def resolve(self, name: str, key: str | None = None, _: str = "") -> LoRARequest:
         self.keys.append(key)
         if self.failure is not None:
             raise self.failure

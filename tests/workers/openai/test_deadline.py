@@ -75,7 +75,7 @@ async def test_an_adapter_that_is_not_found_in_time_is_429_and_its_search_goes_o
 ) -> None:
     slow = asyncio.Event()
 
-    async def resolve(name: str, _: str | None) -> Any:
+    async def resolve(name: str, _: str | None, __: str) -> Any:
         await asyncio.wait_for(slow.wait(), 60)
         return catalog.loras[name]
 
@@ -88,7 +88,7 @@ async def test_an_adapter_that_is_not_found_in_time_is_429_and_its_search_goes_o
 async def test_a_timeout_of_the_catalogues_own_is_not_called_the_requests(
     http: httpx.AsyncClient, catalog: Any, monkeypatch: Any
 ) -> None:
-    async def resolve(_: str, __: str | None) -> Any:
+    async def resolve(_: str, __: str | None, ___: str) -> Any:
         raise TimeoutError("the store is silent")
 
     monkeypatch.setattr(catalog, "resolve", resolve)

@@ -254,6 +254,14 @@ async def test_a_starting_replica_says_so(http: httpx.AsyncClient, holder: Any) 
         assert "starting" in response.json()["error"]["message"]
 
 
+async def test_a_message_with_half_a_character_is_answered_with_its_status(
+    http: httpx.AsyncClient, catalog: Any
+) -> None:
+    catalog.failure = errors.AdapterMalformed("the file holds \udcff")
+    response = await http.post("/v1/completions", json={"model": "sql", "prompt": "a"})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "the file holds \\udcff")
+
+
 async def test_an_adapter_that_cannot_be_served_is_its_own_error(http: httpx.AsyncClient, catalog: Any) -> None:
     catalog.failure = errors.AdapterUnsupported("DoRA is not served")
     error = await refused(http, "/v1/completions", COMPLETION | {"model": "sql"})
