@@ -35,7 +35,7 @@ MODELS = ("demo", "shout", "json", "pirate")
 PROMPTS = ("What colour is a lime?", "Name a fruit.", "How are you today?")
 STOPPED_S = 8.0
 CALM_S = 3.0  # under load before each fault
-WATCHED_S = 15.0  # under load after it
+WATCHED_S = 15.0  # under load after it; a server whose raylet or GCS has ended takes longer to be back
 WHOLE_S = 180.0  # for all processes to be there again
 REQUEST_S = 60.0
 UNANSWERED_S = 5.0  # a request that has waited so long when the watching ends counts as a failure
@@ -50,6 +50,8 @@ TARGETS = {  # name of a kind of process: what its title or command line contain
     "serve-proxy": "ray::ProxyActor",
     "dashboard-agent": "ray::DashboardAgent",
     "runtime-env-agent": "ray::RuntimeEnvAgent",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs/gcs_server",
 }
 
 
@@ -204,7 +206,7 @@ HEAD = """| fault | requests after it | failures | recovered after (s) | worst w
 |---|---|---|---|---|"""
 
 
-async def harm(server: LocalServer, faults: Sequence[Fault], num_clients: int) -> list[Report]:
+async def harm(server: LocalServer, faults: Sequence[Fault], num_clients: int, watched_s: float) -> list[Report]:
     clients = Clients(server.url)
     await clients.learn()
     counts = {name: len(processes(server.pid, title)) for name, title in TARGETS.items()}
@@ -214,7 +216,7 @@ async def harm(server: LocalServer, faults: Sequence[Fault], num_clients: int) -
         await asyncio.sleep(CALM_S)
         fault_s = time.monotonic()
         await fault.inflict(server)
-        await asyncio.sleep(WATCHED_S)
+        await asyncio.sleep(watched_s)
         load.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await load
@@ -242,13 +244,14 @@ async def _wait_until_whole(server: LocalServer, counts: dict[str, int], clients
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--watched-s", type=float, default=WATCHED_S, help="how long requests go on after a fault")
     parser.add_argument("--only", default=",".join(TARGETS), help="kinds of processes, parted by commas")
     parser.add_argument("--attach", metavar="URL,PID", help="a server that runs already, started by `lorafleet serve`")
     options = parser.parse_args()
     faults = [Fault(target, is_stop) for target in options.only.split(",") for is_stop in (False, True)]
     with _server(options.attach) as server:
         print(HEAD, flush=True)
-        reports = asyncio.run(harm(server, faults, options.clients))
+        reports = asyncio.run(harm(server, faults, options.clients, options.watched_s))
     if any(report.failures["WRONG"] for report in reports):
         sys.exit("there were wrong answers")
 

@@ -73,7 +73,7 @@ def edit(config: str, ingress: Ingress) -> str:
         return config
     config = _edit_listeners(config, ingress)
     config = _edit_clients(config, ingress)
-    return EDITED + _edit_replicas(_edit_errors(config, ingress.error_files))
+    return EDITED + _edit_start(_edit_replicas(_edit_errors(config, ingress.error_files)))
 
 
 def _edit_listeners(config: str, ingress: Ingress) -> str:
@@ -160,6 +160,13 @@ def _edit_replicas(config: str) -> str:
     # Where the router has not chosen, HAProxy does: Serve's 503, and its way through its own proxy, are left out.
     failed = r"\{ var\(txn\.ingress_request_router_failed\) -m (?:found|str \"unknown_replica_id\") \}"
     return re.sub(rf"^    (?:http-request return|use_backend|use-server) .*{failed}.*\n", "", config, flags=re.M)
+
+
+def _edit_start(config: str) -> str:
+    """While Serve has not named an application yet, its 404 would say that there is none: HAProxy's own 503 is true."""
+    if re.search(r"^    use_backend ", config, re.MULTILINE):
+        return config
+    return _replace(config, r"^(backend default_backend)\n    http-request return status 404 .*$", r"\1")
 
 
 def _quoted(text: str) -> str:

@@ -74,10 +74,14 @@ class Listener:
 
 
 def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
-    """Runs until SIGINT or SIGTERM, and ends the process. Raises ConfigError before anything was started."""
+    """Runs until SIGINT or SIGTERM, and ends the process. Raises ConfigError before anything was started.
+
+    Begins anew, as the same process, when Ray's raylet or GCS has ended, since all that serves ends with them.
+    """
     _check_address(listener)
     adopt_orphans()
     run_dir = tempfile.mkdtemp(prefix="lf-", dir="/tmp")
+    environment = dict(os.environ)
     status = 0
     try:
         _catch_signals()
@@ -89,7 +93,8 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
             serve_environment.open_ingress(run_dir, listener.host, listener.tls, needs_key=needs_key)
         _start(args, listener, run_dir)
         _announce(args, listener)
-        reap_adopted()
+        reap_adopted(until=_ray_has_ended)
+        _begin_anew(environment, run_dir)
     except Stopped:
         console.print("stopping")
     except LorafleetError as error:
@@ -259,12 +264,35 @@ def _exit(status: int, run_dir: str) -> NoReturn:
 
     Serve's shutdown would take about ten seconds and drain nothing, since it kills HAProxy first.
     """
-    end_descendants()
-    shutil.rmtree(run_dir, ignore_errors=True)
+    _leave_nothing(run_dir)
     console.print("stopped")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _ray_has_ended() -> bool:
+    """Whether its raylet or its GCS has. A minute after the GCS, Ray would end this process."""
+    from ray._private import ray_constants, worker
+
+    needed = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+    node: Any = worker._global_node  # ray.init has set it; Ray gives it no type
+    return any(kind in needed for kind, _ in node.dead_processes())
+
+
+def _begin_anew(environment: dict[str, str], run_dir: str) -> NoReturn:
+    """environment: what this process was started with. A signal that comes meanwhile stops it for good."""
+    console.print("Ray has ended, and all that serves with it; starting anew", style="red")
+    _leave_nothing(run_dir)
+    sys.stdout.flush()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_DFL)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def _leave_nothing(run_dir: str) -> None:
+    end_descendants()
+    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _catch_signals() -> None:

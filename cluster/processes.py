@@ -8,9 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 PR_SET_CHILD_SUBREAPER = 36
 ON_LINUX = sys.platform == "linux"
@@ -23,11 +22,11 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def reap_adopted() -> NoReturn:
+def reap_adopted(until: Callable[[], bool]) -> None:
     """Collects adopted children that have ended, so that they are no zombies while this process runs. The children that
     it has now are left to whoever in this process started them."""
     own = _children_of(os.getpid()).keys()
-    while True:
+    while not until():
         time.sleep(REAP_S)
         for pid, state in _children_of(os.getpid()).items():
             if state == "Z" and pid not in own:

@@ -55,7 +55,7 @@ def serves_config(
     serves.RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY = True  # of the environment, which is read at the import
     serves.RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE = ROUTED_BODY_BYTES
     path = folder / "haproxy.cfg"
-    serves.HAProxyApi(config, {"app": one}, str(path))._generate_config_file_internal()
+    serves.HAProxyApi(config, {"app": one} if backends else {}, str(path))._generate_config_file_internal()
     return path
 
 

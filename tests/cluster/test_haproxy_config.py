@@ -253,6 +253,13 @@ def test_where_all_replicas_are_down_the_client_gets_503_at_once_and_not_what_se
         assert proxy.seen == []
 
 
+def test_before_serve_has_named_the_application_the_client_gets_503_and_not_404(tmp_path: Path) -> None:
+    with running(tmp_path, [], {}) as (_, port):
+        answer = httpx.post(f"http://127.0.0.1:{port}{PATH}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+    assert answer.headers["retry-after"] == "1"
+
+
 def test_headers_beyond_their_bound_are_refused_by_name(behind: Behind) -> None:
     answer = behind.http.get("/", headers={"x-large": "x" * MAX_HEADER_BYTES})
     assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
