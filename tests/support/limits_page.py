@@ -175,7 +175,8 @@ QUEUES = [
     ),
     Limit("long bodies, conversations and answers of one tenant that wait", LONG_WORK.waiting, "", BUSY),
     Limit(
-        "requests of one tenant to each of `/tokenize`, `/detokenize`, `/v1/responses/input_tokens`, at a time",
+        "requests of one tenant to each of `/tokenize`, `/detokenize`, `/v1/responses/input_tokens`, `/metrics` and "
+        "the console's state, at a time",
         request_admission.MAX_AUXILIARY,
         "",
         BUSY,

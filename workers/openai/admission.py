@@ -17,7 +17,8 @@ from starlette.types import Scope
 from lorafleet.workers.errors import QueueFull
 from lorafleet.workers.openai.caller import Caller, whose
 
-MAX_AUXILIARY = 16  # Requests of a tenant, or of a key without one, that count or convert tokens at a time.
+# Requests of a tenant, or of a key without one, that count or convert tokens, or ask all replicas, at a time.
+MAX_AUXILIARY = 16
 MAX_UPLOADS = 4  # Uploads of a tenant, or of a key without one, at a time: each may take 16 GiB of the disk.
 
 # What a request is for. Administration includes /metrics. Each kind but "auxiliary" has a bucket of its own, so that

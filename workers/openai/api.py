@@ -67,6 +67,8 @@ ROUTES: tuple[Route, ...] = (
 )
 # Routes that cost work and generate nothing.
 AUXILIARY = frozenset(("/tokenize", "/detokenize", "/v1/responses/input_tokens"))
+# Routes whose answers ask all replicas.
+OF_ALL = frozenset(("/metrics", "/v1/console/state", "/v1/console/adapters/{name:path}"))
 CLIENT_LEFT = 499  # nginx's status for a client that went away before its answer
 
 logger = logging.getLogger("lorafleet.http")
@@ -131,7 +133,7 @@ async def _admit(front: Front, request: Request, path: str, needed: Needed, call
         admission = await front.quotas.admit_request(caller, kind)
         if admission is not None:
             add_admission(request.scope, admission)
-    most = MAX_AUXILIARY if path in AUXILIARY else MAX_UPLOADS if request.method == "PUT" else None
+    most = MAX_AUXILIARY if path in AUXILIARY | OF_ALL else MAX_UPLOADS if request.method == "PUT" else None
     if most is not None:
         add_admission(request.scope, front.work_bounds.enter(f"{request.method} {path}", most, caller))
 

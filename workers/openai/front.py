@@ -32,6 +32,7 @@ from lorafleet.workers.openai.metrics import Metrics
 from lorafleet.workers.openai.model_pages import ModelPages
 from lorafleet.workers.openai.origins import Origins
 from lorafleet.workers.openai.recent import RecentFailures, RecentTraffic
+from lorafleet.workers.openai.shared_run import SharedRun
 from lorafleet.workers.openai.tokenizing import Tokenizing
 from lorafleet.workers.openai.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
 from lorafleet.workers.openai.usage import Meter
@@ -89,8 +90,8 @@ class ServedModel:
 
 
 class Front:
-    """scrape: the metrics of all replicas; None where there is only this one. fetched_since: whether an adapter, by its
-    digest, was brought to this node since then (time.monotonic). languages: None reads them where they lie. gate: knows
+    """scrape: the metrics of all replicas; None where there is only this one. Many at once share one. fetched_since:
+    whether an adapter, by its digest, was brought to this node since then (time.monotonic). languages: None reads them where they lie. gate: knows
     whom a request comes from. quotas: what callers may ask for; None limits nobody. tenants: whose
     adapters are whose. meter: told of every sequence. audit: writes down every administrator's call."""
 
@@ -116,7 +117,7 @@ class Front:
         self.metrics = Metrics(lambda: engine.stats, config.base_id, config.replica_id)
         self.recent = RecentTraffic()
         self.failures = RecentFailures(config.replica_id)
-        self.scrape = scrape
+        self.scrape: Callable[[], Awaitable[bytes]] = SharedRun(self.metrics.render if scrape is None else scrape)
         self.gate = Gate() if gate is None else gate
         self.quotas = quotas
         self.work_bounds = WorkBounds()

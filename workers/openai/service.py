@@ -32,7 +32,7 @@ async def version(_: Front, __: Request) -> Response:
 
 @describe("Prometheus' series", answer=PlainText)
 async def metrics(front: Front, request: Request) -> Response:
-    text = await front.metrics.render() if front.scrape is None else await front.scrape()
+    text = await front.scrape()
     tenant = caller_of(request).tenant
     if tenant is not None:
         text = await asyncio.to_thread(of_tenant, text, tenant)

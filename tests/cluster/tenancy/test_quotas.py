@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lorafleet.workers.errors import QueueFull
 from lorafleet.workers.messages import EngineRequest, TokenOutput
 from lorafleet.workers.openai.admission import MAX_AUXILIARY
 from lorafleet.workers.openai.elsewhere import RETRY_HEADER, RETRY_STATUS
+from lorafleet.workers.openai.shared_run import SharedRun
 from tests.cluster.tenancy.house import PROMPT, House
 
 
@@ -349,6 +351,27 @@ async def test_auxiliary_work_and_uploads_of_one_tenant_are_bounded_also_without
         may_end.set()
         assert [answer.status_code for answer in await asyncio.gather(*running)] == [200] * MAX_AUXILIARY
         assert (await house.ask("acme", "POST", "/tokenize", {"prompt": "hi"})).status_code == 200
+
+
+async def test_metrics_are_made_once_for_all_who_ask_and_one_tenant_asks_so_many_at_a_time(house: House) -> None:
+    async with house.open():
+        num_made, may_end, make = 0, asyncio.Event(), house.front.metrics.render
+
+        async def slow() -> bytes:
+            nonlocal num_made
+            num_made += 1
+            await may_end.wait()
+            return await make()
+
+        house.front.scrape = SharedRun(slow)
+        asked = [asyncio.create_task(house.ask("acme", "GET", "/metrics")) for _ in range(MAX_AUXILIARY + 3)]
+        other = asyncio.create_task(house.ask("operator", "GET", "/metrics"))
+        for refused in islice(asyncio.as_completed(asked), 3):
+            assert (await refused).status_code == 429
+        may_end.set()
+        statuses = [answer.status_code for answer in await asyncio.gather(*asked)]
+        assert (statuses.count(429), statuses.count(200)) == (3, MAX_AUXILIARY)
+        assert (await other).status_code == 200 and num_made == 1
 
 
 class Silent:
