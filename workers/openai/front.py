@@ -91,9 +91,9 @@ class ServedModel:
 
 class Front:
     """scrape: the metrics of all replicas; None where there is only this one. Many at once share one. fetched_since:
-    whether an adapter, by its digest, was brought to this node since then (time.monotonic). languages: None reads them where they lie. gate: knows
-    whom a request comes from. quotas: what callers may ask for; None limits nobody. tenants: whose
-    adapters are whose. meter: told of every sequence. audit: writes down every administrator's call."""
+    whether an adapter, by its digest, was brought to this node since then (time.monotonic). languages: None reads them
+    where they lie. gate: knows whom a request comes from. quotas: what callers may ask for; None limits nobody.
+    tenants: whose adapters are whose. meter: told of every sequence. audit: writes down every administrator's call."""
 
     def __init__(
         self,
