@@ -170,7 +170,8 @@ class _ServerConnection(asyncio.Protocol):
 
     def _take(self, frame: bytes) -> None:
         if not self._known:
-            self._known = secrets.compare_digest(_hello_decoder.decode(frame).secret, self._server.address.secret)
+            shown = _hello_decoder.decode(frame).secret.encode()  # as text it would have to be ASCII
+            self._known = secrets.compare_digest(shown, self._server.address.secret.encode())
             if not self._known:
                 raise _BadFrame("it does not know the secret")
             self._is_stranger_no_more()

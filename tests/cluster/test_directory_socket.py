@@ -118,9 +118,13 @@ async def test_more_strangers_than_are_allowed_are_cut_off(
 
 
 async def test_who_does_not_know_the_secret_or_sends_rubbish_is_cut_off(server: DirectoryServer) -> None:
-    stranger = await DirectoryConnection.open(msgspec.structs.replace(server.address, secret="guessed"))
-    with pytest.raises(ConnectionResetError):
-        await stranger.routes("", -1)
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    for guess in ("guessed", "gue\u00dfed", ""):
+        stranger = await DirectoryConnection.open(msgspec.structs.replace(server.address, secret=guess))
+        with pytest.raises(ConnectionResetError):
+            await stranger.routes("", -1)
+    assert not faults
     connection = await DirectoryConnection.open(server.address)
     connection._transport.write(b"\x03\0\0\0abc")
     with pytest.raises(ConnectionResetError):
