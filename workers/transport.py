@@ -39,6 +39,7 @@ from lorafleet.workers.messages import (
     TokenOutput,
     UnpinAdapter,
 )
+from lorafleet.workers.output_stream import OutputStream
 from lorafleet.workers.sealing import seal
 
 HELLO = b""
@@ -123,7 +124,7 @@ class EngineClient:
         self._socket.send(HELLO)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepBatch)
-        self._streams: dict[str, asyncio.Queue[TokenOutput | EngineDead]] = {}
+        self._streams: dict[str, OutputStream] = {}
         self.tokens_asked: Counter[str] = Counter()  # prompts and answers, by digest; whoever reads it may clear it
         self._in_flight: Counter[str] = Counter()  # by digest
         self._drained: dict[str, asyncio.Event] = {}
@@ -181,8 +182,7 @@ class EngineClient:
         """
         self._check_alive()
         sealed = seal(request.request_id, request)
-        stream: asyncio.Queue[TokenOutput | EngineDead] = asyncio.Queue()
-        self._streams[request.request_id] = stream
+        stream = self._streams[request.request_id] = OutputStream()
         digest = request.lora.digest if request.lora is not None else ""
         self._in_flight[digest] += 1
         num_tokens = len(request.prompt_token_ids)
@@ -192,11 +192,7 @@ class EngineClient:
         try:
             while not finished:
                 output = await stream.get()
-                finished = isinstance(output, EngineDead) or output.finish_reason is not None
-                if isinstance(output, EngineDead):
-                    raise output
-                if output.error is not None:
-                    raise from_wire(output.error)
+                finished = output.finish_reason is not None
                 num_tokens += len(output.token_ids)
                 yield output
         finally:
@@ -207,7 +203,7 @@ class EngineClient:
             if not self._in_flight[digest]:
                 del self._in_flight[digest]
                 self._drained.pop(digest, asyncio.Event()).set()
-            if not finished:
+            if not finished and not stream.has_failed:
                 self._abort(request.request_id)
 
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
@@ -322,7 +318,7 @@ class EngineClient:
         for output in batch.outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                stream.put_nowait(output)
+                stream.put(output)
         for move in batch.adapter_moves:
             self._on_adapter_move(move)
         for reply in batch.adapter_replies:
@@ -353,7 +349,7 @@ class EngineClient:
             return
         self._dead = EngineDead(reason)
         for stream in self._streams.values():
-            stream.put_nowait(EngineDead(reason))
+            stream.fail(EngineDead(reason))
         for caller in self._calls.values():
             if not caller.done():
                 caller.set_exception(EngineDead(reason))
