@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from ray.exceptions import ActorDiedError
@@ -27,6 +28,7 @@ from lorafleet.workers.openai.caller import sent_key
 from lorafleet.workers.openai.gate import Gate
 
 RETRY_S = 0.1
+SILENT_S = 2.0  # The directory answers this router once a second at least. After so long its loads are out of date.
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -39,6 +41,7 @@ class AffinityRouter(RequestRouter):
         self._view = RouteView(ReplicaChooser())
         self._by_id: dict[str, RunningReplica] = {}
         self._following: asyncio.Task[None] | None = None
+        self._heard_s = time.monotonic()  # when the directory last answered
         self._telling: set[asyncio.Task[None]] = set()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -61,7 +64,8 @@ class AffinityRouter(RequestRouter):
         route = _route_of(pending_request) if pending_request is not None else NO_ROUTE
         adapter = "" if route.name in self._directory.base_names else self._view.adapter(route.name)
         chooser = self._view.chooser
-        ranked = chooser.rank(adapter, route.prefix, PREFIX_TOKENS)
+        is_heard = time.monotonic() - self._heard_s < SILENT_S
+        ranked = chooser.rank(adapter, route.prefix, PREFIX_TOKENS, by_load=is_heard)
         if ranked:
             chooser.sent(adapter, ranked[0], route.num_tokens, route.prefix)
         return [[self._by_id[replica_id]] for replica_id in ranked]
@@ -78,6 +82,7 @@ class AffinityRouter(RequestRouter):
         while True:
             try:
                 self._view.apply(await directory.routes(self._view.epoch, self._view.version))
+                self._heard_s = time.monotonic()
             except ActorDiedError:  # it had ended, as no replica was left
                 directory = get_or_create(self._directory)
             except Exception as error:  # the directory is being restarted; the last table still serves

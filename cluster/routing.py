@@ -143,16 +143,23 @@ class ReplicaChooser:
 
     # -- one request ----------------------------------------------------------------------------------------------
 
-    def rank(self, adapter: str, prefix: int | None = None, prefix_tokens: int = 0) -> list[str]:
-        """Replicas to try, best first. prefix: a hash of how the prompt begins, for so many tokens."""
+    def rank(
+        self, adapter: str, prefix: int | None = None, prefix_tokens: int = 0, *, by_load: bool = True
+    ) -> list[str]:
+        """Replicas to try, best first. prefix: a hash of how the prompt begins, for so many tokens.
+
+        by_load: False while no replica's reports come. An adapter's requests then stay where it is: what has been sent
+        there since would soon count more than its residency, and another replica may not know what the name stands for.
+        """
         if not self._live:
             return []
         seen_at = self._prefixes.get((adapter, prefix)) if prefix is not None else None
         saved_s = prefix_tokens * self._costs.token_s
-        scores: dict[str, float] = {}
+        scores: dict[str, tuple[float, float]] = {}
         for replica in self._candidates(adapter, seen_at):
-            score = replica.wait_s + self._residency_s(adapter, replica)
-            scores[replica.replica_id] = score - saved_s * (replica.replica_id == seen_at)
+            wait_s = replica.wait_s if by_load or not adapter else 0.0
+            score = wait_s + self._residency_s(adapter, replica) - saved_s * (replica.replica_id == seen_at)
+            scores[replica.replica_id] = score, replica.wait_s
         return sorted(scores, key=scores.__getitem__)
 
     def sent(self, adapter: str, replica_id: str, num_tokens: int, prefix: int | None = None) -> None:

@@ -169,3 +169,17 @@ def test_a_full_batch_is_waited_for_only_where_it_is_worth_it() -> None:
     assert made.rank("sql")[0] == "b"
     made.set_load("a", ReplicaLoad(num_running=4, free_slots=4, free_places=1))
     assert made.rank("sql")[0] == "a"
+
+
+def test_without_reports_an_adapters_requests_stay_where_it_is_and_the_bases_spread() -> None:
+    made = chooser("ab", a=("sql", "gpu"))
+    for _ in range(1000):
+        made.sent("sql", "a", 1000)
+    assert made.rank("sql")[0] == "b"
+    assert made.rank("sql", by_load=False)[0] == "a"
+    assert made.rank("", by_load=False)[0] == "b"
+
+
+def test_without_reports_the_less_busy_of_two_holders_comes_first() -> None:
+    made = chooser("abc", {"a": busy(50_000), "b": busy(100)}, a=("sql", "gpu"), b=("sql", "gpu"))
+    assert made.rank("sql", by_load=False)[:2] == ["b", "a"]
