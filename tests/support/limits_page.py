@@ -218,6 +218,7 @@ PROCESSES = [
         "",
         MALFORMED,
     ),
+    Limit("tokenizer, its tables: memory", size(tokenizers.TokenizerLimits().tables_bytes), "", MALFORMED),
     Limit(
         "tokenizer, a text: time of processor, memory",
         f"{seconds(_ENCODE.cpu_s)}, {size(_ENCODE.memory_bytes)}",

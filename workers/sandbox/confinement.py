@@ -25,10 +25,22 @@ def confine(memory_bytes: int) -> None:
 
 def bound_memory(memory_bytes: int) -> None:
     """Allows memory_bytes beside what the process has already."""
-    with open("/proc/self/statm") as file:
-        present_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present_bytes + memory_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    MemoryBound().set(memory_bytes)
+
+
+class MemoryBound:
+    """Sets the bound of this process's memory; made before confine(), also after it, when no file can be opened."""
+
+    def __init__(self) -> None:
+        self._statm = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115  # open for as long as this lives
+
+    def set(self, memory_bytes: int) -> None:
+        """Allows memory_bytes beside what the process has now."""
+        self._statm.seek(0)
+        present_bytes = int(self._statm.read(64).split()[0]) * resource.getpagesize()
+        hard_bytes = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (present_bytes + memory_bytes, hard_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 
 from lorafleet.workers.errors import AdapterMalformed
 from lorafleet.workers.lora.strict_json import read_json_object
+from lorafleet.workers.sandbox.confinement import MemoryBound
 from lorafleet.workers.sandbox.program import serve, settings
 from lorafleet.workers.sandbox.tokenizer_document import Rejected, check_token, checked
 from lorafleet.workers.token_table import bytes_of, cutting_rules, most_characters
@@ -43,6 +44,7 @@ def read(message: bytes) -> bytes:
 class Encoder:
     def __init__(self, document: bytes) -> None:
         self._document = document
+        self._memory = MemoryBound()
         self._tokenizer: Tokenizer | None = None
 
     def answer(self, message: bytes) -> bytes:
@@ -52,10 +54,18 @@ class Encoder:
 
     def _encode(self, text: str, add_special_tokens: bool) -> bytes:
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_buffer(self._document)
-            self._document = b""
+            self._tokenizer = self._load()
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return array("I", encoding.ids).tobytes()
+
+    def _load(self) -> Tokenizer:
+        """Allows the tables more memory than texts may take: the file was read once before, under the same bounds."""
+        limits = settings()
+        self._memory.set(limits["tables_bytes"])
+        tokenizer = Tokenizer.from_buffer(self._document)
+        self._document = b""
+        self._memory.set(limits["memory_bytes"])
+        return tokenizer
 
 
 def answered(work: Callable[[], Mapping[str, object]]) -> bytes:

@@ -36,8 +36,9 @@ logger = logging.getLogger("lorafleet.http")
 class TokenizerLimits:
     # The largest well-known tokenizer, of 262 thousand tokens, takes 4 s and 450 MiB to read.
     read: SandboxLimits = field(default=SandboxLimits(30.0, 120.0, 768 << 20, 256 << 20))
-    # A text of a megabyte takes one second and 100 MiB. The first one waits for the tables to be built.
-    encode: SandboxLimits = field(default=SandboxLimits(10.0, 60.0, 512 << 20, 4 * MAX_TOKENS_READ + 1024))
+    # A text of a megabyte takes one second and 60 MiB. The first one waits for the tables to be built.
+    encode: SandboxLimits = field(default=SandboxLimits(10.0, 60.0, 160 << 20, 4 * MAX_TOKENS_READ + 1024))
+    tables_bytes: int = 512 << 20  # The tables, beside which encode.memory_bytes are for texts.
 
 
 class SpecialToken(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -177,7 +178,7 @@ class Encoders:
 
     def _ask(self, encoder: _Encoder, file: IO[bytes], job: bytes) -> bytearray:
         if encoder.process is None:
-            settings, fd = {"tokenizer_fd": file.fileno()}, file.fileno()
+            settings, fd = {"tokenizer_fd": file.fileno(), "tables_bytes": self._limits.tables_bytes}, file.fileno()
             encoder.process = SandboxProcess(command_of(PROGRAM), self._limits.encode, settings, (fd,))
         try:
             return encoder.process.ask(job)
