@@ -4,6 +4,7 @@
 - A client gets bounds on time, headers and connections, so that it cannot hold what others need.
 - Without a router HAProxy chooses a replica by itself. A request that has not begun to be answered goes to another
   replica once, where repeating it is safe.
+- Where every replica is too busy to answer its health checks in time, requests wait for one instead of being refused.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ HEADERS_S = 10  # for a client to send its request's headers
 BODY_S = 30  # and the beginning of its body, which the router sees and which can be sent again
 CLIENT_S = 60  # without progress while a client sends the rest of a body, or reads an answer
 CONNECTIONS_PER_CLIENT = 1024  # of the 4096 that HAProxy takes
+WAIT_FOR_SILENT_S = 15  # Where all replicas are silent, how long one may be before nothing is sent to it any more.
+PATIENT = "-patient"  # The name of the backend that is used then ends with it.
 
 
 class NotServesTemplate(Exception):
@@ -50,6 +53,7 @@ class Ingress:
     headers_s: int = HEADERS_S
     client_s: int = CLIENT_S
     body_s: int = BODY_S
+    wait_for_silent_s: int = WAIT_FOR_SILENT_S
     error_files: Mapping[int, str] = field(default_factory=dict)  # HAProxy's own answers by the status of its error.
 
     @property
@@ -73,7 +77,8 @@ def edit(config: str, ingress: Ingress) -> str:
         return config
     config = _edit_listeners(config, ingress)
     config = _edit_clients(config, ingress)
-    return EDITED + _edit_start(_edit_replicas(_edit_errors(config, ingress.error_files)))
+    config = _edit_start(_edit_replicas(_edit_errors(config, ingress.error_files)))
+    return EDITED + _add_patient_backends(config, ingress.wait_for_silent_s)
 
 
 def _edit_listeners(config: str, ingress: Ingress) -> str:
@@ -133,12 +138,12 @@ def _edit_replicas(config: str) -> str:
     config = _replace(
         config, r"^    retry-on .*$", f"    retry-on conn-failure empty-response {RETRY_STATUS}\n    retries 1"
     )
-    # A replica that is silent for 3 s gets no new requests: 0.8 s until it is asked, twice 1 s for its answer, 0.1 s
-    # between.
-    config = _replace(config, r"^(defaults\n    mode http)$", r"\1\n    timeout check 1s")
+    # A replica that is silent for 2 s gets no new requests while another one answers: 0.5 s until it is asked, twice
+    # 0.6 s for its answer, 0.1 s between them.
+    config = _replace(config, r"^(defaults\n    mode http)$", r"\1\n    timeout check 600ms")
     config = re.sub(
         r"^    default-server .*$",
-        "    default-server inter 800ms fastinter 100ms downinter 250ms fall 2 rise 2 check",
+        "    default-server inter 500ms fastinter 100ms downinter 250ms fall 2 rise 2 check",
         config,
         flags=re.MULTILINE,
     )
@@ -167,6 +172,26 @@ def _edit_start(config: str) -> str:
     if re.search(r"^    use_backend ", config, re.MULTILINE):
         return config
     return _replace(config, r"^(backend default_backend)\n    http-request return status 404 .*$", r"\1")
+
+
+def _add_patient_backends(config: str, silent_s: int) -> str:
+    """Adds a twin of each backend with health checks, for when no server of that backend is up: all are so busy that
+    they answer too late, or one refuses and the others are busy. In the twin a server is down as soon as it refuses a
+    check or a connection, but only after silent_s where it does not answer at all."""
+    checked = re.compile(r"^backend (\S+)\n((?: .*\n)* +option httpchk .*\n(?: .*(?:\n|\Z))*)", re.MULTILINE)
+    for backend in checked.finditer(config):
+        name, body = backend[1], backend[2].rstrip("\n")
+        patient = re.sub(
+            r"^    default-server .*$",
+            f"    timeout check {silent_s}s\n    default-server inter 800ms fastinter 100ms fall 1 rise 1 check",
+            body,
+            flags=re.MULTILINE,
+        )
+        use = f"    use_backend {name}{PATIENT} if is_{name} {{ nbsrv({name}) eq 0 }}"
+        first = re.compile(rf"^    use_backend {name}(?:-via-ingress-request-router)? ", re.MULTILINE)
+        config = first.sub(rf"{use}\n\g<0>", config, count=1)
+        config = f"{config.rstrip()}\nbackend {name}{PATIENT}\n{patient}\n"
+    return config
 
 
 def _quoted(text: str) -> str:

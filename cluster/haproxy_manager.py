@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,8 +17,10 @@ from ray.serve._private import haproxy as serves
 
 from lorafleet.cluster.haproxy_sessions import free_waiting
 
-LOOK_S = 0.2  # between looks at HAProxy
-SILENT_S = 2.0  # HAProxy is ended when it has not answered at its admin socket for so long
+LOOK_S = 0.2  # Time between two looks at HAProxy.
+ANSWER_S = 0.5  # Time that HAProxy has to answer at its admin socket.
+MAX_UNANSWERED = 4  # HAProxy is ended when it has not answered so many times in a row,
+MAX_UNANSWERED_RUNNABLE = 40  # or so many times while it computes or waits for a processor: it may only be slow.
 
 logger = logging.getLogger("ray.serve")
 
@@ -27,6 +30,7 @@ ServesManager: Any = serves.HAProxyManager.__ray_metadata__.modified_class  # ty
 class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives no type
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._unanswered = 0  # Looks in a row at which HAProxy has not answered.
         self._watching = self.event_loop.create_task(self._watch())
 
     async def _update_haproxy_backends(self) -> None:
@@ -48,23 +52,35 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
                 logger.exception("HAProxy could not be looked after; this is tried again.")
 
     async def _look(self) -> None:
-        """Not while it is reloaded: then Serve watches over the new process itself."""
+        """Does nothing while HAProxy is reloaded: Serve then watches over the new process itself."""
         async with self._reload_lock:
             stats = await self._ask_stats()
             if stats is None:
-                await self._replace()
+                if self._is_lost():
+                    await self._replace()
                 return
         await free_waiting(stats, self._haproxy._send_socket_command)
 
     async def _ask_stats(self) -> str | None:
-        """None where HAProxy has ended, or is silent."""
+        """Returns None where HAProxy has ended, or does not answer in time."""
         if self._haproxy._proc.returncode is not None:
             return None
         try:
-            return str(await asyncio.wait_for(self._haproxy._send_socket_command("show stat"), SILENT_S))
+            stats = str(await asyncio.wait_for(self._haproxy._send_socket_command("show stat"), ANSWER_S))
         except (TimeoutError, RuntimeError) as error:
-            logger.error("HAProxy does not answer: %r", error)
+            self._unanswered += 1
+            logger.warning("HAProxy does not answer (%d times in a row): %r", self._unanswered, error)
             return None
+        self._unanswered = 0
+        return stats
+
+    def _is_lost(self) -> bool:
+        """Counts looks rather than seconds: where the whole machine stood still for a while, HAProxy is well."""
+        process = self._haproxy._proc
+        if process.returncode is not None:
+            return True
+        limit = MAX_UNANSWERED_RUNNABLE if is_runnable(process.pid) else MAX_UNANSWERED
+        return self._unanswered >= limit
 
     async def _replace(self) -> None:
         process = self._haproxy._proc
@@ -72,6 +88,20 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
             process.kill()
         logger.error("HAProxy ended with status %s. Another one is started.", await process.wait())
         self._haproxy._proc = await self._haproxy._start_and_wait_for_haproxy()
+        self._unanswered = 0
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether a thread of the process computes, or waits for a processor or a disk; False for one that has ended."""
+    return any(_state(path) in "RD" for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+
+
+def _state(stat: Path) -> str:
+    """Returns the letter that proc(5) gives for the state of a thread, and Z for one that has just ended."""
+    try:
+        return stat.read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "Z"
 
 
 Manager = ray.remote(num_cpus=0)(WatchedHAProxyManager)

@@ -9,7 +9,9 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-GIVE_UP_S = 15.0  # How long a server is silent, after it was marked down, before nothing waits for it any more.
+from lorafleet.cluster.haproxy_config import PATIENT, WAIT_FOR_SILENT_S
+
+GIVE_UP_S = WAIT_FOR_SILENT_S  # How long a server is silent, after it was marked down, before nothing waits for it.
 TOTALS = ("FRONTEND", "BACKEND")  # rows of `show stat` that are no servers
 
 # Bits of HAProxy 2.8, in `show sess`: what it has yet to do with an answer, and what it may do with a request.
@@ -19,6 +21,7 @@ MAY_NOT_REPEAT = 0x0010_0000  # TX_D_L7_RETRY
 
 _SESSION = re.compile(r"^(0x[0-9a-f]+): .* be=(\S+) srv=(\S+) .* rp\[f=\w+,i=\d+,an=([0-9a-f]+)h", re.MULTILINE)
 _FLAGS = re.compile(r"\btxn=\S+ flags=0x([0-9a-f]+) ")
+_NEVER_SENT_AGAIN = re.compile(r"\bconn_retries=0\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ def dead_servers(stats: str, give_up_s: float) -> Iterator[DeadServer]:
     for row in rows:
         if row["status"].startswith("DOWN") and row["scur"] != "0":
             check = checks.get(row["tracked"], row["check_status"])
-            is_given_up = not _is_refusal(check) and float(row["lastchg"]) >= give_up_s
+            silent_s = float(row["lastchg"]) + (give_up_s if row["pxname"].endswith(PATIENT) else 0)
+            is_given_up = not _is_refusal(check) and silent_s >= give_up_s
             yield DeadServer(row["pxname"], row["svname"], row["pxname"] in alive, is_given_up)
 
 
@@ -68,7 +72,11 @@ def waiting_sessions(sessions: str, backend: str, server: str) -> Iterator[str]:
 
 
 def is_repeatable(session: str) -> bool:
-    """session: as `show sess ID` gives it. False for a session that has ended."""
+    """Whether HAProxy will send the request to another server if this session is shut down; it does so once.
+
+    session: as `show sess ID` gives it. False for a session that has ended.
+    """
     found = _FLAGS.search(session)
     flags = 0 if found is None else int(found[1], 16)
-    return bool(flags & MAY_REPEAT) and not flags & MAY_NOT_REPEAT
+    is_first = _NEVER_SENT_AGAIN.search(session) is not None
+    return is_first and bool(flags & MAY_REPEAT) and not flags & MAY_NOT_REPEAT

@@ -260,6 +260,26 @@ def test_before_serve_has_named_the_application_the_client_gets_503_and_not_404(
     assert answer.headers["retry-after"] == "1"
 
 
+def test_where_every_replica_is_silent_requests_are_sent_to_one_until_it_has_been_silent_for_long(
+    tmp_path: Path,
+) -> None:
+    with (
+        toys(saying("ok"), saying("refuses"), choosing("r1")) as [silent, refusing, router],
+        running(tmp_path, [silent.port, refusing.port], {}, router.port, bounds={"wait_for_silent_s": 8}) as (_, port),
+    ):
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: httpx.post(url + PATH).text == "refuses")
+        silent.is_awake.clear()
+        refusing.is_well = False
+        try:
+            wait_until(lambda: httpx.post(url + PATH).text == "ok")
+            wait_until(lambda: httpx.post(url + PATH).status_code == 503)
+        finally:
+            silent.is_awake.set()
+        wait_until(lambda: httpx.post(url + PATH).text == "ok")
+        assert httpx.post(f"{url}/v1/admin/adapters").text == "ok"
+
+
 def test_headers_beyond_their_bound_are_refused_by_name(behind: Behind) -> None:
     answer = behind.http.get("/", headers={"x-large": "x" * MAX_HEADER_BYTES})
     assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
