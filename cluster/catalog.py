@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import msgspec
@@ -21,15 +22,16 @@ from lorafleet.cluster.pushing import AdapterAdmin
 from lorafleet.resolvers.base import LoRAResolver
 from lorafleet.resolvers.store import FETCH_THREADS
 from lorafleet.workers.errors import AdapterExists, InvalidAdapterName, ModelNotFound, QueueFull
-from lorafleet.workers.lora.names import check_adapter_name, check_full_name
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.lora.names import check_adapter_name, check_full_name, tenant_of
+from lorafleet.workers.lora.request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.workers.openai.backend import StorageLimits
 from lorafleet.workers.sandbox.turns import NoRoom, TurnLimits, Turns
 
 NO_LIMITS = StorageLimits()
 MISS_S = 2.0  # how long it is remembered that no resolver knows a name
 MAX_MISSES = 10_000
-SEARCHES = TurnLimits(running=FETCH_THREADS, waiting=128)  # Names that resolvers look for; each may take a thread.
+# Names that resolvers look for, or that are loaded from where a client says; each may take a thread.
+SEARCHES = TurnLimits(running=FETCH_THREADS, waiting=128)
 # A request that resolved its name before a removal has reached the engine this much later.
 SETTLE_S = 1.0
 
@@ -122,7 +124,8 @@ class DirectoryCatalog:
                 f"There is an adapter {name!r} already; allow `replace` for a new version.", "lora_name"
             )
         # What cannot be served is refused by its header, before its bytes, however many, are copied into the store.
-        await self._engine.load_adapter(LoRARequest(name, adapter_number(name), path, within=within))
+        async with self._turn(name, turn_group(tenant_of(name), None)):
+            await self._engine.load_adapter(LoRARequest(name, adapter_number(name), path, within=within))
         await self._admin.push_folder(
             name,
             path,
@@ -161,10 +164,15 @@ class DirectoryCatalog:
         return await asyncio.shield(task)  # a client that leaves must not cancel the others' wait
 
     async def _find_in_turn(self, resolver: LoRAResolver, name: str, group: str) -> LoRARequest:
-        """A source may take minutes for each name: one tenant's names leave places for others'."""
+        async with self._turn(name, group):
+            return await self._find(resolver, name)
+
+    @asynccontextmanager
+    async def _turn(self, name: str, group: str) -> AsyncIterator[None]:
+        """A source may take minutes for each name: one tenant's names leave places for others'. Raises QueueFull."""
         try:
             async with self._turns.turn(group):
-                return await self._find(resolver, name)
+                yield
         except NoRoom as full:
             raise QueueFull(
                 f"The adapter {name!r} cannot be looked for now: {full}. Try again later.",

@@ -23,7 +23,7 @@ from lorafleet.workers.openai.fair_threads import FairThreads
 from lorafleet.workers.sandbox.turns import TurnLimits
 
 # A push copies gigabytes, and may wait for its source for minutes. At a time, over all tenants, and waiting of one.
-PUSHES = TurnLimits(running=4, waiting=16)
+PUSHES = TurnLimits(running=4, waiting=128)
 
 Administer = Callable[[str, dict[str, Any]], Awaitable[Any]]
 OpenSource = Callable[[str], AbstractContextManager[Path]]

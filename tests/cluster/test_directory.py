@@ -37,7 +37,7 @@ from lorafleet.workers.errors import (
     QueueFull,
     StoreError,
 )
-from lorafleet.workers.lora.names import PAST_ALL
+from lorafleet.workers.lora.names import PAST_ALL, full_name, tenant_of
 from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
 
 Make = Callable[[str], str]
@@ -448,6 +448,29 @@ async def test_one_tenant_s_names_at_a_slow_source_leave_room_to_look_for_anothe
         released.set()
         ended = await asyncio.gather(*loud, return_exceptions=True)
     assert sum(isinstance(one, ModelNotFound) for one in ended) == num_loud - 2
+
+
+async def test_one_tenant_s_loads_from_a_slow_source_leave_room_to_look_for_another_s_names(
+    catalogue: Catalogue, make: Make
+) -> None:
+    released = asyncio.Event()
+
+    class Slow(Engine):
+        async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
+            if tenant_of(lora.lora_name) == "loud":
+                await released.wait()
+            return await super().load_adapter(lora)
+
+    directory = await loaded(AdapterDirectory(catalogue))
+    async with replica(directory, "r1", Slow(), Folder(make, "quick")) as one:
+        loud = [
+            asyncio.create_task(one.add(full_name("loud", f"a{i}"), make("a"), load_inplace=False))
+            for i in range(SEARCHES.running + 4)
+        ]
+        assert (await one.resolve("quick", None, "tenant quiet")).lora_name == "quick"
+        assert not any(task.done() for task in loud)
+        released.set()
+        assert len(await asyncio.gather(*loud)) == SEARCHES.running + 4
 
 
 async def test_what_resolvers_found_is_remembered_in_bounds_and_found_again(
