@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections.abc import Callable, Sequence
 
 from noisy.hostile import Attack, Hostile
 
 NUM_IDLE = 2000
+READ_S = 2.0  # longest time for which the answer to odd bytes is read
 
 
 async def slow_headers(hostile: Hostile) -> None:
@@ -88,45 +90,20 @@ async def half_closed(hostile: Hostile) -> None:
 
 async def garbage(hostile: Hostile) -> None:
     """Random bytes, and random bytes behind a good request on the same connection."""
-    draw = random.Random(0)
-
-    async def once() -> None:
-        async with hostile.connection() as (reader, writer):
-            writer.write(hostile.head("GET", "/health") if draw.random() < 0.5 else b"")
-            writer.write(draw.randbytes(8192))
-            await writer.drain()
-            async with asyncio.timeout(2):
-                await _drained(reader)
-
-    await hostile.repeated(once, 16)
+    draw, good = random.Random(0), hostile.head("GET", "/health")
+    await _exchanged(hostile, lambda: (good if draw.random() < 0.5 else b"") + draw.randbytes(8192))
 
 
 async def pipelining(hostile: Hostile) -> None:
     """A hundred requests on a connection at once, without waiting for an answer."""
     requests = hostile.head("GET", "/v1/models") * 100
-
-    async def once() -> None:
-        async with hostile.connection() as (reader, writer):
-            writer.write(requests)
-            await writer.drain()
-            async with asyncio.timeout(2):
-                await _drained(reader)
-
-    await hostile.repeated(once, 16)
+    await _exchanged(hostile, lambda: requests)
 
 
 async def tls_on_the_plain_port(hostile: Hostile) -> None:
     """TLS handshakes on a port that speaks none."""
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(500)
-
-    async def once() -> None:
-        async with hostile.connection() as (reader, writer):
-            writer.write(hello)
-            await writer.drain()
-            async with asyncio.timeout(2):
-                await _drained(reader)
-
-    await hostile.repeated(once, 32)
+    await _exchanged(hostile, lambda: hello, width=32)
 
 
 async def smuggling(hostile: Hostile) -> None:
@@ -141,32 +118,16 @@ async def smuggling(hostile: Hostile) -> None:
         ("content-length: 0x5",),
         ("transfer-encoding : chunked",),
     ]
-    draw = random.Random(0)
-
-    async def once() -> None:
-        async with hostile.connection() as (reader, writer):
-            writer.write(hostile.head("POST", "/v1/completions", *draw.choice(heads)) + b"0\r\n\r\n" + hidden)
-            await writer.drain()
-            async with asyncio.timeout(2):
-                await _drained(reader)
-
-    await hostile.repeated(once, 16)
+    await _exchanged_any(
+        hostile, [hostile.head("POST", "/v1/completions", *head) + b"0\r\n\r\n" + hidden for head in heads]
+    )
 
 
 async def odd_chunks(hostile: Hostile) -> None:
     """Bodies of one-byte chunks, with long extensions, endless lengths and trailers."""
     head = hostile.head("POST", "/v1/completions", "transfer-encoding: chunked")
     bodies = [b"1\r\na\r\n" * 20_000, b"1;" + b"x" * 8_000 + b"\r\na\r\n", b"f" * 5_000, b"0\r\n" + b"t: a\r\n" * 1_000]
-    draw = random.Random(0)
-
-    async def once() -> None:
-        async with hostile.connection() as (reader, writer):
-            writer.write(head + draw.choice(bodies))
-            await writer.drain()
-            async with asyncio.timeout(2):
-                await _drained(reader)
-
-    await hostile.repeated(once, 16)
+    await _exchanged_any(hostile, [head + body for body in bodies])
 
 
 async def large_heads(hostile: Hostile) -> None:
@@ -177,16 +138,7 @@ async def large_heads(hostile: Hostile) -> None:
         hostile.head("GET", "/v1/models/" + "a" * 30_000),
         hostile.head("GET", "/v1/adapters?" + "&".join(f"a{i}=b" for i in range(1_500))),
     ]
-    draw = random.Random(0)
-
-    async def once() -> None:
-        async with hostile.connection() as (reader, writer):
-            writer.write(draw.choice(heads))
-            await writer.drain()
-            async with asyncio.timeout(2):
-                await _drained(reader)
-
-    await hostile.repeated(once, 16)
+    await _exchanged_any(hostile, heads)
 
 
 async def upgrades(hostile: Hostile) -> None:
@@ -199,21 +151,27 @@ async def upgrades(hostile: Hostile) -> None:
         hostile.head("TRACE", "/v1/models"),
         hostile.head("POST", "/v1/completions", "expect: 100-continue", "content-length: 1000"),
     ]
+    await _exchanged_any(hostile, heads)
+
+
+async def _exchanged_any(hostile: Hostile, requests: Sequence[bytes]) -> None:
+    """Sends one of the requests, drawn at random, on each new connection."""
     draw = random.Random(0)
+    await _exchanged(hostile, lambda: draw.choice(requests))
+
+
+async def _exchanged(hostile: Hostile, make: Callable[[], bytes], width: int = 16) -> None:
+    """Opens connections over and over, so many at a time. Sends on each what `make` returns, and reads the answer."""
 
     async def once() -> None:
         async with hostile.connection() as (reader, writer):
-            writer.write(draw.choice(heads))
+            writer.write(make())
             await writer.drain()
-            async with asyncio.timeout(2):
-                await _drained(reader)
+            async with asyncio.timeout(READ_S):
+                while await reader.read(1 << 16):
+                    pass
 
-    await hostile.repeated(once, 16)
-
-
-async def _drained(reader: asyncio.StreamReader) -> None:
-    while await reader.read(1 << 16):
-        pass
+    await hostile.repeated(once, width)
 
 
 ATTACKS: tuple[Attack, ...] = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from living import command, family, kill
 from lorafleet.cluster import membership as membership_module
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.log_end import LogEnd
-from lorafleet.cluster.directory import HOLD_S, Order
+from lorafleet.cluster.directory import Order
 from lorafleet.cluster.directory_actor import DirectoryPlace, RemoteDirectory, _rather_on_head, get_or_create
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.reporting import keep_reporting
@@ -83,17 +85,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def directory_processes() -> list[psutil.Process]:
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if any("DirectoryActor" in part for part in one.cmdline()):
-                found.append(one)
-    return found
-
-
-def kill_directory() -> None:
-    for one in directory_processes():
-        one.kill()
+    return [one for one in family(os.getpid()) if any("DirectoryActor" in part for part in command(one))]
 
 
 async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency_and_requests_never_notice(
@@ -129,8 +121,8 @@ async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency
     # However slow this machine is to start a process, copies are used.
     monkeypatch.setattr(membership_module, "LEASE_S", 2 * PATIENCE_S)
     monkeypatch.setattr(RemoteDirectory, "lookup", None)
-    await asyncio.sleep(2 * HOLD_S)  # every replica has polled with it
-    kill_directory()
+    await until(lambda: all(one._lease_until > time.monotonic() + PATIENCE_S for one in members))
+    kill(directory_processes())
     engines[0].in_slots.append("new")  # nobody hears of it
     engines[1].in_slots.remove("own1")
 

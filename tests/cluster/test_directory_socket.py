@@ -84,7 +84,7 @@ async def test_calls_wait_side_by_side_and_hear_of_names_and_of_another_epoch(se
 
 async def test_a_stranger_can_make_the_directory_keep_a_few_hundred_bytes_and_for_a_while_only(tmp_path: Path) -> None:
     directory = await loaded(AdapterDirectory(Catalogue(FolderStore(tmp_path))))
-    server = DirectoryServer(directory, LOCALHOST, str(tmp_path), "secret", hello_s=0.2)
+    server = DirectoryServer(directory, LOCALHOST, str(tmp_path), "secret", hello_s=1.0)
     await server.start()
     reader, writer = await asyncio.open_connection(LOCALHOST, server.address.port)
     writer.write((60 << 20).to_bytes(4, "little") + bytes(1 << 20))  # announces 60 MiB
@@ -98,7 +98,7 @@ async def test_a_stranger_can_make_the_directory_keep_a_few_hundred_bytes_and_fo
     assert server.num_strangers == 0
     friend = await DirectoryConnection.open(server.address)
     assert (await friend.routes("", -1)).full
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1.2)
     assert (await friend.routes("", -1)).full, "who has shown it stays"
     friend.close()
     await stopped(server)

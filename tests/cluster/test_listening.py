@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import httpx
 import openai
+import psutil
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
@@ -68,7 +69,7 @@ def test_nothing_listens_beyond_the_loopback_interface(server: RunningServer) ->
 )
 def test_ray_answers_nobody_without_its_token(server: RunningServer, process: str, method: str) -> None:
     [pid, *_] = server.processes(process)
-    answers = {_call(port, method) for port in listening_ports(pid)}
+    answers = {_call(port, method) for port in listening_ports(psutil.Process(pid))}
     assert grpc.StatusCode.UNAUTHENTICATED in answers and None not in answers, answers
 
 
@@ -79,7 +80,7 @@ def test_no_process_of_rays_answers_http_without_the_token(server: RunningServer
     for process in family(server.pid):
         title = " ".join(command(process))
         if not any(name in title for name in ours):
-            for port in listening_ports(process.pid):
+            for port in listening_ports(process):
                 with contextlib.suppress(httpx.HTTPError):  # it speaks gRPC
                     answers[title[-60:]] = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).status_code
     assert answers, "some speak HTTP: else this test sees nothing"

@@ -30,9 +30,15 @@ from lorafleet.workers.openai.errors import http_error
 from tests.cluster import test_directory
 from tests.cluster.test_directory import Engine, loaded
 
-pytestmark = pytest.mark.usefixtures("_quick")
+pytestmark = pytest.mark.usefixtures("_hasty")
 _quick = test_directory._quick
 LATE_S = 60.0  # of a call that should have ended long ago, however slow the machine is
+
+
+@pytest.fixture
+def _hasty(_quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a silent directory for long."""
+    monkeypatch.setattr(membership_module, "PATIENCE_S", 1.5)
 
 
 class Stoppable(AdapterDirectory):

@@ -19,11 +19,11 @@ from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.records import Share
 from lorafleet.cluster.directory import AdapterDirectory
 from lorafleet.workers.errors import ModelNotFound, Overloaded
-from tests.cluster import test_directory
+from tests.cluster import test_administration, test_directory
 from tests.cluster.test_directory import Engine, Make, loaded, replica
 
-pytestmark = pytest.mark.usefixtures("_quick")
-_quick, make = test_directory._quick, test_directory.make
+pytestmark = pytest.mark.usefixtures("_patient")
+_quick, _patient, make = test_directory._quick, test_administration._patient, test_directory.make
 DEADLINE_S = 60.0
 
 

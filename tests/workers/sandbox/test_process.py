@@ -38,7 +38,7 @@ def test_a_process_that_exceeds_a_limit_says_which_and_leaves_nothing(
     with pytest.raises(SandboxEnded, match=words):
         process.ask(b"job")
     process.end()
-    assert {child.pid for child in psutil.Process().children()} == before, "no zombie either"
+    assert {child.pid for child in psutil.Process().children()} <= before, "no zombie either"
 
 
 def test_a_program_reads_no_file_and_gets_no_more_memory() -> None:

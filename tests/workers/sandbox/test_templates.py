@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from living import command, family
 from lorafleet.workers.errors import AdapterMalformed, AdapterTooLarge, InvalidRequest, QueueFull
 from lorafleet.workers.sandbox.templates import (
     MAX_TEMPLATE_BYTES,
@@ -176,6 +178,7 @@ async def test_a_template_that_had_to_be_ended_is_not_tried_again_for_a_while() 
 async def test_the_event_loop_goes_on_while_a_template_runs_and_others_have_their_turn() -> None:
     sandbox = TemplateSandbox(TemplateLimits(cpu_s=0.5), num_processes=2)
     try:
+        await asyncio.gather(*(rendered(sandbox, "both processes run", group=str(i)) for i in range(2)))
         endless = asyncio.create_task(rendered(sandbox, HOSTILE["nested loops"][0]))
         turns = 0
         while not endless.done():
@@ -211,7 +214,7 @@ async def test_one_tenant_s_templates_do_not_make_another_wait_and_have_a_bounde
             for i in range(MAX_TEMPLATES_WAITING + 2)
         ]
         assert await sandbox.render(ChatTemplate("fine", {}), MESSAGES, group="quiet") == "fine"
-        assert sum(task.done() for task in endless) <= 3, "it waited for others' turns"
+        assert sum(task.done() for task in endless) < MAX_TEMPLATES_WAITING // 4, "it waited for others' turns"
         with pytest.raises(QueueFull, match="64 of its jobs wait already") as caught:
             await endless[-1]
         assert caught.value.retry_after_s >= 1
@@ -237,10 +240,15 @@ def test_a_template_is_compiled_when_it_is_checked(sandbox: TemplateSandbox) -> 
             sandbox.check(ChatTemplate(source, {}))
 
 
+def running() -> list[psutil.Process]:
+    """The processes of this test's process that render templates."""
+    return [one for one in family(os.getpid()) if any("sandbox.template_program" in part for part in command(one))]
+
+
 def test_the_process_sees_nothing_and_opens_nothing(sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     asyncio.run(rendered(sandbox, "x"))
-    [process] = [p for p in psutil.Process().children() if "sandbox.template_program" in " ".join(p.cmdline())]
+    [process] = running()
     assert set(process.environ()) <= {"LORAFLEET_SANDBOX", "LC_ALL", "LC_CTYPE", "TOKENIZERS_PARALLELISM"}
     assert process.rlimit(psutil.RLIMIT_NOFILE) == (3, 3)
     assert process.rlimit(psutil.RLIMIT_FSIZE) == (0, 0)
@@ -248,9 +256,6 @@ def test_the_process_sees_nothing_and_opens_nothing(sandbox: TemplateSandbox, mo
 
 
 def test_no_process_runs_before_it_is_needed_nor_after_the_end() -> None:
-    def running() -> list[psutil.Process]:
-        return [p for p in psutil.Process().children() if "sandbox.template_program" in " ".join(p.cmdline())]
-
     before = len(running())
     sandbox = TemplateSandbox(num_processes=1)
     assert len(running()) == before
@@ -260,6 +265,7 @@ def test_no_process_runs_before_it_is_needed_nor_after_the_end() -> None:
     deadline = time.monotonic() + 120
     while len(running()) > before:
         assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_long_template_is_refused_before_it_is_read() -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -354,7 +355,7 @@ def test_a_process_that_stays_stopped_is_ended_and_its_answers_refused(
     played.decoding.start([stopped])
     assert played.decoding.finish().late == [stopped]
     while not (told := played.decoding.poll()):
-        pass
+        time.sleep(0.01)
     [(refused, error)] = told
     assert refused is stopped and isinstance(error, Overloaded)
     played.decoding.leave(stopped)
@@ -474,9 +475,10 @@ def test_one_tenant_s_grammars_do_not_make_another_wait_and_have_a_bounded_queue
 
 def test_nothing_is_left_of_the_processes_when_they_are_ended(file: TokenizerFile, tokenizer: Tokenizer) -> None:
     played = Played(file, tokenizer)
-    played.begin(spec.regex("a", "r"))
+    begun = played.begin(spec.regex("a", "r"))
     played.open(spec.regex("(a|b){3,4000}(c|d){3,4000}", "r"))
-    [server] = psutil.Process().children()[-1:]
+    assert begun.grammar is not None
+    server = psutil.Process(begun.grammar.process._process.pid)
     below = server.children(recursive=True)
     assert below, "grammars are tried in a process of their own"
     played.decoding.close()
