@@ -34,7 +34,7 @@ from tests.workers.lora.conftest import base_of
 from tests.workers.lora.kinds.harness import make, make_base
 from tests.workers.lora.kinds.test_against_peft import KINDS
 
-FUZZ_S = float(os.environ.get("LORAFLEET_FUZZ_S", "30"))
+FUZZ_S = float(os.environ.get("LORAFLEET_FUZZ_S", "10"))
 FIRST_SEED = int(os.environ.get("LORAFLEET_FUZZ_SEED", "0"))
 FAMILY = "qwen2, tied"
 MAX_RANK = 16
@@ -201,7 +201,8 @@ def test_whatever_an_adapter_s_files_hold_it_is_read_or_refused(
         @settings(SETTINGS)
         @given(drafts(seed_of, kinds))
         def property_holds(draft: Draft) -> None:
-            if time.monotonic() < ends_s or target.has_failed:  # what was found is made small whatever the time
+            # What was found is made small whatever the time, and something is tried where the machine is slow.
+            if time.monotonic() < ends_s or target.has_failed or not target.num_refused:
                 target.check(draft)
 
         property_holds()

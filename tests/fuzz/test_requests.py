@@ -24,7 +24,7 @@ from tests.workers.openai.conftest import MemoryCatalog, ScriptedEngine
 from tests.workers.openai.test_openapi_bounds import ALL_ROUTES, DOCUMENT, LEAST, least, over, resolved
 from whole_api import serving
 
-FUZZ_S = float(os.environ.get("LORAFLEET_FUZZ_S", "5"))
+FUZZ_S = float(os.environ.get("LORAFLEET_FUZZ_S", "4"))
 SEED = int(os.environ.get("LORAFLEET_FUZZ_SEED", "0"))
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 MAX_ERROR_BYTES = 2048

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from lorafleet.workers.errors import AdapterMalformed, InvalidRequest
 from lorafleet.workers.sandbox.tokenizers import AdapterTokenizer, Encoders, ReadJob, TokenizerLimits, read_tokenizer
 
-FUZZ_S = float(os.environ.get("LORAFLEET_FUZZ_S", "30")) / 3
+FUZZ_S = float(os.environ.get("LORAFLEET_FUZZ_S", "10")) / 3
 FIRST_SEED = int(os.environ.get("LORAFLEET_FUZZ_SEED", "0"))
 MAX_IDS = 600
 VALUES: list[Any] = [

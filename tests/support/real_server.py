@@ -49,7 +49,17 @@ class RealServer:
     front: Front | None = None
     worker: GPUWorker | None = None
     _loop: asyncio.AbstractEventLoop | None = None
+    _catalog: DirectoryCatalog | None = None
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def seed(self, name: str, path: Path) -> None:
+        """As `--lora-modules` does it: the adapter's files stay where they are."""
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self._seed(name, path), self._loop).result()
+
+    async def _seed(self, name: str, path: Path) -> None:
+        assert self._catalog is not None
+        await self._catalog.seed(*await self._catalog.read_at_start(name, str(path), None))
 
 
 @contextmanager
@@ -59,14 +69,16 @@ def running(
     adapters: dict[str, Path],
     config: dict[str, Any],
     api_keys: Path | None = None,
+    lora: LoRAConfig = LORA,
     **engine: Any,
 ) -> Iterator[RealServer]:
-    """config: of FrontConfig. engine: of EngineConfig."""
+    """config: of FrontConfig. lora, engine: of EngineConfig."""
     server, ready, failed = RealServer(), threading.Event(), list[BaseException]()
 
     def run() -> None:
         try:
-            asyncio.run(_serve(server, ready, folder, model, adapters, config, api_keys, engine))
+            engine_config = EngineConfig(model=str(model), lora=lora, **engine)
+            asyncio.run(_serve(server, ready, folder, adapters, config, api_keys, engine_config, lora))
         except BaseException as error:
             failed.append(error)
             ready.set()
@@ -88,24 +100,23 @@ async def _serve(
     server: RealServer,
     ready: threading.Event,
     folder: Path,
-    model: Path,
     adapters: dict[str, Path],
     config: dict[str, Any],
     api_keys: Path | None,
-    engine_config: dict[str, Any],
+    engine: EngineConfig,
+    lora: LoRAConfig,
 ) -> None:
     server._loop = asyncio.get_running_loop()
     address = ipc_address(str(folder))
-    engine = EngineConfig(model=str(model), lora=LORA, **engine_config)
     server.worker = await asyncio.to_thread(GPUWorker, engine, address)
     client = await EngineClient.connect(address, server.worker.hello())
     try:
         async with _catalogue(folder / "catalogue", client) as (directory, membership, admin):
-            catalog = DirectoryCatalog(membership, admin, client, [BASE], None)
+            catalog = server._catalog = DirectoryCatalog(membership, admin, client, [BASE], None)
             keys = None if api_keys is None else str(api_keys)
             tenancy = Tenancy(ADMIN_KEY, keys, None, None, "r0", membership.admit)
-            tokenizer = Tokenizer.from_folder(model)
-            front_config = FrontConfig((BASE,), str(model), replica_id="r0", **config)
+            tokenizer = Tokenizer.from_folder(Path(engine.model))
+            front_config = FrontConfig((BASE,), engine.model, replica_id="r0", **config)
             front = server.front = Front(
                 front_config,
                 tokenizer,
@@ -117,9 +128,9 @@ async def _serve(
             )
             for name, path in adapters.items():
                 await catalog.add(name, str(path), load_inplace=False)
-            console = _console(directory, front, engine)
+            console = _console(directory, front, engine, lora)
             api = build_api(lambda: server.front, routes_beside(admin, console, None))
-            reporting = keep_reporting(client, membership, LORA.cpu_loras, engine.max_num_seqs)
+            reporting = keep_reporting(client, membership, lora.cpu_loras, engine.max_num_seqs)
             work = [asyncio.create_task(one) for one in (*tenancy.work, reporting)]
             await _answer(server, ready, uvicorn.Config(api, port=0, log_level="warning", lifespan="off", ws="none"))
             for one in work:
@@ -152,14 +163,14 @@ async def _catalogue(
         await membership.stop()
 
 
-def _console(directory: AdapterDirectory, front: Front, engine: EngineConfig) -> StateApi:
+def _console(directory: AdapterDirectory, front: Front, engine: EngineConfig, lora: LoRAConfig) -> StateApi:
     window = DirectoryWindow(directory)
 
     async def view_adapter(name: str, viewer: Viewer) -> AdapterView | None:
         return window.adapter(name, viewer)
 
     async def view_replicas(names: list[str], viewer: Viewer) -> list[ReplicaView]:
-        return [replica_view(front, names, viewer, LORA.cpu_loras, engine.max_num_seqs)]
+        return [replica_view(front, names, viewer, lora.cpu_loras, engine.max_num_seqs)]
 
     return StateApi(window.view, view_adapter, view_replicas)
 

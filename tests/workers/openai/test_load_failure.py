@@ -1,32 +1,41 @@
-"""An adapter whose files are lost after it was registered, through the running server, under both policies."""
+"""An adapter whose files are lost after it was registered, over HTTP, under both policies."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.cluster.harness import running_server
+import real_server
+from lorafleet.workers.lora.config import LoRAConfig
+from real_server import BASE
+
+ONE_AT_A_TIME = LoRAConfig(max_loras=1, max_cpu_loras=1)
 
 
 @pytest.mark.parametrize("policy", ["error", "base"])
-def test_a_lost_adapter_is_an_error_or_says_that_the_base_answered(tiny_model: Path, tmp_path: Path, policy: str):
-    shutil.copytree(tiny_model.parent / "a0", tmp_path / "lost")
-    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--on-lora-load-failure", policy]
-    arguments += ["--lora-modules", f"lost={tmp_path / 'lost'}", f"kept={tiny_model.parent / 'a1'}"]
-    arguments += ["--max-loras", "1", "--max-cpu-loras", "1", "--kv-cache-tokens", "2048"]
+def test_a_lost_adapter_is_an_error_or_says_that_the_base_answered(
+    fleet: Callable[[str], Any], tmp_path: Path, policy: str
+) -> None:
+    made = fleet("llama3")
+    shutil.copytree(made.adapters["all"], tmp_path / "lost")
+    engine: dict[str, Any] = {"kv_cache_tokens": 2048, "on_lora_load_failure": policy}
     with (
-        running_server(arguments, tmp_path / "serve.log") as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        real_server.running(tmp_path, made.base, {}, {}, lora=ONE_AT_A_TIME, **engine) as server,
+        httpx.Client(base_url=server.url, timeout=300) as client,
     ):
+        server.seed("lost", tmp_path / "lost")
+        server.seed("kept", made.adapters["qv"])
 
         def ask(model: str, **fields: object) -> httpx.Response:
             body = {"model": model, "prompt": "hello", "max_tokens": 5, "temperature": 0}
             return client.post("/v1/completions", json=body | fields)
 
-        base, kept, lost = ask("base").json(), ask("kept").json(), ask("lost").json()
+        base, kept, lost = ask(BASE).json(), ask("kept").json(), ask("lost").json()
         assert lost["choices"] != base["choices"]
         assert ask("kept").status_code == 200  # takes the only slot and the only place in memory
         shutil.rmtree(tmp_path / "lost")
@@ -36,7 +45,7 @@ def test_a_lost_adapter_is_an_error_or_says_that_the_base_answered(tiny_model: P
             assert "lost" in answer.json()["error"]["message"]
         else:
             assert answer.json()["choices"] == base["choices"]
-            assert answer.json()["model"] == "base"
+            assert answer.json()["model"] == BASE
             assert answer.json()["lora_fallback"]["requested"] == "lost"
             assert answer.headers["x-lorafleet-fallback"] == "base"
             assert '"lora_fallback"' in ask("lost", stream=True).text

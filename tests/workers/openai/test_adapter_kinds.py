@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.cluster.harness import greedy_answers, running_server
+import real_server
+from lorafleet.workers.lora.config import LoRAConfig
+from tests.cluster.harness import greedy_answers
 from tests.workers.lora.kinds.harness import TOKENS, make, make_base, peft_logits
 from tests.workers.lora.kinds.test_against_peft import KINDS
 from tiny_models import tokenizer
@@ -25,11 +28,11 @@ async def test_a_burst_over_all_forms_equals_peft(tmp_path: Path) -> None:
     make_base(FAMILY).save_pretrained(base)
     tokenizer().save_pretrained(base)
     adapters = {f"kind{i}": make(tmp_path / f"kind{i}", FAMILY, KINDS[kind]) for i, kind in enumerate(SERVED)}
-    arguments = ["--model", str(base), "--served-model-name", "tiny", "--device", "cpu"]
-    arguments += ["--lora-modules", *(f"{name}={adapter.path}" for name, adapter in adapters.items())]
-    arguments += ["--max-loras", "4", "--max-lora-rank", "16", "--kv-cache-tokens", "4096", "--max-num-seqs", "8"]
-    with running_server(arguments, tmp_path / "serve.log") as url:
-        answers = await greedy_answers(url, [(PROMPT, name) for name in adapters])
+    paths = {name: adapter.path for name, adapter in adapters.items()}
+    lora = LoRAConfig(max_loras=4, max_lora_rank=16)
+    engine: dict[str, Any] = {"kv_cache_tokens": 4096, "max_num_seqs": 8, "device": "cpu"}
+    with real_server.running(tmp_path, base, paths, {}, lora=lora, **engine) as server:
+        answers = await greedy_answers(server.url, [(PROMPT, name) for name in adapters])
     for kind, adapter, answer in zip(SERVED, adapters.values(), answers, strict=True):
         tokens = answer.choices[0].model_extra["token_ids"]
         expected = peft_logits(adapter, tokens=torch.tensor([[*PROMPT, *tokens]]))[0].log_softmax(-1)
