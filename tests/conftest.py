@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing by more, and threads that spin cost the others
+# Tiny models gain nothing by more, and threads that spin cost the others. It is read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # of tests that name no other
+
+import torch
 
 import s3_server
 from s3_server import RadosGateway
