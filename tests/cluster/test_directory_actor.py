@@ -15,7 +15,6 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from living import command, family, kill
 from lorafleet.cluster import membership as membership_module
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.log_end import LogEnd
@@ -85,6 +84,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def directory_processes() -> list[psutil.Process]:
+    from living import command, family  # Ray's workers, which import this file, do not have it
+
     return [one for one in family(os.getpid()) if any("DirectoryActor" in part for part in command(one))]
 
 
@@ -122,7 +123,8 @@ async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency
     monkeypatch.setattr(membership_module, "LEASE_S", 2 * PATIENCE_S)
     monkeypatch.setattr(RemoteDirectory, "lookup", None)
     await until(lambda: all(one._lease_until > time.monotonic() + PATIENCE_S for one in members))
-    kill(directory_processes())
+    for one in directory_processes():
+        one.kill()
     engines[0].in_slots.append("new")  # nobody hears of it
     engines[1].in_slots.remove("own1")
 
