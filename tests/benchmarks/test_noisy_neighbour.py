@@ -72,14 +72,17 @@ def target(port: int) -> Target:
 
 @pytest.mark.parametrize("area", [area for area in BY_AREA if area != "processes"])
 async def test_each_attack_of_an_area_sends_something_and_ends_when_it_is_told_to(area: str) -> None:
-    async with refusing_server() as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+    async with refusing_server() as port:
         for attack in BY_AREA[area]:
-            hostile = Hostile(target(port), http)
-            attacking = asyncio.create_task(attack(hostile))
-            await until(lambda: hostile.seen.total() > 0 or attacking.done())  # noqa: B023  # awaited within the loop
-            attacking.cancel()
-            await asyncio.wait([attacking])
+            # Each has a client of its own: connections of an attack that was ended hold places in the pool.
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as http:
+                hostile = Hostile(target(port), http)
+                attacking = asyncio.create_task(attack(hostile))
+                await until(lambda: hostile.seen.total() > 0 or attacking.done())  # noqa: B023  # awaited here
+                attacking.cancel()
+                await asyncio.wait([attacking])
             assert attacking.cancelled(), name_of(attack)
+            assert "PoolTimeout" not in hostile.seen, name_of(attack)
 
 
 async def test_attacks_end_when_their_time_is_over() -> None:
