@@ -270,8 +270,8 @@ def test_a_session_that_has_expired_is_named_and_the_next_one_needs_no_restart(
     gateway: RadosGateway, folder: Any, make_files: Make, tmp_path: Path, credentials: Path
 ) -> None:
     first, second = folder(make_files(13)), folder(make_files(14))
-    write_credentials(credentials, *gateway.session(4))
-    ends = time.monotonic() + 5
+    write_credentials(credentials, *gateway.session(8))
+    ends = time.monotonic() + 9
     store = make_store(tmp_path / "c", gateway.endpoint)
     assert store.fetch(first)
     time.sleep(ends - time.monotonic())

@@ -124,8 +124,8 @@ def test_credentials_that_expire_are_named_and_new_ones_need_no_restart(
     gateway: RadosGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     credentials = tmp_path / "credentials"
-    write_credentials(credentials, *gateway.session(4))
-    ends = time.monotonic() + 5
+    write_credentials(credentials, *gateway.session(8))
+    ends = time.monotonic() + 9
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", gateway.endpoint)
