@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from lorafleet.cluster.haproxy_sessions import free_waiting
 
 LOOK_S = 0.2  # Time between two looks at HAProxy.
 ANSWER_S = 0.5  # Time that HAProxy has to answer at its admin socket.
-MAX_UNANSWERED = 4  # HAProxy is ended when it has not answered so many times in a row,
-MAX_UNANSWERED_RUNNABLE = 40  # or so many times while it computes or waits for a processor: it may only be slow.
+MAX_IDLE = 4  # HAProxy is ended when it has neither answered nor run at so many looks in a row,
+MAX_UNANSWERED = 40  # or when it has run, or waited for a processor, without an answer at so many.
 
 logger = logging.getLogger("ray.serve")
 
@@ -30,7 +31,9 @@ ServesManager: Any = serves.HAProxyManager.__ray_metadata__.modified_class  # ty
 class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives no type
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unanswered = 0  # Looks in a row at which HAProxy has not answered.
+        self._unanswered = 0  # Looks in a row at which HAProxy has not answered,
+        self._idle = 0  # and those of them between which it has not run either.
+        self._activity: Activity | None = None
         self._watching = self.event_loop.create_task(self._watch())
 
     async def _update_haproxy_backends(self) -> None:
@@ -71,16 +74,21 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
             self._unanswered += 1
             logger.warning("HAProxy does not answer (%d times in a row): %r", self._unanswered, error)
             return None
-        self._unanswered = 0
+        self._forget()
         return stats
 
     def _is_lost(self) -> bool:
-        """Counts looks rather than seconds: where the whole machine stood still for a while, HAProxy is well."""
+        """Counts looks rather than seconds, and only those between which HAProxy could have run: where the machine has
+        too much to do, or stood still for a while, HAProxy or this process is late, and HAProxy is well."""
         process = self._haproxy._proc
         if process.returncode is not None:
             return True
-        limit = MAX_UNANSWERED_RUNNABLE if is_runnable(process.pid) else MAX_UNANSWERED
-        return self._unanswered >= limit
+        before, self._activity = self._activity, Activity.of(process.pid)
+        self._idle = self._idle + 1 if self._activity == before else 0
+        return self._idle >= MAX_IDLE or self._unanswered >= MAX_UNANSWERED
+
+    def _forget(self) -> None:
+        self._unanswered, self._idle, self._activity = 0, 0, None
 
     async def _replace(self) -> None:
         process = self._haproxy._proc
@@ -88,20 +96,29 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
             process.kill()
         logger.error("HAProxy ended with status %s. Another one is started.", await process.wait())
         self._haproxy._proc = await self._haproxy._start_and_wait_for_haproxy()
-        self._unanswered = 0
+        self._forget()
 
 
-def is_runnable(pid: int) -> bool:
-    """Whether a thread of the process computes, or waits for a processor or a disk; False for one that has ended."""
-    return any(_state(path) in "RD" for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Grows while threads of a process run, or wait for a processor. Two that are equal: it sleeps, or is stopped."""
+
+    run_ns: int
+    waited_ns: int
+    num_runs: int
+
+    @classmethod
+    def of(cls, pid: int) -> Activity:
+        """Sums the schedstat files of proc(5) over the threads; zeros for a process that has ended."""
+        found = [_schedstat(path) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+        return cls(*(sum(numbers) for numbers in zip(*found, strict=True))) if found else cls(0, 0, 0)
 
 
-def _state(stat: Path) -> str:
-    """Returns the letter that proc(5) gives for the state of a thread, and Z for one that has just ended."""
+def _schedstat(path: Path) -> list[int]:
     try:
-        return stat.read_text().rpartition(") ")[2][0]
-    except OSError:
-        return "Z"
+        return [int(number) for number in path.read_text().split()]
+    except OSError:  # The thread has just ended.
+        return [0, 0, 0]
 
 
 Manager = ray.remote(num_cpus=0)(WatchedHAProxyManager)

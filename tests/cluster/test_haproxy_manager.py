@@ -5,24 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
-    from lorafleet.cluster import haproxy_manager
-    from lorafleet.cluster.haproxy_manager import (
-        MAX_UNANSWERED,
-        MAX_UNANSWERED_RUNNABLE,
-        WatchedHAProxyManager,
-        is_runnable,
-    )
+    from lorafleet.cluster.haproxy_manager import MAX_IDLE, MAX_UNANSWERED, Activity, WatchedHAProxyManager
 
 SLEEP = "import time; time.sleep(3600)"
 COMPUTE = "while True: pass"
@@ -49,7 +40,8 @@ class SilentHAProxy:
 
 def manager_of(haproxy: SilentHAProxy) -> Any:
     manager = WatchedHAProxyManager.__new__(WatchedHAProxyManager)
-    manager._haproxy, manager._reload_lock, manager._unanswered = haproxy, asyncio.Lock(), 0
+    manager._haproxy, manager._reload_lock = haproxy, asyncio.Lock()
+    manager._forget()
     return manager
 
 
@@ -57,17 +49,17 @@ async def started(code: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(sys.executable, "-c", code)
 
 
-async def test_haproxy_is_replaced_when_it_has_not_answered_several_times_in_a_row() -> None:
+async def test_haproxy_is_replaced_when_it_has_neither_answered_nor_run_for_several_looks() -> None:
     process = await started(SLEEP)
     os.kill(process.pid, signal.SIGSTOP)
-    wait_until(lambda: not is_runnable(process.pid))
+    wait_until(lambda: is_still(process.pid))
     haproxy = SilentHAProxy(process)
     manager = manager_of(haproxy)
-    for _ in range(MAX_UNANSWERED - 1):
+    for _ in range(MAX_IDLE):  # The first shows how much it has run so far.
         await manager._look()
     assert haproxy.num_started == 0
     haproxy.answers = 1
-    for _ in range(MAX_UNANSWERED):
+    for _ in range(1 + MAX_IDLE):
         await manager._look()
     assert haproxy.num_started == 0, "an answer between them has begun the count anew"
     await manager._look()
@@ -75,13 +67,13 @@ async def test_haproxy_is_replaced_when_it_has_not_answered_several_times_in_a_r
     assert await process.wait() == -signal.SIGKILL
 
 
-async def test_haproxy_that_waits_for_a_processor_is_given_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_haproxy_that_runs_without_an_answer_is_given_more_time() -> None:
     process = await started(COMPUTE)
-    wait_until(lambda: is_runnable(process.pid))
-    monkeypatch.setattr(haproxy_manager, "is_runnable", lambda pid: pid == process.pid)
     haproxy = SilentHAProxy(process)
     manager = manager_of(haproxy)
-    for _ in range(MAX_UNANSWERED_RUNNABLE - 1):
+    for _ in range(MAX_UNANSWERED - 1):
+        before = Activity.of(process.pid)
+        wait_until(lambda before=before: Activity.of(process.pid) != before)
         await manager._look()
     assert haproxy.num_started == 0 and process.returncode is None
     await manager._look()
@@ -96,16 +88,14 @@ async def test_haproxy_that_has_ended_is_replaced_at_once() -> None:
     assert haproxy.num_started == 1
 
 
-@pytest.fixture
-def sleeping() -> Iterator[int]:
-    with subprocess.Popen([sys.executable, "-c", SLEEP]) as process:
-        yield process.pid
-        process.kill()
+def test_a_process_that_has_ended_shows_no_activity() -> None:
+    assert Activity.of(2**22 + 1) == Activity(0, 0, 0)
 
 
-def test_a_process_that_sleeps_or_has_ended_is_not_runnable(sleeping: int) -> None:
-    wait_until(lambda: not is_runnable(sleeping))
-    assert not is_runnable(2**22 + 1)
+def is_still(pid: int) -> bool:
+    before = Activity.of(pid)
+    time.sleep(0.05)
+    return Activity.of(pid) == before
 
 
 def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
