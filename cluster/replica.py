@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Coroutine
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
 READING_VERBS = {"list_adapters", "show", "take_turn"}  # of administration: they answer at once
 WATCH_S = 0.5  # how often it is looked whether the workers live
 SILENT_S = 2.0  # An engine that has sent nothing for so long gets no new requests; it sends something every second.
+SWITCH_S = 0.0001  # The event loop gets the interpreter back from a thread after this. Python's own 5 ms, at each of
+# hundreds of writes to sockets, would stop all streams for seconds while a thread writes /metrics or a long answer.
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -82,6 +85,7 @@ class EngineReplica:
         """deployment: alike for all replicas that one `serve run` started, however often each is replaced."""
         ingress.listen_on_node_address()
         ingress.answer_health_checks(self._is_well)
+        sys.setswitchinterval(SWITCH_S)
         self._args = args
         self._deployment = deployment
         self._config = with_cpu_threads(config, args.most_replicas)
