@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import httpx
+import psutil
 import pytest
 
+from living import command, family
 from lorafleet.cluster import local
 from lorafleet.cluster.config import parse_args
 from tests.cluster.answers import answer, check_body_limit, logprobs, seen_logprobs
@@ -104,7 +106,7 @@ def test_an_agent_of_rays_that_dies_is_started_again_on_its_ports_and_takes_noth
 ) -> None:
     raylet = shared_server.running.processes("raylet/raylet")
     [agent] = shared_server.running.processes(title)
-    ports = sorted(listening_ports(agent))
+    ports = sorted(listening_ports(psutil.Process(agent)))
     os.kill(agent, signal.SIGKILL)
     deadline = time.monotonic() + START_S
     while not any(sorted(listening_ports(one)) == ports for one in started_after(shared_server, title, agent)):
@@ -115,8 +117,8 @@ def test_an_agent_of_rays_that_dies_is_started_again_on_its_ports_and_takes_noth
     assert answer(client, "ref0").status_code == 200
 
 
-def started_after(server: SharedServer, title: str, pid: int) -> set[int]:
-    return set(server.running.processes(title)) - {pid}
+def started_after(server: SharedServer, title: str, pid: int) -> list[psutil.Process]:
+    return [one for one in family(server.running.pid) if title in " ".join(command(one)) and one.pid != pid]
 
 
 def test_a_bad_adapter_fails_the_start_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
