@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from lorafleet.cluster.admin_api import admin_routes
 from lorafleet.cluster.administration import Administration
@@ -135,13 +136,17 @@ class House:
         return await self.ask(caller, "POST", "/v1/completions", body | {"return_token_ids": True} | fields)
 
     def hold(self, after: int) -> asyncio.Event:
-        """Every answer stops after so many of the engine's outputs; the event says that one has."""
+        """Every answer stops after so many tokens; the event says that one has."""
         held, generate = asyncio.Event(), self.engine.generate
 
         async def holding(request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
             async with aclosing(generate(request)) as outputs:
-                for _ in range(after):
-                    yield await anext(outputs)
+                missing = after
+                while missing:
+                    output = await anext(outputs)
+                    shown = output.token_ids[:missing]
+                    missing -= len(shown)
+                    yield msgspec.structs.replace(output, token_ids=shown, finish_reason=None, stop_token_id=None)
                 held.set()
                 await asyncio.Event().wait()
 
