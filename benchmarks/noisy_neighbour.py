@@ -139,8 +139,11 @@ def _let_go_on(target: Target) -> None:
 
 
 def attack(names: Sequence[str], target: Target, seconds: float) -> dict[str, Counter[str]]:
-    """What the attacking process does. Linux shares its processors among sessions first (sched(7), autogroups): without
-    one of its own, which has the lower priority, the attacker would take them from the server."""
+    """Runs in the attacking process, at a lower priority than the server.
+
+    Linux first divides processor time among sessions (sched(7), autogroups), and applies priorities within each. So the
+    attacker gets its own session, and that session gets the lower priority.
+    """
     os.nice(NICENESS)
     os.setsid()
     with contextlib.suppress(OSError):  # There are no autogroups here.

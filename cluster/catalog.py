@@ -175,7 +175,7 @@ class DirectoryCatalog:
                 yield
         except NoRoom as full:
             raise QueueFull(
-                f"The adapter {name!r} cannot be looked for now: {full}. Try again later.",
+                f"The adapter {name!r} cannot be looked up: {full}. Try again later.",
                 retry_after_s=self._turns.retry_after_s,
             ) from None
 

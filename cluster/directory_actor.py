@@ -46,7 +46,7 @@ HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives the head node
 LOAD_AGAIN_S = 2.0
 READ_ON_S = 1.0  # How often the log is read for what other directories of the same catalogue have written.
 COLLECT_S = 3600.0  # How often files that nobody names are looked for.
-SWITCH_S = 0.0001
+SWITCH_S = 0.0001  # How long a thread may keep the interpreter from the event loop; Python's own default is 5 ms.
 MOVED_S = 3.0  # a directory that was not heard of for so long may run elsewhere; Ray knows where
 
 T = TypeVar("T")

@@ -31,7 +31,7 @@ HEADERS_S = 10  # for a client to send its request's headers
 BODY_S = 30  # and the beginning of its body, which the router sees and which can be sent again
 CLIENT_S = 60  # without progress while a client sends the rest of a body, or reads an answer
 CONNECTIONS_PER_CLIENT = 1024  # of the 4096 that HAProxy takes
-WAIT_FOR_SILENT_S = 15  # Where all replicas are silent, how long one may be before nothing is sent to it any more.
+WAIT_FOR_SILENT_S = 15  # While all replicas are silent, each still gets requests until it has been silent this long.
 PATIENT = "-patient"  # The name of the backend that is used then ends with it.
 
 

@@ -71,21 +71,22 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
         try:
             stats = str(await asyncio.wait_for(self._haproxy._send_socket_command("show stat"), ANSWER_S))
         except (TimeoutError, RuntimeError) as error:
-            self._unanswered += 1
+            self._count_unanswered()
             logger.warning("HAProxy does not answer (%d times in a row): %r", self._unanswered, error)
             return None
         self._forget()
         return stats
 
-    def _is_lost(self) -> bool:
-        """Counts looks rather than seconds, and only those between which HAProxy could have run: where the machine has
-        too much to do, or stood still for a while, HAProxy or this process is late, and HAProxy is well."""
-        process = self._haproxy._proc
-        if process.returncode is not None:
-            return True
-        before, self._activity = self._activity, Activity.of(process.pid)
+    def _count_unanswered(self) -> None:
+        """Counts looks, not seconds. On a machine that is overloaded or stood still, a late answer shows no fault of
+        HAProxy, so looks between which HAProxy has run are counted apart."""
+        self._unanswered += 1
+        before, self._activity = self._activity, Activity.of(self._haproxy._proc.pid)
         self._idle = self._idle + 1 if self._activity == before else 0
-        return self._idle >= MAX_IDLE or self._unanswered >= MAX_UNANSWERED
+
+    def _is_lost(self) -> bool:
+        has_ended = self._haproxy._proc.returncode is not None
+        return has_ended or self._idle >= MAX_IDLE or self._unanswered >= MAX_UNANSWERED
 
     def _forget(self) -> None:
         self._unanswered, self._idle, self._activity = 0, 0, None
@@ -101,7 +102,7 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Grows while threads of a process run, or wait for a processor. Two that are equal: it sleeps, or is stopped."""
+    """How long a process has run, and waited for a processor: the same while it sleeps or is stopped."""
 
     run_ns: int
     waited_ns: int

@@ -125,7 +125,10 @@ class AdapterAdmin:
 
 @contextmanager
 def as_store_error() -> Iterator[None]:
-    """What the reading of files raises is about an adapter; what is left is about the disk that they are copied to."""
+    """Reports an OSError as a fault of the disk that files are copied to.
+
+    Faults of the files that are read have errors of their own.
+    """
     try:
         yield
     except OSError as error:

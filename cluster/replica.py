@@ -33,7 +33,7 @@ from lorafleet.cluster.console.replica_view import ask_all, replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
 from lorafleet.cluster.directory import HAND_OVER_S, Order
-from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.cluster.directory_actor import SWITCH_S, DirectoryPlace, get_or_create
 from lorafleet.cluster.front import make_front, make_resolver, start_tracing
 from lorafleet.cluster.loading import CheckingEngine
 from lorafleet.cluster.membership import CHANGE_S, READ_S, Membership
@@ -68,8 +68,6 @@ if TYPE_CHECKING:
 READING_VERBS = {"list_adapters", "show", "take_turn"}  # of administration: they answer at once
 WATCH_S = 0.5  # how often it is looked whether the workers live
 SILENT_S = 2.0  # An engine that has sent nothing for so long gets no new requests; it sends something every second.
-SWITCH_S = 0.0001  # The event loop gets the interpreter back from a thread after this. Python's own 5 ms, at each of
-# hundreds of writes to sockets, would stop all streams for seconds while a thread writes /metrics or a long answer.
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -85,7 +83,7 @@ class EngineReplica:
         """deployment: alike for all replicas that one `serve run` started, however often each is replaced."""
         ingress.listen_on_node_address()
         ingress.answer_health_checks(self._is_well)
-        sys.setswitchinterval(SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)  # Threads write /metrics and long answers beside the event loop.
         self._args = args
         self._deployment = deployment
         self._config = with_cpu_threads(config, args.most_replicas)

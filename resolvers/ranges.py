@@ -127,7 +127,7 @@ def _parsed(url: str) -> httpx.URL:
 
 
 def _joined(url: str, location: str) -> str:
-    """Where a server redirects to."""
+    """Resolves the location of a redirect. Raises AdapterUnavailable if that is no URL."""
     try:
         return str(httpx.URL(url).join(location))
     except (httpx.InvalidURL, UnicodeError, ValueError) as error:
@@ -161,7 +161,7 @@ def _content_range(answer: httpx.Response, url: str) -> tuple[int, int, int]:
 
 
 def _validator(answer: httpx.Response) -> str:
-    """ "" too where it could not be sent back."""
+    """Returns an empty string if the server gives no validator, or one that could not be sent back."""
     etag: str = answer.headers.get("etag", "")
     found: str = etag if etag.startswith('"') else answer.headers.get("last-modified", "")
     return found if found.isascii() else ""

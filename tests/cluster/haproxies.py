@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,3 +104,10 @@ def runs(admin_socket: Path) -> bool:
             return bool(connection.recv(64))
         except OSError:
             return False
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + ANSWER_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)

@@ -8,8 +8,7 @@ import contextlib
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -23,7 +22,7 @@ from lorafleet.cluster.route_app import NUM_BYTES_HEADER
 from lorafleet.cluster.serve_environment import ROUTED_BODY_BYTES
 from lorafleet.workers.openai.api import ROUTES
 from lorafleet.workers.openai.elsewhere import MEANT_HEADER, RETRY_HEADER, RETRY_STATUS
-from tests.cluster.haproxies import ANSWER_S, running, serves_config, start
+from tests.cluster.haproxies import ANSWER_S, running, serves_config, start, wait_until
 from tests.cluster.toy_replicas import Answer, Handle, Toy, choosing, saying, toys
 
 PATH = "/v1/completions"
@@ -82,13 +81,6 @@ def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
             with made.http:
                 wait_until(lambda: [made.http.post(PATH).text for _ in range(2)] == ["r0", "r0"])
                 yield made
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + ANSWER_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def test_the_router_chooses_and_sees_both_ends_of_a_body_and_the_key(behind: Behind) -> None:

@@ -8,8 +8,9 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
+
+from tests.cluster.haproxies import wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
@@ -96,10 +97,3 @@ def is_still(pid: int) -> bool:
     before = Activity.of(pid)
     time.sleep(0.05)
     return Activity.of(pid) == before
-
-
-def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
-    deadline_s = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)

@@ -354,11 +354,7 @@ def test_a_process_that_stays_stopped_is_ended_and_its_answers_refused(
     os.kill(process._process.pid, signal.SIGSTOP)
     played.decoding.start([stopped])
     assert played.decoding.finish().late == [stopped]
-    while not (told := played.decoding.poll()):
-        time.sleep(0.01)
-    [(refused, error)] = told
-    assert refused is stopped and isinstance(error, Overloaded)
-    played.decoding.leave(stopped)
+    assert isinstance(wait_refused(played, stopped), Overloaded)
     again = played.begin(spec.choice(["left"], "c"))
     assert again.grammar is not None and again.grammar.process is not process
     process.join()
@@ -368,7 +364,7 @@ def test_a_process_that_stays_stopped_is_ended_and_its_answers_refused(
 
 def wait_refused(played: Played, sequence: Sequence) -> LorafleetError | None:
     while not (told := played.decoding.poll()):
-        pass
+        time.sleep(0.01)
     [(refused, error)] = told
     assert refused is sequence
     played.decoding.leave(sequence)
