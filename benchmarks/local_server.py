@@ -62,8 +62,9 @@ def running(arguments: Sequence[str], log_file: Path) -> Iterator[LocalServer]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-c", "from lorafleet.cluster.cli import main; main()", "serve", *arguments]
     with log_file.open("wb") as log:
-        # A session of its own: Ctrl-C reaches it once, from here.
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, start_new_session=True)
+        # A process group of its own: Ctrl-C reaches it once, from here. Not a session of its own: Linux first divides
+        # processor time among sessions, and would measure the client's share.
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, process_group=0)
     try:
         _wait_until_ready(process, log_file)
         yield LocalServer(f"http://127.0.0.1:{port}", process.pid)

@@ -124,7 +124,10 @@ def main() -> None:
             arguments = [*arguments, *prepare(Path(path), os.environ, is_first="-sf" not in arguments)]
     binary = find_binary()
     if os.getpgrp() != os.getpid():
-        os.setsid()  # Ray ends the process group of an actor that has ended: HAProxy must go on without its manager.
+        # Ray ends the process group of an actor that has ended, and HAProxy must go on without its manager. It stays in
+        # Ray's session: Linux first divides processor time among sessions (sched(7), autogroups), and some kernels
+        # (seen on 6.18) let a session of one process wait for seconds beside another with many busy threads.
+        os.setpgid(0, 0)
     os.execv(binary, [binary, *arguments])
 
 

@@ -103,7 +103,7 @@ class FairQueue:
         return 0 if turn is None else turn.waiting_tokens
 
     def heads_of(self, tenant: str) -> list[Sequence]:
-        """The first sequence of each of its adapters, in no particular order."""
+        """The first sequence of each of its adapters, in the order of the last sort(); later ones are at the end."""
         return [lane.waiting[0] for lane in self._order if lane.tenant.name == tenant]
 
     def sort(self, in_slots: Container[str]) -> None:
@@ -120,7 +120,7 @@ class FairQueue:
 
     def turns(self, first: str | None = None) -> Iterator[Sequence]:
         """Sequences in the order in which they should start, as of the last sort(). An adapter whose sequence was
-        given and not started is passed over from then on. first: a tenant for which room was made."""
+        given and not started is passed over from then on. first: a tenant for whose adapter a slot was freed."""
         if first is not None:
             yield from self._turns_in([lane for lane in self._order if lane.tenant.name == first])
         yield from list(self._preempted)

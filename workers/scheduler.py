@@ -6,8 +6,9 @@ reach. A step's time is that of its tokens, and every stream waits for it: so a 
 tokens. When blocks run out the youngest running sequence is preempted and computed anew later (its prefix is often
 still cached): of the tenant that runs most, where there are several.
 
-Tenants share a step: where one waits for a place, for blocks or for a slot while another runs more sequences, the
-youngest of the other's is preempted for it, or all that hold the slot. So nobody waits for a neighbor's long answers.
+Tenants share a step: where one waits while another runs more sequences, its first starts before all else, the other's
+preempted ones included. If there is no place or no blocks, the youngest of the other's is preempted for it, or all that
+hold the slot that it needs. So nobody waits for a neighbor's long answers.
 
 More adapters than slots: a waiting request whose adapter has no slot claims one of those in use. No request whose turn
 is after its own is admitted to a claimed slot, so the slot drains and is handed over, and no adapter starves.
@@ -89,7 +90,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, in the order of their tokens: decodes first, so that attention can take them apart.
         Empty where everything waits for an adapter."""
-        favored = self._make_room() if self.waiting else None
+        favored = self._favor_a_tenant() if self.waiting else None
         chunks, budget = self._schedule_running()
         self.waiting.sort(self.loras.slots.digests if self.loras is not None else ())
         if self.loras is not None:
@@ -194,22 +195,28 @@ class Scheduler:
         numbers = Counter(one.tenant for one in self.running)
         return sorted(self.running, key=lambda one: numbers[one.tenant]) if len(numbers) > 1 else list(self.running)
 
-    def _make_room(self) -> str | None:
-        """Preempts for a tenant that waits while another runs more sequences than it would even then. Returns the
-        tenant that room was made for.
+    def _favor_a_tenant(self) -> str | None:
+        """Starts a sequence of a tenant that waits while another runs more sequences than it would even then; the other
+        gives way if there is no room. Returns the tenant if that made room for an adapter that is in no slot yet.
 
-        At most one tenant a step, and one place: all tenants come to run as many, as far as they ask for as many.
+        At most one sequence a step: all tenants come to run as many, as far as they ask for as many.
         """
         self._must_yield = False
         numbers = Counter(one.tenant for one in self.running)
-        for tenant in self.waiting.waiting_tenants():
-            richest, most = max(numbers.items(), key=itemgetter(1), default=("", 0))
+        richest, most = max(numbers.items(), key=itemgetter(1), default=("", 0))
+        tenants = self.waiting.waiting_tenants()
+        if all(most <= numbers[tenant] + 1 for tenant in tenants):
+            return None
+        claimed: set[int] = set()
+        for tenant in tenants:
+            heads = self.waiting.heads_of(tenant)
+            head = self._first_at_hand(heads, claimed)
             if most <= numbers[tenant] + 1:
                 continue
-            heads = self.waiting.heads_of(tenant)
-            head = next((one for one in heads if self._is_at_hand(one)), None)
             if head is None:
                 victims = self._holders_of_a_slot_for(heads, numbers)
+                if not victims:
+                    continue
             elif self._has_room(head):
                 victims = []
             else:
@@ -219,8 +226,23 @@ class Scheduler:
                 return None
             for victim in reversed(victims):
                 self._preempt(victim)
-            if victims:
+            if head is None:
                 return tenant
+            self._admit(head, self._slot_for(head, set(), set()))  # its chunk comes with those of all that run
+            return None
+        return None
+
+    def _first_at_hand(self, heads: list[Sequence], claimed: set[int]) -> Sequence | None:
+        """The first that needs no slot, or whose adapter is in one. claimed: slots that drain for sequences before
+        these; those that drain for the ones passed over are added."""
+        for head in heads:
+            if head.lora is None or self.loras is None:
+                return head
+            slot = self.loras.slots.find(head.lora.digest)
+            if slot is None:
+                claimed |= self.loras.claims(head.lora.digest, claimed, head.tenant)
+            elif slot.index not in claimed and self.loras.slots.is_ready(slot):
+                return head
         return None
 
     def _holders_of_a_slot_for(self, heads: list[Sequence], numbers: Counter[str]) -> list[Sequence]:
@@ -239,13 +261,6 @@ class Scheduler:
     def _has_room(self, sequence: Sequence) -> bool:
         fits = self.kv.blocks_for(len(sequence.tokens)) <= self.kv.num_free
         return fits and len(self.running) < self.max_num_seqs
-
-    def _is_at_hand(self, sequence: Sequence) -> bool:
-        """Whether it needs no slot, or its adapter is in one."""
-        if sequence.lora is None or self.loras is None:
-            return True
-        slot = self.loras.slots.find(sequence.lora.digest)
-        return slot is not None and self.loras.slots.is_ready(slot)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
@@ -268,7 +283,7 @@ class Scheduler:
             sequence.slot = None
 
     def _schedule_waiting(self, budget: int, favored: str | None) -> list[Chunk]:
-        """favored: the tenant that room was made for."""
+        """favored: the tenant for whose adapter a slot was freed."""
         chunks: list[Chunk] = []
         blocked: set[str] = set()  # adapters that this pass has found without a usable slot
         claimed: set[int] = set()  # slots that drain for a request further ahead
@@ -277,8 +292,6 @@ class Scheduler:
             slot = self._slot_for(sequence, blocked, claimed)
             if sequence.lora is not None and slot is None:
                 continue
-            if sequence.times is not None and sequence.tier not in ("", "gpu"):
-                sequence.times.adapter_s = sequence.times.adapter_s or time.monotonic()
             if not self._admit(sequence, slot):
                 break  # no blocks: those whose turn is later must not overtake
             chunks.append(self._chunk(sequence, min(sequence.num_uncomputed, budget)))
@@ -311,6 +324,8 @@ class Scheduler:
         if not self.kv.grow(blocks, len(sequence.tokens)):
             self.kv.release(blocks)
             return False
+        if sequence.times is not None and sequence.tier not in ("", "gpu"):
+            sequence.times.adapter_s = sequence.times.adapter_s or time.monotonic()
         sequence.blocks = blocks
         sequence.num_computed = cached
         self.waiting.start(sequence)

@@ -96,13 +96,16 @@ async def greedy_answers(url: str, jobs: Sequence[tuple[list[int], str | None]],
 
 
 def start_server(arguments: Sequence[str], log_file: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that a signal to the test does not reach it; its catalogue is beside the log."""
+    """In a process group of its own, so that a signal to the test does not reach it; its catalogue is beside the log.
+
+    Not in a session of its own: Linux first divides processor time among sessions, and the test would wait for it.
+    """
     program = "from lorafleet.cluster.cli import main; main()"
     command = [sys.executable, "-c", program, "serve", "--cpu-threads", "1", *arguments]
     environment = os.environ | {"LORAFLEET_STATE_DIR": str(log_file.parent / "state")}
     with log_file.open("wb") as log:
         return subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd="/", env=environment
+            command, stdout=log, stderr=subprocess.STDOUT, process_group=0, cwd="/", env=environment
         )
 
 

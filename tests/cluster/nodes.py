@@ -51,7 +51,7 @@ def running_nodes(arguments: Mapping[str, Any]) -> Iterator[Nodes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,
+        process_group=0,
     )
     assert process.stdin is not None and process.stdout is not None
     try:

@@ -82,6 +82,12 @@ def test_the_ingress_alone_listens_where_it_is_told_to(backend: int, tmp_path: P
         assert stat.S_IMODE(os.stat(tmp_path / "in.sock").st_mode) == 0o600
 
 
+def test_its_process_group_is_its_own_and_its_session_is_its_managers(backend: int, tmp_path: Path) -> None:
+    with running(tmp_path, [backend], {}) as (pid, _):
+        assert os.getpgid(pid) == pid != os.getpgrp()
+        assert os.getsid(pid) == os.getsid(0)
+
+
 def test_tls_is_served_and_plain_http_is_not(backend: int, tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.issue("server", "localhost")
     with running(tmp_path, [backend], TLSFiles(str(cert), str(key)).environment()) as (_, port):

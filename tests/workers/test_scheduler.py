@@ -254,6 +254,26 @@ def test_room_for_a_tenant_is_made_of_blocks_too():
     assert running(s) == {"noisy": 3, "quiet": 1}
 
 
+def test_a_tenant_that_runs_fewer_comes_before_what_was_preempted_of_another():
+    s = scheduler(num_blocks=16)
+    for i in range(4):
+        s.add(of_tenant("noisy", str(i), 60))
+    while not s.num_preemptions:
+        step(s)
+        answered(s)
+    s.add(of_tenant("quiet", "first", 10))
+    assert step(s)["quiet first"] == 10
+
+
+def test_a_tenant_that_runs_fewer_has_its_prompt_in_a_step_before_the_long_prompts_of_another():
+    s = scheduler()
+    for i in range(4):
+        s.add(of_tenant("noisy", str(i), 4000))
+    assert step(s) == {"noisy 0": 4000, "noisy 1": 4000, "noisy 2": 192}
+    s.add(of_tenant("quiet", "first", 100))
+    assert step(s) == {"noisy 0": 1, "noisy 1": 1, "quiet first": 100, "noisy 2": 410}
+
+
 def test_when_blocks_run_out_the_tenant_that_runs_most_gives_way():
     s = scheduler(num_blocks=16)
     for i in range(3):
@@ -308,6 +328,22 @@ def test_a_tenant_does_not_wait_for_a_slot_that_another_s_long_answers_hold():
     slots.absent.clear()
     answered(s)
     assert "quiet first" in step(s)
+
+
+def test_a_tenant_with_ever_new_requests_does_not_keep_a_slot_that_drains_for_another():
+    slots = SlotsForAll()
+    s = scheduler(loras=slots)
+    for i in range(5):
+        s.add(of_tenant("noisy", str(i)))
+    s.add(of_tenant("quiet", "first", lora=lora("warm")))
+    step(s)
+    slots.absent.add("cold")
+    slots.claimed = {slots.of["warm"].index}
+    s.add(of_tenant("other", "first", lora=lora("cold")))
+    s.add(of_tenant("quiet", "second", lora=lora("warm")))
+    for _ in range(3):
+        answered(s)
+        assert "quiet second" not in step(s)
 
 
 def test_a_slot_is_not_taken_from_a_tenant_that_runs_as_few():

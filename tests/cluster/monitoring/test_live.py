@@ -92,7 +92,7 @@ def metrics_up(server: str, folder: Path) -> Iterator[Prometheus]:
     command += ["--server", server, "--port", str(port), "--grafana-port", str(free_port())]
     command += ["--data", str(folder / "data"), "--scrape-interval", "5"]
     with (folder / "up.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
     url = f"http://127.0.0.1:{port}"
 
     def announced() -> bool:
