@@ -519,7 +519,7 @@ class AdapterDirectory:
         since = self._since.get(name, 0)
         served = self.catalogue.state.served(name, since)
         if served is None and name in self._found:
-            return Served(name, since, (self._found[name],), (1.0,), found=True)
+            return Served(name, name, since, (self._found[name],), (1.0,), found=True)
         return served
 
     def names(self, adapter: str) -> list[str]:

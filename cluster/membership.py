@@ -3,7 +3,7 @@ date; and the orders that come with the answers.
 
 Also repeats a call for which the directory turns out to have been restarted, after bringing it what this replica knows.
 Every call has a time limit. While the directory is silent, calls fail at once, and copies are used as long as the
-catalogue's log shows that nothing was changed (catalogue/log_end.py).
+catalogue's log shows that they were not changed (catalogue/log_end.py).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Membership:
         """What the name stands for, from the copy while it may be trusted, else from the directory."""
         copy = self._copies.get(name)
         is_known = copy is not None or name in self._absent
-        if is_known and (self.fresh or await self._is_unchanged()):
+        if is_known and (self.fresh or await self._is_unchanged(name, copy)):
             return copy
         return self._keep(name, await self.call(lambda epoch: self.directory.lookup(epoch, name)))
 
@@ -167,9 +167,10 @@ class Membership:
                 logger.debug("replica %s: the adapter directory does not answer: %r", self.replica_id, error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _is_unchanged(self) -> bool:
-        """Whether the catalogue is what it was when the copies were right."""
-        return self._log_end is not None and await self._log_end.is_at(self._log)
+    async def _is_unchanged(self, name: str, copy: Served | None) -> bool:
+        """Whether the catalogue says of this name what it said when the copies were right."""
+        changed = None if self._log_end is None else await self._log_end.changed_since(self._log)
+        return changed is not None and changed.isdisjoint((name, name if copy is None else copy.adapter))
 
     def _keep(self, name: str, answer: Found) -> Served | None:
         """Takes a copy, unless the answer is older than what this replica has heard since."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from lorafleet.cluster.catalogue.log import SETTLE_S, CatalogueLog, Fenced
 from lorafleet.cluster.catalogue.log_end import LogPosition, read_store_id
@@ -43,8 +42,11 @@ class Catalogue:
 
     async def load(self) -> None:
         """Reads everything: seconds, where there are a million adapters."""
-        store_id = await _in_thread(lambda: read_store_id(self.store))
-        self.state = await _in_thread(self._load)
+        await _to_the_end(self._load_first())
+
+    async def _load_first(self) -> None:
+        store_id = await asyncio.to_thread(lambda: read_store_id(self.store))
+        self.state = await asyncio.to_thread(self._load)
         self.position = LogPosition(store_id, self._log.length)
 
     async def change(self, name: str, decide: Decide) -> Adapter | None:
@@ -53,6 +55,9 @@ class Catalogue:
         decide is asked again where another writer was first; it raises where the change cannot be made. Raises
         OutcomeUnknown where the change may have been written: read_on() finds it then.
         """
+        return await _to_the_end(self._change(name, decide))
+
+    async def _change(self, name: str, decide: Decide) -> Adapter | None:
         async with self._writing:
             for _ in range(MAX_OVERTAKEN):
                 entry = decide(self.state.adapters.get(name))
@@ -60,7 +65,7 @@ class Catalogue:
                     return self.state.adapters.get(name)
                 _check_size(entry)
                 try:
-                    others = await _in_thread(partial(self._log.append, entry))
+                    others = await asyncio.to_thread(self._log.append, entry)
                 except Fenced:
                     await self._load_again()
                     continue
@@ -76,9 +81,12 @@ class Catalogue:
     async def read_on(self) -> None:
         """Takes in what other processes have written to the same store, and changes of this one whose outcome was
         unknown. Raises StoreError."""
+        await _to_the_end(self._read_on())
+
+    async def _read_on(self) -> None:
         async with self._writing:
             try:
-                others = await _in_thread(self._log.read_on)
+                others = await asyncio.to_thread(self._log.read_on)
             except Fenced:
                 await self._load_again()
             else:
@@ -98,8 +106,8 @@ class Catalogue:
 
     async def _load_again(self) -> None:
         before = self.state
-        after = await _in_thread(self._load)
-        changed = await _in_thread(lambda: before.adapters.differing(after.adapters))
+        after = await asyncio.to_thread(self._load)
+        changed = await asyncio.to_thread(lambda: before.adapters.differing(after.adapters))
         self.state = after
         self._has_read()
         adapters = [before.adapters[name] for name in changed if name in before.adapters]
@@ -138,9 +146,10 @@ async def keep_reading(catalogue: Catalogue, pause_s: float) -> None:
             has_failed = True
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Ends only when the work has ended, also where the caller is cancelled: the log takes one call at a time."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Does all of the work, also where the caller is cancelled meanwhile: the log takes one call at a time, and what is
+    in the log must be in the state."""
+    task = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

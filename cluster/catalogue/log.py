@@ -31,13 +31,14 @@ from dataclasses import dataclass
 import msgspec
 
 from lorafleet.cluster.catalogue.packed import Packed, head, pack, unpack
-from lorafleet.cluster.catalogue.records import Entry
+from lorafleet.cluster.catalogue.records import Adapter, Entry
 from lorafleet.cluster.catalogue.store import Store
 from lorafleet.workers.errors import CatalogueDamaged, OutcomeUnknown, StoreError, StoreRefused
 
 MERGE = 128
 FAN_OUT = 16
 READ_THREADS = 16
+MAX_CHANGES = 64  # How many changes are read to learn which names they are of.
 LOAD_ATTEMPTS = 5  # another writer may delete what was listed a moment ago
 SETTLE_S = 10.0  # How long a write whose outcome is unknown is repeated before the caller is told so.
 SETTLE_PAUSE_S = 0.2  # Pause between two such attempts.
@@ -287,9 +288,22 @@ class _Vanished(Exception):
     """Another writer merges too."""
 
 
-def has_gone_on(store: Store, number: int) -> bool:
-    """Whether there is a change of this number or a later one."""
-    return store.read(_change_key(number)) is not None or any(_bounds(key)[1] > number for key in store.keys("runs/"))
+def changed_names(store: Store, number: int) -> frozenset[str] | None:
+    """The adapters that changes of this number or a later one are of, and the names that stand for them since.
+
+    None where there are more than MAX_CHANGES, or the store has not each of them.
+    """
+    names = set[str]()
+    for one in range(number, number + MAX_CHANGES + 1):
+        content = store.read(_change_key(one))
+        if content is None:
+            return None if any(_bounds(key)[1] > one for key in store.keys("runs/")) else frozenset(names)
+        payload = _unframe(content)
+        if payload is None:
+            return None
+        entry = unpack(_change_decoder.decode(payload).entry)
+        names |= {entry.name, *(entry.aliases if isinstance(entry, Adapter) else ())}
+    return None
 
 
 def _as_run(span: _Span, payload: memoryview) -> _Run:

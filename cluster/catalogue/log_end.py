@@ -1,8 +1,8 @@
-"""Whether anything was written to the catalogue's log since a replica's copies were right.
+"""Which names were changed in the catalogue's log since a replica's copies were right.
 
-A replica may use its copies without the directory while the log has not gone on: every change is in the log before it
-is acknowledged to anybody. The log is read after the question was asked, so an answer never misses a change that had
-been acknowledged by then.
+A replica may use its copies of all others without the directory: every change is in the log before it is acknowledged
+to anybody. The log is read after the question was asked, so an answer never misses a change that had been acknowledged
+by then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from lorafleet.cluster.catalogue.log import has_gone_on
+from lorafleet.cluster.catalogue.log import changed_names
 from lorafleet.cluster.catalogue.store import Store
 from lorafleet.workers.errors import LorafleetError, StoreError
 
@@ -49,13 +49,13 @@ class LogEnd:
         self._open_store = open_store
         self._read_s = read_s
         self._store: Store | None = None
-        self._running: asyncio.Task[bool] | None = None
-        self._coming: dict[LogPosition, asyncio.Task[bool]] = {}  # reads that have not begun
+        self._running: asyncio.Task[frozenset[str] | None] | None = None
+        self._coming: dict[LogPosition, asyncio.Task[frozenset[str] | None]] = {}  # reads that have not begun
 
-    async def is_at(self, position: LogPosition) -> bool:
-        """False also where the store does not answer, or is another one."""
+    async def changed_since(self, position: LogPosition) -> frozenset[str] | None:
+        """See log.changed_names. None also where the store does not answer, or is another one."""
         if not position.store_id:
-            return False
+            return None
         reading = self._coming.get(position)
         if reading is None:
             reading = asyncio.get_running_loop().create_task(self._read_after(self._running, position))
@@ -63,9 +63,11 @@ class LogEnd:
         try:
             return await asyncio.wait_for(asyncio.shield(reading), self._read_s)
         except TimeoutError:
-            return False
+            return None
 
-    async def _read_after(self, running: asyncio.Task[bool] | None, position: LogPosition) -> bool:
+    async def _read_after(
+        self, running: asyncio.Task[frozenset[str] | None] | None, position: LogPosition
+    ) -> frozenset[str] | None:
         if running is not None:
             await asyncio.wait([running])
         self._running = self._coming.pop(position)
@@ -73,10 +75,10 @@ class LogEnd:
             return await asyncio.to_thread(self._read, position)
         except LorafleetError as error:
             logger.warning("the catalogue's log cannot be read: %s", error.message)
-            return False
+            return None
 
-    def _read(self, position: LogPosition) -> bool:
+    def _read(self, position: LogPosition) -> frozenset[str] | None:
         if self._store is None:
             self._store = self._open_store()
         store_id = (self._store.read(_ID_KEY) or b"").decode()
-        return store_id == position.store_id and not has_gone_on(self._store, position.next)
+        return changed_names(self._store, position.next) if store_id == position.store_id else None

@@ -21,11 +21,12 @@ from lorafleet.workers.lora.request import LoRARequest
 class Served(msgspec.Struct, frozen=True):
     """What a public name stands for: versions and their weights.
 
-    since: the directory's version in which it became so; later ones are newer. found: by a resolver, and not in the
-    catalogue.
+    adapter: its name. since: the directory's version in which it became so; later ones are newer. found: by a resolver,
+    and not in the catalogue.
     """
 
     name: str
+    adapter: str
     since: int
     loras: tuple[LoRARequest, ...]
     weights: tuple[float, ...]
@@ -151,7 +152,7 @@ class CatalogueState:
             return None
         shares = adapter.shares(alias)
         loras = tuple(self.request(alias, adapter.version(share.version)) for share in shares)
-        return Served(alias, since, loras, tuple(share.weight for share in shares))
+        return Served(alias, adapter.name, since, loras, tuple(share.weight for share in shares))
 
     def request(self, name: str, version: Version) -> LoRARequest:
         path = version.location or self._files_uri(version.digest)

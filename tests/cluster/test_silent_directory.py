@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lorafleet.cluster import membership as membership_module
 from lorafleet.cluster.catalog import DirectoryCatalog, obey
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.catalogue.log import CatalogueLog
+from lorafleet.cluster.catalogue.log import MAX_CHANGES, CatalogueLog
 from lorafleet.cluster.catalogue.log_end import LogEnd, LogPosition, read_store_id
-from lorafleet.cluster.catalogue.records import Adapter, Version
+from lorafleet.cluster.catalogue.records import Adapter, Move, Removed, Share, Version
 from lorafleet.cluster.directory import AdapterDirectory
 from lorafleet.cluster.membership import Membership
 from lorafleet.cluster.tenancy.quota_book import Ask, Limits
@@ -32,6 +33,11 @@ from tests.cluster.test_directory import Engine, loaded
 
 pytestmark = pytest.mark.usefixtures("_hasty")
 _quick = test_directory._quick
+SQL = Adapter(
+    "sql",
+    (Version(1, "digest of it", "", 8, 1, 0.0),),
+    {name: (Move(0.0, (Share(1, 1.0),)),) for name in ("sql", "sql-stable")},
+)
 LATE_S = 60.0  # of a call that should have ended long ago, however slow the machine is
 
 
@@ -96,8 +102,9 @@ async def serving(folder: Path, store_of_replica: Path | None = None) -> AsyncIt
     store = FolderStore(folder)
     log = CatalogueLog(store)
     log.load()
-    for name in ("sql", full_name("acme", "own")):
-        log.append(Adapter(name, (Version(1, f"digest of {name}", "", 8, 1, 0.0),), {name: ((0.0, ((1, 1.0),)),)}))  # type: ignore[dict-item]  # as it is written
+    own = full_name("acme", "own")
+    for adapter in (SQL, msgspec.structs.replace(SQL, name=own, aliases={own: SQL.aliases["sql"]})):
+        log.append(adapter)
     directory = await loaded(Stoppable(Catalogue(store)))
     engine = Engine()
     log_end = LogEnd(lambda: FolderStore(store_of_replica or folder), LATE_S)
@@ -179,6 +186,42 @@ async def test_a_change_that_another_server_made_is_never_missed_while_the_direc
             await replica.catalog.resolve("sql")
 
 
+@pytest.mark.parametrize("own_name", [True, False])
+async def test_changes_of_other_adapters_do_not_stop_the_names_that_are_known(tmp_path: Path, own_name: bool) -> None:
+    """A directory that falls silent has always just written something, where adapters come and go all the time."""
+    async with serving(tmp_path) as replica:
+        name = "sql" if own_name else "sql-stable"
+        absent = full_name("acme", "sql")
+        known = await replica.catalog.resolve(name)
+        assert await replica.catalog.known(absent) is None
+        await replica.stop_directory()
+        log = CatalogueLog(replica.store)
+        log.load()
+        log.append(Removed("other"))
+        log.append(msgspec.structs.replace(SQL, name="another", aliases={"another": SQL.aliases["sql"]}))
+        assert await replica.catalog.resolve(name) == known
+        assert await replica.catalog.known(absent) is None
+        log.append(msgspec.structs.replace(SQL, aliases={"sql": SQL.aliases["sql"]}))  # the other alias is gone
+        log.append(msgspec.structs.replace(SQL, name="late", aliases={absent: SQL.aliases["sql"]}))
+        for one in (name, absent):
+            with pytest.raises(DirectoryUnavailable):
+                await replica.catalog.resolve(one)
+
+
+async def test_too_many_changes_are_not_read(tmp_path: Path) -> None:
+    async with serving(tmp_path) as replica:
+        known = await replica.catalog.resolve("sql")
+        await replica.stop_directory()
+        log = CatalogueLog(replica.store)
+        log.load()
+        for _ in range(MAX_CHANGES):
+            log.append(Removed("other"))
+        assert await replica.catalog.resolve("sql") == known
+        log.append(Removed("other"))
+        with pytest.raises(DirectoryUnavailable):
+            await replica.catalog.resolve("sql")
+
+
 async def test_an_empty_folder_of_the_same_name_on_another_node_vouches_for_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path / "catalogue", tmp_path / "elsewhere") as replica:
         await replica.catalog.resolve("sql")
@@ -219,11 +262,11 @@ async def test_the_log_is_read_once_for_all_who_ask_together_and_after_they_aske
     position = LogPosition(read_store_id(FolderStore(tmp_path)), 0)
     store = Waiting(tmp_path)
     end = LogEnd(lambda: store, LATE_S)
-    asked = [asyncio.create_task(end.is_at(position)) for _ in range(100)]
+    asked = [asyncio.create_task(end.changed_since(position)) for _ in range(100)]
     await until(lambda: store.num_reads == 1)
-    asked += [asyncio.create_task(end.is_at(position)) for _ in range(100)]
+    asked += [asyncio.create_task(end.changed_since(position)) for _ in range(100)]
     await asyncio.sleep(0.01)
     store.goes_on.set()
-    assert all(await asyncio.gather(*asked))
+    assert await asyncio.gather(*asked) == [frozenset()] * 200
     assert store.num_reads == 2
-    assert not await end.is_at(LogPosition("", 0))
+    assert await end.changed_since(LogPosition("", 0)) is None
