@@ -28,13 +28,13 @@ import torch
 
 from engine_driver import decode_step_ms, load
 from engine_e2e import CONFIG, HIDDEN, LAYERS, RANK, SHAPES
-from lorafleet.workers.config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.workers.adapters.forms import AdapterForms, Kronecker, LinearForm, LowRank, TokenRows, VocabForm
+from lorafleet.workers.adapters.reader import ReadAdapter
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.lora import model as lora_model
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.forms import AdapterForms, Kronecker, LinearForm, LowRank, TokenRows, VocabForm
-from lorafleet.workers.lora.reader import ReadAdapter
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.workers.slots import lora_model as lora_model
 from lorafleet.workers.startup import build_engine
 
 BATCH, ADAPTERS, ROUNDS = 64, 8, 3
@@ -167,7 +167,7 @@ def start(checkpoint: Path, kinds: list[str], lora_dtype: str) -> tuple[Engine, 
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("lorafleet.workers.decode_graphs").setLevel(logging.INFO)
+    logging.getLogger("lorafleet.workers.step.decode_graphs").setLevel(logging.INFO)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--kinds", nargs="+", choices=[*BATCHES])

@@ -29,12 +29,12 @@ import msgspec
 import torch
 
 from engine_e2e import CONFIG
-from lorafleet.workers.config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.protocol.messages import EngineRequest
+from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import EngineRequest
-from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
 from random_llama import write_adapters
 

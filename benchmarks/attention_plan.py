@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
 
 STEPS, WARM_UP, BLOCK, MAX_CONTEXT, CHUNK = 200, 20, 16, 8192, 512

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from lorafleet.workers.llm import LLM, LoRARequest, Prompt, SamplingParams
+from lorafleet.offline.llm import LLM, LoRARequest, Prompt, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 PAD = 0

@@ -26,14 +26,14 @@ import ray
 
 from directory_fleet import FleetActor
 from directory_scale import digest_of, in_own_process, write_log
-from lorafleet.cluster.directory_actor import NAMESPACE, DirectoryPlace, RemoteDirectory, get_or_create
-from lorafleet.cluster.residency import Report, RouteView
-from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad
+from lorafleet.cluster.directory.directory_actor import NAMESPACE, DirectoryPlace, RemoteDirectory, get_or_create
+from lorafleet.cluster.directory.residency import Report, RouteView
+from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad
 
 NUM_CHANGES = 500
 LOAD_S = 15.0
 PROBE = "probe"
-RETRY_S = 0.1  # cluster/router.py
+RETRY_S = 0.1  # cluster/routing/router.py
 
 
 def main() -> None:
@@ -167,7 +167,7 @@ class Run:
         )
 
     async def _follow(self) -> None:
-        """As cluster/router.py does."""
+        """As cluster/routing/router.py does."""
         directory = get_or_create(self._place)
         while True:
             try:

@@ -14,19 +14,20 @@ from collections import Counter
 
 import ray
 
-from lorafleet.cluster.directory import Order
-from lorafleet.cluster.directory_actor import DirectoryPlace, get_or_create
-from lorafleet.cluster.membership import Membership
-from lorafleet.cluster.reporting import keep_reporting
-from lorafleet.workers.lora.request import AdapterInfo
-from lorafleet.workers.messages import EngineStats
+from lorafleet.cluster.directory.directory import Order
+from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.cluster.directory.membership import Membership
+from lorafleet.cluster.serve.reporting import keep_reporting
+from lorafleet.protocol.lora_request import AdapterInfo
+from lorafleet.protocol.messages import EngineStats
 
 SLOTS, IN_CPU = 32, 128
 BUSY_S, IDLE_S = 0.1, 1.0  # between stats; workers/worker.py, and an engine that does nothing
 
 
 class SimulatedEngine:
-    """What cluster/reporting.py needs of workers.transport.EngineClient. Busy: every stats differ from the last."""
+    """What cluster/serve/reporting.py needs of workers.transport.EngineClient. Busy: every stats differ from the
+    last."""
 
     def __init__(self, number: int, digests: list[str]) -> None:
         self.stats = EngineStats()

@@ -21,12 +21,12 @@ import numpy as np
 import psutil
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.catalogue_log import CatalogueLog
+from lorafleet.cluster.catalogue.catalogue_records import Adapter, Share, Version, moved
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.catalogue.log import CatalogueLog
-from lorafleet.cluster.catalogue.records import Adapter, Share, Version, moved
-from lorafleet.cluster.directory import AdapterDirectory
-from lorafleet.cluster.residency import Report, Routes, RouteView
-from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad, Tier
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.residency import Report, Routes, RouteView
+from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad, Tier
 
 SLOTS, IN_CPU = 32, 128
 NUM_DECISIONS = 20_000

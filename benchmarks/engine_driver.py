@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.protocol.messages import EngineRequest
+from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import EngineRequest
-from lorafleet.workers.sampling_params import SamplingParams
 
 MARGIN = 256  # token ids at the vocabulary's end that are not drawn
 

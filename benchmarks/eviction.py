@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lorafleet.kernels.packed_lora import AdapterTable
-from lorafleet.workers.lora.cpu_tier import CPUTier
-from lorafleet.workers.lora.eviction import Demand
-from lorafleet.workers.lora.packed_adapter import LoadTimes, PackedAdapter
-from lorafleet.workers.lora.request import AdapterInfo
+from lorafleet.kernels.lora.packed_lora import AdapterTable
+from lorafleet.protocol.lora_request import AdapterInfo
+from lorafleet.workers.slots.cpu_tier import CPUTier
+from lorafleet.workers.slots.eviction import Demand
+from lorafleet.workers.slots.packed_adapter import LoadTimes, PackedAdapter
 
 NUM_ADAPTERS = 1000
 RANKS = (8, 8, 16, 32, 64)

@@ -30,9 +30,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from local_server import cpu_s
-from lorafleet.workers.errors import ModelNotFound
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, TokenOutput
+from lorafleet.protocol.errors import ModelNotFound
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, TokenOutput
 
 NUM_TOKENS = 100
 ROLES = ("InstantReplica", "AdapterRouter", "haproxy")
@@ -95,9 +95,9 @@ class InstantReplica:
         self._model = model
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        from lorafleet.workers.openai.api import build_api
-        from lorafleet.workers.openai.front import Front, FrontConfig
-        from lorafleet.workers.tokenizer import Tokenizer
+        from lorafleet.api.front import Front, FrontConfig
+        from lorafleet.api.routes.build_api import build_api
+        from lorafleet.api.text.tokenizer import Tokenizer
 
         config = FrontConfig(served_model_names=("base",), model_path=self._model)
         front = Front(config, Tokenizer.from_folder(self._model), InstantEngine(), NoAdapters())
@@ -121,8 +121,8 @@ def serve_bare() -> None:
 
 
 def serve_with_ray(model: str, run_dir: str, *, direct: bool) -> None:
-    """Until it is killed. The deployments are made as in cluster/app.py."""
-    from lorafleet.cluster import serve_environment
+    """Until it is killed. The deployments are made as in cluster/serve/app.py."""
+    from lorafleet.cluster.serve import serve_environment
 
     serve_environment.prepare(run_dir, direct_streaming=direct)
     if direct:
@@ -131,8 +131,9 @@ def serve_with_ray(model: str, run_dir: str, *, direct: bool) -> None:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    from lorafleet.cluster import app, ingress
-    from lorafleet.cluster.router import AffinityRouter
+    from lorafleet.cluster.proxy import ingress
+    from lorafleet.cluster.routing.router import AffinityRouter
+    from lorafleet.cluster.serve import app
 
     ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False, logging_level="ERROR")
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
@@ -142,7 +143,7 @@ def serve_with_ray(model: str, run_dir: str, *, direct: bool) -> None:
         ray_actor_options={"num_cpus": 0.1},
         logging_config=app.QUIET,
         request_router_config=RequestRouterConfig(
-            request_router_class=AffinityRouter,  # type: ignore[arg-type]  # as in cluster/app.py
+            request_router_class=AffinityRouter,  # type: ignore[arg-type]  # as in cluster/serve/app.py
             request_router_kwargs={"model": model},
         ),
     )(serve.ingress()(InstantReplica)).bind(model)

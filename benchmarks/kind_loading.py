@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_e2e import CONFIG
-from lorafleet.workers.config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.startup import build_engine
 from random_llama import write_adapters
 

@@ -60,7 +60,7 @@ def running(arguments: Sequence[str], log_file: Path) -> Iterator[LocalServer]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-c", "from lorafleet.cluster.cli import main; main()", "serve", *arguments]
+    command = [sys.executable, "-c", "from lorafleet.cluster.cli.cli import main; main()", "serve", *arguments]
     with log_file.open("wb") as log:
         # A process group of its own: Ctrl-C reaches it once, from here. Not a session of its own: Linux first divides
         # processor time among sessions, and would measure the client's share.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine_driver import copy_bandwidth
-from lorafleet.kernels.decoder_stack import (
+from lorafleet.kernels.decoder.decoder_stack import (
     DTYPE,
     LINEARS,
     MAX_SLOTS,
@@ -32,9 +32,9 @@ from lorafleet.kernels.decoder_stack import (
     medians,
     smallest_batch,
 )
-from lorafleet.kernels.fp8 import FP8
-from lorafleet.kernels.lora import linear_with_lora
-from lorafleet.kernels.lora_batch import PREFILL_TILE_TOKENS, TILE_TOKENS, LoRABatch
+from lorafleet.kernels.lora.apply_lora import linear_with_lora
+from lorafleet.kernels.lora.lora_batch import PREFILL_TILE_TOKENS, TILE_TOKENS, LoRABatch
+from lorafleet.kernels.quant.fp8 import FP8
 
 LORA_DTYPES = {"bf16": DTYPE, "fp8": FP8}
 

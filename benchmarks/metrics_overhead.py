@@ -20,12 +20,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from lorafleet.kernels.lora_batch import BASE_SLOT
-from lorafleet.workers.attention.base import AttentionBatch
-from lorafleet.workers.messages import AdapterMove, EngineStats
-from lorafleet.workers.openai.metrics import Metrics, Stopwatch, text_of
-from lorafleet.workers.step_metrics import StepMetrics
-from lorafleet.workers.step_plan import FIELDS, StepPlan
+from lorafleet.api.telemetry.http_metrics import Metrics, Stopwatch, text_of
+from lorafleet.kernels.lora.lora_batch import BASE_SLOT
+from lorafleet.protocol.messages import AdapterMove, EngineStats
+from lorafleet.protocol.step_metrics import StepMetrics
+from lorafleet.workers.attention.attention_backend import AttentionBatch
+from lorafleet.workers.device.step_plan import FIELDS, StepPlan
 
 H200_STEP_MS = {1: 4.73, 8: 4.99, 64: 6.43, 256: 12.83}  # base, NOTES.md
 REPORTS_S = 10.0

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_driver import copy_bandwidth, decode_step_ms, load, prefill_tokens_per_s
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.startup import build_engine
 from random_llama import write_alike_adapters
 

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_driver import copy_bandwidth
-from lorafleet.kernels import moe_triton
-from lorafleet.kernels.expert_lora import RECORD_FIELDS, StepExperts
-from lorafleet.kernels.moe import experts_mlp, route
+from lorafleet.kernels.moe import moe_triton
+from lorafleet.kernels.moe.expert_lora import RECORD_FIELDS, StepExperts
+from lorafleet.kernels.moe.moe import experts_mlp, route
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER = 128, 8, 2048, 768
 DTYPE = torch.bfloat16

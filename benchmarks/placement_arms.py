@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lorafleet.cluster import residency
-from lorafleet.cluster.filling import Filler
-from lorafleet.cluster.placer import Placer
-from lorafleet.cluster.rendezvous import Rendezvous, key_of
-from lorafleet.cluster.residency import Residency, RouteView
-from lorafleet.cluster.routing import ReplicaChooser, ReplicaLoad, Tier
+from lorafleet.cluster.directory import residency
+from lorafleet.cluster.directory.filling import Filler
+from lorafleet.cluster.directory.placer import Placer
+from lorafleet.cluster.directory.residency import Residency, RouteView
+from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
+from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad, Tier
 from simulated_replica import FILL_BYTES_S, MAX_RUNNING, READ_BASE_S, READ_BYTES_S, Replica, Request
 
 Report = tuple[str, ReplicaLoad, list[int], list[tuple[int, Tier | None]]]

@@ -12,10 +12,10 @@ import asyncio
 import random
 import time
 
-from lorafleet.cluster.placer import ROUND_S, Placer
-from lorafleet.cluster.residency import Report, Residency
-from lorafleet.cluster.routing import ReplicaLoad
-from lorafleet.cluster.slices import in_slices
+from lorafleet.cluster.directory.placer import ROUND_S, Placer
+from lorafleet.cluster.directory.residency import Report, Residency
+from lorafleet.cluster.directory.slices import in_slices
+from lorafleet.cluster.routing.routing import ReplicaLoad
 
 SIZES = [(84_000_000 * rank // 16, rank) for rank in (16, 32, 64)]
 PULSE_S = 0.001

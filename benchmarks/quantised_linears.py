@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from engine_driver import copy_bandwidth
-from lorafleet.kernels.base_weight import BaseWeight, PlainWeight
-from lorafleet.kernels.decoder_stack import LINEARS, captured, medians
-from lorafleet.kernels.fp8_weight import FP8Weight, quantise_rows
-from lorafleet.kernels.nf4 import NF4Weight, quantise
-from lorafleet.kernels.scratch import Scratch
+from lorafleet.kernels.decoder.decoder_stack import LINEARS, captured, medians
+from lorafleet.kernels.decoder.scratch import Scratch
+from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight
+from lorafleet.kernels.quant.fp8_weight import FP8Weight, quantise_rows
+from lorafleet.kernels.quant.nf4 import NF4Weight, quantise
 
 MODEL_LAYERS = 32
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")

@@ -3,7 +3,7 @@
     python benchmarks/rank_sum.py [--size 4096] [--rows 1 8 32 64 256 512 1024 8192] [--json FILE]
 
 All GPUs of the machine, bf16, 64 calls in one CUDA graph. Beside each other: NCCL's all-reduce and the kernel of the
-norm, and the one kernel that writes to the other GPUs (kernels/rank_sum.py). The bytes that a GPU must take
+norm, and the one kernel that writes to the other GPUs (kernels/ranks/rank_sum.py). The bytes that a GPU must take
 in from the others, over 450 GB/s (NVLink 4, one direction), are the floor.
 """
 
@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.linear_output import LinearOutput
-from lorafleet.kernels.rms_norm import NormWeight, add_rms_norm
+from lorafleet.kernels.decoder.rms_norm import NormWeight, add_rms_norm
+from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.rank_sum import RankSum
+from lorafleet.workers.tp.row_parallel_sum import RankSum
 
 CALLS, REPEATS = 64, 20
 LINK_BYTES_PER_S = 450e9

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from lorafleet.workers.config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.messages import EngineRequest
+from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.messages import EngineRequest
-from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
 
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from lorafleet.cluster.routing import ReplicaLoad, Tier
-from lorafleet.workers.lora.eviction import Credits, Demand
+from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
+from lorafleet.workers.slots.eviction import Credits, Demand
 from slora_workload import Arrival
 
 STEPS_S = ((1, 4.86e-3), (8, 5.32e-3), (64, 8.43e-3), (256, 15.21e-3))
@@ -227,7 +227,7 @@ class Replica:
 
     def _pump(self, now: float) -> None:
         """Admits what may run, in the order in which adapters began to wait. One that finds no slot claims the one
-        that fewest hold: it admits nobody further behind, as in workers/scheduler.py."""
+        that fewest hold: it admits nobody further behind, as in workers/schedule/scheduler.py."""
         claimed: set[int] = set()
         soonest: Iterator[_Slot] | None = None
         for _, adapter in tuple(self._ready):
@@ -281,7 +281,7 @@ class Replica:
         return slot
 
     def _slot_victim(self, now: float) -> int:
-        """As workers/lora/model_manager.py: rather none that is waited for, then the least credit."""
+        """As workers/slots/model_manager.py: rather none that is waited for, then the least credit."""
         if self.next_use is not None:
             next_use = self.next_use
             return max(self._idle, key=lambda one: next_use(one, now))
@@ -327,7 +327,7 @@ class Replica:
         self._pump(now)
 
     def _cpu_victim(self, now: float) -> int:
-        """As workers/lora/cpu_tier.py: rather none that is waited for, then none in a slot, then the least credit."""
+        """As workers/slots/cpu_tier.py: rather none that is waited for, then none in a slot, then the least credit."""
         if self.next_use is not None:
             next_use = self.next_use
             return min(self.cpu, key=lambda one: (one in self.waiting, one in self.slots, -next_use(one, now)))

@@ -125,7 +125,7 @@ async def _run(
 
 def _command_s_sums(folder: Path) -> dict[str, tuple[int, int]]:
     """Of `lorafleet usage`, by tenant: prompt and completion tokens, of those that used any."""
-    program = [sys.executable, "-c", "from lorafleet.cluster.cli import main; main()", "usage", str(folder)]
+    program = [sys.executable, "-c", "from lorafleet.cluster.cli.cli import main; main()", "usage", str(folder)]
     shown = subprocess.run(program, check=True, capture_output=True, text=True).stdout
     sums = {
         row["tenant"]: (int(row["prompt_tokens"]), int(row["completion_tokens"]))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lorafleet.workers.openai.usage import Usage
+from lorafleet.api.access.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 from safetensors.numpy import save
 
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams, TokensPrompt
-from lorafleet.workers.messages import TokenLogprobs
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams, TokensPrompt
+from lorafleet.protocol.messages import TokenLogprobs
 from soak_truth import ABSENT, MIN_SURE, Answers, Truth
 from tiny_llama import HIDDEN, INNER, KV, LAYERS
 

@@ -23,10 +23,10 @@ import torch
 
 from engine_driver import load, submit, until_all_answer
 from engine_e2e import CONFIG
-from lorafleet.workers.config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.request import LoRARequest
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.worker import STATS_PERIOD_S
 from random_llama import write_alike_adapters

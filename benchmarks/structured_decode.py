@@ -19,14 +19,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from lorafleet.workers.config import EngineConfig
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.api.text.tokenizer_files import TokenizerFiles
+from lorafleet.protocol import structured_spec
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.messages import EngineRequest
+from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.messages import EngineRequest
-from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
-from lorafleet.workers.structured import spec
-from lorafleet.workers.tokenizer import Tokenizer
-from lorafleet.workers.tokenizer_files import TokenizerFiles
 from realistic_vocabulary import realistic_tokenizer
 
 TEXT = {"type": "string", "minLength": 400}  # so that no answer ends while it is measured
@@ -69,7 +69,7 @@ def write_model(folder: Path, layers: int, hidden: int) -> None:
 
 def measure(engine: Engine, tokenizer: Tokenizer, files: TokenizerFiles, args: argparse.Namespace, bound: bool) -> None:
     for i in range(args.batch):
-        given = spec.json_schema(SCHEMAS[i % len(SCHEMAS)], "x", any_whitespace=False) if bound else None
+        given = structured_spec.json_schema(SCHEMAS[i % len(SCHEMAS)], "x", any_whitespace=False) if bound else None
         params = SamplingParams(
             seed=i, max_tokens=args.steps + 20, ignore_eos=True, structured_outputs=given, min_p=0.0
         )

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from engine_driver import decode_step_ms, load, prefill_tokens_per_s
-from lorafleet.workers.config import Device, EngineConfig
+from lorafleet.protocol.engine_config import Device, EngineConfig
+from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.workers.rank_processes import RankProcesses
 from lorafleet.workers.startup import build_engine
-from lorafleet.workers.tp.processes import RankProcesses
 from random_llama import write_alike_adapters
 
 RANK = 16

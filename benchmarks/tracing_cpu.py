@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection
 import httpx
 
 from http_frontend import BODY, InstantEngine, NoAdapters
-from lorafleet.workers.openai.api import build_api
-from lorafleet.workers.openai.front import Front, FrontConfig
-from lorafleet.workers.openai.tracing import Tracing
-from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.routes.build_api import build_api
+from lorafleet.api.telemetry.tracing import Tracing
+from lorafleet.api.text.tokenizer import Tokenizer
 
 RATIOS = (None, 0.0, 0.01, 0.1, 1.0)
 

@@ -20,10 +20,10 @@ import httpx
 import msgspec
 
 from lorafleet.client import calls
-from lorafleet.client.answers import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
 from lorafleet.client.calls import Call, PushOptions
-from lorafleet.client.errors import APIConnectionError, APIError, status_error
+from lorafleet.client.client_errors import APIConnectionError, APIError, status_error
 from lorafleet.client.packing import pack
+from lorafleet.client.results import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
 
 URL_VARIABLE = "LORAFLEET_URL"
 KEY_VARIABLE = "LORAFLEET_ADMIN_KEY"

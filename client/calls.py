@@ -1,5 +1,5 @@
-"""Each call of /v1/adapters and /v1/quality as data, for the clients of admin.py to send. cluster/admin_api.py and
-cluster/quality/routes.py have the other side."""
+"""Each call of /v1/adapters and /v1/quality as data, for the clients of admin.py to send. cluster/admin/admin_api.py
+and cluster/quality/routes.py have the other side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 from urllib.parse import quote
 
-from lorafleet.client.answers import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
+from lorafleet.client.results import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
 
 AnswerT = TypeVar("AnswerT", covariant=True)
 

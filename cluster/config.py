@@ -1,6 +1,6 @@
 """What a user may set, from YAML (`args:`) or the command line: parsed once, here, into frozen dataclasses.
 
-The command line (cluster/cli.py) is made from the fields of AppArgs, so that the two cannot differ.
+The command line (cluster/cli/cli.py) is made from the fields of AppArgs, so that the two cannot differ.
 """
 
 from __future__ import annotations
@@ -23,18 +23,26 @@ from pydantic import (
     model_validator,
 )
 
+from lorafleet.api.access.origins import is_origin
+from lorafleet.api.tool_calls.known import ToolCallFormat
 from lorafleet.cluster.quality.probes import read_probes
 from lorafleet.cluster.tenancy.key_ring import KeyRing, is_key_text
 from lorafleet.cluster.wording import in_words, nearest
-from lorafleet.resolvers.config import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
+from lorafleet.protocol.engine_config import (
+    AttentionName,
+    Device,
+    DType,
+    EngineConfig,
+    KVCacheDType,
+    LoadFormat,
+    OnLoadFailure,
+)
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.limits import MAX_BODY_BYTES
+from lorafleet.protocol.lora_config import LoRAConfig, LoRADType
+from lorafleet.protocol.quantization_methods import Method
+from lorafleet.protocol.sources import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
 from lorafleet.resolvers.source import is_uri
-from lorafleet.workers.config import AttentionName, Device, DType, EngineConfig, KVCacheDType, LoadFormat, OnLoadFailure
-from lorafleet.workers.errors import ConfigError
-from lorafleet.workers.limits import MAX_BODY_BYTES
-from lorafleet.workers.lora.config import LoRAConfig, LoRADType
-from lorafleet.workers.openai.origins import is_origin
-from lorafleet.workers.openai.tool_calls.known import ToolCallFormat
-from lorafleet.workers.quantisation_methods import Method
 
 ALIASES = {  # SGLang's names
     "lora_paths": "lora_modules",
@@ -115,7 +123,7 @@ Module = Annotated[LoRAModule, BeforeValidator(_parse_module)]
 
 
 class AppArgs(BaseModel):
-    """Arguments of lorafleet.cluster.app:build. The names are vLLM's where vLLM has them."""
+    """Arguments of lorafleet.cluster.serve.app:build. The names are vLLM's where vLLM has them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -6,8 +6,8 @@ python examples/administer.py demo/adapters/shout demo/adapters/pirate
 
 import sys
 
-from lorafleet.client.admin import AdminClient
-from lorafleet.client.errors import APIStatusError
+from lorafleet import AdminClient
+from lorafleet.client.client_errors import APIStatusError
 
 first, second = sys.argv[1:]
 with AdminClient() as client:  # LORAFLEET_URL, LORAFLEET_ADMIN_KEY

@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lorafleet.protocol.adapter_files import folder_digest
+from lorafleet.protocol.errors import AdapterError, AdapterTooLarge, AdapterUnavailable, ConfigError
 from lorafleet.resolvers.deadline import Deadline
 from lorafleet.resolvers.durable import sync
 from lorafleet.resolvers.locks import holding_folder, locked
-from lorafleet.workers.errors import AdapterError, AdapterTooLarge, AdapterUnavailable, ConfigError
-from lorafleet.workers.lora.files import folder_digest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

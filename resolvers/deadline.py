@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from lorafleet.workers.errors import AdapterUnavailable
+from lorafleet.protocol.errors import AdapterUnavailable
 
 SOCKET_S = 20.0  # longest silence of a connection before it is given up and tried again
 STOP_POLL_S = 0.2

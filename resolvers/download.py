@@ -16,11 +16,11 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
 
+from lorafleet.protocol.adapter_files import CHUNK_BYTES, read_buffer
+from lorafleet.protocol.errors import AdapterMalformed, AdapterUnavailable
 from lorafleet.resolvers.checksum import Checker
 from lorafleet.resolvers.deadline import Deadline
 from lorafleet.resolvers.source import Interrupted, RemoteFile, Source
-from lorafleet.workers.errors import AdapterMalformed, AdapterUnavailable
-from lorafleet.workers.lora.files import CHUNK_BYTES, read_buffer
 
 PART_BYTES = 8 << 20
 PARALLEL_PARTS = 8

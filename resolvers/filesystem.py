@@ -13,11 +13,11 @@ import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from lorafleet.resolvers.base_model import is_for_base
-from lorafleet.workers.errors import AdapterChanged, AdapterError, AdapterMissing, ConfigError
-from lorafleet.workers.lora.files import AdapterFolder, read_config
-from lorafleet.workers.lora.names import check_adapter_name
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.protocol.adapter_files import AdapterFolder, read_config
+from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterMissing, ConfigError
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.names import check_adapter_name
+from lorafleet.resolvers.trained_base import is_for_base
 
 logger = logging.getLogger(__name__)
 

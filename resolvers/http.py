@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from urllib.parse import unquote, urlsplit
 
-from lorafleet.resolvers.config import HTTPConfig
+from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
+from lorafleet.protocol.errors import Forbidden
+from lorafleet.protocol.sources import HTTPConfig
 from lorafleet.resolvers.deadline import Deadline
 from lorafleet.resolvers.ranges import Described, RangeReader
 from lorafleet.resolvers.source import RemoteFile, wanted_names
-from lorafleet.workers.errors import Forbidden
-from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
 
 
 class HTTPSource:

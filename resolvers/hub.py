@@ -11,12 +11,12 @@ import threading
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
+from lorafleet.protocol.errors import AdapterUnavailable, Forbidden, InvalidRequest
+from lorafleet.protocol.sources import HubConfig
 from lorafleet.resolvers.checksum import Checksum
-from lorafleet.resolvers.config import HubConfig
 from lorafleet.resolvers.deadline import Deadline
 from lorafleet.resolvers.ranges import RangeReader
 from lorafleet.resolvers.source import Interrupted, RemoteFile, wanted_names
-from lorafleet.workers.errors import AdapterUnavailable, Forbidden, InvalidRequest
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

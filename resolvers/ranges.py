@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import httpx
 
+from lorafleet.protocol.errors import AdapterChanged, AdapterUnavailable, InvalidRequest
+from lorafleet.protocol.strict_json import shown
 from lorafleet.resolvers.checksum import Checksum
 from lorafleet.resolvers.deadline import Deadline
 from lorafleet.resolvers.source import Interrupted
-from lorafleet.workers.errors import AdapterChanged, AdapterUnavailable, InvalidRequest
-from lorafleet.workers.lora.strict_json import shown
 
 CONNECT_S = 5.0
 MAX_REDIRECTS = 5

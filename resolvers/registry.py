@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
-from lorafleet.resolvers.base import LoRAResolver
+from lorafleet.protocol.errors import ConfigError, InvalidAdapterName
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.resolvers.lora_resolver import LoRAResolver
 from lorafleet.resolvers.resolver_metrics import ResolverMetrics
-from lorafleet.workers.errors import ConfigError, InvalidAdapterName
-from lorafleet.workers.lora.request import LoRARequest
 
 ENTRY_POINT_GROUP = "lorafleet.resolvers"
 

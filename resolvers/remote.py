@@ -10,12 +10,12 @@ import asyncio
 import functools
 from collections.abc import Collection
 
-from lorafleet.resolvers.base_model import is_for_base
+from lorafleet.protocol.errors import Forbidden, InvalidRequest
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.names import check_adapter_name
 from lorafleet.resolvers.filesystem import adapter_int_id
 from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.errors import Forbidden, InvalidRequest
-from lorafleet.workers.lora.names import check_adapter_name
-from lorafleet.workers.lora.request import LoRARequest
+from lorafleet.resolvers.trained_base import is_for_base
 
 
 class RemoteResolver:

@@ -13,13 +13,13 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lorafleet.protocol.errors import AdapterChanged, AdapterUnavailable, InvalidRequest
+from lorafleet.protocol.sources import S3Config
 from lorafleet.resolvers import checksum
 from lorafleet.resolvers.checksum import Checksum
-from lorafleet.resolvers.config import S3Config
 from lorafleet.resolvers.deadline import SOCKET_S, Deadline
 from lorafleet.resolvers.download import PARALLEL_PARTS
 from lorafleet.resolvers.source import Interrupted, RemoteFile, wanted_names
-from lorafleet.workers.errors import AdapterChanged, AdapterUnavailable, InvalidRequest
 
 CONNECT_S = 5.0
 CHUNK_BYTES = 1 << 17  # what a cut may lose

@@ -9,10 +9,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
+from lorafleet.protocol.errors import AdapterMissing
 from lorafleet.resolvers.checksum import Checksum
 from lorafleet.resolvers.deadline import Deadline
-from lorafleet.workers.errors import AdapterMissing
-from lorafleet.workers.lora.files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
 
 SCHEMES = ("s3://", "https://", "http://", "hf://")
 

@@ -20,16 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from lorafleet.resolvers.cache import AdapterCache
-from lorafleet.resolvers.config import SourcesConfig
-from lorafleet.resolvers.deadline import Deadline
-from lorafleet.resolvers.download import ATTEMPTS, FIRST_BACKOFF_S, download
-from lorafleet.resolvers.fetch_metrics import FetchMetrics
-from lorafleet.resolvers.http import HTTPSource
-from lorafleet.resolvers.hub import HubSource
-from lorafleet.resolvers.s3 import S3Source
-from lorafleet.resolvers.source import Interrupted, RemoteFile, Source, is_uri
-from lorafleet.workers.errors import (
+from lorafleet.protocol.adapter_files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder, read_config
+from lorafleet.protocol.errors import (
     AdapterChanged,
     AdapterError,
     AdapterMissing,
@@ -38,8 +30,16 @@ from lorafleet.workers.errors import (
     Forbidden,
     InvalidRequest,
 )
-from lorafleet.workers.lora.files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder, read_config
-from lorafleet.workers.lora.strict_json import shown
+from lorafleet.protocol.sources import SourcesConfig
+from lorafleet.protocol.strict_json import shown
+from lorafleet.resolvers.cache import AdapterCache
+from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.download import ATTEMPTS, FIRST_BACKOFF_S, download
+from lorafleet.resolvers.fetch_metrics import FetchMetrics
+from lorafleet.resolvers.http import HTTPSource
+from lorafleet.resolvers.hub import HubSource
+from lorafleet.resolvers.s3 import S3Source
+from lorafleet.resolvers.source import Interrupted, RemoteFile, Source, is_uri
 
 FETCH_THREADS = 16  # adapters that one process waits for at a time
 CHANGES = 3  # downloads begun before a source that changes meanwhile is given up

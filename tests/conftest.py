@@ -26,6 +26,8 @@ import s3_server
 from s3_server import RadosGateway
 from tiny_models import Reference, has_experts, make_adapter, make_layered_adapter, make_model
 
+pytest_plugins = ["tiny_tokenizers"]
+
 # Every kind of plain LoRA that PEFT can save, by name.
 ADAPTER_KINDS: dict[str, dict[str, object]] = {
     "all": {},

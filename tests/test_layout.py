@@ -1,47 +1,155 @@
-"""The layout that packaging and transformers depend on."""
+"""The layout: what packaging and transformers depend on, and what lets a reader find things."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lorafleet.moved import NEW_PATHS
+
 ROOT = Path(__file__).parents[1]
-CODE_FOLDERS = ("client", "cluster", "workers", "kernels", "resolvers")
+# Each folder of code, and those whose modules it may import besides its own.
+ARROWS = {
+    "protocol": set(),
+    "sandbox": {"protocol"},
+    "resolvers": {"protocol"},
+    "kernels": set(),
+    "workers": {"kernels", "protocol", "resolvers", "sandbox"},
+    "api": {"protocol", "resolvers", "sandbox"},
+    "client": {"protocol"},
+    "offline": {"api", "protocol", "resolvers", "workers"},
+    "tools": {"api", "client", "offline", "protocol", "resolvers", "workers"},
+    "cluster": {"api", "client", "kernels", "offline", "protocol", "resolvers", "sandbox", "tools", "workers"},
+}
+# An adapter's tokenizer may have its embeddings checked against its weights, whose files the workers read.
+EXCEPTIONS = {("api/text/adapter_language.py", "lorafleet.workers.adapters.weight_files")}
+MAX_FILES = 30
+IMPORT_BUDGETS = {  # modules of ours that importing one brings along, itself not counted
+    "lorafleet": 1,
+    "lorafleet.protocol.engine_config": 20,
+    "lorafleet.protocol.lora_config": 20,
+    "lorafleet.protocol.sources": 20,
+}
 
 
-@pytest.mark.parametrize("folder", CODE_FOLDERS)
-def test_no_code_folder_is_a_top_level_package(folder):
+def code_files() -> Iterator[Path]:
+    for folder in ARROWS:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("folder", ARROWS)
+def test_no_code_folder_is_a_top_level_package(folder: str):
     # A top-level package named kernels breaks transformers, which probes for its own package of that name.
     assert not (ROOT / folder / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("folder", CODE_FOLDERS)
-def test_code_is_a_subpackage_through_a_relative_link(folder):
+@pytest.mark.parametrize("folder", ARROWS)
+def test_code_is_a_subpackage_through_a_relative_link(folder: str):
     link = ROOT / "src" / "lorafleet" / folder
     assert link.is_symlink()
     assert str(link.readlink()) == f"../../{folder}"
 
 
-def test_imports_point_one_way():
-    allowed = {
-        "kernels": {"kernels"},
-        "resolvers": {"resolvers", "workers"},
-        "workers": {"workers", "kernels", "resolvers"},
-        "client": {"client", "workers"},
-    }
-    for folder, targets in allowed.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            for line in path.read_text().splitlines():
-                words = line.split()
-                if words[:1] in (["from"], ["import"]) and words[1].startswith("lorafleet."):
-                    assert words[1].split(".")[1] in targets, f"{path}: {line}"
-                assert words[:1] != ["import"] or folder == "cluster" or words[1].split(".")[0] != "ray", path
+def test_ruff_looks_at_every_code_folder_once_and_lets_nobody_import_it_as_a_top_level_package():
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert set(ruff["extend-exclude"]) == {f"src/lorafleet/{folder}" for folder in ARROWS}
+    assert set(ruff["lint"]["flake8-tidy-imports"]["banned-api"]) == set(ARROWS)
+
+
+@pytest.mark.parametrize("folder", ARROWS)
+def test_imports_point_down(folder: str):
+    up = [
+        (str(path.relative_to(ROOT)), module)
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for module in imported(path)
+        if module.startswith("lorafleet.") and module.split(".")[1] not in {folder, *ARROWS[folder]}
+    ]
+    assert set(up) - EXCEPTIONS == set()
+
+
+def test_every_exception_is_needed():
+    assert {(name, module) for name, module in EXCEPTIONS if module in set(imported(ROOT / name))} == EXCEPTIONS
+
+
+def test_only_the_cluster_knows_ray():
+    knowing = {path.relative_to(ROOT).parts[0] for path in code_files() if "ray" in map(top_level, imported(path))}
+    assert knowing == {"cluster"}
+
+
+def top_level(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_a_folder_can_be_read_at_a_glance():
+    sizes = Counter(path.parent.relative_to(ROOT) for path in code_files())
+    assert {str(folder): size for folder, size in sizes.items() if size > MAX_FILES} == {}
+
+
+def test_no_two_modules_have_one_name():
+    names = Counter(path.name for path in code_files() if path.name != "__init__.py")
+    assert [name for name, number in names.items() if number > 1] == []
+
+
+@pytest.mark.parametrize("module", IMPORT_BUDGETS)
+def test_an_import_brings_few_modules_along(module: str):
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "src", check=True)
+    loaded = set(done.stdout.split()) - {module}
+    assert not loaded & {"torch", "ray"}
+    ours = sorted(one for one in loaded if top_level(one) == "lorafleet")
+    assert len(ours) <= IMPORT_BUDGETS[module], ours
+
+
+def test_public_names_are_importable_from_the_top():
+    import lorafleet
+
+    for name in lorafleet.__all__:
+        assert getattr(lorafleet, name).__name__ == name
+        assert name in dir(lorafleet)
+    with pytest.raises(AttributeError, match="'NoSuchName'"):
+        _ = lorafleet.NoSuchName
+
+
+@pytest.mark.parametrize("old_path", NEW_PATHS)
+def test_an_old_path_still_works_and_warns(old_path: str):
+    sys.modules.pop(old_path, None)
+    with pytest.warns(DeprecationWarning, match=f"^{old_path} is {NEW_PATHS[old_path]} now") as warned:
+        module = importlib.import_module(old_path)
+    assert module is importlib.import_module(NEW_PATHS[old_path])
+    assert module.__name__ == NEW_PATHS[old_path]
+    assert len(warned) == 1
+    sys.modules.pop(old_path)
+
+
+def test_the_old_path_of_the_handle_on_the_directory_still_works_and_warns():
+    with pytest.warns(
+        DeprecationWarning, match=r"get_directory is lorafleet\.cluster\.admin\.admin_handle\.get_directory"
+    ):
+        from lorafleet.cluster.admin import get_directory
+    from lorafleet.cluster.admin import admin_handle
+
+    assert get_directory is admin_handle.get_directory
 
 
 def test_transformers_does_not_take_our_kernels_for_its_own():
-    code = "import lorafleet.kernels.lora; from transformers.utils import is_kernels_available as f; print(f())"
+    code = (
+        "import lorafleet.kernels.lora.apply_lora; from transformers.utils import is_kernels_available as f; print(f())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "src", check=True)
     assert done.stdout.strip() == "False"

@@ -13,15 +13,10 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from lorafleet.resolvers.fetch_metrics import FetchTotals
-from lorafleet.workers.admission import Admission
-from lorafleet.workers.config import OnLoadFailure
-from lorafleet.workers.errors import AdapterChanged, ContextOverflow, InvalidRequest, LorafleetError, fault_of, to_wire
-from lorafleet.workers.kv_cache import KVCacheManager
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest, turn_group
-from lorafleet.workers.lora.worker_manager import LoadCounts, WorkerLoRAManager
-from lorafleet.workers.memory import fixed_memory
-from lorafleet.workers.messages import (
+from lorafleet.protocol.engine_config import OnLoadFailure
+from lorafleet.protocol.errors import AdapterChanged, ContextOverflow, InvalidRequest, LorafleetError, fault_of, to_wire
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
+from lorafleet.protocol.messages import (
     EngineHello,
     EngineRequest,
     EngineStats,
@@ -29,12 +24,17 @@ from lorafleet.workers.messages import (
     SequenceTimes,
     TokenOutput,
 )
-from lorafleet.workers.runner import LaunchedStep, ModelRunner, Sampled
-from lorafleet.workers.sampling_params import check_token_ids
-from lorafleet.workers.scheduler import Chunk, Scheduler
-from lorafleet.workers.sequence import UNKNOWN, Sequence
-from lorafleet.workers.step_metrics import StepMetrics
-from lorafleet.workers.step_plan import StepPlan
+from lorafleet.protocol.sampling_params import check_token_ids
+from lorafleet.protocol.step_metrics import StepMetrics
+from lorafleet.resolvers.fetch_metrics import FetchTotals
+from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.memory import fixed_memory
+from lorafleet.workers.schedule.admission import Admission
+from lorafleet.workers.schedule.kv_cache import KVCacheManager
+from lorafleet.workers.schedule.scheduler import Chunk, Scheduler
+from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.slots.worker_manager import LoadCounts, WorkerLoRAManager
+from lorafleet.workers.step.runner import LaunchedStep, ModelRunner, Sampled
 from lorafleet.workers.structured.decoding import StructuredDecoding
 
 log = logging.getLogger(__name__)

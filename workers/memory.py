@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lorafleet.workers.lora.model_manager import LoRAModelManager
-from lorafleet.workers.step_runner import StepRunner
+from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.step.step_runner import StepRunner
 
 
 def fixed_memory(steps: StepRunner, slots: LoRAModelManager | None) -> dict[str, int]:

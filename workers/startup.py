@@ -13,40 +13,41 @@ from pathlib import Path
 
 import torch
 
-from lorafleet.kernels.fp8 import FP8
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.protocol.addresses import RankAddresses
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.messages import EngineHello
 from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.adapters.base_layout import BaseLayout
+from lorafleet.workers.adapters.base_source import BaseWeights
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.select import make_attention
-from lorafleet.workers.checkpoint import DTYPES, ModelConfig, read_model_config
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.decode_graphs import DecodeGraphs, graph_sizes
+from lorafleet.workers.bases.checkpoint import DTYPES, ModelConfig, read_model_config
+from lorafleet.workers.bases.quantization import resolved
+from lorafleet.workers.bases.stored_tensors import stored_dtype
+from lorafleet.workers.bases.weights import Progress, fill_randomly, load_weights, read_kv_scales
+from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.errors import ConfigError
-from lorafleet.workers.kv_cache import KVCacheManager
-from lorafleet.workers.lora.base_layout import BaseLayout
-from lorafleet.workers.lora.base_weights import BaseWeights, FileWeights, ModelWeights, MovedWeights
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.extra_memory import ExtraMemory
-from lorafleet.workers.lora.kinds.kind import Base
-from lorafleet.workers.lora.loader import AdapterLoader
-from lorafleet.workers.lora.model_manager import LoRAModelManager
-from lorafleet.workers.lora.worker_manager import WorkerLoRAManager
-from lorafleet.workers.messages import EngineHello
 from lorafleet.workers.models.decoder import DecoderModel
-from lorafleet.workers.planner import SCORED_ROWS
-from lorafleet.workers.prefill_graphs import PrefillGraphs, graph_token_counts
-from lorafleet.workers.quantization import resolved
-from lorafleet.workers.runner import ModelRunner
-from lorafleet.workers.scheduler import Scheduler
-from lorafleet.workers.step_inputs import StepInputs
-from lorafleet.workers.step_runner import StepRunner
-from lorafleet.workers.stored_tensors import stored_dtype
+from lorafleet.workers.schedule.kv_cache import KVCacheManager
+from lorafleet.workers.schedule.scheduler import Scheduler
+from lorafleet.workers.slots.base_weights import FileWeights, ModelWeights, MovedWeights
+from lorafleet.workers.slots.extra_memory import ExtraMemory
+from lorafleet.workers.slots.loader import AdapterLoader
+from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
+from lorafleet.workers.step.decode_graphs import DecodeGraphs, graph_sizes
+from lorafleet.workers.step.planner import SCORED_ROWS
+from lorafleet.workers.step.prefill_graphs import PrefillGraphs, graph_token_counts
+from lorafleet.workers.step.runner import ModelRunner
+from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.structured.decoding import StructuredDecoding
-from lorafleet.workers.tp.addresses import RankAddresses
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.shard import Shard
-from lorafleet.workers.weights import Progress, fill_randomly, load_weights, read_kv_scales
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.engine import Engine
-from lorafleet.workers.errors import EngineDead, LorafleetError, fault_of, to_wire
-from lorafleet.workers.lora.request import AdapterInfo
-from lorafleet.workers.messages import (
+from lorafleet.protocol.addresses import RankAddresses
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import EngineDead, LorafleetError, fault_of, to_wire
+from lorafleet.protocol.lora_request import AdapterInfo
+from lorafleet.protocol.messages import (
     AdapterReply,
     ClientBatch,
     DropAdapter,
@@ -29,10 +29,10 @@ from lorafleet.workers.messages import (
     TokenOutput,
     UnpinAdapter,
 )
-from lorafleet.workers.sealing import CALL, REQUEST, unseal
+from lorafleet.protocol.sealing import CALL, REQUEST, unseal
+from lorafleet.protocol.transport import WorkerSocket
+from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
-from lorafleet.workers.tp.addresses import RankAddresses
-from lorafleet.workers.transport import WorkerSocket
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class GPUWorker:
     def __init__(self, config: EngineConfig, address: str, ranks: RankAddresses | None = None) -> None:
         """Loads the model, binds `address` (zmq ipc://…), starts the loop. Raises ConfigError.
 
-        ranks: where the replica's other ranks (workers/tp/follower.py) meet this one; None where there are none.
+        ranks: where the replica's other ranks (workers/follower.py) meet this one; None where there are none.
         """
         self._socket = WorkerSocket(address)
         try:
@@ -188,7 +188,7 @@ class EngineLoop(threading.Thread):
 
 
 class _ProgressLog:
-    """A line for each tenth of the weights; cluster/cli.py draws a bar where there is a terminal."""
+    """A line for each tenth of the weights; cluster/cli/cli.py draws a bar where there is a terminal."""
 
     def __init__(self) -> None:
         self._tenths = 0

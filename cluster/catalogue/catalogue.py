@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from lorafleet.cluster.catalogue.log import SETTLE_S, CatalogueLog, Fenced
+from lorafleet.cluster.catalogue.catalogue_log import SETTLE_S, CatalogueLog, Fenced
+from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry
+from lorafleet.cluster.catalogue.catalogue_state import CatalogueState
+from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.cluster.catalogue.log_end import LogPosition, read_store_id
 from lorafleet.cluster.catalogue.packed import pack
-from lorafleet.cluster.catalogue.records import Adapter, Entry
-from lorafleet.cluster.catalogue.state import CatalogueState
-from lorafleet.cluster.catalogue.store import Store
-from lorafleet.workers.errors import InvalidRequest, Overloaded, StoreError
+from lorafleet.protocol.errors import InvalidRequest, Overloaded, StoreError
 
 MAX_OVERTAKEN = 20
 MAX_ENTRY_BYTES = 1 << 20  # Of an adapter's record: versions with their metadata, aliases with their history.

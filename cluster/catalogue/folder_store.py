@@ -13,8 +13,8 @@ import time
 import uuid
 from pathlib import Path
 
+from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 from lorafleet.resolvers.durable import sync
-from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 
 ABANDONED_S = 3600.0  # What was written aside and not published for so long was left by a crash.
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from lorafleet.cluster.catalogue.log import changed_names
-from lorafleet.cluster.catalogue.store import Store
-from lorafleet.workers.errors import LorafleetError, StoreError
+from lorafleet.cluster.catalogue.catalogue_log import changed_names
+from lorafleet.cluster.catalogue.catalogue_store import Store
+from lorafleet.protocol.errors import LorafleetError, StoreError
 
 READ_S = 2.0  # How long a request waits for the store; then it asks the directory.
 _ID_KEY = "identity"

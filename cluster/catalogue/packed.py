@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from lorafleet.cluster.catalogue.records import Adapter, Entry
+from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry
 
 Packed = bytes  # one entry, in msgpack
 

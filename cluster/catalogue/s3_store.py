@@ -18,8 +18,8 @@ from boto3.exceptions import Boto3Error
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
-from lorafleet.workers.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
-from lorafleet.workers.lora.files import CONFIG_NAME
+from lorafleet.protocol.adapter_files import CONFIG_NAME
+from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 
 TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 ABSENT = {"NoSuchKey", "404", "NotFound"}

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.workers.errors import OutcomeUnknown, Overloaded, StoreError
+from lorafleet.protocol.errors import OutcomeUnknown, Overloaded, StoreError
 
 LOCK_S = 3600.0  # Age at which a lock counts as left behind; clocks of directories differ by much less.
 ORPHAN_S = 3600.0  # How long files must have been without a name before they are collected.

@@ -10,8 +10,8 @@ from lorafleet.cluster.checking.nodes import Cluster
 from lorafleet.cluster.checking.ray_service_file import check_ray_service
 from lorafleet.cluster.checking.ray_up_file import check_ray_up
 from lorafleet.cluster.checking.serve_file import Serving, check_serve
-from lorafleet.cluster.checking.source import Problem, Source, read
-from lorafleet.workers.errors import ConfigError
+from lorafleet.cluster.checking.yaml_source import Problem, Source, read
+from lorafleet.protocol.errors import ConfigError
 
 SERVE, RAY_UP, RAY_SERVICE = "Serve configuration", "ray up cluster", "KubeRay RayService"
 

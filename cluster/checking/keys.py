@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 
-from lorafleet.cluster.checking.source import Place, Problem, Source
+from lorafleet.cluster.checking.yaml_source import Place, Problem, Source
 from lorafleet.cluster.wording import nearest
 
 Schema = dict[str, Any]

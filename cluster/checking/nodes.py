@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lorafleet.cluster.checking.serve_file import Application, Serving
-from lorafleet.cluster.checking.source import Problem
+from lorafleet.cluster.checking.yaml_source import Problem
 
 
 @dataclass(frozen=True, slots=True)

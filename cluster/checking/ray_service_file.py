@@ -10,9 +10,9 @@ from lorafleet.cluster.checking.nodes import Cluster, NodeGroup, check_fit
 from lorafleet.cluster.checking.ray_service_shape import RAY_SERVICE
 from lorafleet.cluster.checking.ray_up_file import missing_environment
 from lorafleet.cluster.checking.serve_file import Serving, check_serve
-from lorafleet.cluster.checking.source import Place, Problem, Source
+from lorafleet.cluster.checking.yaml_source import Place, Problem, Source
 from lorafleet.cluster.wording import nearest
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
 
 GPU = "nvidia.com/gpu"
 CLUSTER: Place = ("spec", "rayClusterConfig")

@@ -14,13 +14,14 @@ from typing import Any
 import click
 import jsonschema
 
-from lorafleet.cluster import cluster_environment, haproxy
 from lorafleet.cluster.checking.keys import Schema, check_keys, check_values
 from lorafleet.cluster.checking.nodes import Cluster, NodeGroup, check_fit
 from lorafleet.cluster.checking.provider_shapes import node_schema, provider_schema
 from lorafleet.cluster.checking.serve_file import Serving, check_serve
-from lorafleet.cluster.checking.source import Place, Problem, Source, read
-from lorafleet.workers.errors import ConfigError
+from lorafleet.cluster.checking.yaml_source import Place, Problem, Source, read
+from lorafleet.cluster.proxy import haproxy
+from lorafleet.cluster.serve import cluster_environment
+from lorafleet.protocol.errors import ConfigError
 
 ENVIRONMENT_COMMAND = "lorafleet config environment"
 TOKEN_FILE = ".ray/auth_token"

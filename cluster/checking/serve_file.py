@@ -13,13 +13,14 @@ from typing import Any
 from pydantic import AliasChoices, ValidationError
 
 from lorafleet.cluster.checking.keys import Schema, check_keys
-from lorafleet.cluster.checking.source import Place, Problem, Source
+from lorafleet.cluster.checking.yaml_source import Place, Problem, Source
 from lorafleet.cluster.config import ALIASES, AppArgs, LoRAModule
-from lorafleet.cluster.exposure import check_exposure
+from lorafleet.cluster.proxy.exposure import check_exposure
 from lorafleet.cluster.wording import nearest
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
 
-BUILDER = "lorafleet.cluster.app:build"
+BUILDER = "lorafleet.cluster.serve.app:build"
+OLD_BUILDER = "lorafleet.cluster.app:build"  # works in this release, see src/lorafleet/moved.py
 DEPLOYMENTS = ("EngineReplica", "AdapterRouter")
 FROM_ARGS = {  # of a deployment -> what to set in args in its place
     "num_replicas": "num_replicas",
@@ -69,7 +70,7 @@ def check_serve(source: Source) -> tuple[list[Problem], Serving | None]:
         problems.append(source.problem((), str(error)))
     applications, others = [], []
     for place, one in _applications(source.value):
-        if one.get("import_path") == BUILDER:
+        if one.get("import_path") in (BUILDER, OLD_BUILDER):
             found, args = _check_args(source, (*place, "args"), one.get("args"))
             problems += found + _check_deployments(source, place, one)
             if args is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping
 
-from lorafleet.cluster.catalogue.records import Adapter
+from lorafleet.cluster.catalogue.catalogue_records import Adapter
 from lorafleet.cluster.console.view import (
     AdapterView,
     DirectoryView,
@@ -16,13 +16,13 @@ from lorafleet.cluster.console.view import (
     VersionView,
     Viewer,
 )
-from lorafleet.cluster.directory import AdapterDirectory
-from lorafleet.cluster.routing import Tier
-from lorafleet.cluster.slices import in_slices
-from lorafleet.workers.errors import QueueFull
-from lorafleet.workers.lora.names import OWNED, PAST_ALL, full_name, past_names_of, tenant_of
-from lorafleet.workers.lora.request import LoRARequest, turn_group
-from lorafleet.workers.sandbox.turns import NoRoom, TurnLimits, Turns
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.slices import in_slices
+from lorafleet.cluster.routing.routing import Tier
+from lorafleet.protocol.errors import QueueFull
+from lorafleet.protocol.lora_request import LoRARequest, turn_group
+from lorafleet.protocol.names import OWNED, PAST_ALL, full_name, past_names_of, tenant_of
+from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
 
 STEP = 200  # names looked at before other work may run
 MAX_ORDERS = 200  # shown

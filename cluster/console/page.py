@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorafleet.workers.openai.api import Route
-from lorafleet.workers.openai.front import Front
+from lorafleet.api.front import Front
+from lorafleet.api.routes.build_api import Route
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {

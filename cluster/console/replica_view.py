@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from lorafleet.api.front import Front
 from lorafleet.cluster.console.view import ReplicaView, Viewer
-from lorafleet.workers.openai.front import Front
 
 PATIENCE_S = 2.0  # a replica that takes longer is drawn without what only it knows
 BUSIEST = 50

@@ -15,18 +15,18 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorafleet.cluster.console.state import BASE, Views, names_of, state_of
+from lorafleet.api.access.caller import Needed, caller_of, sent_key
+from lorafleet.api.access.visibility import CallersCatalog
+from lorafleet.api.answer.error_responses import http_error
+from lorafleet.api.answer.responses import json_response
+from lorafleet.api.front import Front
+from lorafleet.api.request.fields import Strict
+from lorafleet.api.request.parsing import parse_query
+from lorafleet.api.routes.build_api import Route
+from lorafleet.cluster.console.console_state import BASE, Views, names_of, state_of
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
-from lorafleet.workers.errors import LorafleetError, ModelNotFound
-from lorafleet.workers.lora.names import full_name, tenant_of
-from lorafleet.workers.openai.api import Route
-from lorafleet.workers.openai.caller import Needed, caller_of, sent_key
-from lorafleet.workers.openai.errors import http_error
-from lorafleet.workers.openai.fields import Strict
-from lorafleet.workers.openai.front import Front
-from lorafleet.workers.openai.parsing import parse_query
-from lorafleet.workers.openai.responses import json_response
-from lorafleet.workers.openai.visibility import CallersCatalog
+from lorafleet.protocol.errors import LorafleetError, ModelNotFound
+from lorafleet.protocol.names import full_name, tenant_of
 
 MAX_SEARCH_CHARS = 256
 MAX_ADAPTERS = 200  # on a page

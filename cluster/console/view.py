@@ -2,16 +2,16 @@
 
 The directory knows adapters and where they are; a replica knows its slots, its traffic and its failures. Nobody is told
 more than they may see: what is another tenant's is left out where it is kept, not where it is drawn. Names are
-full in all of this; state.py turns them into the viewer's.
+full in all of this; console_state.py turns them into the viewer's.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from lorafleet.cluster.routing import ReplicaLoad, Tier
-from lorafleet.workers.lora.names import bare_name, in_the_words_of, tenant_of
-from lorafleet.workers.openai.recent import Failure, Traffic
+from lorafleet.api.telemetry.recent import Failure, Traffic
+from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
+from lorafleet.protocol.names import bare_name, in_the_words_of, tenant_of
 
 
 class Viewer(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class Viewer(msgspec.Struct, frozen=True):
     sees_all: bool
 
     def may_see(self, full: str) -> bool:
-        """An adapter of this full name (workers/lora/names.py)."""
+        """An adapter of this full name (protocol/names.py)."""
         return self.sees_all or tenant_of(full) in (None, self.tenant)
 
     def naming(self, full: str) -> str:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lorafleet.cluster.monitoring.boards.adapters import ADAPTERS
-from lorafleet.cluster.monitoring.boards.cluster import CLUSTER
-from lorafleet.cluster.monitoring.boards.overview import OVERVIEW
-from lorafleet.cluster.monitoring.boards.replica import REPLICA
+from lorafleet.cluster.monitoring.adapters_board import ADAPTERS
+from lorafleet.cluster.monitoring.cluster_board import CLUSTER
+from lorafleet.cluster.monitoring.overview_board import OVERVIEW
+from lorafleet.cluster.monitoring.replica_board import REPLICA
 
 DASHBOARDS = (OVERVIEW, ADAPTERS, REPLICA, CLUSTER)
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from lorafleet.cluster.monitoring.rules import RULES_FILE
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
 
 JOB_NAME = "lorafleet"
 METRICS_PATH = "/metrics"

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from lorafleet.cluster.monitoring import grafana, rules, scrape_config
 from lorafleet.cluster.monitoring.scrape_config import Target
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
 
 READY_S = 60.0
 STOP_S = 15.0

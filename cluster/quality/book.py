@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from lorafleet.cluster.catalogue.store import Store
+from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.cluster.quality.probes import ProbeSet
-from lorafleet.cluster.quality.records import Baseline, Standing
-from lorafleet.workers.errors import StoreError
+from lorafleet.cluster.quality.quality_records import Baseline, Standing
+from lorafleet.protocol.errors import StoreError
 
 KEPT = 5  # of each kind, for people who look into the store
 MAX_OVERTAKEN = 20

@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from lorafleet.api.front import Front, ServedModel
 from lorafleet.cluster.quality.book import QualityBook
 from lorafleet.cluster.quality.prober import Prober
 from lorafleet.cluster.quality.probes import ProbeSet, QualityProbes
-from lorafleet.cluster.quality.records import Baseline, Observed, Standing, measure
-from lorafleet.workers.errors import LorafleetError, ModelNotFound
-from lorafleet.workers.openai.front import Front, ServedModel
+from lorafleet.cluster.quality.quality_records import Baseline, Observed, Standing, measure
+from lorafleet.protocol.errors import LorafleetError, ModelNotFound
 
 LOOK_S = 15.0  # how often it is looked whose turn it is and what is due
 TURN_S = 60.0  # a replica that has not asked for so long has lost its turn

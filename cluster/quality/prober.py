@@ -6,19 +6,19 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from lorafleet.api.access.caller import Caller
+from lorafleet.api.answer.generation import Sample, SampleGroup, Task, collect
+from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.request.prompts import Prompt, checked_ids, encode, fit_max_tokens
+from lorafleet.api.request.request_deadline import Deadline
+from lorafleet.api.text.output import Delta
 from lorafleet.cluster.quality.probes import Probe
-from lorafleet.cluster.quality.records import Observed
-from lorafleet.workers.errors import AdapterError
-from lorafleet.workers.limits import INT32, MAX_LOGPROBS
-from lorafleet.workers.messages import TokenLogprobs
-from lorafleet.workers.openai.caller import Caller
-from lorafleet.workers.openai.deadline import Deadline
-from lorafleet.workers.openai.front import Front, ServedModel
-from lorafleet.workers.openai.generation import Sample, SampleGroup, Task, collect
-from lorafleet.workers.openai.prompts import Prompt, checked_ids, encode, fit_max_tokens
-from lorafleet.workers.output import Delta
-from lorafleet.workers.sampling_params import SamplingParams
-from lorafleet.workers.tools.comparing.measures import Score, score
+from lorafleet.cluster.quality.quality_records import Observed
+from lorafleet.protocol.errors import AdapterError
+from lorafleet.protocol.limits import INT32, MAX_LOGPROBS
+from lorafleet.protocol.messages import TokenLogprobs
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.tools.measures import Score, score
 
 # Of no tenant, so that nobody's quota pays; usage logs name it as the key.
 CALLER = Caller(None, "quality", frozenset(("infer", "admin")))

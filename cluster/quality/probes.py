@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lorafleet.cluster.wording import in_words, nearest
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
 
 MAX_PROBES = 256  # of a set: a baseline keeps logprobs of each
 MAX_TOKENS = 1024  # of an answer

@@ -15,17 +15,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from lorafleet.api.access.audit import begin
+from lorafleet.api.access.caller import caller_of
+from lorafleet.api.answer.responses import json_response
+from lorafleet.api.front import Front
+from lorafleet.api.request.fields import Strict
+from lorafleet.api.request.parsing import read_body
+from lorafleet.api.routes.build_api import Route
+from lorafleet.api.routes.operations import describe
 from lorafleet.cluster.quality.monitor import QualityMonitor
-from lorafleet.cluster.quality.records import Standing
-from lorafleet.workers.errors import Forbidden
-from lorafleet.workers.openai.api import Route
-from lorafleet.workers.openai.audit import begin
-from lorafleet.workers.openai.caller import caller_of
-from lorafleet.workers.openai.fields import Strict
-from lorafleet.workers.openai.front import Front
-from lorafleet.workers.openai.operations import describe
-from lorafleet.workers.openai.parsing import read_body
-from lorafleet.workers.openai.responses import json_response
+from lorafleet.cluster.quality.quality_records import Standing
+from lorafleet.protocol.errors import Forbidden
 
 _exactly = with_config(ConfigDict(extra="forbid"))
 

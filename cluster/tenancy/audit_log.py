@@ -16,9 +16,9 @@ import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lorafleet.api.access.audit import Audited
 from lorafleet.cluster.tenancy.line_file import LineFile
-from lorafleet.workers.errors import LogUnwritable
-from lorafleet.workers.openai.audit import Audited
+from lorafleet.protocol.errors import LogUnwritable
 
 MAX_REFUSALS_PER_MINUTE = 60  # Lines of refused calls, for each key, and for all callers without a known key together.
 

@@ -18,9 +18,9 @@ import msgspec
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from lorafleet.workers.errors import ConfigError, LorafleetError
-from lorafleet.workers.lora.names import check_adapter_name, check_tenant
-from lorafleet.workers.openai.caller import Caller, Scope
+from lorafleet.api.access.caller import Caller, Scope
+from lorafleet.protocol.errors import ConfigError, LorafleetError
+from lorafleet.protocol.names import check_adapter_name, check_tenant
 
 try:
     from yaml import CSafeDumper as _Dumper

@@ -17,6 +17,8 @@ from pathlib import Path
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lorafleet.api.access.gate import KnownKey
+from lorafleet.api.backend import StorageLimits
 from lorafleet.cluster.tenancy.key_file import (
     HASH_PREFIX,
     KeyEntry,
@@ -27,9 +29,7 @@ from lorafleet.cluster.tenancy.key_file import (
     parse,
     read,
 )
-from lorafleet.workers.errors import ConfigError
-from lorafleet.workers.openai.backend import StorageLimits
-from lorafleet.workers.openai.gate import KnownKey
+from lorafleet.protocol.errors import ConfigError
 
 POLL_S = 0.5
 

@@ -12,7 +12,7 @@ import secrets
 import string
 import zlib
 
-from lorafleet.workers.errors import InvalidRequest
+from lorafleet.protocol.errors import InvalidRequest
 
 PREFIX = "lf-"
 NUM_RANDOM = 40

@@ -10,8 +10,8 @@ import os
 import time
 from pathlib import Path
 
+from lorafleet.protocol.errors import ConfigError
 from lorafleet.resolvers.durable import sync
-from lorafleet.workers.errors import ConfigError
 
 MAX_FILE_BYTES = 256 << 20  # A larger file is followed by another; this is about a million sequences.
 SUFFIX = ".jsonl"

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lorafleet.api.access.caller import Caller
+from lorafleet.api.access.caller_admission import Kind
 from lorafleet.cluster.tenancy.key_file import RateLimits
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.quota_book import Ask, Limits, Meter, QuotaBook, Verdict
-from lorafleet.workers.errors import DirectoryUnavailable, QuotaExceeded
-from lorafleet.workers.openai.admission import Kind
-from lorafleet.workers.openai.caller import Caller
+from lorafleet.protocol.errors import DirectoryUnavailable, QuotaExceeded
 
 GATHER_S = 0.05  # what ended is told so late at most, where no request comes by
 ANSWER_S = 1.0  # How long a request waits for the directory before this replica decides by itself.
@@ -43,7 +43,7 @@ _REMEDIES = {
 
 @dataclass(slots=True)
 class _Admission:
-    """See workers/openai/admission.py."""
+    """See api/access/caller_admission.py."""
 
     headers: Mapping[str, str]
     end: Callable[[], None]

@@ -9,11 +9,11 @@ from typing import Any
 
 from prometheus_client.registry import Collector
 
+from lorafleet.api.access.gate import Gate
 from lorafleet.cluster.tenancy.audit_log import AuditLog
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.quota_client import Admit, QuotaClient
 from lorafleet.cluster.tenancy.usage_log import UsageLog
-from lorafleet.workers.openai.gate import Gate
 
 
 class Tenancy:

@@ -21,9 +21,9 @@ import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lorafleet.api.access.usage import Usage
 from lorafleet.cluster.tenancy.line_file import MAX_FILE_BYTES, LineFile
-from lorafleet.workers.errors import LogUnwritable
-from lorafleet.workers.openai.usage import Usage
+from lorafleet.protocol.errors import LogUnwritable
 
 SYNC_S = 1.0
 MAX_UNWRITTEN_BYTES = 32 << 20  # About 100,000 sequences; those that had begun before still come on top.

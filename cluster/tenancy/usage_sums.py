@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from lorafleet.api.access.usage import Usage
 from lorafleet.cluster.tenancy.line_file import SUFFIX
-from lorafleet.workers.errors import InvalidRequest, StoreError
-from lorafleet.workers.openai.usage import Usage
+from lorafleet.protocol.errors import InvalidRequest, StoreError
 
 FIELDS = ("tenant", "key", "adapter", "digest", "ended")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lorafleet.workers.detokenizer import make_detokenizer
-from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.api.text.detokenizer import make_detokenizer
+from lorafleet.api.text.tokenizer import Tokenizer
 from random_llama import write_adapters, write_alike_adapters, write_model
 
 CONFIG = {

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lorafleet.workers.openai.usage import Usage
+from lorafleet.api.access.usage import Usage
 from soak_drift import fitted
 from soak_metering import Told, compare
 from soak_truth import ABSENT, Truth

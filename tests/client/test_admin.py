@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from lorafleet.client.admin import AdminClient, AsyncAdminClient
-from lorafleet.client.errors import APIConnectionError, APIError, APIStatusError
+from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
 from real_server import ADMIN_KEY
 from tests.client.conftest import Served
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from lorafleet.workers.limits import MAX_BODY_BYTES
+from lorafleet.protocol.limits import MAX_BODY_BYTES
 
 
 def answer(client: httpx.Client, model: str) -> httpx.Response:

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lorafleet.cluster import haproxy
-from lorafleet.cluster.haproxy_config import edit
-from lorafleet.cluster.serve_environment import ROUTED_BODY_BYTES
+from lorafleet.cluster.proxy import haproxy
+from lorafleet.cluster.proxy.haproxy_config import edit
+from lorafleet.cluster.serve.serve_environment import ROUTED_BODY_BYTES
 from tests.cluster.harness import free_port
 
 ANSWER_S = 60.0

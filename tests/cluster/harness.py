@@ -100,7 +100,7 @@ def start_server(arguments: Sequence[str], log_file: Path) -> subprocess.Popen[b
 
     Not in a session of its own: Linux first divides processor time among sessions, and the test would wait for it.
     """
-    program = "from lorafleet.cluster.cli import main; main()"
+    program = "from lorafleet.cluster.cli.cli import main; main()"
     command = [sys.executable, "-c", program, "serve", "--cpu-threads", "1", *arguments]
     environment = os.environ | {"LORAFLEET_STATE_DIR": str(log_file.parent / "state")}
     with log_file.open("wb") as log:

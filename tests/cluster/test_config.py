@@ -1,9 +1,9 @@
 import pytest
 
-from lorafleet.cluster.cli import spread_values
+from lorafleet.cluster.cli.cli import spread_values
 from lorafleet.cluster.config import LoRAModule, parse_args
-from lorafleet.resolvers.config import HTTPConfig, HubConfig, S3Config, SourcesConfig
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config, SourcesConfig
 
 
 def test_the_engine_and_lora_settings_arrive_by_name() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from lorafleet.cluster import serve_environment
+from lorafleet.cluster.serve import serve_environment
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least
 NODE_GPUS = 2  # of each but the head: declared, not there
@@ -41,7 +41,7 @@ def main(run_dir: str, port: int, arguments: str) -> None:
     from ray.serve.schema import ServeDeploySchema
     from safetensors.torch import load_file
 
-    from lorafleet.cluster.admin import get_directory
+    from lorafleet.cluster.admin.admin_handle import get_directory
 
     file = yaml.safe_load(FILE.read_text())
     shipped = file["applications"][0]["args"]
@@ -88,7 +88,7 @@ def place(args: dict[str, Any]) -> list[list[int]]:
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
     from lorafleet.cluster.config import parse_args
-    from lorafleet.cluster.resources import replica_bundles
+    from lorafleet.cluster.serve.resources import replica_bundles
 
     parsed = parse_args(args | {"num_cpus": 0.1})  # the nodes' CPUs are the running replicas'
     groups = [

@@ -18,8 +18,8 @@ from unittest import mock
 import httpx
 import pytest
 
-from lorafleet.cluster import cluster_environment, serve_environment
-from lorafleet.cluster.local import RAY_IS_LATE, RAY_STARTS
+from lorafleet.cluster.serve import cluster_environment, serve_environment
+from lorafleet.cluster.serve.local import RAY_IS_LATE, RAY_STARTS
 from tests.cluster.harness import START_S, free_port, stop_server
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from lorafleet.cluster import cluster_environment, haproxy
-from lorafleet.cluster.cli import app
+from lorafleet.cluster.cli.cli import app
+from lorafleet.cluster.proxy import haproxy
+from lorafleet.cluster.serve import cluster_environment
 from tests.cluster.checking import ray_schemas  # noqa: F401  # before its module can warn
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def test_serve_itself_takes_each_application(path: Path):
     from ray.serve.schema import ServeDeploySchema
 
     schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
-    assert [one.import_path for one in schema.applications] == ["lorafleet.cluster.app:build"]
+    assert [one.import_path for one in schema.applications] == ["lorafleet.cluster.serve.app:build"]
 
 
 def test_the_pods_have_the_environment_that_direct_streaming_needs():

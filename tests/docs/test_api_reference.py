@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from starlette.routing import Route
 
-from lorafleet.cluster.api_routes import routes_beside
+from lorafleet.api.routes.build_api import build_api
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.quality.routes import QualityApi
-from lorafleet.workers.openai.api import build_api
+from lorafleet.cluster.serve.api_routes import routes_beside
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 NOTHING = cast(Any, None)  # routes are only listed here

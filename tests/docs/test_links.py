@@ -13,12 +13,12 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from lorafleet.cluster import haproxy_answers
-from lorafleet.cluster.cli import app
+from lorafleet.api.answer.error_responses import TABLE
+from lorafleet.cluster.cli.cli import app
 from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.proxy import haproxy_answers
 from lorafleet.cluster.tenancy.key_file import TenantLimits
-from lorafleet.resolvers.config import HTTPConfig, HubConfig, S3Config
-from lorafleet.workers.openai.errors import TABLE
+from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "demo/README.md", ROOT / "tests/README.md"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from lorafleet.workers.lora.peft_fields import FIELDS
+from lorafleet.workers.adapters.peft_fields import FIELDS
 
 _DTYPES = {
     torch.float64: "F64",

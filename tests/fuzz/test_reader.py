@@ -18,21 +18,21 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lorafleet.workers.checkpoint import read_model_config
-from lorafleet.workers.errors import AdapterError
-from lorafleet.workers.lora.base_layout import BaseLayout
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.forms import AdapterForms, LowRank
-from lorafleet.workers.lora.kinds.kind import Base
-from lorafleet.workers.lora.model import LoRAModel
-from lorafleet.workers.lora.reader import read_adapter
+from lorafleet.protocol.errors import AdapterError
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.workers.adapters.base_layout import BaseLayout
+from lorafleet.workers.adapters.forms import AdapterForms, LowRank
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.reader import read_adapter
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.shard import Shard
 from tests.fuzz.mutations import Draft, draft_of, drafts
-from tests.workers.lora.conftest import base_of
-from tests.workers.lora.kinds.harness import make, make_base
-from tests.workers.lora.kinds.test_against_peft import KINDS
+from tests.workers.adapters.kinds.harness import make, make_base
+from tests.workers.adapters.kinds.test_against_peft import KINDS
+from tests.workers.conftest import base_of
 
 FUZZ_S = float(os.environ.get("LORAFLEET_FUZZ_S", "10"))
 FIRST_SEED = int(os.environ.get("LORAFLEET_FUZZ_SEED", "0"))

@@ -18,10 +18,10 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from lorafleet.workers.openai.front import Front, FrontConfig
-from lorafleet.workers.tokenizer import Tokenizer
-from tests.workers.openai.conftest import MemoryCatalog, ScriptedEngine
-from tests.workers.openai.test_openapi_bounds import ALL_ROUTES, DOCUMENT, LEAST, least, over, resolved
+from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.text.tokenizer import Tokenizer
+from tests.api.conftest import MemoryCatalog, ScriptedEngine
+from tests.api.routes.test_openapi_bounds import ALL_ROUTES, DOCUMENT, LEAST, least, over, resolved
 from whole_api import serving
 
 FUZZ_S = float(os.environ.get("LORAFLEET_FUZZ_S", "4"))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from lorafleet.workers.errors import AdapterMalformed, InvalidRequest
-from lorafleet.workers.sandbox.tokenizers import AdapterTokenizer, Encoders, ReadJob, TokenizerLimits, read_tokenizer
+from lorafleet.api.text.tokenizers import AdapterTokenizer, Encoders, ReadJob, TokenizerLimits, read_tokenizer
+from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
 
 FUZZ_S = float(os.environ.get("LORAFLEET_FUZZ_S", "10")) / 3
 FIRST_SEED = int(os.environ.get("LORAFLEET_FUZZ_SEED", "0"))

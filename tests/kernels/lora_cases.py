@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.fp8 import FP8, FP8_MAX
-from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch, prompt_tile_tokens
-from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
+from lorafleet.kernels.lora.lora_batch import BASE_SLOT, LoRABatch, prompt_tile_tokens
+from lorafleet.kernels.lora.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
+from lorafleet.kernels.quant.fp8 import FP8, FP8_MAX
 
 FP8_STD = 100.0  # of random e4m3 numbers; the largest is 448
 MIXES = ("one", "all_different", "zipf", "some_base", "mostly_base")

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.lora_layout import LoRALayout
-from lorafleet.kernels.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
+from lorafleet.kernels.lora.lora_layout import LoRALayout
+from lorafleet.kernels.lora.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
 
 Kind = Literal["column", "row"]
 

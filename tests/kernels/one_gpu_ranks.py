@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from lorafleet.kernels.peer_areas import EMPTY, PROGRAMS, PeerAreas
+from lorafleet.kernels.ranks.peer_areas import EMPTY, PROGRAMS, PeerAreas
 
 T = TypeVar("T")
 

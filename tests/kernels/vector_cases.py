@@ -31,7 +31,7 @@ def own_vectors(num_tokens: int, size: int, absent: float, device: str = "cpu", 
 
 @dataclass(frozen=True)
 class OwnAffine:
-    """affine_2T: as kernels/linear_output.py has it."""
+    """affine_2T: as kernels/lora/linear_output.py has it."""
 
     affine_2T: Tensor
     scale: OwnVectors

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lorafleet.protocol.errors import AdapterTooLarge, AdapterUnavailable, ConfigError
+from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.resolvers.cache import AdapterCache
-from lorafleet.resolvers.config import SourcesConfig
 from lorafleet.resolvers.deadline import Deadline
-from lorafleet.workers.errors import AdapterTooLarge, AdapterUnavailable, ConfigError
 from stores import kept
 
 Make = Callable[..., dict[str, bytes]]

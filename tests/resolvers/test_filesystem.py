@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lorafleet.protocol.errors import AdapterMalformed, ConfigError, InvalidAdapterName
 from lorafleet.resolvers.filesystem import FilesystemResolver
-from lorafleet.workers.errors import AdapterMalformed, ConfigError, InvalidAdapterName
 
 
 def write(folder: Path, base: object = None) -> Path:

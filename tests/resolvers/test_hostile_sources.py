@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lorafleet.resolvers.config import HTTPConfig, SourcesConfig
+from lorafleet.protocol.errors import AdapterTooLarge, AdapterUnavailable, InvalidRequest
+from lorafleet.protocol.sources import HTTPConfig, SourcesConfig
 from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.errors import AdapterTooLarge, AdapterUnavailable, InvalidRequest
 from stores import kept
 
 MAX_BYTES = 1 << 20

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from file_server import FileServer
-from lorafleet.resolvers.config import HTTPConfig, SourcesConfig
-from lorafleet.resolvers.remote import RemoteResolver
-from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.errors import (
+from lorafleet.protocol.adapter_files import LANGUAGE_NAMES
+from lorafleet.protocol.errors import (
     AdapterChanged,
     AdapterMalformed,
     AdapterMissing,
@@ -21,7 +19,9 @@ from lorafleet.workers.errors import (
     Forbidden,
     InvalidRequest,
 )
-from lorafleet.workers.lora.files import LANGUAGE_NAMES
+from lorafleet.protocol.sources import HTTPConfig, SourcesConfig
+from lorafleet.resolvers.remote import RemoteResolver
+from lorafleet.resolvers.store import AdapterStore
 from stores import kept
 
 Make = Callable[..., dict[str, bytes]]

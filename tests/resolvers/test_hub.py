@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from file_server import FileServer
-from lorafleet.resolvers.config import HubConfig, SourcesConfig
+from lorafleet.protocol.errors import AdapterMalformed, AdapterMissing, AdapterUnavailable, Forbidden, InvalidRequest
+from lorafleet.protocol.sources import HubConfig, SourcesConfig
 from lorafleet.resolvers.hub import split
 from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.errors import AdapterMalformed, AdapterMissing, AdapterUnavailable, Forbidden, InvalidRequest
 from stores import kept
 
 Make = Callable[..., dict[str, bytes]]

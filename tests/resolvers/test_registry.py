@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from lorafleet.protocol.errors import AdapterUnavailable, ConfigError
+from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.resolvers import registry as registry_module
 from lorafleet.resolvers.registry import ENTRY_POINT_GROUP, LoRAResolverRegistry
-from lorafleet.workers.errors import AdapterUnavailable, ConfigError
-from lorafleet.workers.lora.request import LoRARequest
 
 
 class Fixed:

@@ -16,14 +16,7 @@ from typing import Any
 import pytest
 
 from fetching import die_fetching, fetch_elsewhere, make_store
-from lorafleet.resolvers import download
-from lorafleet.resolvers.config import S3Config
-from lorafleet.resolvers.deadline import Deadline
-from lorafleet.resolvers.remote import RemoteResolver
-from lorafleet.resolvers.s3 import S3Source, split
-from lorafleet.resolvers.source import RemoteFile
-from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.errors import (
+from lorafleet.protocol.errors import (
     AdapterChanged,
     AdapterMalformed,
     AdapterMissing,
@@ -31,6 +24,13 @@ from lorafleet.workers.errors import (
     AdapterUnavailable,
     InvalidRequest,
 )
+from lorafleet.protocol.sources import S3Config
+from lorafleet.resolvers import download
+from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.remote import RemoteResolver
+from lorafleet.resolvers.s3 import S3Source, split
+from lorafleet.resolvers.source import RemoteFile
+from lorafleet.resolvers.store import AdapterStore
 from s3_server import BUCKET, KEY, SECRET, RadosGateway, write_credentials
 from tcp_proxy import TCPProxy
 

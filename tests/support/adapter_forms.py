@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lorafleet.workers.lora import model as lora_model
-from lorafleet.workers.lora.forms import AdapterForms, Kronecker, LinearForm, LowRank
-from lorafleet.workers.lora.reader import ReadAdapter
+from lorafleet.workers.adapters.forms import AdapterForms, Kronecker, LinearForm, LowRank
+from lorafleet.workers.adapters.reader import ReadAdapter
+from lorafleet.workers.slots import lora_model as lora_model
 
 Shapes = Mapping[str, tuple[int, int]]  # module -> (in, out), as ModelConfig.linear_shapes
 STD = 0.12

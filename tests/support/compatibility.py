@@ -13,8 +13,8 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from lorafleet.workers.openai.fields import INSTEAD, NO_EFFECT, NO_OP_VALUES, Tolerant
-from lorafleet.workers.openai.protocol import (
+from lorafleet.api.request.fields import INSTEAD, NO_EFFECT, NO_OP_VALUES, Tolerant
+from lorafleet.api.request.request_bodies import (
     OUTPUT_LOGPROBS,
     ChatRequest,
     CompletionRequest,

@@ -9,20 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lorafleet.cluster.client_metrics import ClientMetrics
-from lorafleet.cluster.directory_metrics import DirectoryCounts, render
-from lorafleet.cluster.quality.metrics import QualityMetrics
-from lorafleet.cluster.quality.records import Measures, Standing
-from lorafleet.cluster.scraping import scrape_all
+from lorafleet.api.access.usage import Usage
+from lorafleet.api.telemetry.http_metrics import Metrics, Stopwatch
+from lorafleet.cluster.directory.directory_metrics import DirectoryCounts, render
+from lorafleet.cluster.quality.quality_metrics import QualityMetrics
+from lorafleet.cluster.quality.quality_records import Measures, Standing
+from lorafleet.cluster.serve.client_metrics import ClientMetrics
+from lorafleet.cluster.serve.scraping import scrape_all
 from lorafleet.cluster.tenancy.audit_log import AuditLog
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.usage_log import UsageLog
+from lorafleet.protocol.messages import AdapterMove, EngineStats, GPUSteps, StepStats
 from lorafleet.resolvers.cache import AdapterCache
 from lorafleet.resolvers.fetch_metrics import FetchMetrics
 from lorafleet.resolvers.resolver_metrics import ResolverMetrics
-from lorafleet.workers.messages import AdapterMove, EngineStats, GPUSteps, StepStats
-from lorafleet.workers.openai.metrics import Metrics, Stopwatch
-from lorafleet.workers.openai.usage import Usage
 
 FROM_PROMETHEUS = {"job", "instance", "le"}
 _SUFFIXES = {

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from lorafleet.resolvers.config import S3Config, SourcesConfig
+from lorafleet.protocol.sources import S3Config, SourcesConfig
 from lorafleet.resolvers.deadline import Deadline
 from lorafleet.resolvers.s3 import S3Source
 from lorafleet.resolvers.source import RemoteFile

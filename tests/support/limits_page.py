@@ -9,36 +9,42 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lorafleet.cluster import (
-    administration,
-    catalog,
-    directory,
-    directory_socket,
-    haproxy_answers,
-    haproxy_config,
-    haproxy_sessions,
-    membership,
-    serve_environment,
+from lorafleet.api import languages
+from lorafleet.api.access import audit
+from lorafleet.api.access import caller_admission as request_admission
+from lorafleet.api.access.fair_threads import LONG_WORK
+from lorafleet.api.request import prompts
+from lorafleet.api.routes.build_api import ROUTES
+from lorafleet.api.routes.openapi import openapi
+from lorafleet.api.telemetry import recent
+from lorafleet.api.text import (
+    adapter_language,
+    language_cache,
+    special_tokens,
+    templates,
+    tokenizer_document,
+    tokenizers,
+    tokenizing,
 )
-from lorafleet.cluster.admin_api import MAX_TAR_HEADERS, MAX_UPLOAD_BYTES, admin_routes
-from lorafleet.cluster.catalogue import catalogue, records
+from lorafleet.cluster.admin import administration
+from lorafleet.cluster.admin.admin_api import MAX_TAR_HEADERS, MAX_UPLOAD_BYTES, admin_routes
+from lorafleet.cluster.admin.pushing import PUSHES
+from lorafleet.cluster.catalogue import catalogue, catalogue_records
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console import directory_view, state_api
-from lorafleet.cluster.pushing import PUSHES
+from lorafleet.cluster.directory import directory, directory_socket, membership
+from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_sessions
+from lorafleet.cluster.serve import adapter_lookup, serve_environment
 from lorafleet.cluster.tenancy import audit_log, key_file, usage_log
-from lorafleet.resolvers import config as resolver_config
+from lorafleet.protocol import adapter_files, limits, names, transport
+from lorafleet.protocol import lora_config as lora_config
+from lorafleet.protocol import sources as resolver_config
+from lorafleet.protocol.limits import Range
 from lorafleet.resolvers import deadline, ranges, store
-from lorafleet.workers import adapter_language, admission, fair_queue, limits, special_tokens, transport
-from lorafleet.workers.limits import Range
-from lorafleet.workers.lora import config as lora_config
-from lorafleet.workers.lora import files, names, patterns, peft_helper, peft_names, torch_index, weight_files
-from lorafleet.workers.lora.kinds import vocabulary
-from lorafleet.workers.openai import admission as request_admission
-from lorafleet.workers.openai import audit, language_cache, languages, prompts, recent, tokenizing
-from lorafleet.workers.openai.api import ROUTES
-from lorafleet.workers.openai.fair_threads import LONG_WORK
-from lorafleet.workers.openai.openapi import openapi
-from lorafleet.workers.sandbox import shunned, templates, tokenizer_document, tokenizers
+from lorafleet.sandbox import shunned
+from lorafleet.workers.adapters import patterns, peft_helper, peft_names, torch_index, weight_files
+from lorafleet.workers.adapters.kinds import vocabulary
+from lorafleet.workers.schedule import admission, fair_queue
 from lorafleet.workers.structured import grammar_process, grammar_program, vocabularies
 
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
@@ -268,10 +274,10 @@ PROCESSES = [
 ]
 ADAPTERS = [
     Limit("name", chars(names.MAX_NAME_CHARS), "", "400 `invalid_adapter_name`"),
-    Limit("`adapter_config.json`", size(files.MAX_CONFIG_BYTES), "", MALFORMED),
-    Limit("`adapter_model.safetensors`", size(files.MAX_WEIGHTS_BYTES), "", MALFORMED),
-    Limit("`adapter_model.bin`", size(files.MAX_BIN_BYTES), "", MALFORMED),
-    *(Limit(f"`{name}`", size(most), "", MALFORMED) for name, most in files.LANGUAGE_NAMES.items()),
+    Limit("`adapter_config.json`", size(adapter_files.MAX_CONFIG_BYTES), "", MALFORMED),
+    Limit("`adapter_model.safetensors`", size(adapter_files.MAX_WEIGHTS_BYTES), "", MALFORMED),
+    Limit("`adapter_model.bin`", size(adapter_files.MAX_BIN_BYTES), "", MALFORMED),
+    *(Limit(f"`{name}`", size(most), "", MALFORMED) for name, most in adapter_files.LANGUAGE_NAMES.items()),
     Limit("upload", f"{MAX_UPLOAD_BYTES:,} bytes", "", "413 `body_too_large`"),
     Limit("entries of an upload's tar", MAX_TAR_HEADERS, "", "400 `adapter_malformed`"),
     Limit("tensors", weight_files.MAX_TENSORS, "", MALFORMED),
@@ -317,8 +323,8 @@ ADAPTERS = [
         "`max_bytes`, `timeout_s` of its resolver",
         "400 `adapter_too_large`, 503 `adapter_unavailable`",
     ),
-    Limit("names that resolvers look for at a time, on a replica", catalog.SEARCHES.running, "", "they wait"),
-    Limit("names of one tenant that wait to be looked for", catalog.SEARCHES.waiting, "", BUSY),
+    Limit("names that resolvers look for at a time, on a replica", adapter_lookup.SEARCHES.running, "", "they wait"),
+    Limit("names of one tenant that wait to be looked for", adapter_lookup.SEARCHES.waiting, "", BUSY),
     Limit("adapters that one process fetches at a time", store.FETCH_THREADS, "", "they wait"),
     Limit("redirects of a source", ranges.MAX_REDIRECTS, "", "503 `adapter_unavailable`"),
     Limit("silence of a source", seconds(deadline.SOCKET_S), "", "tried again, then 503 `adapter_unavailable`"),
@@ -329,14 +335,14 @@ ADAPTERS = [
         "the one used longest ago goes",
     ),
     Limit("versions of an adapter", administration.MAX_VERSIONS, "", "the oldest that no alias stands for goes"),
-    Limit("aliases of an adapter, its own name among them", records.MAX_ALIASES, "", "400, names the field"),
+    Limit("aliases of an adapter, its own name among them", catalogue_records.MAX_ALIASES, "", "400, names the field"),
     Limit(
         "record of an adapter: versions with their metadata, aliases with their moves",
         size(catalogue.MAX_ENTRY_BYTES),
         "",
         "400, names the field",
     ),
-    Limit("moves that an alias remembers", records.MAX_HISTORY, "", "the oldest goes"),
+    Limit("moves that an alias remembers", catalogue_records.MAX_HISTORY, "", "the oldest goes"),
     Limit(
         "adapters, bytes of a tenant", "none", "`adapters`, `adapter_bytes` of the tenant", "429 `rate_limit_exceeded`"
     ),

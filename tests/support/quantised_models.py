@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lorafleet.kernels.nf4 import NF4_BOOK
+from lorafleet.kernels.quant.nf4 import NF4_BOOK
 
 
 def rounded_to_nf4(weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lorafleet.workers.llm import LLM
+from lorafleet.offline.llm import LLM
 from lorafleet.workers.tp.group import TPGroup
 
 TIMEOUT_S = 120

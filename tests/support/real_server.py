@@ -14,26 +14,26 @@ from typing import Any
 
 import uvicorn
 
-from lorafleet.cluster.administration import Administration
-from lorafleet.cluster.api_routes import routes_beside
-from lorafleet.cluster.catalog import DirectoryCatalog, obey
+from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.routes.build_api import build_api
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.cluster.admin.administration import Administration
+from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.console.directory_view import DirectoryWindow
 from lorafleet.cluster.console.replica_view import replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import AdapterView, ReplicaView, Viewer
-from lorafleet.cluster.directory import AdapterDirectory
-from lorafleet.cluster.membership import Membership
-from lorafleet.cluster.pushing import AdapterAdmin
-from lorafleet.cluster.reporting import keep_reporting
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.membership import Membership
+from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
+from lorafleet.cluster.serve.api_routes import routes_beside
+from lorafleet.cluster.serve.reporting import keep_reporting
 from lorafleet.cluster.tenancy.tenancy import Tenancy
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.openai.api import build_api
-from lorafleet.workers.openai.front import Front, FrontConfig
-from lorafleet.workers.tokenizer import Tokenizer
-from lorafleet.workers.transport import EngineClient, ipc_address
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.transport import EngineClient, ipc_address
 from lorafleet.workers.worker import GPUWorker
 
 ADMIN_KEY = "admin-key-of-tests"

@@ -6,10 +6,10 @@ import hashlib
 from types import SimpleNamespace
 from typing import Any, cast
 
-from lorafleet.workers.messages import EngineStats
-from lorafleet.workers.openai.caller import Caller
-from lorafleet.workers.openai.front import Front, FrontConfig
-from lorafleet.workers.openai.gate import Gate, KnownKey
+from lorafleet.api.access.caller import Caller
+from lorafleet.api.access.gate import Gate, KnownKey
+from lorafleet.api.front import Front, FrontConfig
+from lorafleet.protocol.messages import EngineStats
 
 ADMIN_KEY = "the admin key"
 

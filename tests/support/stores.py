@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lorafleet.resolvers.config import SourcesConfig
+from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.resolvers.store import AdapterStore
 
 _stores: list[AdapterStore] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from adapter_forms import applied
-from lorafleet.workers.lora.forms import AdapterForms, LowRank, TokenRows, VocabForm
+from lorafleet.workers.adapters.forms import AdapterForms, LowRank, TokenRows, VocabForm
 
 NUM_ADDED = 13
 NUM_CUT = 41

@@ -11,19 +11,19 @@ from typing import Any
 
 import httpx
 
-from lorafleet.cluster.admin_api import admin_routes
-from lorafleet.cluster.administration import Administration
+from lorafleet.api.access.gate import Gate
+from lorafleet.api.front import Front
+from lorafleet.api.routes.build_api import build_api
+from lorafleet.cluster.admin.admin_api import admin_routes
+from lorafleet.cluster.admin.administration import Administration
+from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.directory import AdapterDirectory
-from lorafleet.cluster.pushing import AdapterAdmin
+from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.quality.book import QualityBook
 from lorafleet.cluster.quality.monitor import QualityMonitor
 from lorafleet.cluster.quality.probes import QualityProbes
 from lorafleet.cluster.quality.routes import QualityApi
-from lorafleet.workers.openai.api import build_api
-from lorafleet.workers.openai.front import Front
-from lorafleet.workers.openai.gate import Gate
 
 OPERATOR = "the operator's key"
 HEADERS = {"authorization": f"Bearer {OPERATOR}", "content-type": "application/json"}

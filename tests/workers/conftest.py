@@ -1,71 +1,152 @@
-"""Tiny tokenizers, made on the spot."""
+"""Adapters made by PEFT itself, on tiny random bases."""
 
 from __future__ import annotations
 
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from lorafleet.workers.tokenizer import Tokenizer
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.workers.adapters.base_layout import BaseLayout, peft_name
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.slots.lora_model import LoRAModel
 
-CORPUS = ["hello world, the stop is near. END of the story.", "héllo wörld 日本語 🎉 naïve café", "1 + 2 = 3; a, b, c"]
-CHAT_TEMPLATE = """\
-{%- for m in messages -%}
-{%- if m.role == 'villain' -%}{{ raise_exception('no villains here') }}{%- endif -%}
-<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant
-{% if thinking %}<think>{% endif %}{%- endif -%}"""
-
-
-def _save(backend: Backend, folder: Path, **special: str) -> Path:
-    hf = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-    hf.chat_template = CHAT_TEMPLATE
-    hf.save_pretrained(str(folder))
-    return folder
+NUM_LAYERS = 3
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
-@pytest.fixture(scope="session")
-def byte_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte-level BPE; one added token is no special one and holds characters outside the byte alphabet."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=["<|eos|>", "<|im_start|>", "<|im_end|>"],
-        show_progress=False,
+def make_base(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)) if family == "llama" else Qwen2ForCausalLM(Qwen2Config(**SIZES))
+
+
+class TransformersWeights:
+    """A transformers model's, as they are."""
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        self._tensors = base.state_dict()
+
+    def weight(self, module: str) -> Tensor:
+        return self._tensors[f"{peft_name(module)}.weight"]
+
+    def bias(self, module: str) -> Tensor:
+        return self._tensors[f"{peft_name(module)}.bias"]
+
+    def beside_the_steps(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def base_of(base: PreTrainedModel) -> Base:
+    modules = {n.removeprefix("model."): m for n, m in base.named_modules()}
+    linears = {n: m for n, m in modules.items() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    layout = BaseLayout(
+        linears={n: (m.in_features, m.out_features) for n, m in linears.items()},
+        vocab_size=base.config.vocab_size,
+        hidden_size=base.config.hidden_size,
+        attention_heads=(base.config.num_attention_heads, base.config.num_key_value_heads),
+        tied=base.config.tie_word_embeddings,
+        biased=frozenset(n for n, m in linears.items() if m.bias is not None),
+        norms={n: m.weight.shape[0] for n, m in modules.items() if n.endswith("norm")},
+        norm_offset=1.0 if "gemma" in base.config.model_type else 0.0,
     )
-    backend.train_from_iterator(CORPUS, trainer)
-    backend.add_tokens([AddedToken("a tool é", special=False)])
-    return _save(backend, tmp_path_factory.mktemp("byte_tokenizer"), eos_token="<|eos|>")
+    return Base(layout, TransformersWeights(base), "tiny")
 
 
-@pytest.fixture(scope="session")
-def sentencepiece_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As Llama 2's: `▁` for spaces, byte fallback, one leading space stripped."""
-    words = ["▁hello", "▁world", "▁", "h", "e", "l", "o", "w", "r", "d", ",", "▁END", "é"]
-    vocab = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    backend = Backend(
-        models.BPE({token: i for i, token in enumerate(vocab)}, [], unk_token="<unk>", byte_fallback=True)
-    )
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens(["<s>", "</s>"])
-    return _save(backend, tmp_path_factory.mktemp("sp_tokenizer"), bos_token="<s>", eos_token="</s>")
+@contextmanager
+def peft_warnings_ignored() -> Iterator[None]:
+    """PEFT's own, on odd configs and with the newest transformers; ours stay errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
-@pytest.fixture(scope="session")
-def tokenizer(byte_tokenizer_folder: Path) -> Tokenizer:
-    return Tokenizer.from_folder(byte_tokenizer_folder)
+@dataclass(frozen=True)
+class AdapterDir:
+    """A folder with an adapter, and ways to damage it."""
+
+    path: Path
+    family: str = "llama"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(json.loads((self.path / "adapter_config.json").read_text()))
+
+    def set(self, **changes: object) -> AdapterDir:
+        (self.path / "adapter_config.json").write_text(json.dumps(self.config | changes))
+        return self
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return load_file(self.path / "adapter_model.safetensors")
+
+    def write(self, tensors: dict[str, Tensor]) -> AdapterDir:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, self.path / "adapter_model.safetensors")
+        return self
+
+    def map(self, change: Callable[[str, Tensor], tuple[str, Tensor]]) -> AdapterDir:
+        return self.write(dict(change(k, v) for k, v in self.tensors.items()))
+
+    def load(self, dtype: torch.dtype = torch.float32, expected_digest: str = "", **config: Any) -> LoRAModel:
+        return LoRAModel.from_local_checkpoint(
+            self.path,
+            base=base_of(make_base(self.family)),
+            config=LoRAConfig(**config),
+            dtype=dtype,
+            name="sql",
+            expected_digest=expected_digest,
+        )
+
+    def peft_deltas(self) -> dict[str, Tensor]:
+        """What PEFT adds to each weight of the base when it loads this folder."""
+        with peft_warnings_ignored():
+            loaded = PeftModel.from_pretrained(make_base(self.family), str(self.path))
+        layers = {n: m for n, m in loaded.base_model.model.named_modules() if isinstance(m, LoraLayer)}
+        return {n.removeprefix("model."): m.get_delta_weight("default").detach() for n, m in layers.items()}
 
 
-@pytest.fixture(scope="session")
-def sentencepiece_tokenizer(sentencepiece_tokenizer_folder: Path) -> Tokenizer:
-    return Tokenizer.from_folder(sentencepiece_tokenizer_folder)
+MakeAdapter = Callable[..., AdapterDir]
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path) -> MakeAdapter:
+    def make(family: str = "llama", dtype: torch.dtype = torch.float32, **fields: Any) -> AdapterDir:
+        settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+        with peft_warnings_ignored():
+            model = get_peft_model(make_base(family), LoraConfig(**(settings | fields)))
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        path = tmp_path / "sql"
+        model.save_pretrained(str(path))
+        # PEFT sorts the keys it writes, also those whose order decides; an adapter is what its file says.
+        patterns = {k: v for k, v in fields.items() if k in ("rank_pattern", "alpha_pattern")}
+        adapter = AdapterDir(path, family).set(**patterns)
+        return adapter if dtype is torch.float32 else adapter.map(lambda k, v: (k, v.to(dtype)))
+
+    return make
+
+
+@pytest.fixture
+def adapter(make_adapter: MakeAdapter) -> AdapterDir:
+    """Rank 4 on q_proj and v_proj of a three-layer Llama."""
+    return make_adapter()

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from tiny_models import make_adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)

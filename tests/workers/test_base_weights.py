@@ -11,16 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lorafleet.workers.checkpoint import read_model_config
-from lorafleet.workers.errors import AdapterUnsupported
-from lorafleet.workers.lora.base_layout import EMBEDDING, HEAD, BaseLayout, peft_name
-from lorafleet.workers.lora.base_weights import BaseWeights, FileWeights, ModelWeights, MovedWeights
-from lorafleet.workers.lora.forms import AdapterForms
-from lorafleet.workers.lora.kinds.kind import Base
-from lorafleet.workers.lora.reader import read_adapter
+from lorafleet.protocol.errors import AdapterUnsupported
+from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, BaseLayout, peft_name
+from lorafleet.workers.adapters.base_source import BaseWeights
+from lorafleet.workers.adapters.forms import AdapterForms
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.reader import read_adapter
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.weights import load_weights
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.slots.base_weights import FileWeights, ModelWeights, MovedWeights
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.weights import load_weights
 from tiny_models import make_model
 
 CPU = torch.device("cpu")

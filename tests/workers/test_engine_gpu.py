@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 import torch
 
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from tiny_models import Reference, make_adapter, make_model, rounded_to_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from tiny_models import Reference, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.errors import EngineDead, InvalidRequest, LorafleetError
-from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.messages import AdapterMove, EngineHello, EngineRequest, StepBatch, Vocabulary
-from lorafleet.workers.sampling_params import SamplingParams
-from lorafleet.workers.transport import EngineClient, WorkerSocket, ipc_address
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import EngineDead, InvalidRequest, LorafleetError
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, StepBatch, Vocabulary
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.protocol.transport import EngineClient, WorkerSocket, ipc_address
 from lorafleet.workers.worker import GPUWorker
 
 

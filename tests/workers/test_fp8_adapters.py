@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers import startup
-from lorafleet.workers.errors import ConfigError
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
-from lorafleet.workers.lora.config import LoRAConfig
 from tiny_models import rounded_to_fp8
 
 

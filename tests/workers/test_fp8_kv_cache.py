@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers import startup
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.errors import ConfigError, UnsupportedModel
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.workers.startup import build_engine
 from tiny_models import Reference, make_model
 

@@ -10,8 +10,8 @@ import torch
 from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, VeraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
-from tests.workers.lora.conftest import peft_warnings_ignored
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from tests.workers.conftest import peft_warnings_ignored
 from tiny_models import ALL_TARGETS, Reference, fused_names, make_model
 
 TOLERANCE = 1e-3

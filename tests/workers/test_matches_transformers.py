@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from tiny_models import FAMILIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)

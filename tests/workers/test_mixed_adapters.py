@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lorafleet.workers.errors import RankTooLarge
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol.errors import RankTooLarge
 from tiny_models import make_adapter
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

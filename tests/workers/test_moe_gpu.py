@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorafleet.workers.llm import LLM, LoRARequest, RequestOutput, SamplingParams
+from lorafleet.offline.llm import LLM, LoRARequest, RequestOutput, SamplingParams
 from tiny_models import make_layered_adapter, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
-from lorafleet.workers.messages import EngineRequest
-from lorafleet.workers.sequence import Sequence
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.messages import EngineRequest
+from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.startup import build_engine
 
 

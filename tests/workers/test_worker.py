@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.errors import AdapterMissing, ContextOverflow, EngineDead, QueueFull, QueueTimeout
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.messages import EngineHello, EngineRequest, TokenOutput
-from lorafleet.workers.sampling_params import SamplingParams
-from lorafleet.workers.sealing import CALL, unseal
-from lorafleet.workers.transport import EngineClient, WorkerSocket, ipc_address
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import AdapterMissing, ContextOverflow, EngineDead, QueueFull, QueueTimeout
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.messages import EngineHello, EngineRequest, TokenOutput
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.protocol.sealing import CALL, unseal
+from lorafleet.protocol.transport import EngineClient, WorkerSocket, ipc_address
 from lorafleet.workers.worker import GPUWorker
 
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.fp8 import FP8
-from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)

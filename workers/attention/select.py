@@ -6,10 +6,10 @@ import importlib.util
 import logging
 from typing import Literal
 
-from lorafleet.workers.attention.base import AttentionBackend, AttentionSpec, KVCache
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionSpec, KVCache
 from lorafleet.workers.attention.flashinfer_backend import DTYPES, HEAD_DIMS, FlashInferAttention
 from lorafleet.workers.attention.torch_backend import TorchAttention
-from lorafleet.workers.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

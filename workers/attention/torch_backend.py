@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorafleet.kernels.fp8 import FP8
-from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
 
 # Costs in units of about 4 ns, one query-key pair of 4 heads x 32: what joining two sequences by padding is weighed by.
 KEY_COST = 10  # gathering one key and value

@@ -1,4 +1,5 @@
-"""Paged attention by the project's own Triton kernel, kernels/paged_attention.py: any CUDA GPU, dtype and head size."""
+"""Paged attention by the project's own Triton kernel, kernels/decoder/paged_attention.py: any CUDA GPU, dtype and head
+size."""
 
 # T tokens of the step · H query heads · D head size
 
@@ -6,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lorafleet.kernels.paged_attention import PagedBatch, paged_attention
-from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.kernels.decoder.paged_attention import PagedBatch, paged_attention
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
 
 
 class TritonAttention:

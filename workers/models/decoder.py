@@ -18,20 +18,20 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from lorafleet.kernels.gated_mul import gated_mul
-from lorafleet.kernels.linear_output import LinearOutput
-from lorafleet.kernels.lora_batch import LoRABatch
-from lorafleet.kernels.rope_store import rotate_and_store
-from lorafleet.workers.attention.base import AttentionBackend, KVCache
-from lorafleet.workers.checkpoint import ModelConfig
-from lorafleet.workers.errors import UnsupportedModel
+from lorafleet.kernels.decoder.gated_mul import gated_mul
+from lorafleet.kernels.decoder.rope_store import rotate_and_store
+from lorafleet.kernels.lora.linear_output import LinearOutput
+from lorafleet.kernels.lora.lora_batch import LoRABatch
+from lorafleet.protocol.errors import UnsupportedModel
+from lorafleet.workers.attention.attention_backend import AttentionBackend, KVCache
+from lorafleet.workers.bases.checkpoint import ModelConfig
 from lorafleet.workers.models.layers import PackedLinear, ResidualNorm, RMSNorm
 from lorafleet.workers.models.linear_weights import LinearWeights
-from lorafleet.workers.models.moe import SparseMLP
 from lorafleet.workers.models.rope import RotaryEmbedding
-from lorafleet.workers.models.vocabulary import VocabTable
+from lorafleet.workers.models.sparse_mlp import SparseMLP
+from lorafleet.workers.models.vocab_table import VocabTable
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.rank_sum import RankSum
+from lorafleet.workers.tp.row_parallel_sum import RankSum
 from lorafleet.workers.tp.shard import Shard
 
 

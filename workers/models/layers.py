@@ -1,6 +1,6 @@
 """The building blocks of the decoder: norm, the packed linear with its adapters.
 
-Parameters are made empty here; workers/weights.py fills them.
+Parameters are made empty here; workers/bases/weights.py fills them.
 """
 
 # T tokens · D in · O out
@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lorafleet.kernels.base_weight import BaseWeight
-from lorafleet.kernels.linear_output import LinearOutput
-from lorafleet.kernels.lora import linear_with_lora
-from lorafleet.kernels.lora_batch import LoRABatch
-from lorafleet.kernels.norm_slots import NormSlots
-from lorafleet.kernels.packed_lora import PackedLoRA
-from lorafleet.kernels.rms_norm import NormWeight
-from lorafleet.workers.tp.rank_sum import RankSum
+from lorafleet.kernels.decoder.rms_norm import NormWeight
+from lorafleet.kernels.lora.apply_lora import linear_with_lora
+from lorafleet.kernels.lora.linear_output import LinearOutput
+from lorafleet.kernels.lora.lora_batch import LoRABatch
+from lorafleet.kernels.lora.norm_slots import NormSlots
+from lorafleet.kernels.lora.packed_lora import PackedLoRA
+from lorafleet.kernels.quant.base_weight import BaseWeight
+from lorafleet.workers.tp.row_parallel_sum import RankSum
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from lorafleet.kernels.base_weight import BaseWeight, PlainWeight
-from lorafleet.kernels.fp8_weight import FP8Weight
-from lorafleet.kernels.nf4 import NF4Weight
-from lorafleet.kernels.scratch import Scratch
-from lorafleet.workers.errors import UnsupportedModel
-from lorafleet.workers.quantisation_methods import Method
+from lorafleet.kernels.decoder.scratch import Scratch
+from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight
+from lorafleet.kernels.quant.fp8_weight import FP8Weight
+from lorafleet.kernels.quant.nf4 import NF4Weight
+from lorafleet.protocol.errors import UnsupportedModel
+from lorafleet.protocol.quantization_methods import Method
 
 
 class LinearWeights:

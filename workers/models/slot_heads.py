@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorafleet.kernels.lora_batch import BASE_SLOT
-from lorafleet.workers.host_copy import to_device
-from lorafleet.workers.models.vocabulary import NEVER, VocabTable
-from lorafleet.workers.sampler import greedy_of_ranks
+from lorafleet.kernels.lora.lora_batch import BASE_SLOT
+from lorafleet.workers.device.host_copy import to_device
+from lorafleet.workers.device.sampler import greedy_of_ranks
+from lorafleet.workers.models.vocab_table import NEVER, VocabTable
 
 WIDTH_ALIGNMENT = 64  # of logits of several vocabularies: sampler.greedy takes them in parts
 

@@ -17,9 +17,9 @@ from itertools import count
 
 import numpy as np
 
-from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded, QueueFull
-from lorafleet.workers.messages import TokenizerFile
-from lorafleet.workers.sequence import UNKNOWN, Sequence
+from lorafleet.protocol.errors import InvalidRequest, LorafleetError, Overloaded, QueueFull
+from lorafleet.protocol.messages import TokenizerFile
+from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.structured.grammar_process import GrammarLimits, GrammarProcess, Opened, ProcessEnded, Unread
 from lorafleet.workers.structured.vocabularies import Vocabularies
 

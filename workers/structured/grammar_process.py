@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lorafleet.workers.messages import TokenizerFile
-from lorafleet.workers.sandbox.framing import receive
-from lorafleet.workers.sandbox.outbox import Outbox
-from lorafleet.workers.sandbox.process import command_of, start_program
+from lorafleet.protocol.messages import TokenizerFile
+from lorafleet.protocol.structured_spec import StructuredOutputs
+from lorafleet.sandbox.framing import receive
+from lorafleet.sandbox.outbox import Outbox
+from lorafleet.sandbox.process import command_of, start_program
 from lorafleet.workers.structured.grammar_program import STACK_BYTES, Settings
-from lorafleet.workers.structured.spec import StructuredOutputs
 
 PROGRAM = "lorafleet.workers.structured.grammar_program"
 MAX_THREADS = 8

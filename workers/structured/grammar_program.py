@@ -36,10 +36,10 @@ import msgspec
 import numpy as np
 import tokenizers
 
-from lorafleet.workers.sandbox.confinement import bound_memory, cpu_limit
-from lorafleet.workers.sandbox.framing import receive, send
-from lorafleet.workers.sandbox.program import settings as given_settings
-from lorafleet.workers.sandbox.turns import NoRoom, TurnLimits, TurnQueue
+from lorafleet.sandbox.confinement import bound_memory, cpu_limit
+from lorafleet.sandbox.framing import receive, send
+from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, TurnQueue
+from lorafleet.sandbox.program import settings as given_settings
 
 STACK_BYTES = 64 << 20  # of the threads that compile and fill: deeper than what a trial, on the main one's, survives
 MAX_ERROR_CHARS = 400
@@ -54,12 +54,12 @@ WHITESPACE = r"[ \n\r\t]{1,64}"
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 Socket = socket.socket
-Spec = tuple[str, str, bool]  # kind, source, any_whitespace: as workers/structured/spec.py has them
+Spec = tuple[str, str, bool]  # kind, source, any_whitespace: as protocol/structured_spec.py has them
 
 
 @dataclass
 class Settings:
-    tokenizer: str  # path of what workers/tokenizer_files.py wrote
+    tokenizer: str  # path of what api/text/tokenizer_files.py wrote
     vocab_size: int  # the tokenizer's; the model's may be padded beyond it
     eos_token_ids: list[int]
     rows: int

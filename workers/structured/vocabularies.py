@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from lorafleet.workers.errors import Overloaded
-from lorafleet.workers.messages import TokenizerFile
+from lorafleet.protocol.errors import Overloaded
+from lorafleet.protocol.messages import TokenizerFile
 from lorafleet.workers.structured.grammar_process import GrammarProcess
 
 # Adapters' vocabularies at a time beside the base's: processes of some 200 MB for 128 thousand tokens each.

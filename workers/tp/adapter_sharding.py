@@ -3,7 +3,7 @@
 Off: where the base is divided by output (q, k, v, gate, up), A is whole and B has the rank's own outputs; where it is
 divided by input (o, down), A has the rank's own inputs and B is whole. No collective but the base's own.
 On: the other matrix is divided too, A by LoRA rank or B by output, so that nothing is held twice but KV heads that
-ranks share; one more, small collective a linear, between A and B (kernels/lora_layout.py).
+ranks share; one more, small collective a linear, between A and B (kernels/lora/lora_layout.py).
 """
 
 # R rank · D in features · O out features
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.lora_layout import UNDIVIDED, LoRALayout
-from lorafleet.kernels.packed_lora import LinearPlace
-from lorafleet.kernels.peer_areas import PeerAreas
+from lorafleet.kernels.lora.lora_layout import UNDIVIDED, LoRALayout
+from lorafleet.kernels.lora.packed_lora import LinearPlace
+from lorafleet.kernels.ranks.peer_areas import PeerAreas
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
-from lorafleet.workers.errors import EngineDead
+from lorafleet.protocol.errors import EngineDead
 
 # torch 2.13 has a new name for it and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from lorafleet.workers.errors import EngineDead
-from lorafleet.workers.tp.addresses import RankAddresses
-from lorafleet.workers.tp.messages import Answer, Order, RankFailed, ShardLoaded, Stop
+from lorafleet.protocol.addresses import RankAddresses
+from lorafleet.protocol.errors import EngineDead
+from lorafleet.workers.tp.rank_messages import Answer, Order, RankFailed, ShardLoaded, Stop
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import os
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.peer_areas import EMPTY, MOST_RANKS, PROGRAMS, PeerAreas
+from lorafleet.kernels.ranks.peer_areas import EMPTY, MOST_RANKS, PROGRAMS, PeerAreas
 from lorafleet.workers.tp.group import TPGroup
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _num_opened = 0
 
 
 class PeerMemory:
-    """areas: what kernels/peer_areas.py needs; valid as long as this lives."""
+    """areas: what kernels/ranks/peer_areas.py needs; valid as long as this lives."""
 
     def __init__(self, group: TPGroup, device: torch.device, area_bytes: int) -> None:
         """All ranks of the group at once. Raises RuntimeError where their GPUs cannot reach each other's memory."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lorafleet.workers.checkpoint import ModelConfig
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.bases.checkpoint import ModelConfig
 
 ROW_PARALLEL = ("o_proj", "down_proj")  # all others are column parallel
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

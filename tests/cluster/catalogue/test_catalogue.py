@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.catalogue_records import Adapter
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.catalogue.records import Adapter
 
 LATE_S = 60.0  # of something that should have happened long ago, however slow the machine is
 

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster.administration import Administration, Pushed
+from lorafleet.cluster.admin.administration import Administration, Pushed
 from lorafleet.cluster.catalogue import stored_files as stored_files_module
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.files import folder_digest
+from lorafleet.cluster.catalogue.catalogue_files import folder_digest
+from lorafleet.cluster.catalogue.catalogue_records import Adapter, Share
+from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.catalogue.records import Adapter, Share
 from lorafleet.cluster.catalogue.s3_store import S3Store
-from lorafleet.cluster.catalogue.store import Store
 from lorafleet.cluster.catalogue.stored_files import StoredFiles
-from lorafleet.cluster.directory import AdapterDirectory
-from lorafleet.workers.errors import AdapterMissing, LorafleetError, OutcomeUnknown, StoreError
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.protocol.errors import AdapterMissing, LorafleetError, OutcomeUnknown, StoreError
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from memory_s3 import MemoryS3, lost_answer
-from tests.cluster import test_directory
-from tests.cluster.test_directory import Engine, Make, loaded, replica
+from tests.cluster.directory import test_directory
+from tests.cluster.directory.test_directory import Engine, Make, loaded, replica
 
 pytestmark = pytest.mark.usefixtures("_quick")
 _quick, make = test_directory._quick, test_directory.make

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.cluster.catalogue.files import folder_digest
-from lorafleet.cluster.catalogue.log import CatalogueLog, Fenced
+from lorafleet.cluster.catalogue.catalogue_files import folder_digest
+from lorafleet.cluster.catalogue.catalogue_log import CatalogueLog, Fenced
+from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry, Version
 from lorafleet.cluster.catalogue.packed import unpack
-from lorafleet.cluster.catalogue.records import Adapter, Entry, Version
 from lorafleet.cluster.catalogue.s3_store import S3Store
-from lorafleet.workers.errors import AdapterMissing, StoreError
+from lorafleet.protocol.errors import AdapterMissing, StoreError
 from s3_server import BUCKET, RadosGateway, why_not, write_credentials
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -9,7 +9,7 @@ import yaml
 
 from lorafleet.cluster.checking.keys import check_keys, check_values, nearest
 from lorafleet.cluster.checking.shapes import OPEN, TEXT, TEXTS, WHOLE, Shape, schema
-from lorafleet.cluster.checking.source import parse
+from lorafleet.cluster.checking.yaml_source import parse
 
 SHAPE: Shape = {"name!": TEXT, "count": WHOLE, "labels": TEXTS, "items": [{"path": TEXT}], "rest": OPEN}
 

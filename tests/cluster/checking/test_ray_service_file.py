@@ -11,7 +11,7 @@ import yaml
 
 from lorafleet.cluster.checking.ray_service_file import check_ray_service
 from lorafleet.cluster.checking.ray_service_shape import RAY_SERVICE
-from lorafleet.cluster.checking.source import parse
+from lorafleet.cluster.checking.yaml_source import parse
 from tests.cluster.checking.changing import with_value
 
 FILE = Path(__file__).parents[3] / "configs" / "kuberay.yaml"

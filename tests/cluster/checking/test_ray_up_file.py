@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lorafleet.cluster.checking.ray_up_file import check_ray_up
-from lorafleet.cluster.checking.source import parse
+from lorafleet.cluster.checking.yaml_source import parse
 from tests.cluster.checking.changing import with_value
 
 SERVED: dict[str, Any] = {
@@ -18,7 +18,7 @@ SERVED: dict[str, Any] = {
     "applications": [
         {
             "name": "lorafleet",
-            "import_path": "lorafleet.cluster.app:build",
+            "import_path": "lorafleet.cluster.serve.app:build",
             "args": {"model": "/m", "device": "cuda", "num_replicas": 4, "catalog_uri": "s3://b/c", "api_keys": "/k"},
         }
     ],

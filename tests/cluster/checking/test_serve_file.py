@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lorafleet.cluster.checking.serve_file import check_serve
-from lorafleet.cluster.checking.source import parse
+from lorafleet.cluster.checking.yaml_source import parse
 from tests.cluster.checking.changing import with_value
 
 GOOD: dict[str, Any] = {
@@ -17,7 +17,7 @@ GOOD: dict[str, Any] = {
         {
             "name": "lorafleet",
             "route_prefix": "/",
-            "import_path": "lorafleet.cluster.app:build",
+            "import_path": "lorafleet.cluster.serve.app:build",
             "args": {"model": "/m", "lora_modules": [{"lora_name": "sql", "path": "/sql"}], "tp": 2},
         }
     ],
@@ -31,8 +31,10 @@ def complaints(value: Any) -> list[str]:
     return [f"{problem.place}: {problem.message}" for problem in problems]
 
 
-def test_a_good_file_says_what_it_serves():
-    problems, serving = check_serve(parse("f.yaml", yaml.safe_dump(GOOD)))
+@pytest.mark.parametrize("builder", ["lorafleet.cluster.serve.app:build", "lorafleet.cluster.app:build"])
+def test_a_good_file_says_what_it_serves(builder: str):
+    good = with_value(GOOD, (*APP, "import_path"), builder)
+    problems, serving = check_serve(parse("f.yaml", yaml.safe_dump(good)))
     assert problems == []
     assert serving is not None
     assert (serving.host, serving.port, serving.every_node) == ("127.0.0.1", 8000, True)
@@ -64,7 +66,11 @@ def test_a_misspelt_key_is_refused_with_the_nearest(place: tuple[Any, ...], valu
     [
         (("http_options", "port"), "eight", "http_options.port: Input should be a valid integer"),
         (("applications",), [], "applications: there is no application"),
-        ((*APP, "import_path"), "lorafleet.cluster.app:bild", "did you mean 'lorafleet.cluster.app:build'?"),
+        (
+            (*APP, "import_path"),
+            "lorafleet.cluster.serve.app:bild",
+            "did you mean 'lorafleet.cluster.serve.app:build'?",
+        ),
         ((*APP, "import_path"), "no_such_module.app:build", "there is no module 'no_such_module.app'"),
         ((*APP, "deployments"), [{"name": "EngineReplicas"}], "did you mean 'EngineReplica'?"),
         ((*APP, "deployments"), [{"name": "EngineReplica", "num_replicas": 2}], "set args: num_replicas"),

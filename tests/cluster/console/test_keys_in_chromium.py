@@ -16,7 +16,7 @@ import pytest
 import real_server
 from lorafleet.cluster.tenancy.key_file import HASH_PREFIX
 from lorafleet.cluster.tenancy.key_text import digest_of, make_key
-from lorafleet.workers.errors import AdapterMissing
+from lorafleet.protocol.errors import AdapterMissing
 from real_server import ADMIN_KEY, RealServer
 from tests.cluster.console.chromium import (
     CHROMIUM,

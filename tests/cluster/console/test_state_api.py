@@ -10,23 +10,23 @@ import httpx
 import msgspec
 import pytest
 
+from lorafleet.api.access.caller import Caller
+from lorafleet.api.access.visibility import NoTenants
+from lorafleet.api.routes.build_api import build_api
 from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.catalogue_records import Adapter, Share, Version, moved
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.catalogue.records import Adapter, Share, Version, moved
 from lorafleet.cluster.console.directory_view import DirectoryWindow
 from lorafleet.cluster.console.replica_view import replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
-from lorafleet.cluster.directory import AdapterDirectory
-from lorafleet.cluster.residency import Report
-from lorafleet.cluster.routing import ReplicaLoad
-from lorafleet.workers.errors import AdapterMissing, to_wire
-from lorafleet.workers.lora.names import tenant_of
-from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.messages import EngineStats
-from lorafleet.workers.openai.api import build_api
-from lorafleet.workers.openai.caller import Caller
-from lorafleet.workers.openai.visibility import NoTenants
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.residency import Report
+from lorafleet.cluster.routing.routing import ReplicaLoad
+from lorafleet.protocol.errors import AdapterMissing, to_wire
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.messages import EngineStats
+from lorafleet.protocol.names import tenant_of
 from state_fronts import ADMIN_KEY, bare_front
 
 KEYS = {

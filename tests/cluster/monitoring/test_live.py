@@ -88,7 +88,7 @@ class Prometheus:
 @contextlib.contextmanager
 def metrics_up(server: str, folder: Path) -> Iterator[Prometheus]:
     port = free_port()
-    command = [sys.executable, "-c", "from lorafleet.cluster.cli import main; main()", "metrics", "up"]
+    command = [sys.executable, "-c", "from lorafleet.cluster.cli.cli import main; main()", "metrics", "up"]
     command += ["--server", server, "--port", str(port), "--grafana-port", str(free_port())]
     command += ["--data", str(folder / "data"), "--scrape-interval", "5"]
     with (folder / "up.log").open("wb") as log:

@@ -16,7 +16,7 @@ from lorafleet.cluster.monitoring import grafana, up
 from lorafleet.cluster.monitoring.dashboards import DASHBOARDS
 from lorafleet.cluster.monitoring.scrape_config import Target
 from lorafleet.cluster.monitoring.up import Options
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
 from tests.cluster.harness import free_port
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster import directory as directory_module
-from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.cluster.directory import directory as directory_module
+from lorafleet.protocol.lora_config import LoRAConfig
 from tests.cluster.tenancy.house import House, running_engine
 
 

@@ -9,18 +9,18 @@ from typing import Any
 import httpx
 import pytest
 
+from lorafleet.api.routes.build_api import build_api
 from lorafleet.client.admin import AsyncAdminClient
+from lorafleet.cluster.directory.task_leases import Turns
 from lorafleet.cluster.quality.book import QualityBook
-from lorafleet.cluster.quality.metrics import QualityMetrics
 from lorafleet.cluster.quality.monitor import QualityMonitor
 from lorafleet.cluster.quality.probes import Probe, ProbeSet, QualityProbes
-from lorafleet.cluster.quality.records import Measures, Standing
+from lorafleet.cluster.quality.quality_metrics import QualityMetrics
+from lorafleet.cluster.quality.quality_records import Measures, Standing
 from lorafleet.cluster.quality.routes import QualityApi
 from lorafleet.cluster.tenancy.usage_sums import read_usage
-from lorafleet.cluster.turns import Turns
-from lorafleet.workers.limits import INT32
-from lorafleet.workers.messages import EngineRequest, TokenOutput
-from lorafleet.workers.openai.api import build_api
+from lorafleet.protocol.limits import INT32
+from lorafleet.protocol.messages import EngineRequest, TokenOutput
 from tests.cluster.tenancy.house import House
 
 PROBES = (Probe(prompt="one two three", completion=" four"), Probe(prompt="and then"))

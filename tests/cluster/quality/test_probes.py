@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.cluster.quality.probes import MAX_PROBES, read_probes
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
 
 
 def written(folder: Path, file: str, prompts: str = '{"prompt": "a"}\n') -> Path:

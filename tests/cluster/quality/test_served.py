@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster import cli
+from lorafleet.cluster.cli import cli
 from tests.cluster.harness import ADMIN_KEY, SharedServer
 
 pytestmark = pytest.mark.xdist_group("shared_server")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster import catalog as catalog_module
-from lorafleet.cluster import directory as directory_module
-from lorafleet.cluster import membership as membership_module
-from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.cluster.directory import directory as directory_module
+from lorafleet.cluster.directory import membership as membership_module
+from lorafleet.cluster.serve import adapter_lookup as catalog_module
+from lorafleet.protocol.lora_config import LoRAConfig
 from tests.cluster.tenancy.house import PATIENT_S, House, running_engine
 
 

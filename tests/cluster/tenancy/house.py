@@ -15,25 +15,25 @@ from typing import Any
 import httpx
 import msgspec
 
-from lorafleet.cluster.admin_api import admin_routes
-from lorafleet.cluster.administration import Administration
-from lorafleet.cluster.catalog import DirectoryCatalog, obey
+from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.routes.build_api import build_api
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.cluster.admin.admin_api import admin_routes
+from lorafleet.cluster.admin.administration import Administration
+from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.directory import AdapterDirectory
-from lorafleet.cluster.membership import Membership
-from lorafleet.cluster.pushing import AdapterAdmin
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.membership import Membership
+from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
 from lorafleet.cluster.tenancy.key_file import HASH_PREFIX
 from lorafleet.cluster.tenancy.key_text import digest_of, make_key
 from lorafleet.cluster.tenancy.tenancy import Tenancy
-from lorafleet.resolvers.base import LoRAResolver
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.messages import EngineRequest, TokenOutput
-from lorafleet.workers.openai.api import build_api
-from lorafleet.workers.openai.front import Front, FrontConfig
-from lorafleet.workers.tokenizer import Tokenizer
-from lorafleet.workers.transport import EngineClient, ipc_address
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.messages import EngineRequest, TokenOutput
+from lorafleet.protocol.transport import EngineClient, ipc_address
+from lorafleet.resolvers.lora_resolver import LoRAResolver
 from lorafleet.workers.worker import GPUWorker
 
 OPERATOR = "the operator's key"

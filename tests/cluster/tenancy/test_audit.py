@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster.admin_api import admin_routes
+from lorafleet.api.access.audit import Audited
+from lorafleet.api.routes.build_api import ROUTES
+from lorafleet.api.telemetry.tenant_metrics import of_tenant
+from lorafleet.cluster.admin.admin_api import admin_routes
 from lorafleet.cluster.tenancy.audit_log import MAX_REFUSALS_PER_MINUTE, AuditLog, DurableLines
 from lorafleet.cluster.tenancy.line_file import LineFile
-from lorafleet.workers.errors import LogUnwritable
-from lorafleet.workers.openai.api import ROUTES
-from lorafleet.workers.openai.audit import Audited
-from lorafleet.workers.openai.tenant_metrics import of_tenant
+from lorafleet.protocol.errors import LogUnwritable
 from tests.cluster.tenancy.house import House
 
 

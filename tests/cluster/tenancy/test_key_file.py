@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lorafleet.cluster.cli import app
+from lorafleet.api.access.gate import Gate
+from lorafleet.cluster.cli.cli import app
 from lorafleet.cluster.tenancy import key_file
 from lorafleet.cluster.tenancy.key_file import parse, read
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.key_text import check_key, digest_of, make_key
-from lorafleet.workers.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
-from lorafleet.workers.openai.gate import Gate
+from lorafleet.protocol.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
 HASH = "sha256:" + "0" * 64
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from lorafleet.api.access.caller_admission import MAX_AUXILIARY
+from lorafleet.api.answer.elsewhere import RETRY_HEADER, RETRY_STATUS
+from lorafleet.api.answer.shared_run import SharedRun
 from lorafleet.cluster.tenancy.quota_book import Ask, Limits, QuotaBook, Verdict
 from lorafleet.cluster.tenancy.quota_client import QuotaClient
-from lorafleet.workers.errors import QueueFull
-from lorafleet.workers.messages import EngineRequest, TokenOutput
-from lorafleet.workers.openai.admission import MAX_AUXILIARY
-from lorafleet.workers.openai.elsewhere import RETRY_HEADER, RETRY_STATUS
-from lorafleet.workers.openai.shared_run import SharedRun
+from lorafleet.protocol.errors import QueueFull
+from lorafleet.protocol.messages import EngineRequest, TokenOutput
 from tests.cluster.tenancy.house import PATIENT_S, PROMPT, House
 
 

@@ -15,12 +15,12 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from lorafleet.cluster.cli import app
+from lorafleet.api.access.usage import Usage
+from lorafleet.cluster.cli.cli import app
 from lorafleet.cluster.tenancy.line_file import LineFile
 from lorafleet.cluster.tenancy.usage_log import UsageLog
 from lorafleet.cluster.tenancy.usage_sums import read_usage, summed
-from lorafleet.workers.errors import ConfigError, InvalidRequest, StoreError
-from lorafleet.workers.openai.usage import Usage
+from lorafleet.protocol.errors import ConfigError, InvalidRequest, StoreError
 from tests.cluster.tenancy.house import PROMPT, House
 
 

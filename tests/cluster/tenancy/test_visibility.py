@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster.admin_api import admin_routes
+from lorafleet.api.routes.build_api import ROUTES
+from lorafleet.cluster.admin.admin_api import admin_routes
+from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.resolvers.filesystem import FilesystemResolver
-from lorafleet.workers.lora.request import LoRARequest
-from lorafleet.workers.openai.api import ROUTES
 from tests.cluster.tenancy.house import House, error_of, tokens_of
 
 KINDS = ("all", "qv", "regex", "layers")

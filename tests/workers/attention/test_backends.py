@@ -6,8 +6,8 @@ from array import array
 import pytest
 import torch
 
-from lorafleet.kernels.fp8 import FP8
-from lorafleet.workers.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
 from lorafleet.workers.attention.torch_backend import TorchAttention, _split
 from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, in_fp8, make_case, naive_attention

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.attention import select
-from lorafleet.workers.attention.base import AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import AttentionSpec, KVCache
 from lorafleet.workers.attention.select import make_attention, refusal
 from lorafleet.workers.attention.torch_backend import TorchAttention
-from lorafleet.workers.errors import ConfigError
 
 SPEC = AttentionSpec(
     num_heads=4,

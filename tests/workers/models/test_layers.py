@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.base_weight import BaseWeight, PlainWeight
-from lorafleet.kernels.linear_output import LinearOutput
-from lorafleet.kernels.lora_batch import LoRABatch
-from lorafleet.kernels.packed_lora import LoRATables, PackedLoRA
+from lorafleet.kernels.lora.linear_output import LinearOutput
+from lorafleet.kernels.lora.lora_batch import LoRABatch
+from lorafleet.kernels.lora.packed_lora import LoRATables, PackedLoRA
+from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight
 from lorafleet.workers.models import layers
 from lorafleet.workers.models.layers import PackedLinear, ResidualNorm
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.rank_sum import RankSum
+from lorafleet.workers.tp.row_parallel_sum import RankSum
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
-from lorafleet.workers.structured import spec
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol import structured_spec
 from tiny_models import VOCAB, make_model, tokenizer
 from vocab_adapters import NUM_ADDED, make_vocab_adapter
 
@@ -47,11 +47,14 @@ def is_person(text: str) -> bool:
 
 
 KINDS = {
-    "schema": (spec.json_schema(PERSON, "x", any_whitespace=False), is_person),
-    "regex": (spec.regex(PATTERN, "x"), lambda text: re.fullmatch(PATTERN, text) is not None),
-    "choice": (spec.choice(CHOICES, "x"), lambda text: text in CHOICES),
-    "lark": (spec.grammar(LARK, "x"), lambda text: re.fullmatch(r"[x-z]{1,3}(\+[x-z]{1,3})*", text) is not None),
-    "gbnf": (spec.grammar(GBNF, "x"), lambda text: text in ("left turn", "right turn")),
+    "schema": (structured_spec.json_schema(PERSON, "x", any_whitespace=False), is_person),
+    "regex": (structured_spec.regex(PATTERN, "x"), lambda text: re.fullmatch(PATTERN, text) is not None),
+    "choice": (structured_spec.choice(CHOICES, "x"), lambda text: text in CHOICES),
+    "lark": (
+        structured_spec.grammar(LARK, "x"),
+        lambda text: re.fullmatch(r"[x-z]{1,3}(\+[x-z]{1,3})*", text) is not None,
+    ),
+    "gbnf": (structured_spec.grammar(GBNF, "x"), lambda text: text in ("left turn", "right turn")),
 }
 
 
@@ -187,7 +190,7 @@ def test_an_adapter_with_a_vocabulary_of_its_own_spells_with_it(tmp_path):
     last = VOCAB + NUM_ADDED - 1
     name = own.convert_ids_to_tokens(last)
     llm = LLM(str(folder), enable_lora=True, kv_cache_tokens=1024)
-    given = SamplingParams(temperature=0, max_tokens=40, structured_outputs=spec.choice([name], "x"))
+    given = SamplingParams(temperature=0, max_tokens=40, structured_outputs=structured_spec.choice([name], "x"))
     base, adapted = (result.outputs[0] for result in llm.generate(["the", "the"], given, [None, lora]))
     llm.close()
     assert adapted.token_ids[0] == last

@@ -18,16 +18,16 @@ import numpy as np
 import psutil
 import pytest
 
-from lorafleet.workers.errors import InvalidRequest, LorafleetError, Overloaded, QueueFull
-from lorafleet.workers.messages import TokenizerFile
-from lorafleet.workers.sampling_params import SamplingParams
-from lorafleet.workers.sequence import Sequence
-from lorafleet.workers.structured import spec
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.api.text.tokenizer_files import TokenizerFiles
+from lorafleet.protocol import structured_spec
+from lorafleet.protocol.errors import InvalidRequest, LorafleetError, Overloaded, QueueFull
+from lorafleet.protocol.messages import TokenizerFile
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.structured.decoding import StructuredDecoding
 from lorafleet.workers.structured.grammar_process import MAX_GRAMMARS_WAITING, MAX_UNSENT_BYTES, GrammarLimits
 from lorafleet.workers.structured.vocabularies import MAX_VOCABULARIES, MAX_VOCABULARIES_OF_ONE
-from lorafleet.workers.tokenizer import Tokenizer
-from lorafleet.workers.tokenizer_files import TokenizerFiles
 
 LIMITS = GrammarLimits(trial_cpu_s=1.0, trial_memory_bytes=256 << 20, step_wait_s=120, mask_s=120)
 HASTY = replace(LIMITS, step_wait_s=0.01)
@@ -45,7 +45,12 @@ class Played:
         self.decoding = StructuredDecoding(ROWS, self.woken.set, limits)
 
     def open(
-        self, given: spec.StructuredOutputs, file: TokenizerFile | None = None, group: str = "", *, base: bool = False
+        self,
+        given: structured_spec.StructuredOutputs,
+        file: TokenizerFile | None = None,
+        group: str = "",
+        *,
+        base: bool = False,
     ) -> Sequence:
         params = SamplingParams(structured_outputs=given)
         sequence = Sequence("x", [5, 6], 2, params, seed=0, max_tokens=1000)
@@ -61,7 +66,7 @@ class Played:
             found |= {id(sequence): error for sequence, error in self.decoding.poll()}
         return [found[id(sequence)] for sequence in sequences]
 
-    def begin(self, given: spec.StructuredOutputs) -> Sequence:
+    def begin(self, given: structured_spec.StructuredOutputs) -> Sequence:
         sequence = self.open(given)
         [error] = self.wait(sequence)
         if error is not None:
@@ -77,7 +82,7 @@ class Played:
         assert masked.masks is not None and masked.masks.rows == [0]
         return np.flatnonzero(np.unpackbits(masked.masks.bits_NW[0].view(np.uint8), bitorder="little"))
 
-    def write(self, given: spec.StructuredOutputs, rng: random.Random, most: int = 400) -> str | None:
+    def write(self, given: structured_spec.StructuredOutputs, rng: random.Random, most: int = 400) -> str | None:
         """A random answer; None where it does not end."""
         sequence = self.begin(given)
         for _ in range(most):
@@ -105,8 +110,8 @@ def played(file: TokenizerFile, tokenizer: Tokenizer) -> Iterator[Played]:
     played.decoding.close()
 
 
-def schema(given: object) -> spec.StructuredOutputs:
-    return spec.json_schema(given, "response_format", any_whitespace=False)
+def schema(given: object) -> structured_spec.StructuredOutputs:
+    return structured_spec.json_schema(given, "response_format", any_whitespace=False)
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, object]:
@@ -190,23 +195,26 @@ def test_a_schema_cannot_ask_to_be_taken_lightly(played: Played):
 
 def test_a_schema_that_is_a_part_is_refused_with_its_own_place(played: Played):
     part = {"type": "object", "properties": {"list": {"items": {"type": "array", "uniqueItems": True}}}}
-    parts = [spec.JsonPart("a", {"type": "null"}, "`a`"), spec.JsonPart("b", part | LIGHTLY, "`b`")]
+    parts = [
+        structured_spec.JsonPart("a", {"type": "null"}, "`a`"),
+        structured_spec.JsonPart("b", part | LIGHTLY, "`b`"),
+    ]
     with pytest.raises(InvalidRequest, match=r"`tools` cannot be kept to: in `b`: at /properties/list/items: .*unique"):
-        played.begin(spec.tagged('start: "x" a | "y" b', parts, "tools"))
-    assert played.write(spec.tagged('start: "x" a', parts[:1], "tools"), random.Random(0)) == "xnull"
+        played.begin(structured_spec.tagged('start: "x" a | "y" b', parts, "tools"))
+    assert played.write(structured_spec.tagged('start: "x" a', parts[:1], "tools"), random.Random(0)) == "xnull"
 
 
 HOSTILE = {
     "processor time": schema({"type": "integer", "multipleOf": 99_999_989}),
-    "nested too deeply": spec.grammar(
+    "nested too deeply": structured_spec.grammar(
         "start: A0\n" + "\n".join(f'A{i}: A{i + 1} "y"' for i in range(20_000)) + '\nA20000: "x"', "g"
     ),
-    "": spec.regex("((a|b)*c" * 300 + ")*" * 300 + "(x{1,1000}){1,1000}", "r"),
+    "": structured_spec.regex("((a|b)*c" * 300 + ")*" * 300 + "(x{1,1000}){1,1000}", "r"),
 }
 
 
 def test_a_hostile_grammar_is_refused_and_harms_no_other(played: Played):
-    other = played.begin(spec.choice(["left", "right"], "c"))
+    other = played.begin(structured_spec.choice(["left", "right"], "c"))
     played.allowed(other)
     opened = {why: played.open(given) for why, given in HOSTILE.items()}
     errors = played.wait(*opened.values())
@@ -222,7 +230,10 @@ def test_a_hostile_grammar_is_refused_and_harms_no_other(played: Played):
 
 def test_grammars_are_tried_in_forks_of_a_process_without_threads(played: Played):
     """A fork has the locks that other threads held, and would wait for them for ever."""
-    begun, sequence = played.begin(spec.regex("a+", "r")), played.open(spec.regex("a{1000000}", "r"))
+    begun, sequence = (
+        played.begin(structured_spec.regex("a+", "r")),
+        played.open(structured_spec.regex("a{1000000}", "r")),
+    )
     assert begun.grammar is not None
     process = psutil.Process(begun.grammar.process._process.pid)
     played.woken.clear()
@@ -239,12 +250,15 @@ def test_grammars_are_tried_in_forks_of_a_process_without_threads(played: Played
 
 def test_masks_of_several_vocabularies_come_in_the_order_of_their_rows(played: Played, file: TokenizerFile):
     # The same tokens, but another end: a process of its own.
-    params = SamplingParams(structured_outputs=spec.choice(["b"], "c"))
+    params = SamplingParams(structured_outputs=structured_spec.choice(["b"], "c"))
     second = Sequence("second", [5], 1, params, seed=0, max_tokens=9)
     other_end = played.tokenizer.encode("z")[0]
     played.decoding.open(second, file, [other_end])
     assert played.wait(second) == [None]
-    first, free = played.begin(spec.choice(["a"], "c")), Sequence("f", [1], 1, SamplingParams(), seed=0, max_tokens=9)
+    first, free = (
+        played.begin(structured_spec.choice(["a"], "c")),
+        Sequence("f", [1], 1, SamplingParams(), seed=0, max_tokens=9),
+    )
     played.decoding.start([free, first, free, second])
     masked = played.decoding.finish()
     masks = masked.masks
@@ -259,11 +273,11 @@ def test_masks_of_several_vocabularies_come_in_the_order_of_their_rows(played: P
 
 
 def test_when_the_process_ends_its_answers_end_with_it_and_the_next_are_served(played: Played):
-    running = played.begin(spec.choice(["left"], "c"))
+    running = played.begin(structured_spec.choice(["left"], "c"))
     assert running.grammar is not None
     process = running.grammar.process
     os.kill(process._process.pid, signal.SIGSTOP)
-    opening = played.open(spec.choice(["right"], "c"))
+    opening = played.open(structured_spec.choice(["right"], "c"))
     played.decoding.start([running])
     os.kill(process._process.pid, signal.SIGKILL)
     masked = played.decoding.finish()
@@ -273,29 +287,29 @@ def test_when_the_process_ends_its_answers_end_with_it_and_the_next_are_served(p
     assert isinstance(error, Overloaded)
     for sequence in (running, opening):
         played.decoding.leave(sequence)
-    assert played.write(spec.choice(["right"], "c"), random.Random(0)) == "right"
+    assert played.write(structured_spec.choice(["right"], "c"), random.Random(0)) == "right"
 
 
 def test_a_tokenizer_that_cannot_be_read_is_told(played: Played, tmp_path: Path):
     path = tmp_path / "broken.json"
     path.write_text("{}")
     broken = TokenizerFile(str(path), "broken", 300)
-    sequence = played.open(spec.regex("a", "r"), broken)
+    sequence = played.open(structured_spec.regex("a", "r"), broken)
     [error] = played.wait(sequence)
     assert isinstance(error, InvalidRequest) and "tokenizer" in error.message
     played.decoding.leave(sequence)
     with pytest.raises(InvalidRequest, match="tokenizer"):
-        played.open(spec.regex("a", "r"), broken)
+        played.open(structured_spec.regex("a", "r"), broken)
 
 
 def test_an_idle_vocabulary_makes_room_for_another_and_one_in_use_does_not(file: TokenizerFile, tokenizer: Tokenizer):
     played = Played(file, tokenizer)
     files = [TokenizerFile(file.path, f"digest {i}", file.vocab_size) for i in range(MAX_VOCABULARIES + 1)]
-    open_ones = [played.open(spec.regex("a", "r"), one) for one in files[:-1]]
+    open_ones = [played.open(structured_spec.regex("a", "r"), one) for one in files[:-1]]
     with pytest.raises(Overloaded, match="all are in use"):
-        played.open(spec.regex("a", "r"), files[-1])
+        played.open(structured_spec.regex("a", "r"), files[-1])
     played.decoding.leave(open_ones[1])
-    assert played.wait(played.open(spec.regex("a", "r"), files[-1])) == [None]
+    assert played.wait(played.open(structured_spec.regex("a", "r"), files[-1])) == [None]
     played.decoding.close()
 
 
@@ -309,12 +323,14 @@ def test_one_tenant_s_vocabularies_leave_a_place_for_others_and_the_base_has_its
     played = Played(file, tokenizer)
     files = vocabularies(file, MAX_VOCABULARIES + 2)
     for one in files[:MAX_VOCABULARIES_OF_ONE]:
-        played.open(spec.regex("a", "r"), one, group="loud")
+        played.open(structured_spec.regex("a", "r"), one, group="loud")
     with pytest.raises(Overloaded, match=f"with {MAX_VOCABULARIES_OF_ONE} tokenizers at once"):
-        played.open(spec.regex("a", "r"), files[-1], group="loud")
-    played.open(spec.regex("b", "r"), files[0], group="loud")
-    quiet = played.open(spec.regex("a", "r"), files[-1], group="quiet")
-    of_base = [played.open(spec.regex("a", "r"), files[-2], group=group, base=True) for group in ("third", "loud")]
+        played.open(structured_spec.regex("a", "r"), files[-1], group="loud")
+    played.open(structured_spec.regex("b", "r"), files[0], group="loud")
+    quiet = played.open(structured_spec.regex("a", "r"), files[-1], group="quiet")
+    of_base = [
+        played.open(structured_spec.regex("a", "r"), files[-2], group=group, base=True) for group in ("third", "loud")
+    ]
     assert played.wait(quiet, *of_base) == [None] * 3
     played.decoding.close()
 
@@ -324,8 +340,11 @@ def test_a_late_mask_is_for_the_step_after_it_and_other_vocabularies_do_not_wait
 ) -> None:
     played = Played(file, tokenizer, HASTY)
     [other_file] = vocabularies(file, 1)
-    stopped, other = played.begin(spec.choice(["left"], "c")), played.open(spec.choice(["a"], "c"), other_file)
-    joins = played.open(spec.choice(["right"], "c"))
+    stopped, other = (
+        played.begin(structured_spec.choice(["left"], "c")),
+        played.open(structured_spec.choice(["a"], "c"), other_file),
+    )
+    joins = played.open(structured_spec.choice(["right"], "c"))
     assert played.wait(other, joins) == [None, None]
     assert stopped.grammar is not None
     pid = stopped.grammar.process._process.pid
@@ -348,14 +367,14 @@ def test_a_process_that_stays_stopped_is_ended_and_its_answers_refused(
     file: TokenizerFile, tokenizer: Tokenizer
 ) -> None:
     played = Played(file, tokenizer, replace(HASTY, mask_s=0.2))
-    stopped = played.begin(spec.choice(["left"], "c"))
+    stopped = played.begin(structured_spec.choice(["left"], "c"))
     assert stopped.grammar is not None
     process = stopped.grammar.process
     os.kill(process._process.pid, signal.SIGSTOP)
     played.decoding.start([stopped])
     assert played.decoding.finish().late == [stopped]
     assert isinstance(wait_refused(played, stopped), Overloaded)
-    again = played.begin(spec.choice(["left"], "c"))
+    again = played.begin(structured_spec.choice(["left"], "c"))
     assert again.grammar is not None and again.grammar.process is not process
     process.join()
     assert process._process.returncode == -signal.SIGKILL
@@ -375,7 +394,7 @@ def test_a_process_that_is_stopped_while_it_only_compiles_is_ended_and_its_reque
     file: TokenizerFile, tokenizer: Tokenizer
 ) -> None:
     played = Played(file, tokenizer, replace(LIMITS, ping_s=0.2))
-    opening = played.open(spec.choice(["left"], "c"))
+    opening = played.open(structured_spec.choice(["left"], "c"))
     assert opening.grammar is not None
     process = opening.grammar.process
     os.kill(process._process.pid, signal.SIGSTOP)
@@ -434,16 +453,16 @@ def test_what_a_stopped_process_does_not_read_is_bounded_and_nobody_waits_for_it
     file: TokenizerFile, tokenizer: Tokenizer
 ) -> None:
     played = Played(file, tokenizer)
-    running = played.begin(spec.choice(["left"], "c"))
+    running = played.begin(structured_spec.choice(["left"], "c"))
     assert running.grammar is not None
     pid = running.grammar.process._process.pid
     os.kill(pid, signal.SIGSTOP)
     long = "a" * ((1 << 20) - 8)
     opened: list[Sequence] = []
     while len(opened) << 20 <= MAX_UNSENT_BYTES:
-        opened.append(played.open(spec.regex(long + str(len(opened)), "r")))
+        opened.append(played.open(structured_spec.regex(long + str(len(opened)), "r")))
     with pytest.raises(Overloaded, match="does not read"):
-        played.open(spec.regex("short", "r"))
+        played.open(structured_spec.regex("short", "r"))
     for sequence in opened:
         played.decoding.leave(sequence)
     os.kill(pid, signal.SIGCONT)
@@ -452,9 +471,9 @@ def test_what_a_stopped_process_does_not_read_is_bounded_and_nobody_waits_for_it
 
 
 def test_one_tenant_s_grammars_do_not_make_another_wait_and_have_a_bounded_queue(played: Played) -> None:
-    slow = [spec.regex(f"(a|b){{3,4000}}(c|d){{3,4000}}{i}", "r") for i in range(MAX_GRAMMARS_WAITING + 40)]
+    slow = [structured_spec.regex(f"(a|b){{3,4000}}(c|d){{3,4000}}{i}", "r") for i in range(MAX_GRAMMARS_WAITING + 40)]
     loud = [played.open(one, group="loud") for one in slow]
-    quiet = played.open(spec.regex("quiet", "r"), group="quiet")
+    quiet = played.open(structured_spec.regex("quiet", "r"), group="quiet")
     told: dict[int, LorafleetError | None] = {}
     while id(quiet) not in told:
         assert played.woken.wait(120)
@@ -466,13 +485,15 @@ def test_one_tenant_s_grammars_do_not_make_another_wait_and_have_a_bounded_queue
     assert len(told) - len(refused) < MAX_GRAMMARS_WAITING // 4, "it waited for others' turns"
     for sequence in loud:
         played.decoding.leave(sequence)
-    assert played.wait(played.open(spec.regex("again", "r"), group="loud")) == [None], "who has left is not compiled"
+    assert played.wait(played.open(structured_spec.regex("again", "r"), group="loud")) == [None], (
+        "who has left is not compiled"
+    )
 
 
 def test_nothing_is_left_of_the_processes_when_they_are_ended(file: TokenizerFile, tokenizer: Tokenizer) -> None:
     played = Played(file, tokenizer)
-    begun = played.begin(spec.regex("a", "r"))
-    played.open(spec.regex("(a|b){3,4000}(c|d){3,4000}", "r"))
+    begun = played.begin(structured_spec.regex("a", "r"))
+    played.open(structured_spec.regex("(a|b){3,4000}(c|d){3,4000}", "r"))
     assert begun.grammar is not None
     server = psutil.Process(begun.grammar.process._process.pid)
     below = server.children(recursive=True)

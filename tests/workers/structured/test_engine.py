@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lorafleet.workers.config import EngineConfig
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.api.text.tokenizer_files import TokenizerFiles
+from lorafleet.protocol import structured_spec
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import QueueFull
+from lorafleet.protocol.messages import EngineRequest, TokenizerFile, TokenOutput
+from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.errors import QueueFull
-from lorafleet.workers.messages import EngineRequest, TokenizerFile, TokenOutput
-from lorafleet.workers.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
-from lorafleet.workers.structured import spec
-from lorafleet.workers.tokenizer import Tokenizer
-from lorafleet.workers.tokenizer_files import TokenizerFiles
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def file(fleet) -> Iterator[TokenizerFile]:
 
 
 def add(
-    engine: Engine, file: TokenizerFile, name: str, prompt: list[int], given: spec.StructuredOutputs | None
+    engine: Engine, file: TokenizerFile, name: str, prompt: list[int], given: structured_spec.StructuredOutputs | None
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=given is None, structured_outputs=given)
     engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, tokenizer=file))
@@ -50,7 +50,7 @@ def finished(engine: Engine, name: str) -> TokenOutput:
 
 
 def test_others_run_while_a_grammar_is_compiled(engine: Engine, file, prompt):
-    add(engine, file, "bound", prompt(5), spec.choice(["ab"], "x"))
+    add(engine, file, "bound", prompt(5), structured_spec.choice(["ab"], "x"))
     [bound] = engine._preparing
     pid = bound.grammar.process._process.pid
     os.kill(pid, signal.SIGSTOP)
@@ -66,18 +66,18 @@ def test_others_run_while_a_grammar_is_compiled(engine: Engine, file, prompt):
 
 
 def test_one_that_is_given_up_while_its_grammar_is_compiled_leaves_nothing(engine: Engine, file, prompt):
-    add(engine, file, "bound", prompt(5), spec.choice(["ab"], "x"))
+    add(engine, file, "bound", prompt(5), structured_spec.choice(["ab"], "x"))
     engine.abort("bound")
     assert engine.stats().num_waiting == 0
-    add(engine, file, "bound", prompt(5), spec.choice(["cd"], "x"))
+    add(engine, file, "bound", prompt(5), structured_spec.choice(["cd"], "x"))
     assert finished(engine, "bound").finish_reason == "stop"
 
 
 def test_those_that_wait_for_a_grammar_count_for_the_bound_of_the_queue(fleet, file, prompt):
     config = EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024, max_num_seqs=1, max_queued_requests=1)
     engine = build_engine(config)
-    add(engine, file, "first", prompt(5), spec.choice(["ab"], "x"))
-    add(engine, file, "second", prompt(5), spec.choice(["ab"], "x"))
+    add(engine, file, "first", prompt(5), structured_spec.choice(["ab"], "x"))
+    add(engine, file, "second", prompt(5), structured_spec.choice(["ab"], "x"))
     with pytest.raises(QueueFull):
         add(engine, file, "third", prompt(5), None)
     engine.close()
@@ -94,7 +94,7 @@ def test_a_process_that_ends_amid_answers_ends_those_alone_whose_grammars_it_hel
         undisturbed = tokens_of_the_only_answer(engine)
         add(engine, file, name, prompt(6), None)
     for name in ("left", "right"):
-        add(engine, file, name, prompt(5), spec.regex(f"{name}[a-z]+", "x"))
+        add(engine, file, name, prompt(5), structured_spec.regex(f"{name}[a-z]+", "x"))
     ended: dict[str, TokenOutput] = {}
     tokens: dict[str, list[int]] = {}
     while set(ended) != {"left", "right", *free}:
@@ -109,7 +109,7 @@ def test_a_process_that_ends_amid_answers_ends_those_alone_whose_grammars_it_hel
     assert not engine.has_work and engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
     for name in free:
         assert ended[name].finish_reason == "length" and tokens[name] == undisturbed
-    add(engine, file, "next", prompt(5), spec.choice(["ab"], "x"))
+    add(engine, file, "next", prompt(5), structured_spec.choice(["ab"], "x"))
     assert finished(engine, "next").finish_reason == "stop"
     engine.close()
 
@@ -134,7 +134,11 @@ def test_a_stopped_process_holds_up_its_own_answers_alone_and_they_go_on_where_t
     )
     engine = build_engine(config)
     undisturbed: dict[str, list[int]] = {}
-    given = {"left": spec.regex("left[a-z]+", "x"), "right": spec.regex("right[a-z]+", "x"), "free": None}
+    given = {
+        "left": structured_spec.regex("left[a-z]+", "x"),
+        "right": structured_spec.regex("right[a-z]+", "x"),
+        "free": None,
+    }
 
     def begin(name: str) -> None:
         params = SamplingParams(
@@ -169,7 +173,7 @@ def test_a_stopped_process_holds_up_its_own_answers_alone_and_they_go_on_where_t
 
 def test_an_answer_whose_process_is_stopped_can_be_given_up(fleet, file, prompt):
     engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024))
-    add(engine, file, "bound", prompt(5), spec.regex("left[a-z]+", "x"))
+    add(engine, file, "bound", prompt(5), structured_spec.regex("left[a-z]+", "x"))
     tokens: dict[str, list[int]] = {}
     answers(engine, tokens, lambda output: bool(output.token_ids))
     [process] = engine._structured._vocabularies.processes
@@ -179,7 +183,7 @@ def test_an_answer_whose_process_is_stopped_can_be_given_up(fleet, file, prompt)
     engine.abort("bound")
     assert engine.stats().num_waiting == 0 and engine.num_unfinished == 0
     os.kill(process._process.pid, signal.SIGCONT)
-    add(engine, file, "next", prompt(5), spec.choice(["ab"], "x"))
+    add(engine, file, "next", prompt(5), structured_spec.choice(["ab"], "x"))
     assert finished(engine, "next").finish_reason == "stop"
     engine.close()
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.api.text.tokenizer_files import TokenizerFiles
 from lorafleet.workers.structured import grammar_program as program
-from lorafleet.workers.tokenizer import Tokenizer
-from lorafleet.workers.tokenizer_files import TokenizerFiles
 
 REGEXES = ["a+", "[b-z]{3}", "x|y", "[0-9]*", "é", "(no|yes)"]
 

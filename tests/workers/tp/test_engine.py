@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from lorafleet.workers.llm import LLM, LoRARequest, RequestOutput, SamplingParams
-from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.offline.llm import LLM, LoRARequest, RequestOutput, SamplingParams
+from lorafleet.protocol.lora_config import LoRAConfig
 from ranks import start_llm
 
 CASES = [

@@ -11,8 +11,8 @@ from statistics import mean
 import pytest
 import torch
 
-from lorafleet.workers.llm import LLM, LoRARequest, SamplingParams
-from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol.lora_config import LoRAConfig
 from tiny_models import Reference, make_adapter, make_model
 
 pytestmark = [

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lorafleet.workers.llm import LoRARequest, SamplingParams
-from lorafleet.workers.lora.config import LoRAConfig
+from lorafleet.offline.llm import LoRARequest, SamplingParams
+from lorafleet.protocol.lora_config import LoRAConfig
 from ranks import start_llm
 from tiny_models import make_adapter
 

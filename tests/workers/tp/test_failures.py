@@ -13,16 +13,16 @@ import psutil
 import pytest
 
 from living import is_alive
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.errors import AdapterMalformed, ConfigError, EngineDead
-from lorafleet.workers.llm import SamplingParams
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.model import LoRAModel
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
-from lorafleet.workers.messages import EngineRequest, TokenOutput
+from lorafleet.offline.llm import SamplingParams
+from lorafleet.protocol.addresses import RankAddresses
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import AdapterMalformed, ConfigError, EngineDead
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.protocol.messages import EngineRequest, TokenOutput
+from lorafleet.workers.follower import RankWorker
+from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.startup import build_engine
-from lorafleet.workers.tp.addresses import RankAddresses
-from lorafleet.workers.tp.follower import RankWorker
 from ranks import start_llm, start_process
 
 
@@ -46,7 +46,7 @@ def test_a_rank_that_dies_ends_the_engine_at_once(fleet, prompt):
 
 UNGUARDED = """
 import sys
-from lorafleet.workers.llm import LLM
+from lorafleet.offline.llm import LLM
 
 LLM(sys.argv[1], device="cpu", kv_cache_tokens=512, tensor_parallel_size=2, cpu_threads=1)
 """
@@ -65,8 +65,8 @@ def test_a_program_that_its_ranks_run_again_is_told_so_at_once(fleet, tmp_path):
 
 PARENT = """
 import sys, time
-from lorafleet.workers.config import EngineConfig
-from lorafleet.workers.tp.processes import RankProcesses
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.workers.rank_processes import RankProcesses
 
 if __name__ == "__main__":
     config = EngineConfig(sys.argv[1], device="cpu", kv_cache_tokens=512, tensor_parallel_size=2, cpu_threads=1)

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from adapter_forms import make_forms
-from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
-from lorafleet.workers.checkpoint import read_model_config
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.forms import AdapterForms
-from lorafleet.workers.lora.model import LoRAModel
-from lorafleet.workers.lora.model_manager import LoRAModelManager
-from lorafleet.workers.lora.packed_adapter import pack
+from lorafleet.kernels.lora.lora_batch import BASE_SLOT, LoRABatch
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.workers.adapters.forms import AdapterForms
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.weights import load_weights
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.slots.lora_model import LoRAModel
+from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.slots.packed_adapter import pack
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
-from lorafleet.workers.weights import load_weights
 from ranks import on_ranks
 from tiny_models import make_model
 

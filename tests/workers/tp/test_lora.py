@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.fp8 import FP8
-from lorafleet.kernels.lora_batch import BASE_SLOT, LoRABatch
-from lorafleet.resolvers.config import SourcesConfig
+from lorafleet.kernels.lora.lora_batch import BASE_SLOT, LoRABatch
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.resolvers.store import AdapterStore
-from lorafleet.workers.checkpoint import read_model_config
-from lorafleet.workers.lora.base_layout import BaseLayout
-from lorafleet.workers.lora.config import LoRAConfig
-from lorafleet.workers.lora.kinds.kind import Base
-from lorafleet.workers.lora.loader import AdapterLoader
-from lorafleet.workers.lora.model_manager import LoRAModelManager
-from lorafleet.workers.lora.request import AdapterInfo, LoRARequest
+from lorafleet.workers.adapters.base_layout import BaseLayout
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.weights import load_weights
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.slots.loader import AdapterLoader
+from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
-from lorafleet.workers.weights import load_weights
 from ranks import on_ranks
 from tiny_models import ALL_TARGETS, make_adapter, make_model
 

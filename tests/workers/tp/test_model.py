@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet.workers.attention.base import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.torch_backend import TorchAttention
-from lorafleet.workers.checkpoint import read_model_config
-from lorafleet.workers.errors import ConfigError
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.weights import load_weights
+from lorafleet.workers.device.sampler import greedy, greedy_of_ranks
 from lorafleet.workers.models.decoder import DecoderModel
-from lorafleet.workers.sampler import greedy, greedy_of_ranks
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.weights import load_weights
 from ranks import on_ranks
 from tiny_models import COMMON, FAMILIES, make_model
 

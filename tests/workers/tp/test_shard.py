@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.workers.checkpoint import ModelConfig, read_model_config
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.bases.checkpoint import ModelConfig, read_model_config
 from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
 from tiny_models import make_model
 

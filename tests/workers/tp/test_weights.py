@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lorafleet.workers.checkpoint import read_model_config
-from lorafleet.workers.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.stored_tensors import StoredTensors
+from lorafleet.workers.bases.weights import fill_randomly, load_weights
 from lorafleet.workers.models.decoder import DecoderModel
-from lorafleet.workers.stored_tensors import StoredTensors
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.weights import fill_randomly, load_weights
 from tiny_models import make_model
 
 CPU = torch.device("cpu")

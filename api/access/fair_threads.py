@@ -1,0 +1,61 @@
+"""Work that is too long for the event loop runs in a few threads, for which tenants take turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from lorafleet.protocol.errors import QueueFull
+from lorafleet.sandbox.confinement import NICENESS
+from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
+
+SWITCH_S = 0.0005  # After so long a thread gives Python's lock to the event loop, which asks for it after each call.
+
+LONG_WORK = TurnLimits(running=2, waiting=128)  # Of a front: long bodies, conversations and answers.
+
+T = TypeVar("T")
+
+
+class FairThreads:
+    """asyncio's own threads stay free for work that must not wait for this."""
+
+    def __init__(self, name: str, limits: TurnLimits) -> None:
+        self._name = name
+        self._turns = Turns(limits)
+        self._pool = ThreadPoolExecutor(limits.running, thread_name_prefix=name, initializer=_be_modest)
+
+    async def run(self, group: str, work: Callable[[], T]) -> T:
+        """Runs the work in a turn of the group. Raises QueueFull where too many jobs of the group wait."""
+        began = asyncio.Event()
+        job = asyncio.create_task(self._in_turn(group, work, began))
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            if not began.is_set():  # Else the turn lasts as long as its thread.
+                job.cancel()
+            raise
+
+    async def _in_turn(self, group: str, work: Callable[[], T], began: asyncio.Event) -> T:
+        try:
+            async with self._turns.turn(group):
+                began.set()
+                return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except NoRoom as full:
+            raise QueueFull(
+                f"This replica has no room for more work of the kind {self._name!r} now: {full}. Try again later.",
+                retry_after_s=self._turns.retry_after_s,
+            ) from None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _be_modest() -> None:
+    """On Linux each thread has a niceness of its own."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    sys.setswitchinterval(SWITCH_S)

@@ -1,0 +1,94 @@
+"""Says whom a key belongs to and whether it opens what is asked for: 401 for no key or a wrong one, 403 for a key that
+does not open it. Where the keys come from: cluster/tenancy/key_ring.py. Without keys everybody may infer, and nobody
+but the admin key's holder may administer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lorafleet.api.access.caller import ANONYMOUS, Caller, Needed
+from lorafleet.protocol.errors import Forbidden, Unauthorized
+
+ADMIN_KEY_ID = "admin-key"
+_ADMIN = Caller(None, ADMIN_KEY_ID, frozenset(("infer", "admin", "metrics")))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    caller: Caller
+    expires_s: float | None = None  # since 1970
+
+
+class Gate:
+    """admin_key: the operator's, which opens everything; None: there is none. keys: those in force, by the sha256 of
+    each; None: the server runs without."""
+
+    def __init__(
+        self,
+        admin_key: str | None = None,
+        keys: Callable[[], Mapping[str, KnownKey]] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._admin_digest = None if admin_key is None else _digest(admin_key)
+        self._keys = keys
+        self._clock = clock
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether callers are told apart."""
+        return self._keys is not None
+
+    def caller(self, key: str | None, needed: Needed) -> Caller:
+        """key: as it was sent; None where none was. Raises Unauthorized or Forbidden."""
+        if needed == "open":
+            return ANONYMOUS
+        digest = None if key is None else _digest(key)
+        if digest is not None and self._admin_digest is not None and hmac.compare_digest(digest, self._admin_digest):
+            return _ADMIN
+        if self._keys is None:
+            return self._without_keys(key, needed)
+        known = self._known(digest)
+        wanted = "admin" if needed == "loading" else needed
+        if wanted not in known.caller.scopes:
+            raise Forbidden(
+                f"The API key {known.caller.key_id!r} has the scopes {', '.join(sorted(known.caller.scopes))}; this "
+                f"needs {wanted}. Use a key that has it."
+            )
+        return known.caller
+
+    def _known(self, digest: str | None) -> KnownKey:
+        """By digest: what the time of a look-up tells of it tells nothing of the key."""
+        assert self._keys is not None
+        if digest is None:
+            raise Unauthorized(
+                "You did not provide an API key. Send it as `Authorization: Bearer KEY`, with your client's api_key."
+            )
+        known = self._keys().get(digest)
+        if known is None:
+            raise Unauthorized("Incorrect API key provided: this server has no such key, or it was revoked.")
+        if known.expires_s is not None and known.expires_s <= self._clock():
+            raise Unauthorized(f"The API key {known.caller.key_id!r} has expired. Ask for a new one.")
+        return known
+
+    def _without_keys(self, key: str | None, needed: Needed) -> Caller:
+        if needed != "admin":
+            return ANONYMOUS
+        if self._admin_digest is None:
+            raise Forbidden(
+                "Administration is off: this server was started without an admin key. Start it with --admin-key or "
+                "LORAFLEET_ADMIN_KEY in its environment, or with --api-keys and a key of the scope admin."
+            )
+        if key is None:
+            raise Unauthorized("You did not provide the admin key. Send it as `Authorization: Bearer KEY`.")
+        raise Unauthorized(
+            "Incorrect admin key provided. Send the server's --admin-key as `Authorization: Bearer KEY`."
+        )
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

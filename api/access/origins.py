@@ -1,0 +1,78 @@
+"""Keeps web pages of other sites away from a server that asks for no key.
+
+A browser on the same machine or network reaches such a server, so any page that it shows could use it. The browser says
+which page asks in `Origin`, and under which name it found the server in `Host`. A page whose own name is made to lead
+here (DNS rebinding) has the right Origin, but not a Host that only this machine has.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from lorafleet.protocol.errors import Forbidden
+from lorafleet.protocol.limits import cut
+
+ANY = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    allowed: tuple[str, ...] = ()  # such as https://app.example.org; "*" allows the pages of all sites
+    only_loopback: bool = True  # The server listens on the loopback interface alone, so other names are not its own.
+
+    def check(self, headers: Headers) -> None:
+        """Raises Forbidden. Programs send no Origin, and may send no Host."""
+        if ANY in self.allowed:
+            return
+        origin, host = headers.get("origin"), headers.get("host")
+        if origin is not None and origin not in self.allowed and _place(origin) != (host or "").lower():
+            raise Forbidden(
+                f"A page of {cut(origin)!r} may not use this server, which is {cut(host or '')!r} and asks for no key. "
+                "Start the server with --allowed-origins and that origin to let its pages in, or with --api-keys."
+            )
+        if host is not None and self.only_loopback and not self._is_own(host):
+            raise Forbidden(
+                f"This server listens on the loopback interface and asks for no key, and the request names it "
+                f"{cut(host)!r}. Ask for localhost or the address, start the server with --allowed-origins and the "
+                "origin of that name (http://NAME:PORT), or with --api-keys."
+            )
+
+    def _is_own(self, host: str) -> bool:
+        name = _name_of(host)
+        return (
+            name == "localhost"
+            or name.endswith(".localhost")
+            or _is_address(name)
+            or any(host.lower() == _place(origin) for origin in self.allowed)
+        )
+
+
+def is_origin(text: str) -> bool:
+    """Whether it has the form in which browsers send it."""
+    parts = urlsplit(text)
+    return text == ANY or (bool(parts.scheme and parts.netloc) and text == f"{parts.scheme}://{parts.netloc}")
+
+
+def _name_of(host: str) -> str:
+    """Without its port; "" for what is no host, such as a bracket that stays open."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _place(origin: str) -> str:
+    return origin.partition("://")[2].lower()
+
+
+def _is_address(name: str) -> bool:
+    """An address leads where it says: rebinding needs a name."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,158 @@
+"""The catalogue as one caller sees it: a tenant's own adapters first, then public ones, and nothing of other tenants'.
+
+What is another tenant's is never looked up, so that neither an answer nor its time tells of it. Names in the catalogue
+are full (protocol/names.py); those of clients are bare. The operator sees all, by full names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from lorafleet.api.access.caller import Caller
+from lorafleet.api.backend import AdapterCatalog, StorageLimits
+from lorafleet.protocol.errors import Forbidden, ModelNotFound
+from lorafleet.protocol.lora_request import LoRARequest, turn_group
+from lorafleet.protocol.names import (
+    OWNED,
+    PAST_ALL,
+    bare_name,
+    check_adapter_name,
+    full_name,
+    past_names_of,
+    tenant_of,
+)
+
+
+class Tenants(Protocol):
+    def owner_of_name(self, name: str) -> str | None:
+        """The tenant that public names which begin so are kept for; None: they are everybody's."""
+        ...
+
+    def kept_prefix(self, name: str) -> str:
+        """The beginning of a public name that is kept for its owner, as this name spells it; "" where there is none."""
+        ...
+
+    def place_of(self, tenant: str, source: str) -> str | None:
+        """The tenant's own place that this folder or URI lies in: a folder's real path, or the beginning of a URI.
+        None: the tenant may not have it read by the server. Blocks on the disk."""
+        ...
+
+    def storage_limits(self, tenant: str | None) -> StorageLimits:
+        """Of all that the tenant pushes."""
+        ...
+
+
+class NoTenants:
+    """Without keys there are none."""
+
+    def owner_of_name(self, _: str) -> None:
+        return None
+
+    def kept_prefix(self, _: str) -> str:
+        return ""
+
+    def place_of(self, _: str, __: str) -> None:
+        return None
+
+    def storage_limits(self, _: str | None) -> StorageLimits:
+        return StorageLimits()
+
+
+class CallersCatalog:
+    def __init__(self, catalog: AdapterCatalog, tenants: Tenants, caller: Caller) -> None:
+        self._catalog = catalog
+        self._tenants = tenants
+        self._caller = caller
+
+    def sees(self, full: str) -> bool:
+        """Whether a name as the catalogue has it stands for something that the caller may use."""
+        tenant = tenant_of(full)
+        if tenant is None:
+            tenant = self._tenants.owner_of_name(full)
+        return tenant is None or tenant == self._caller.tenant or self._caller.is_operator
+
+    async def listed(self, after: str, limit: int) -> tuple[list[tuple[str, LoRARequest]], bool]:
+        """The first adapters behind the name `after` by the names that the caller uses, in order, and whether there are
+        more. One that is both its own and public is its own."""
+        if self._caller.is_operator:
+            found = {lora.lora_name: lora for lora in await self._catalog.listed(after, PAST_ALL, limit + 1)}
+        else:
+            found = await self._public(after, limit + 1)
+            if self._caller.tenant is not None:
+                begin, end = full_name(self._caller.tenant, after), past_names_of(self._caller.tenant)
+                own = await self._catalog.listed(begin, end, limit + 1)
+                found |= {bare_name(lora.lora_name): lora for lora in own}
+        page = sorted(found.items())
+        return page[:limit], len(page) > limit
+
+    async def _public(self, after: str, limit: int) -> dict[str, LoRARequest]:
+        """Without the names that are kept for other tenants, of which the catalogue knows nothing."""
+        found: dict[str, LoRARequest] = {}
+        while len(found) < limit:
+            page = await self._catalog.listed(after, OWNED, limit)
+            found |= {lora.lora_name: lora for lora in page if self.sees(lora.lora_name)}
+            if len(page) < limit:
+                break
+            after = self.past(page[-1].lora_name)
+        return found
+
+    def past(self, last: str) -> str:
+        """Where a list of public names goes on that has come to `last`: however many names another tenant has behind
+        one prefix, they are skipped in one step."""
+        return last if self.sees(last) else self._tenants.kept_prefix(last) + PAST_ALL
+
+    async def known(self, name: str) -> LoRARequest | None:
+        """None where only a resolver might know it."""
+        own = await self._own(name)
+        if own is not None or not self._may_ask_for(name):
+            return own
+        return await self._catalog.known(name)
+
+    async def resolve(self, name: str, key: str | None = None) -> LoRARequest:
+        if await self._own(name) is not None:
+            return await self._catalog.resolve(full_name(self._caller.tenant, name), key)
+        if not self._may_ask_for(name):
+            raise ModelNotFound(f"The model `{name}` does not exist.", "model")
+        return await self._catalog.resolve(name, key, turn_group(self._caller.tenant, None))
+
+    async def add(self, name: str, path: str, *, load_inplace: bool) -> LoRARequest:
+        within = await check_source(self._tenants, self._caller, path)
+        limits = self._tenants.storage_limits(self._caller.tenant)
+        return await self._catalog.add(
+            self.to_change(name), path, load_inplace=load_inplace, limits=limits, within=within
+        )
+
+    async def remove(self, name: str) -> None:
+        await self._catalog.remove(self.to_change(name))
+
+    def to_change(self, name: str) -> str:
+        """The full name of what the caller administers: a tenant its own adapters only. Raises InvalidAdapterName."""
+        if self._caller.is_operator:
+            return name
+        check_adapter_name(name)
+        return full_name(self._caller.tenant, name)
+
+    async def _own(self, name: str) -> LoRARequest | None:
+        if self._caller.tenant is None or name.startswith(OWNED):
+            return None
+        return await self._catalog.known(full_name(self._caller.tenant, name))
+
+    def _may_ask_for(self, name: str) -> bool:
+        if name.startswith(OWNED):
+            return self._caller.is_operator
+        return self.sees(name)
+
+
+async def check_source(tenants: Tenants, caller: Caller, source: str) -> str | None:
+    """A server reads more places than a tenant may see. Returns the folder that a local source must lie in when it is
+    read, as links may change until then; None: anywhere. Raises Forbidden."""
+    if caller.tenant is None:
+        return None
+    place = await asyncio.to_thread(tenants.place_of, caller.tenant, source)
+    if place is None:
+        raise Forbidden(
+            f"Tenant {caller.tenant!r} may not have {source!r} read by the server. Upload the adapter's files, as "
+            "`lorafleet adapters push NAME FOLDER` does, or have the operator add the place to the tenant's `sources`."
+        )
+    return None if "://" in place else place

@@ -1,0 +1,67 @@
+"""What stands around the choices in every response and chunk: id, kind, time, and which model answered."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from lorafleet.api.answer.generation import Sample, fallback_of
+from lorafleet.api.routes.operations import REQUEST_ID
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.limits import MAX_REQUEST_ID_CHARS, cut
+
+
+def request_id(request: Request, prefix: str, given: str | None) -> str:
+    """The body's request_id, the X-Request-Id header, or a new one."""
+    return prefix + (given or _sent_id(request) or uuid.uuid4().hex)
+
+
+def draw_key(request: Request, given: str | None, seed: int | None) -> str | None:
+    """What a version of a split is drawn by: the client's request id, else its seed, else chance."""
+    named = given or _sent_id(request)
+    return named or (None if seed is None else f"seed {seed}")
+
+
+def _sent_id(request: Request) -> str | None:
+    given = request.headers.get(REQUEST_ID)
+    if given is not None:
+        check_request_id(given, REQUEST_ID)
+    return given
+
+
+def check_request_id(given: str, param: str) -> None:
+    """It is copied to every chunk, log line and metered use. Raises InvalidRequest."""
+    if len(given) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest(f"`{param}` has {len(given)} characters; at most {MAX_REQUEST_ID_CHARS}.", param)
+    if not given.isprintable():
+        raise InvalidRequest(f"`{param}` is {cut(repr(given))}; its characters must be printable.", param)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    id: str
+    kind: str  # the `object` entry
+    base_id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def chunk(self, sample: Sample) -> dict[str, object]:
+        """Once the sample has answered something: only then is it known which model does."""
+        model = sample.model.name if sample.fallback_reason is None else self.base_id
+        return {
+            "id": self.id,
+            "object": self.kind,
+            "created": self.created,
+            "model": model,
+        }
+
+    def whole(self, samples: Sequence[Sample]) -> dict[str, object]:
+        answered_by_base = next((s for s in samples if s.fallback_reason is not None), samples[0])
+        return {**self.chunk(answered_by_base), **self.fallback(samples)}
+
+    def fallback(self, samples: Sequence[Sample]) -> dict[str, object]:
+        reason = fallback_of(samples)
+        return {} if reason is None else {"lora_fallback": reason}

@@ -1,0 +1,186 @@
+"""Which HTTP status and which OpenAI error body each error becomes: one table, used by every route."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
+
+from lorafleet.api.access.caller import Caller, caller_in
+from lorafleet.api.answer.elsewhere import MEANT_HEADER, RETRY_STATUS, may_be_elsewhere
+from lorafleet.protocol.errors import (
+    AdapterChanged,
+    AdapterError,
+    AdapterExists,
+    AdapterMalformed,
+    AdapterMismatch,
+    AdapterMissing,
+    AdapterTooLarge,
+    AdapterUnavailable,
+    AdapterUnsupported,
+    BodyTimeout,
+    BodyTooLarge,
+    CatalogueDamaged,
+    ContextOverflow,
+    DirectoryUnavailable,
+    EngineDead,
+    Forbidden,
+    InvalidAdapterName,
+    InvalidRequest,
+    LogUnwritable,
+    LorafleetError,
+    ModelNotFound,
+    OutcomeUnknown,
+    Overloaded,
+    QueueFull,
+    QueueTimeout,
+    QuotaExceeded,
+    RankTooLarge,
+    StoreError,
+    StoreRefused,
+    Unauthorized,
+    UnsupportedMediaType,
+    encodable,
+)
+from lorafleet.protocol.limits import cut
+from lorafleet.protocol.names import in_the_words_of
+
+logger = logging.getLogger("lorafleet.http")
+
+
+class HttpError(NamedTuple):
+    status: int
+    type: str
+    code: str | None
+
+
+def in_own_words(error: InvalidRequest, fields: Mapping[str, str]) -> InvalidRequest:
+    """Where a request calls by other names what is checked for several APIs. fields: its own name of each."""
+    field_name, dot, rest = (error.param or "").partition(".")
+    if field_name not in fields:
+        return error
+    own = fields[field_name]
+    return type(error)(error.message.replace(field_name, own), own + dot + rest)
+
+
+STORE_FAILED = (
+    "The server's store failed, and its log says how. Look whether your change was made before you repeat it, and "
+    "tell the operator if it goes on."
+)
+_INVALID = "invalid_request_error"
+TABLE: dict[type[LorafleetError], HttpError] = {
+    LorafleetError: HttpError(500, "server_error", "internal_error"),
+    InvalidRequest: HttpError(400, _INVALID, None),
+    BodyTooLarge: HttpError(413, _INVALID, "body_too_large"),
+    BodyTimeout: HttpError(408, _INVALID, "body_timeout"),
+    UnsupportedMediaType: HttpError(415, _INVALID, "unsupported_media_type"),
+    ContextOverflow: HttpError(400, _INVALID, "context_length_exceeded"),
+    ModelNotFound: HttpError(404, _INVALID, "model_not_found"),
+    Forbidden: HttpError(403, "permission_error", "forbidden"),
+    Unauthorized: HttpError(401, "authentication_error", "invalid_api_key"),
+    AdapterError: HttpError(400, _INVALID, "adapter_error"),
+    AdapterMissing: HttpError(404, _INVALID, "adapter_missing"),
+    AdapterMalformed: HttpError(400, _INVALID, "adapter_malformed"),
+    AdapterUnsupported: HttpError(400, _INVALID, "adapter_unsupported"),
+    AdapterMismatch: HttpError(400, _INVALID, "adapter_mismatch"),
+    RankTooLarge: HttpError(400, _INVALID, "rank_too_large"),
+    AdapterChanged: HttpError(409, _INVALID, "adapter_changed"),
+    AdapterTooLarge: HttpError(400, _INVALID, "adapter_too_large"),
+    AdapterUnavailable: HttpError(503, "server_error", "adapter_unavailable"),
+    AdapterExists: HttpError(400, _INVALID, "adapter_exists"),
+    InvalidAdapterName: HttpError(400, _INVALID, "invalid_adapter_name"),
+    Overloaded: HttpError(503, "server_error", "overloaded"),
+    DirectoryUnavailable: HttpError(503, "server_error", "directory_unavailable"),
+    QueueFull: HttpError(429, "rate_limit_error", "queue_full"),
+    QuotaExceeded: HttpError(429, "rate_limit_error", "rate_limit_exceeded"),
+    QueueTimeout: HttpError(429, "rate_limit_error", "queue_timeout"),
+    LogUnwritable: HttpError(503, "server_error", "store_error"),
+    StoreError: HttpError(503, "server_error", "store_error"),
+    StoreRefused: HttpError(503, "server_error", "store_error"),
+    OutcomeUnknown: HttpError(503, "server_error", "store_error"),
+    CatalogueDamaged: HttpError(500, "server_error", "catalogue_damaged"),
+    EngineDead: HttpError(503, "server_error", "engine_dead"),
+}
+
+
+def http_error(error: LorafleetError) -> HttpError:
+    """The entry of the nearest class in the tree."""
+    return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+
+
+def error_body(error: LorafleetError, scope: Scope) -> bytes:
+    """scope: the request's, which says whom it is told."""
+    kind, caller = http_error(error), caller_in(scope)
+    return _body(_in_words_for(caller, error), kind.type, error.param, kind.code)
+
+
+def _in_words_for(caller: Caller, error: LorafleetError) -> str:
+    if caller.is_operator:
+        return error.message
+    if isinstance(error, StoreError) and caller.key_id:  # The message names folders, buckets and objects.
+        logger.error("key %r gets %s: %s", caller.key_id, type(error).__name__, error.message)
+        return STORE_FAILED
+    return in_the_words_of(caller.tenant, error.message)
+
+
+def error_response(error: LorafleetError, scope: Scope) -> Response:
+    status = http_error(error).status
+    headers = None
+    if isinstance(error, Overloaded):
+        wait_s = error.retry_after_s
+        headers = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
+        if isinstance(error, QuotaExceeded):
+            headers |= error.headers
+    elif status == 401:
+        headers = {"www-authenticate": "Bearer"}
+    elif status == 503:
+        headers = {"retry-after": "1"}
+    if may_be_elsewhere(error, scope):
+        headers = {**(headers or {}), MEANT_HEADER: str(status)}
+        status = RETRY_STATUS
+    return Response(error_body(error, scope), status, headers, media_type="application/json")
+
+
+def internal_error_response() -> Response:
+    body = _body("The server failed to answer; its log says why.", "server_error", None, "internal_error")
+    return Response(body, 500, media_type="application/json")
+
+
+async def on_lorafleet_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, LorafleetError)
+    return error_response(error, request.scope)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, which the router refuses itself."""
+    assert isinstance(error, HTTPException)
+    what = f"{cut(request.method)} {cut(request.url.path)}"
+    message, code = {
+        404: (f"There is no {what} here.", "unknown_url"),
+        405: (f"{what} is not allowed; see the Allow header.", "method_not_supported"),
+    }.get(error.status_code, (str(error.detail), None))
+    headers = dict(error.headers) if error.headers else {}
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(sorted(_methods_of(request)))
+    return Response(_body(message, _INVALID, None, code), error.status_code, headers, media_type="application/json")
+
+
+def _methods_of(request: Request) -> set[str]:
+    """Of all routes of this path: each has one, and the router's own Allow is the first route's."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods
+    return found
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    return msgspec.json.encode({"error": {"message": encodable(message), "type": kind, "param": param, "code": code}})

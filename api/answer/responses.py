@@ -1,0 +1,126 @@
+"""The two ASGI responses of generation: a stream of server-sent events, and a whole body.
+
+Both end their work at once when the client goes away. An error before the first event becomes a proper status, since
+headers are sent with the first event; a later one becomes an event. One task a request watches the client, none runs
+per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lorafleet.api.answer.error_responses import error_body
+from lorafleet.protocol.errors import LorafleetError
+
+DONE = b"data: [DONE]\n\n"
+
+logger = logging.getLogger("lorafleet.http")
+
+
+def encode_json(value: object) -> bytes:
+    """As msgspec, but without the characters that some clients take for the end of a line."""
+    raw = msgspec.json.encode(value)
+    if raw.isascii():
+        return raw
+    return (
+        raw.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    )
+
+
+def event(value: object) -> bytes:
+    return b"data: " + encode_json(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """`events` gives bytes of whole events, the last of which is DONE, or simply the last; it may add to
+    `headers` before its first."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self._events = events
+        self._late_headers = {} if headers is None else headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _while_client_stays(receive), aclosing(self._events) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": self._raw_headers()})
+            more = not first.endswith(DONE)
+            await send({"type": "http.response.body", "body": first, "more_body": more})
+            try:
+                async for body in events:
+                    more = not body.endswith(DONE)
+                    await send({"type": "http.response.body", "body": body, "more_body": more})
+                if more:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except LorafleetError as error:
+                await send({"type": "http.response.body", "body": _last_words(error, scope), "more_body": False})
+            except Exception:
+                logger.exception("a stream broke")
+                broken = LorafleetError("The server failed to answer; its log says why.")
+                await send({"type": "http.response.body", "body": _last_words(broken, scope), "more_body": False})
+
+    def _raw_headers(self) -> list[tuple[bytes, bytes]]:
+        return [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            *((name.encode(), value.encode()) for name, value in self._late_headers.items()),
+        ]
+
+
+class WholeReply(Response):
+    """Awaits the response that `work` makes."""
+
+    def __init__(self, work: Callable[[], Awaitable[Response]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _while_client_stays(receive):
+            response = await self._work()
+            await response(scope, receive, send)
+
+
+def json_response(body: object, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), headers=headers, media_type="application/json")
+
+
+def _last_words(error: LorafleetError, scope: Scope) -> bytes:
+    return b"data: " + error_body(error, scope) + b"\n\n" + DONE
+
+
+@asynccontextmanager
+async def _while_client_stays(receive: Receive) -> AsyncIterator[None]:
+    """Cancels the block when the client leaves, and swallows that cancellation."""
+    task = asyncio.current_task()
+    assert task is not None
+    inside, left = True, False
+
+    def on_leaving(watcher: asyncio.Task[None]) -> None:
+        nonlocal left
+        failed = watcher.cancelled() or watcher.exception() is not None
+        if inside and not failed:
+            left = True
+            task.cancel()
+
+    watcher = asyncio.create_task(_until_disconnect(receive))
+    watcher.add_done_callback(on_leaving)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not left or task.uncancel() > 0:
+            raise
+    finally:
+        inside = False
+        watcher.cancel()
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

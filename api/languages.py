@@ -1,0 +1,116 @@
+"""Finds what each adapter's requests are written in, once for each digest, in threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import msgspec
+
+from lorafleet.api.backend import EngineClient
+from lorafleet.api.text.adapter_language import Language, LanguageReader
+from lorafleet.api.text.language_cache import LanguageCache
+from lorafleet.api.text.templates import TemplateSandbox
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.api.text.tokenizers import Encoders
+from lorafleet.protocol.adapter_files import AdapterFolder
+from lorafleet.protocol.errors import AdapterError, InvalidRequest, QueueFull
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
+from lorafleet.protocol.names import tenant_of
+from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
+
+NUM_THREADS = 8  # adapters that lie elsewhere are fetched first, and wait for their network
+MAX_LANGUAGES_READ = 2  # at a time; a file of a tokenizer may have 64 MiB
+MAX_LANGUAGES_WAITING = 128  # to be read, of one tenant
+
+# An adapter's folder on this node, by URI and digest, until the end of the block.
+OpenFiles = Callable[[str, str], AbstractContextManager[Path]]
+
+
+def open_local(path: str, digest: str) -> AbstractContextManager[Path]:  # noqa: ARG001  a folder is what it is
+    return nullcontext(Path(path))
+
+
+class AdapterLanguages:
+    """Owns the processes that read and run adapters' tokenizers and templates."""
+
+    def __init__(self, tokenizer: Tokenizer, engine: EngineClient, open_files: OpenFiles = open_local) -> None:
+        hello = engine.hello
+        self.templates, self._encoders = TemplateSandbox(), Encoders()
+        self._reader = LanguageReader(tokenizer, hello.vocab_size, hello.eos_token_ids, self.templates, self._encoders)
+        self.base = self._reader.base
+        self._engine = engine
+        self._open_files = open_files
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter-language")
+        self._turns = Turns(TurnLimits(MAX_LANGUAGES_READ, MAX_LANGUAGES_WAITING))
+        self._cache = LanguageCache()
+        self._under_way: dict[str, asyncio.Task[Language]] = {}
+
+    async def of(self, lora: LoRARequest, group: str) -> Language:
+        """group: whose turn it takes. Raises AdapterError where its files cannot be read, InvalidRequest for a mix of
+        several languages, and QueueFull where too many of the group wait."""
+        if lora.parts:
+            found = [await self.of(part.lora, group) for part in lora.parts]
+            if not all(language.does_as(found[0]) for language in found):
+                raise InvalidRequest(
+                    f"`model` mixes adapters with different tokenizers, chat templates or formats: {lora.lora_name}.",
+                    "model",
+                )
+            return found[0]
+        known = self._cache.get(lora.digest)
+        if known is not None:
+            return known
+        task = self._under_way.get(lora.digest)
+        if task is None:
+            task = asyncio.create_task(self._find(lora, group))
+            if lora.digest:
+                self._under_way[lora.digest] = task
+                task.add_done_callback(lambda _: self._under_way.pop(lora.digest))
+        return await asyncio.shield(task)
+
+    async def check(self, lora: LoRARequest, info: AdapterInfo) -> None:
+        """Reads the language of an adapter that was just loaded, so that it is the load that is rejected. Raises as
+        of() does."""
+        if info.language:
+            tenant = tenant_of(lora.lora_name)
+            await self.of(msgspec.structs.replace(lora, digest=info.digest), turn_group(tenant, lora))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.templates.close()
+        self._encoders.close()
+
+    async def _find(self, lora: LoRARequest, group: str) -> Language:
+        try:
+            language = await self._read(lora, group)
+        except AdapterError:
+            # The engine may have it in memory still, and knows whether it came with a language of its own.
+            info = await self._engine.load_adapter(lora)
+            if info.language or info.vocab_size is not None:
+                raise
+            language = self.base
+        if lora.digest:
+            self._cache.put(lora.digest, language)
+        return language
+
+    async def _read(self, lora: LoRARequest, group: str) -> Language:
+        """Fetching waits for the network, and takes no turn; reading costs processor time and memory, and does."""
+        run = asyncio.get_running_loop().run_in_executor
+        files = self._open_files(lora.lora_path, lora.digest)
+        folder = await run(self._pool, files.__enter__)
+        try:
+            async with self._turns.turn(group):
+                return await run(self._pool, self._read_folder, folder, lora)
+        except NoRoom as full:
+            raise QueueFull(
+                f"The tokenizer and template of {lora.lora_name!r} cannot be read now: {full}. Try again later.",
+                retry_after_s=self._turns.retry_after_s,
+            ) from None
+        finally:
+            await run(self._pool, files.__exit__, None, None, None)
+
+    def _read_folder(self, folder: Path, lora: LoRARequest) -> Language:
+        return self._reader.read(AdapterFolder.at(folder, lora.within))

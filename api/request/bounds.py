@@ -1,0 +1,140 @@
+"""Bounds as annotations of pydantic fields: AtMost of a size, Within of a number, JSON of a value of any shape.
+
+Each is checked before the value's content is read, so that what is too large costs no more than its own parsing; each
+adds its bound to the field's JSON schema, which /openapi.json shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from lorafleet.protocol import limits
+from lorafleet.protocol.limits import Range, shown_number
+
+OVER_BOUND = "over_bound"  # the type of the faults that are raised here
+_KEYWORDS = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
+
+
+def over_bound(message: str) -> PydanticCustomError:
+    """message: what is behind the field's name in the answer."""
+    return PydanticCustomError(OVER_BOUND, "{message}", {"message": message})
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """The most characters of a text, or entries of a list or mapping."""
+
+    bound: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        made = handler(schema)
+        return made | {_KEYWORDS[made["type"]]: self.bound}
+
+    def _check(self, value: object) -> object:
+        if isinstance(value, str | list | dict) and len(value) > self.bound:
+            what = "characters" if isinstance(value, str) else "entries"
+            raise over_bound(f"has {len(value)} {what}; at most {self.bound}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The range of a number."""
+
+    bounds: Range
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(schema) | range_schema(self.bounds)
+
+    def _check(self, value: object, handler: core_schema.ValidatorFunctionWrapHandler) -> object:
+        self._check_number(value)  # an integer may be too large to become a float
+        number = handler(value)  # a parameter behind the "?" is a number only now
+        self._check_number(number)
+        return number
+
+    def _check_number(self, value: object) -> None:
+        if isinstance(value, int | float) and not isinstance(value, bool) and value not in self.bounds:
+            raise over_bound(f"is {shown_number(value)}; it must be in {self.bounds}")
+
+
+def range_schema(bounds: Range) -> dict[str, Any]:
+    return {"exclusiveMinimum" if bounds.open_low else "minimum": bounds.low, "maximum": bounds.high}
+
+
+@dataclass(frozen=True, slots=True)
+class AnyJSON:
+    """A value whose shape is not known here, bounded in its number of values, their depth and their sizes.
+
+    max_chars: of each text in it.
+    """
+
+    max_chars: int = limits.MAX_JSON_TEXT_CHARS
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(schema) | JSON_BOUNDS
+
+    def _check(self, value: object) -> object:
+        fault = fault_of_json(value, self.max_chars)
+        if fault is not None:
+            raise over_bound(fault)
+        return value
+
+
+# JSON schema has no words for these.
+JSON_BOUNDS: dict[str, Any] = {"x-max-values": limits.MAX_JSON_VALUES, "x-max-depth": limits.MAX_JSON_DEPTH}
+
+
+def json_schema(max_chars: int) -> dict[str, Any]:
+    """The schema of any value that fault_of_json() finds nothing wrong with."""
+    return {
+        "anyOf": [
+            {"type": ["boolean", "null"]},
+            {"type": "number", **range_schema(limits.JSON_NUMBER)},
+            {"type": "string", "maxLength": max_chars},
+            {"type": "array", "maxItems": limits.MAX_JSON_VALUES, **JSON_BOUNDS},
+            {"type": "object", "maxProperties": limits.MAX_JSON_VALUES, **JSON_BOUNDS},
+        ]
+    }
+
+
+def fault_of_json(value: object, max_chars: int) -> str | None:
+    """What is over its bound, in the words that stand behind the field's name; None where nothing is.
+
+    It goes level by level, so that depth needs no recursion.
+    """
+    level, num_values = [value], 1
+    for _ in range(limits.MAX_JSON_DEPTH):
+        inner: list[object] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += one.values()
+                if max(map(len, one), default=0) > limits.MAX_JSON_KEY_CHARS:
+                    return f"has a key of more than {limits.MAX_JSON_KEY_CHARS} characters; that is the most"
+            elif isinstance(one, list):
+                inner += one
+            elif isinstance(one, str):
+                if len(one) > max_chars:
+                    return f"has a text of {len(one)} characters; at most {max_chars}"
+            elif isinstance(one, int) and one not in limits.JSON_NUMBER:
+                return f"has the number {shown_number(one)}; it must be in {limits.JSON_NUMBER}"
+        num_values += len(inner)
+        if num_values > limits.MAX_JSON_VALUES:
+            return f"has more than {limits.MAX_JSON_VALUES} values; that is the most"
+        if not inner:
+            return None
+        level = inner
+    return f"is nested deeper than {limits.MAX_JSON_DEPTH} levels; that is the most"

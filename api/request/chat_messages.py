@@ -1,0 +1,196 @@
+"""Checks chat messages and makes them what chat templates expect: a role, a text, and few other names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lorafleet.api.request.bounds import JSON_BOUNDS, fault_of_json, json_schema
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.limits import (
+    MAX_CALL_CHARS,
+    MAX_JSON_TEXT_CHARS,
+    MAX_JSON_VALUES,
+    MAX_LABEL_CHARS,
+    MAX_PARTS,
+    MAX_PARTS_OF_ONE,
+    MAX_TEXT_CHARS,
+    MAX_TOOL_NAME_CHARS,
+    cut,
+)
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_LISTED = ("content", "tool_calls")
+_PASSED_ON = ("role", "name", "tool_call_id")
+_NO_EFFECT = ("parsed",)  # openai-python's own reading of `content`, which it sends back beside it
+_ALWAYS_EMPTY = ("function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content")
+
+_IGNORED = json_schema(MAX_JSON_TEXT_CHARS) | {"description": "Accepted; it changes nothing."}
+_LABEL = {"type": "string", "maxLength": MAX_LABEL_CHARS}
+_TEXT = {"type": "string", "maxLength": MAX_TEXT_CHARS}
+_NULL = {"type": "null"}
+_PARTS = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_PARTS_OF_ONE,
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": _TEXT, "prompt_cache_breakpoint": _IGNORED},
+        "required": ["type", "text"],
+        "additionalProperties": False,
+    },
+}
+_MORE = {"maxProperties": MAX_JSON_VALUES, **JSON_BOUNDS}  # some clients send back more of a call
+_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"anyOf": [_LABEL, _NULL]},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": MAX_TOOL_NAME_CHARS},
+                "arguments": {"type": "string", "maxLength": MAX_CALL_CHARS},
+            },
+            "required": ["name", "arguments"],
+            **_MORE,
+        },
+    },
+    "required": ["function"],
+    **_MORE,
+}
+_TEXT_OR_PARTS = [_TEXT, _PARTS]
+# What is taken here, for /openapi.json.
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [*_TEXT_OR_PARTS, _NULL]},
+        "name": {"anyOf": [_LABEL, _NULL]},
+        "tool_call_id": {"anyOf": [_LABEL, _NULL]},
+        "tool_calls": {"anyOf": [{"type": "array", "items": _CALL, "maxItems": MAX_PARTS_OF_ONE}, _NULL]},
+        **{name: {"enum": [None, "", [], {}]} for name in _ALWAYS_EMPTY},
+        **dict.fromkeys(_NO_EFFECT, _IGNORED),
+    },
+    "required": ["role"],
+    "if": {"not": {"properties": {"role": {"const": "assistant"}}}},
+    "then": {"properties": {"content": {"anyOf": _TEXT_OR_PARTS}}, "required": ["content"]},
+    "additionalProperties": False,
+}
+
+
+def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if not given:
+        raise InvalidRequest("`messages` is empty; give at least one message.", "messages")
+    num_parts = sum(len(one[name]) for one in given for name in _LISTED if isinstance(one.get(name), list))
+    if num_parts > MAX_PARTS:
+        raise InvalidRequest(
+            f"`messages` has {num_parts} parts and calls in all; at most {MAX_PARTS}. Join parts of text.", "messages"
+        )
+    return [_read_message(message, f"messages.{i}") for i, message in enumerate(given)]
+
+
+def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    for name, value in message.items():
+        if name in _ALWAYS_EMPTY:
+            if value is not None and value not in ("", [], {}):
+                raise InvalidRequest(f"`{where}.{name}` is not supported by this server; remove it.", f"{where}.{name}")
+        elif name in _PASSED_ON:
+            if value is not None:
+                read[name] = string(value, f"{where}.{name}", MAX_LABEL_CHARS)
+        elif name == "tool_calls":
+            if value:
+                read[name] = _read_calls(value, f"{where}.{name}")
+        elif name in _NO_EFFECT:
+            check_ignored(value, f"{where}.{name}")
+        elif name != "content":
+            field = f"{where}.{cut(name)}"
+            raise InvalidRequest(f"`{field}` is no field of a message; remove it.", field)
+    if read.get("role") not in ROLES:
+        raise InvalidRequest(f"`{where}.role` must be one of {', '.join(ROLES)}.", f"{where}.role")
+    if "tool_calls" in read and read["role"] != "assistant":
+        raise InvalidRequest(f"`{where}.tool_calls` is the assistant's alone; remove it.", f"{where}.tool_calls")
+    read["content"] = _read_content(message.get("content"), read["role"], f"{where}.content")
+    return read
+
+
+def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(given, list):
+        raise InvalidRequest(f"`{where}` must be a list of calls.", where)
+    _check_count(given, where)
+    return [_read_call(call, f"{where}.{i}") for i, call in enumerate(given)]
+
+
+def _read_call(call: object, where: str) -> dict[str, Any]:
+    """Its arguments as an object: templates write them out themselves."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or call.get("type", "function") != "function" or not isinstance(function, dict):
+        raise InvalidRequest(f"`{where}` must be a call of a function, with a `function` of name and arguments.", where)
+    check_ignored(call, where)
+    read: dict[str, Any] = {"type": "function"}
+    if call.get("id") is not None:
+        read["id"] = string(call["id"], f"{where}.id", MAX_LABEL_CHARS)
+    name = string(function.get("name"), f"{where}.function.name", MAX_TOOL_NAME_CHARS)
+    arguments = _read_arguments(function.get("arguments"), f"{where}.function.arguments")
+    return read | {"function": {"name": name, "arguments": arguments}}
+
+
+def _read_arguments(given: object, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(string(given, where, MAX_CALL_CHARS) or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"`{where}` must be a JSON object, as text.", where)
+    check_ignored(arguments, where)
+    return arguments
+
+
+def _read_content(content: object, role: str, where: str) -> str:
+    if isinstance(content, str):
+        return string(content, where, MAX_TEXT_CHARS)
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"`{where}` must be a string or a list of text parts.", where)
+    _check_count(content, where)
+    return "\n".join(_read_part(part, f"{where}.{i}") for i, part in enumerate(content))
+
+
+def _read_part(part: object, where: str) -> str:
+    if isinstance(part, str):
+        return string(part, where, MAX_TEXT_CHARS)
+    if not isinstance(part, dict) or "type" not in part:
+        raise InvalidRequest(f"`{where}` must be an object with a type.", where)
+    if part["type"] != "text":
+        raise InvalidRequest(
+            f"`{where}` is of type {cut(repr(part['type']))}; this model reads text only. Remove the part.",
+            f"{where}.type",
+        )
+    unknown = set(part) - {"type", "text", "prompt_cache_breakpoint"}
+    if unknown:
+        field = f"{where}.{cut(min(unknown))}"
+        raise InvalidRequest(f"`{field}` is no field of a text part; remove it.", field)
+    check_ignored(part.get("prompt_cache_breakpoint"), f"{where}.prompt_cache_breakpoint")
+    return string(part.get("text"), f"{where}.text", MAX_TEXT_CHARS)
+
+
+def string(value: object, where: str, most_chars: int) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"`{where}` must be a string.", where)
+    if len(value) > most_chars:
+        raise InvalidRequest(f"`{where}` has {len(value)} characters; at most {most_chars}.", where)
+    return value
+
+
+def check_ignored(value: object, where: str) -> None:
+    """A value that nothing is done with, or whose shape is the model's matter."""
+    fault = None if value is None else fault_of_json(value, MAX_JSON_TEXT_CHARS)
+    if fault is not None:
+        raise InvalidRequest(f"`{where}` {fault}.", where)
+
+
+def _check_count(given: list[object], where: str) -> None:
+    if len(given) > MAX_PARTS_OF_ONE:
+        raise InvalidRequest(f"`{where}` has {len(given)} entries; at most {MAX_PARTS_OF_ONE}.", where)

@@ -1,0 +1,159 @@
+"""From the bytes of a request to a checked body; every fault is an InvalidRequest that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from lorafleet.api.access.body_budget import HeldBody, set_body
+from lorafleet.api.access.caller import caller_of
+from lorafleet.api.access.caller_admission import add_admission
+from lorafleet.api.access.long_work import run_by_size
+from lorafleet.api.front import Front
+from lorafleet.api.request.bounds import OVER_BOUND
+from lorafleet.api.request.fields import Tolerant, without_no_ops
+from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from lorafleet.protocol.limits import MAX_BODY_BRACKETS, MAX_BODY_COLONS, MAX_BODY_COMMAS, MAX_BODY_READ_S, cut
+
+JSON = "application/json"
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(front: Front, request: Request, model: type[Body]) -> Body:
+    """Raises BodyTooLarge, QueueFull or Overloaded before more than their limits is in memory."""
+    _check_content_type(request)
+    held = HeldBody(front.body_budget, caller_of(request))
+    set_body(request.scope, held)
+    add_admission(request.scope, held)
+    raw = await _read_bytes(request, front.config.max_body_bytes, held)
+    return await run_by_size(front, request, lambda: parse_object(parse_json(raw), model))
+
+
+def parse_query(request: Request, model: type[Body]) -> Body:
+    """The parameters behind the "?", which are texts: numbers and booleans among them are read as such."""
+    given: dict[str, object] = dict(request.query_params)
+    unknown = given.keys() - set(model.model_fields)
+    if unknown:
+        name = cut(min(unknown))
+        raise InvalidRequest(f"`{name}` is no parameter of this request; remove it.", name)
+    try:
+        return model.model_validate(given, strict=False)
+    except ValidationError as error:
+        raise _invalid(error, "", given) from error
+
+
+def _check_content_type(request: Request) -> None:
+    """A browser sends other types than this one across sites without asking the server first."""
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != JSON:
+        said = f"is {cut(given)!r}" if given else "is missing"
+        raise UnsupportedMediaType(
+            f"The header Content-Type {said}; send JSON with `Content-Type: {JSON}` (curl: -H 'content-type: {JSON}')."
+        )
+
+
+async def _read_bytes(request: Request, limit: int, held: HeldBody) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(declared, limit)
+    try:
+        async with asyncio.timeout(MAX_BODY_READ_S):
+            return await _read_parts(request, limit, held)
+    except TimeoutError:
+        raise BodyTimeout(
+            f"The body did not arrive within {MAX_BODY_READ_S:g} s; send a smaller one, or over a faster connection."
+        ) from None
+
+
+async def _read_parts(request: Request, limit: int, held: HeldBody) -> bytes:
+    """Counts what costs time to parse while the parts come: the loop goes on between two of them."""
+    parts: list[bytes] = []
+    size = commas = brackets = colons = 0
+    async for part in request.stream():
+        size += len(part)
+        commas += part.count(b",")
+        brackets += part.count(b"{") + part.count(b"[")
+        colons += part.count(b":")
+        if size > limit:  # sent in chunks, without a length
+            raise _too_large(f"more than {limit}", limit)
+        if commas > MAX_BODY_COMMAS or brackets > MAX_BODY_BRACKETS or colons > MAX_BODY_COLONS:
+            raise BodyTooLarge(
+                f"The body has more than {MAX_BODY_COMMAS} commas, {MAX_BODY_BRACKETS} opening brackets and braces, or "
+                f"{MAX_BODY_COLONS} colons, those in texts included. Send fewer values in one request."
+            )
+        held.add(len(part))
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(size: str, limit: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"The body has {cut(size)} bytes; this server takes at most {limit}. Send fewer prompts in one request, or "
+        "start the server with a larger --max-body-bytes."
+    )
+
+
+def parse_json(raw: bytes) -> dict[str, object]:
+    try:
+        body = msgspec.json.decode(raw)
+    except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
+        raise InvalidRequest(f"The body is not valid JSON: {cut(str(error))}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"The body must be a JSON object, not {_json_type(body)}.")
+    return body
+
+
+def parse_object(body: dict[str, object], model: type[Body], where: str = "") -> Body:
+    """`where` is put before the names of fields, such as "sampling_params."."""
+    rest = without_no_ops(body, set(model.model_fields), where) if issubclass(model, Tolerant) else body
+    try:
+        return model.model_validate(rest)
+    except ValidationError as error:
+        raise _invalid(error, where, rest) from error
+
+
+def _invalid(error: ValidationError, where: str, body: dict[str, object]) -> InvalidRequest:
+    """Of the first field with a fault, the one that lies deepest: of a union's members, that is the one meant."""
+    faults = error.errors(include_url=False)
+    faults = [one for one in faults if one["loc"][:1] == faults[0]["loc"][:1]]
+    paths = [_path(one["loc"], body, one["type"] == "missing") for one in faults]
+    path = max(paths, key=len)
+    fault = faults[paths.index(path)]
+    param = where + ".".join(cut(str(part)) for part in path)
+    if fault["type"] == "extra_forbidden":
+        return InvalidRequest(f"`{param}` is no field of this request; remove it.", param)
+    if fault["type"] == "missing":
+        return InvalidRequest(f"`{param}` is missing.", param)
+    here = [one for one, its in zip(faults, paths, strict=True) if its == path and one["type"] != "missing"]
+    wishes = [_wish(one) for one in here if one["type"] == OVER_BOUND] or [_wish(one) for one in here]
+    return InvalidRequest(f"`{param or 'The body'}` {' or '.join(dict.fromkeys(wishes))}.", param or None)
+
+
+def _path(location: tuple[int | str, ...], body: object, misses_last: bool) -> tuple[int | str, ...]:
+    """The location without what pydantic puts into it of its own: the names of a union's members."""
+    path: list[int | str] = []
+    for i, key in enumerate(location):
+        missing = misses_last and i == len(location) - 1
+        if missing or (isinstance(body, dict) and key in body) or (isinstance(body, list) and isinstance(key, int)):
+            path.append(key)
+            body = None if missing else body[key]  # type: ignore[index]  # mypy forgets what `or` joined
+    return tuple(path)
+
+
+def _wish(fault: ErrorDetails) -> str:
+    if fault["type"] == "union_tag_invalid":
+        return f"should have a `type` of {fault['ctx']['expected_tags']}"
+    if fault["type"] == "union_tag_not_found":
+        return "should have a `type`"
+    return fault["msg"].replace("Input should", "should", 1)
+
+
+def _json_type(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")

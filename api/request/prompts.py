@@ -1,0 +1,196 @@
+"""From what a request gives as its prompt to token ids that fit the context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from lorafleet.api.access.long_work import run_by_size
+from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.request.chat_messages import read_messages, string
+from lorafleet.api.request.request_bodies import ChatRequest, TokenizeRequest
+from lorafleet.api.text.token_table import TokenTable
+from lorafleet.protocol.errors import ContextOverflow, InvalidRequest
+from lorafleet.protocol.limits import MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_IDS, MAX_TOKENIZE_CHARS, shown_number
+
+# A text of more characters than this for each token of the context is rejected before it is tokenized, unless it has
+# fewer than a megabyte: tokens of well-known models have 3 to 5.
+MAX_CHARS_PER_TOKEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None  # as the client wrote it; None where it gave token ids
+
+    def written(self, tokenizer: TokenTable) -> str:
+        return tokenizer.decode(self.token_ids) if self.text is None else self.text
+
+
+async def encode(
+    front: Front, model: ServedModel, text: str, *, add_special_tokens: bool, must_fit: str | None = None
+) -> list[int]:
+    """must_fit: the field to name where the text is so long that it is refused without being tokenized."""
+    if must_fit is not None:
+        _check_may_fit(front, model, text, must_fit)
+    most_chars = max(MAX_TOKENIZE_CHARS, MAX_CHARS_PER_TOKEN * front.context_len)
+    if len(text) > most_chars:
+        raise ContextOverflow(
+            f"{_limit(front)} However, your prompt has {len(text)} characters; at most {most_chars} are tokenized. "
+            "Shorten it.",
+            must_fit or "prompt",
+        )
+    return await front.tokenizing.encode(
+        model.tokenizer, text, add_special_tokens=add_special_tokens, group=model.turn_group
+    )
+
+
+def _check_may_fit(front: Front, model: ServedModel, text: str, param: str) -> None:
+    fewest = model.tokenizer.fewest_tokens(text)
+    if fewest >= front.context_len:
+        raise ContextOverflow(
+            f"{_limit(front)} However, your prompt of {len(text)} characters has at least {fewest} tokens. Shorten it.",
+            param,
+        )
+
+
+def listed_prompts(given: object, param: str) -> list[object]:
+    """Of a string, token ids, or a list of either: each prompt as it was given."""
+    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise InvalidRequest(
+            f"`{param}` must be a string, a list of strings, a list of token ids or a list of such lists.", param
+        )
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequest(f"`{param}` has {len(given)} prompts; at most {MAX_PROMPTS} in one request.", param)
+    return given
+
+
+async def read_prompt(
+    front: Front, model: ServedModel, given: object, *, add_special_tokens: bool, param: str, must_fit: bool = True
+) -> Prompt:
+    """must_fit: false where the prompt will be truncated."""
+    if isinstance(given, str):
+        string(given, param, MAX_TEXT_CHARS)
+        named = param if must_fit else None
+        prompt = Prompt(await encode(front, model, given, add_special_tokens=add_special_tokens, must_fit=named), given)
+    elif isinstance(given, list) and given and isinstance(given[0], int):
+        prompt = Prompt(_read_ids(front, model, given, param, must_fit=must_fit), None)
+    else:
+        raise _mixed_kinds(param)
+    if not prompt.token_ids:
+        raise InvalidRequest(f"`{param}` is empty: a model needs at least one token to begin with.", param)
+    return prompt
+
+
+def _read_ids(front: Front, model: ServedModel, given: list[Any], param: str, *, must_fit: bool) -> list[int]:
+    """What cannot fit is refused before its ids are looked at."""
+    if must_fit and len(given) >= front.context_len:
+        fit_max_tokens(front, len(given), None, None, param)
+    if len(given) > MAX_TOKEN_IDS:
+        raise InvalidRequest(f"`{param}` has {len(given)} token ids; at most {MAX_TOKEN_IDS}.", param)
+    if set(map(type, given)) != {int}:
+        raise _mixed_kinds(param)
+    return checked_ids(front, model, given, param)
+
+
+def _mixed_kinds(param: str) -> InvalidRequest:
+    return InvalidRequest(f"`{param}` mixes kinds or holds something that is no string and no token id.", param)
+
+
+def checked_ids(front: Front, model: ServedModel, given: list[int], param: str) -> list[int]:
+    """Raises InvalidRequest naming an id that the model does not have."""
+    vocab_size = front.vocab_size(model)
+    for token_id in (min(given, default=0), max(given, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"`{param}` names token {shown_number(token_id)}; this model's vocabulary has ids 0 to "
+                f"{vocab_size - 1}.",
+                param,
+            )
+    return given
+
+
+async def render_chat(
+    front: Front,
+    request: Request,
+    model: ServedModel,
+    body: ChatRequest | TokenizeRequest,
+    tools: list[dict[str, Any]] | None,
+) -> str:
+    """The prompt that the chat template makes of the body's messages and of `tools`: the adapter's own template, where
+    it brought one, else the server's."""
+    given = body.messages
+    assert given is not None
+    generate, go_on = body.add_generation_prompt, bool(body.continue_final_message)
+    if go_on and generate:
+        raise InvalidRequest(
+            "`continue_final_message` and `add_generation_prompt` exclude each other; set one of them to false.",
+            "continue_final_message",
+        )
+    generates = not go_on if generate is None else generate
+    if model.language.template is not None:
+        return await front.templates.render(
+            model.language.template,
+            await run_by_size(front, request, lambda: read_messages(given)),
+            group=model.turn_group,
+            tools=tools,
+            add_generation_prompt=generates,
+            continue_final_message=go_on,
+            template_kwargs=body.chat_template_kwargs,
+        )
+    return await run_by_size(
+        front,
+        request,
+        lambda: front.tokenizer.render_chat(
+            read_messages(given),
+            tools=tools,
+            add_generation_prompt=generates,
+            continue_final_message=go_on,
+            chat_template=front.config.chat_template,
+            template_kwargs=body.chat_template_kwargs,
+        ),
+    )
+
+
+def truncate(front: Front, prompt: Prompt, keep: int | None, max_tokens: int | None) -> Prompt:
+    """vLLM's truncate_prompt_tokens: the last `keep` tokens; -1 keeps as many as leave room for the answer."""
+    if keep is None:
+        return prompt
+    if keep == -1:
+        keep = front.context_len - max(1, max_tokens or 1)
+    if keep < 1:
+        raise InvalidRequest(f"truncate_prompt_tokens={keep} is out of range; give -1 or at least 1.", TRUNCATE)
+    return prompt if len(prompt.token_ids) <= keep else Prompt(prompt.token_ids[-keep:], None)
+
+
+TRUNCATE = "truncate_prompt_tokens"
+
+
+def fit_max_tokens(front: Front, num_prompt: int, asked: int | None, default: int | None, param: str) -> int:
+    """How many tokens the answer may have: as asked, else the default or less, else up to the context's end."""
+    room = front.context_len - num_prompt
+    if room < 1:
+        raise ContextOverflow(
+            f"{_limit(front)} However, your prompt has {num_prompt} tokens, which leaves no room for an answer. "
+            "Shorten the prompt.",
+            param,
+        )
+    if asked is None:
+        return room if default is None else min(room, default)
+    if asked > room:
+        raise ContextOverflow(
+            f"{_limit(front)} However, you requested {num_prompt + asked} tokens ({num_prompt} in the prompt, "
+            f"{asked} for the answer). Shorten the prompt or lower max_tokens to {room}.",
+            param,
+        )
+    return asked
+
+
+def _limit(front: Front) -> str:
+    if front.context_len < front.max_model_len:
+        return f"This server's KV cache holds {front.context_len} tokens (model context: {front.max_model_len})."
+    return f"This model's maximum context length is {front.context_len} tokens."

@@ -1,0 +1,70 @@
+"""How long a client's request may wait to start: its own header, else the server's setting. Starting is being computed:
+all that comes before counts, finding its adapter as well as the engine's queue (workers/schedule/admission.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from lorafleet.api.front import Front
+from lorafleet.api.routes.operations import QUEUE_TIMEOUT
+from lorafleet.api.telemetry.traced import trace_of, traced
+from lorafleet.protocol.errors import InvalidRequest, QueueTimeout
+from lorafleet.protocol.limits import QUEUE_TIMEOUT_S, cut
+
+if TYPE_CHECKING:
+    from lorafleet.api.telemetry.tracing import RequestTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    timeout_s: float | None  # None: as long as it takes
+    began_s: float  # monotonic
+    trace: RequestTrace | None = None  # of the same request
+
+    @classmethod
+    def of(cls, front: Front, request: Request) -> Deadline:
+        """Of a request that has just come."""
+        given = request.headers.get(QUEUE_TIMEOUT)
+        timeout_s = front.config.queue_timeout_s if given is None else _read(given)
+        return cls(timeout_s, time.monotonic(), trace_of(request))
+
+    def left_s(self) -> float | None:
+        if self.timeout_s is None:
+            return None
+        return max(0.0, self.began_s + self.timeout_s - time.monotonic())
+
+    @asynccontextmanager
+    async def while_finding_models(self) -> AsyncIterator[None]:
+        """Raises QueueTimeout when the time is up inside the block."""
+        try:
+            async with asyncio.timeout(self.left_s()) as scope:
+                with traced(self.trace, "find adapter"):
+                    yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise QueueTimeout(
+                f"The request could not start within {self.timeout_s:g} s: its adapter is still being found and read. "
+                f"Try again later, or let it wait longer ({QUEUE_TIMEOUT})."
+            ) from None
+
+
+def _read(given: str) -> float:
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if seconds not in QUEUE_TIMEOUT_S:
+        raise InvalidRequest(
+            f"The header {QUEUE_TIMEOUT} is {cut(repr(given))}; it must be a number of seconds in {QUEUE_TIMEOUT_S}.",
+            QUEUE_TIMEOUT,
+        )
+    return seconds

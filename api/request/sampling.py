@@ -1,0 +1,74 @@
+"""From a request's fields to SamplingParams: the request's values, then the model's own defaults, then OpenAI's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.request.request_bodies import GenerationRequest
+from lorafleet.api.request.structured import read_structured
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.limits import cut
+from lorafleet.protocol.sampling_params import SamplingParams
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+_SAME_NAMES = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+
+
+def read_params(
+    front: Front, model: ServedModel, body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Of the whole request: `n` is as asked, and max_tokens is not yet fitted to any prompt."""
+    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    if body.best_of is not None and body.best_of != given.get("n", 1):
+        raise InvalidRequest("`best_of` is supported only where it equals n; leave it out.", "best_of")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("`prompt_logprobs` cannot be streamed; set stream to false.", "prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("`stream_options` is allowed only where stream is true.", "stream_options")
+    given |= {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": read_logit_bias(body.logit_bias)}
+    given["structured_outputs"] = read_structured(model, body)
+    return make_params(front, model, given)
+
+
+def make_params(front: Front, model: ServedModel, given: dict[str, Any]) -> SamplingParams:
+    params = SamplingParams(**{**front.config.generation_defaults, **given})
+    params.check_vocabulary(front.vocab_size(model))
+    return params
+
+
+def read_logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    """Each id has one spelling: "7" and "07" would be two entries that one of them silently wins."""
+    for token in given or ():
+        if not _TOKEN_ID.fullmatch(token):
+            raise InvalidRequest(
+                f"`logit_bias` has the key {cut(repr(token))}; keys are token ids as decimal numbers without signs, "
+                'blanks or leading zeros, such as "7".',
+                "logit_bias",
+            )
+    return {int(token): bias for token, bias in given.items()} if given else None
+
+
+def fitted(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """With the max_tokens that one prompt leaves room for."""
+    return msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))

@@ -1,0 +1,214 @@
+"""XGrammar's structural tags, as vLLM and SGLang take them: text of nested parts, {"format": …}; or, as they once were,
+free text in which each of the "triggers" begins one of the "structures".
+
+Of its parts those are taken that need no look ahead: where free text would end is then always said by a text behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from lorafleet.api.request import free_text
+from lorafleet.protocol import structured_spec
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.limits import MAX_TAGS, MAX_TRIGGERS
+from lorafleet.protocol.structured_spec import JsonPart, StructuredOutputs
+
+_SOME = msgspec.Meta(min_length=1)
+_SOME_PARTS = msgspec.Meta(min_length=1, max_length=MAX_TAGS)
+_Triggers = Annotated[list[Annotated[str, _SOME]], msgspec.Meta(min_length=1, max_length=MAX_TRIGGERS)]
+
+
+class _Part(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class _ConstString(_Part, tag="const_string"):
+    value: str
+
+
+class _AnyText(_Part, tag="any_text"):
+    pass
+
+
+class _JsonSchema(_Part, tag="json_schema"):
+    json_schema: dict[str, Any] | bool
+    style: Literal["json"] = "json"
+
+
+class _Tag(_Part, tag="tag"):
+    begin: str
+    content: _Format
+    end: str
+
+
+class _Sequence(_Part, tag="sequence"):
+    elements: Annotated[list[_Format], _SOME_PARTS]
+
+
+class _Or(_Part, tag="or"):
+    elements: Annotated[list[_Format], _SOME_PARTS]
+
+
+class _TriggeredTags(_Part, tag="triggered_tags"):
+    """at_least_one: then it begins with a tag."""
+
+    triggers: _Triggers
+    tags: Annotated[list[_Tag], _SOME_PARTS]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+class _TagsWithSeparator(_Part, tag="tags_with_separator"):
+    tags: Annotated[list[_Tag], _SOME_PARTS]
+    separator: str
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+_Format = _ConstString | _AnyText | _JsonSchema | _Tag | _Sequence | _Or | _TriggeredTags | _TagsWithSeparator
+
+
+class _Nested(msgspec.Struct, forbid_unknown_fields=True):
+    format: _Format
+    type: Literal["structural_tag"] = "structural_tag"
+
+
+class _Structure(msgspec.Struct, forbid_unknown_fields=True):
+    begin: str
+    schema: dict[str, Any] | bool
+    end: str
+
+
+class _Flat(msgspec.Struct, forbid_unknown_fields=True):
+    structures: Annotated[list[_Structure], _SOME_PARTS]
+    triggers: _Triggers
+    type: Literal["structural_tag"] = "structural_tag"
+
+
+def structural_tag(given: object, param: str, special: Mapping[str, int]) -> StructuredOutputs:
+    """given: parsed, or as text. special: as free_text.marker() takes it. Raises InvalidRequest."""
+    writer = _Writer(param, special)
+    start = writer.part(_read(given, param), last=True)
+    lark = "\n".join([f"start: {start}", *writer.lines, free_text.TERMINALS])
+    return structured_spec.tagged(lark, writer.schemas, param)
+
+
+def _read(given: object, param: str) -> _Format:
+    try:
+        if isinstance(given, str):
+            given = json.loads(given)
+        structured_spec.check_depth(given, param)
+        if not isinstance(given, dict) or "format" in given:
+            return msgspec.convert(given, _Nested).format
+        flat = msgspec.convert(given, _Flat)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"`{param}` must have a `format`, or `triggers`, a list of texts, and `structures`, a list of objects with "
+            f"`begin`, `schema` and `end`: {error}.",
+            param,
+        ) from None
+    return _TriggeredTags(flat.triggers, [_Tag(one.begin, _JsonSchema(one.schema), one.end) for one in flat.structures])
+
+
+class _Writer:
+    """lines: rules beside those of the parts of JSON, `schemas`."""
+
+    def __init__(self, param: str, special: Mapping[str, int]) -> None:
+        self.lines: list[str] = []
+        self.schemas: list[JsonPart] = []
+        self._param = param
+        self._special = special
+        self._count = 0
+
+    def part(self, part: _Format, *, last: bool) -> str:
+        """An expression. last: nothing follows."""
+        match part:
+            case _ConstString():
+                return self._text(part.value)
+            case _JsonSchema():
+                number = len(self.schemas)
+                self.schemas.append(JsonPart(f"json_{number}", part.json_schema, f"schema {number}"))
+                return f"json_{number}"
+            case _Tag():
+                return f"{self._text(part.begin)} {self._behind_begin(part, last=last)}"
+            case _Sequence():
+                lasts = [False] * (len(part.elements) - 1) + [last]
+                return f"({' '.join(self.part(one, last=end) for one, end in zip(part.elements, lasts, strict=True))})"
+            case _Or():
+                return f"({' | '.join(self.part(one, last=last) for one in part.elements)})"
+            case _TagsWithSeparator():
+                return self._separated(part)
+            case _AnyText() if last:
+                return "ANY"
+            case _TriggeredTags() if last:
+                return self._triggered(part)
+        raise self._refused("any_text and triggered_tags can only come last, any_text also as all of a tag's content")
+
+    def _behind_begin(self, tag: _Tag, *, last: bool) -> str:
+        if isinstance(tag.content, _AnyText) and tag.end:
+            return self._up_to(tag.end)
+        return f"{self.part(tag.content, last=last and not tag.end)} {self._text(tag.end)}"
+
+    def _separated(self, part: _TagsWithSeparator) -> str:
+        tag = f"({' | '.join(self.part(one, last=False) for one in part.tags)})"
+        tags = tag if part.stop_after_first else f"{tag} ({self._text(part.separator)} {tag})*"
+        return f"({tags})" if part.at_least_one else f"({tags})?"
+
+    def _triggered(self, part: _TriggeredTags) -> str:
+        self._check_triggers(part)
+        up_to = {one: self._up_to(one, [other for other in part.triggers if other != one]) for one in part.triggers}
+        first, later = [], []
+        for tag in part.tags:
+            trigger = next(trigger for trigger in part.triggers if tag.begin.startswith(trigger))
+            behind, rest = self._name(), tag.begin.removeprefix(trigger)
+            self.lines.append(f"{behind}: {self._text(rest)} {self._behind_begin(tag, last=False)}")
+            first.append(f"{self._text(trigger)} {behind}")
+            later.append(f"{up_to[trigger]} {behind}")
+        text = self._name().upper()
+        self.lines.append(f"{text}: {free_text.free(part.triggers)}")
+        begin = f"({' | '.join(first if part.at_least_one else later)})"
+        if part.stop_after_first:
+            return begin if part.at_least_one else f"({begin} | {text})"
+        more = f"({' | '.join(later)})* {text}"
+        return f"({begin} {more})" if part.at_least_one else f"({more})"
+
+    def _check_triggers(self, part: _TriggeredTags) -> None:
+        triggers, begins = part.triggers, [tag.begin for tag in part.tags]
+        for one, other in itertools.permutations(triggers, 2):
+            if one in other:
+                raise self._refused(
+                    f"the trigger {other!r:.80} contains the trigger {one!r:.80}; leave one of them out"
+                )
+        for trigger in triggers:
+            if not any(begin.startswith(trigger) for begin in begins):
+                raise self._refused(f"no tag begins with the trigger {trigger!r:.80}; leave it out")
+        for begin in begins:
+            if not any(begin.startswith(trigger) for trigger in triggers):
+                raise self._refused(f"{begin!r:.80} begins with none of the `triggers`; add one")
+
+    def _up_to(self, letters: str, others: Collection[str] = ()) -> str:
+        if letters not in self._special and any(name in letters for name in self._special):
+            raise self._refused(f"free text ends with text or a special token, and {letters!r:.80} has both")
+        rule = self._name()
+        self.lines.append(free_text.up_to(rule, letters, self._special, others))
+        return rule
+
+    def _text(self, letters: str) -> str:
+        """With the special tokens that it names."""
+        names = "|".join(re.escape(name) for name in sorted(self._special, key=len, reverse=True))
+        pieces = re.split(f"({names})", letters) if names else [letters]
+        return " ".join(free_text.marker(piece, self._special) for piece in pieces if piece)
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"rule_{self._count}"
+
+    def _refused(self, why: str) -> InvalidRequest:
+        return InvalidRequest(f"`{self._param}`: {why}.", self._param)

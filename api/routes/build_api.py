@@ -1,0 +1,190 @@
+"""Assembles the HTTP API of a replica: routes and what each needs of a caller's key, error handlers, and the one layer
+around them that counts requests.
+
+Pure: all state comes from the Front that `get_front` gives at each request; None means that the replica is starting.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorafleet import __version__
+from lorafleet.api.access.audit import audited
+from lorafleet.api.access.caller import Caller, Needed, sent_key, set_caller
+from lorafleet.api.access.caller_admission import (
+    MAX_AUXILIARY,
+    MAX_UPLOADS,
+    Kind,
+    add_admission,
+    admissions_of,
+    give_back,
+)
+from lorafleet.api.answer.elsewhere import RETRY_STATUS, meant_status, retry_id
+from lorafleet.api.answer.error_responses import internal_error_response, on_http_exception, on_lorafleet_error
+from lorafleet.api.front import Front
+from lorafleet.api.routes.chat import chat
+from lorafleet.api.routes.completions import completions
+from lorafleet.api.routes.docs import docs_routes
+from lorafleet.api.routes.embeddings import embeddings
+from lorafleet.api.routes.generate import generate
+from lorafleet.api.routes.load_lora_adapter import load_lora_adapter, unload_lora_adapter
+from lorafleet.api.routes.models import list_models, show_model
+from lorafleet.api.routes.responses_api import count_input_tokens, responses
+from lorafleet.api.routes.service import health, metrics, version
+from lorafleet.api.routes.tokenize import detokenize, tokenize
+from lorafleet.api.telemetry.endpoint import endpoint_of, set_endpoint
+from lorafleet.api.telemetry.http_metrics import label_of_request
+from lorafleet.protocol.errors import InvalidRequest, LorafleetError, Overloaded
+from lorafleet.protocol.limits import MAX_MODEL_CHARS
+
+if TYPE_CHECKING:
+    from lorafleet.api.telemetry.tracing import Tracing
+
+Handler = Callable[[Front, Request], Awaitable[Response]]
+Route = tuple[str, str, Needed, Handler]  # method, path, what a key must open, handler
+GetFront = Callable[[], Front | None]
+
+ROUTES: tuple[Route, ...] = (
+    ("POST", "/v1/completions", "infer", completions),
+    ("POST", "/v1/chat/completions", "infer", chat),
+    ("POST", "/v1/responses", "infer", responses),
+    ("POST", "/v1/responses/input_tokens", "infer", count_input_tokens),
+    ("POST", "/v1/embeddings", "infer", embeddings),
+    ("POST", "/generate", "infer", generate),
+    ("GET", "/v1/models", "infer", list_models),
+    ("GET", "/v1/models/{model:path}", "infer", show_model),
+    ("POST", "/tokenize", "infer", tokenize),
+    ("POST", "/detokenize", "infer", detokenize),
+    ("POST", "/v1/load_lora_adapter", "loading", load_lora_adapter),
+    ("POST", "/v1/unload_lora_adapter", "loading", unload_lora_adapter),
+    ("GET", "/health", "open", health),
+    ("GET", "/ping", "open", health),
+    ("POST", "/ping", "open", health),
+    ("GET", "/version", "open", version),
+    ("GET", "/metrics", "metrics", metrics),
+)
+# Routes that cost work and generate nothing.
+AUXILIARY = frozenset(("/tokenize", "/detokenize", "/v1/responses/input_tokens"))
+# Routes whose answers ask all replicas.
+OF_ALL = frozenset(("/metrics", "/v1/console/state", "/v1/console/adapters/{name:path}"))
+CLIENT_LEFT = 499  # nginx's status for a client that went away before its answer
+
+logger = logging.getLogger("lorafleet.http")
+
+
+def build_api(
+    get_front: GetFront,
+    more_routes: Sequence[Route] = (),
+    tracing: Tracing | None = None,
+    allowed_origins: Sequence[str] = (),
+) -> FastAPI:
+    """allowed_origins: the sites whose pages a browser lets read the answers."""
+    # openapi_url: docs.py has the document and its page; FastAPI knows nothing of plain routes.
+    api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False, openapi_url=None)
+    routes = (*ROUTES, *more_routes)
+    for method, path, needed, handler in (*routes, *docs_routes(routes)):
+        # Plain routes: a handler reads its body itself, so FastAPI's own parsing would be work done twice.
+        api.add_route(path, _endpoint(handler, path, needed, get_front), methods=[method], name=handler.__name__)
+    api.add_exception_handler(LorafleetError, on_lorafleet_error)
+    api.add_exception_handler(HTTPException, on_http_exception)
+    api.add_middleware(CountRequests, get_front=get_front)
+    if tracing is not None:
+        api.add_middleware(tracing.layer)
+    if allowed_origins:
+        api.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    return api
+
+
+def _endpoint(
+    handler: Handler, path: str, needed: Needed, get_front: GetFront
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        set_endpoint(request.scope, path)
+        front = get_front()
+        if front is None:
+            raise Overloaded("This replica is starting; try again in a moment.")
+        if front.audit is not None and needed in ("admin", "loading") and request.method != "GET":
+            return await audited(request, front.audit, lambda: admitted(front, request))
+        return await admitted(front, request)
+
+    async def admitted(front: Front, request: Request) -> Response:
+        if needed != "open" and not front.gate.has_keys:
+            front.config.origins.check(request.headers)
+        caller = front.gate.caller(sent_key(request.headers), needed)
+        set_caller(request.scope, caller)
+        if needed != "open":
+            await _admit(front, request, path, needed, caller)
+        for name, value in request.path_params.items():
+            if len(value) > MAX_MODEL_CHARS:
+                raise InvalidRequest(
+                    f"`{name}` in the path has {len(value)} characters; at most {MAX_MODEL_CHARS}.", name
+                )
+        return await handler(front, request)
+
+    return endpoint
+
+
+async def _admit(front: Front, request: Request, path: str, needed: Needed, caller: Caller) -> None:
+    """Before anything of the body is read. Raises QuotaExceeded or QueueFull."""
+    if front.quotas is not None:
+        kind: Kind = "administration" if needed != "infer" else "auxiliary" if path in AUXILIARY else "generation"
+        admission = await front.quotas.admit_request(caller, kind)
+        if admission is not None:
+            add_admission(request.scope, admission)
+    most = MAX_AUXILIARY if path in AUXILIARY | OF_ALL else MAX_UPLOADS if request.method == "PUT" else None
+    if most is not None:
+        add_admission(request.scope, front.work_bounds.enter(f"{request.method} {path}", most, caller))
+
+
+class CountRequests:
+    """Around every request: counts it by its status, ends its admissions, and turns an unforeseen exception into a 500
+    with a body."""
+
+    def __init__(self, app: ASGIApp, get_front: GetFront) -> None:
+        self._app = app
+        self._get_front = get_front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_LEFT
+
+        async def noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = meant_status(message)
+                headers = {name: value for one in admissions_of(scope) for name, value in one.headers.items()}
+                given = [name for name, _ in message["headers"]]  # by a refusal
+                more = [(n.encode(), v.encode()) for n, v in headers.items() if n.encode() not in given]
+                message = {**message, "headers": [*message["headers"], *more]}
+                if message["status"] == RETRY_STATUS and (known_as := retry_id(scope)) is not None:
+                    await give_back(scope, known_as)  # before the other replica is asked, which charges it again
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_status)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if (front := self._get_front()) is not None:
+                front.failures.note(error)
+            if status != CLIENT_LEFT:
+                raise  # the answer has begun: only breaking the connection tells the client
+            await internal_error_response()(scope, receive, noting_status)
+        finally:
+            for admission in admissions_of(scope):
+                admission.end()
+            front = self._get_front()
+            if front is not None:
+                front.metrics.count_request(endpoint_of(scope), label_of_request(scope), status)

@@ -1,0 +1,224 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.api.access.caller import caller_of
+from lorafleet.api.access.long_work import run_by_count
+from lorafleet.api.answer import answer_types as answers
+from lorafleet.api.answer.envelope import Envelope, draw_key, request_id
+from lorafleet.api.answer.error_responses import in_own_words
+from lorafleet.api.answer.generation import Sample, Task, collect, make_samples, usage_of
+from lorafleet.api.answer.logprobs import chat_logprobs, count_logprobs, vllm_prompt_logprobs
+from lorafleet.api.answer.responses import WholeReply, event, json_response
+from lorafleet.api.answer.streaming import StreamUsage, TextChunk, event_stream, fallback_headers
+from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.request.function_tools import AnswerReader, ToolUse, delta_of, read_answer, read_tools
+from lorafleet.api.request.parsing import read_body
+from lorafleet.api.request.priority import checked_priority
+from lorafleet.api.request.prompts import Prompt, encode, fit_max_tokens, render_chat, truncate
+from lorafleet.api.request.request_bodies import ChatRequest
+from lorafleet.api.request.request_deadline import Deadline
+from lorafleet.api.request.sampling import fitted, read_params
+from lorafleet.api.routes.operations import STARTING, describe
+from lorafleet.api.telemetry.http_metrics import label_request
+from lorafleet.api.text.output import Delta
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.structured_spec import StructuredOutputs
+
+
+@describe("Chat", body=ChatRequest, answer=answers.ChatCompletion, events=answers.ChatCompletionChunk, headers=STARTING)
+async def chat(front: Front, request: Request) -> Response:
+    deadline = Deadline.of(front, request)
+    body = await read_body(front, request, ChatRequest)
+    started = await start_chat(front, request, body, deadline, "chatcmpl-")
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    envelope = Envelope(started.id, kind, front.config.base_id)
+    answer = _Answer(front, body, started.samples, envelope, started.tools)
+    return answer.stream() if body.stream else WholeReply(answer.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedChat:
+    id: str
+    samples: list[Sample]
+    tools: ToolUse
+
+
+async def start_chat(
+    front: Front,
+    request: Request,
+    body: ChatRequest,
+    deadline: Deadline,
+    prefix: str,
+    structured_outputs: StructuredOutputs | None = None,
+) -> StartedChat:
+    """All that comes before the first token, of /v1/responses too. prefix: of the answer's id."""
+    async with deadline.while_finding_models():
+        model = await front.model(
+            caller_of(request), body.model, draw_key(request, body.request_id, body.seed), body.lora_weights
+        )
+    label_request(request.scope, front.label(model))
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    try:
+        params = read_params(front, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
+    except InvalidRequest as error:
+        raise in_own_words(error, _own_names(body)) from None
+    tools = read_tools(front, model, body, structured_outputs or params.structured_outputs)
+    params = tools.params(params)
+    prompt = truncate(front, await _read_prompt(front, request, model, body, tools), body.truncate_prompt_tokens, asked)
+    fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
+    priority = checked_priority(front, model.caller, body.priority)
+    answer_id = request_id(request, prefix, body.request_id)
+    task = Task(prompt, model, fitted(params, fit), cache_salt=body.cache_salt, priority=priority)
+    samples = await make_samples(front, request, answer_id, [task], deadline)
+    return StartedChat(answer_id, samples, tools)
+
+
+async def count_prompt_tokens(front: Front, request: Request, body: ChatRequest) -> int:
+    model = await front.model(caller_of(request), body.model)
+    text = await render_chat(front, request, model, body, read_tools(front, model, body, None).shown)
+    return len(await encode(front, model, text, add_special_tokens=False))
+
+
+async def _read_prompt(front: Front, request: Request, model: ServedModel, body: ChatRequest, tools: ToolUse) -> Prompt:
+    text = await render_chat(front, request, model, body, tools.shown)
+    named = "messages" if body.truncate_prompt_tokens is None else None
+    token_ids = await encode(front, model, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
+    if not token_ids:
+        raise InvalidRequest("The chat template makes an empty prompt of these messages.", "messages")
+    return Prompt(token_ids, text)
+
+
+def _own_names(body: ChatRequest) -> dict[str, str]:
+    """Of what the engine's parameters call otherwise."""
+    names = {"logprobs": "top_logprobs"}
+    return names if body.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+    return None
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one request is answered with."""
+
+    front: Front
+    body: ChatRequest
+    samples: list[Sample]
+    envelope: Envelope
+    tools: ToolUse
+
+    async def whole(self) -> Response:
+        answers = await collect(self.samples)
+        num_values = sum(map(count_logprobs, answers))
+        return await run_by_count(self.front, self.samples[0].model, num_values, lambda: self._write_whole(answers))
+
+    def _write_whole(self, answers: list[Delta]) -> Response:
+        content: dict[str, object] = {
+            **self.envelope.whole(self.samples),
+            "choices": [self._choice(sample, delta) for sample, delta in zip(self.samples, answers, strict=True)],
+            "usage": usage_of(self.samples),
+        }
+        if self.body.prompt_logprobs is not None:
+            entries = answers[0].prompt_logprobs or []
+            content["prompt_logprobs"] = vllm_prompt_logprobs(self.samples[0].model.tokenizer, entries)
+        if self.body.return_token_ids:
+            content["prompt_token_ids"] = self.samples[0].prompt.token_ids
+        return json_response(content, fallback_headers(self.samples))
+
+    def stream(self) -> Response:
+        usage = StreamUsage(self.body, self.samples)
+        return event_stream(
+            self.front, self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage)
+        )
+
+    def _choice(self, sample: Sample, delta: Delta) -> dict[str, object]:
+        content, calls = (
+            read_answer(self.tools.reader(eager=False), delta.text) if self.tools.calls else (delta.text, [])
+        )
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return {"index": sample.index, "message": message, **self.extras(delta, has_called=bool(calls))}
+
+    def extras(self, delta: Delta, *, has_called: bool) -> dict[str, object]:
+        """What a choice has beside its text, whole or in a chunk."""
+        fields: dict[str, object] = {
+            "logprobs": self._logprobs(delta),
+            "finish_reason": "tool_calls" if has_called and delta.finish_reason == "stop" else delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self.body.return_token_ids:
+            fields["token_ids"] = delta.token_ids
+        return fields
+
+    def _logprobs(self, delta: Delta) -> dict[str, object] | None:
+        if not self.body.logprobs or (delta.logprobs is None and self.body.stream):
+            return None
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return chat_logprobs(self.samples[0].model.tokenizer, delta.logprobs or [], as_ids=as_ids)
+
+
+class _ChoiceStream:
+    """One choice's chunks: the role first, then its text and its calls as they come."""
+
+    def __init__(self, answer: _Answer, sample: Sample, usage: StreamUsage) -> None:
+        body = answer.body
+        self._answer = answer
+        self._sample = sample
+        self._usage = usage
+        self._opened = False
+        self._reader = answer.tools.reader(eager=True) if answer.tools.calls else None
+        self._text_only = not body.logprobs and not body.return_token_ids and not usage.continuous
+        self._envelope = answer.envelope.chunk(sample)
+        self._text = TextChunk(self._chunk({"content": TextChunk.mark}, Delta()))
+
+    def count_values(self, delta: Delta) -> int:
+        return count_logprobs(delta)
+
+    def write(self, delta: Delta) -> bytes:
+        opening = b"" if self._opened else self._open()
+        if self._reader is not None:
+            return opening + self._write_read(self._reader, delta)
+        if delta.finish_reason is None and self._text_only:
+            return opening + (self._text.with_text(delta.text) if delta.text else b"")
+        if not (delta.text or delta.token_ids or delta.finish_reason):
+            return opening
+        return opening + event(self._chunk({"content": delta.text} if delta.text else {}, delta))
+
+    def _write_read(self, reader: AnswerReader, delta: Delta) -> bytes:
+        """A chunk for each piece of text or of a call; what else the delta has goes with the last."""
+        pieces = [delta_of(event) for event in reader.push(delta.text)]
+        if delta.finish_reason is not None:
+            pieces += [*map(delta_of, reader.finish()), {}]
+        elif delta.token_ids and not self._text_only and not pieces:
+            pieces = [{}]
+        chunks = [self._chunk(piece, Delta()) for piece in pieces[:-1]]
+        return b"".join(map(event, [*chunks, *(self._chunk(piece, delta) for piece in pieces[-1:])]))
+
+    def _open(self) -> bytes:
+        self._opened = True
+        chunk = self._chunk({"role": "assistant", "content": ""}, Delta())
+        chunk |= self._answer.envelope.fallback([self._sample])
+        if self._answer.body.return_token_ids:
+            chunk["prompt_token_ids"] = self._sample.prompt.token_ids
+        return event(chunk)
+
+    def _chunk(self, content: dict[str, object], delta: Delta) -> dict[str, object]:
+        has_called = self._reader is not None and self._reader.has_called
+        choice = {"index": self._sample.index, "delta": content, **self._answer.extras(delta, has_called=has_called)}
+        usage = self._usage.field(self._sample if self._usage.continuous else None)
+        return {**self._envelope, "choices": [choice], **usage}

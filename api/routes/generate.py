@@ -1,0 +1,320 @@
+"""SGLang's /generate: text or token ids, one or many; streams repeat the whole text so far, as SGLang's do, and
+the logprobs of the prompt in their first and last chunk.
+
+Sampling defaults are SGLang's, not the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.api.access.caller import caller_of
+from lorafleet.api.access.long_work import run_by_count
+from lorafleet.api.answer import answer_types as answers
+from lorafleet.api.answer.encoded_list import EncodedList
+from lorafleet.api.answer.envelope import check_request_id, draw_key, request_id
+from lorafleet.api.answer.generation import Answer, Sample, Task, collect, fallback_of, make_samples, merged
+from lorafleet.api.answer.logprobs import LOWEST, count_logprobs
+from lorafleet.api.answer.responses import DONE, EventStream, WholeReply, event, json_response
+from lorafleet.api.answer.streaming import fallback_headers
+from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.request.chat_messages import string
+from lorafleet.api.request.parsing import parse_object, read_body
+from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt
+from lorafleet.api.request.request_bodies import SGLangRequest, SGLangSampling
+from lorafleet.api.request.request_deadline import Deadline
+from lorafleet.api.request.sampling import fitted, read_logit_bias
+from lorafleet.api.request.structured import read_sglang_structured
+from lorafleet.api.routes.operations import STARTING, describe
+from lorafleet.api.telemetry.http_metrics import label_request
+from lorafleet.api.text.output import Delta
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.limits import MAX_MODEL_CHARS
+from lorafleet.protocol.messages import TokenLogprobs
+from lorafleet.protocol.sampling_params import SamplingParams
+
+DEFAULT_MAX_NEW_TOKENS = 128
+_OUR_NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_SAME_NAMES = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+
+@describe(
+    "SGLang's completion",
+    body=SGLangRequest,
+    answer=answers.Generated | list[answers.Generated],
+    events=answers.Generated,
+    headers=STARTING,
+)
+async def generate(front: Front, request: Request) -> Response:
+    deadline = Deadline.of(front, request)
+    body = await read_body(front, request, SGLangRequest)
+    param, given, is_batch = _listed_prompts(body)
+    sampling = _read_sampling(body, len(given))
+    async with deadline.while_finding_models():
+        models = await _read_models(front, request, body, sampling)
+    prompts = [
+        await read_prompt(front, model, one, add_special_tokens=True, param=param)
+        for model, one in zip(models, given, strict=True)
+    ]
+    label_request(request.scope, front.label(models[0]))
+    tasks = [_make_task(front, body, *one) for one in zip(prompts, models, sampling, strict=True)]
+    rids = _read_rids(request, body, len(prompts))
+    samples = await make_samples(front, request, rids[0], tasks, deadline)
+    ids = [rid for rid, task in zip(rids, tasks, strict=True) for _ in range(task.params.n)]
+    results = [_Result(body, sample, rid) for sample, rid in zip(samples, ids, strict=True)]
+    if body.stream:
+        headers: dict[str, str] = {}
+        return EventStream(_stream(front, results, len(samples) > 1, headers), headers)
+    return WholeReply(lambda: _whole(front, results, is_batch or len(samples) > 1))
+
+
+async def _whole(front: Front, results: Sequence[_Result], as_list: bool) -> Response:
+    samples = [result.sample for result in results]
+    answers = await collect(samples)
+
+    def write() -> Response:
+        for result, answer in zip(results, answers, strict=True):
+            result.add(answer)
+        content = [result.render() for result in results]
+        return json_response(content if as_list else content[0], fallback_headers(samples))
+
+    return await run_by_count(front, samples[0].model, sum(map(count_logprobs, answers)), write)
+
+
+async def _stream(
+    front: Front, results: Sequence[_Result], indexed: bool, headers: dict[str, str]
+) -> AsyncGenerator[bytes, None]:
+    samples = [result.sample for result in results]
+    running = len(samples)
+    async with aclosing(merged(samples)) as deltas:
+        async for sample, delta in deltas:
+            headers.update(fallback_headers(samples))
+            write = partial(_write_chunk, results[sample.index], delta, indexed)
+            chunk = await run_by_count(front, sample.model, count_logprobs(delta), write)
+            running -= delta.finish_reason is not None
+            yield chunk + (b"" if running else DONE)
+
+
+def _write_chunk(result: _Result, delta: Delta, indexed: bool) -> bytes:
+    result.add(delta)
+    return event(result.render() | ({"index": result.sample.index} if indexed else {}))
+
+
+def _listed_prompts(body: SGLangRequest) -> tuple[str, list[object], bool]:
+    """The field that has them, each prompt as it was given, and whether they were given in a list."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("Give either `text` or `input_ids`.", "text")
+    param, given = ("input_ids", body.input_ids) if body.text is None else ("text", body.text)
+    first = given[0] if isinstance(given, list) and given else given
+    if isinstance(first, str) != (param == "text"):
+        raise InvalidRequest(f"`{param}` holds {'strings or lists' if param == 'text' else 'token ids'} only.", param)
+    is_batch = isinstance(given, list) and not isinstance(first, int)
+    return param, listed_prompts(given, param), is_batch
+
+
+def _read_sampling(body: SGLangRequest, num_prompts: int) -> list[SGLangSampling]:
+    given = _per_prompt(body.sampling_params, num_prompts, "sampling_params")
+    return [_read_one_sampling(one) for one in given]
+
+
+def _read_one_sampling(given: object) -> SGLangSampling:
+    if given is None:
+        return SGLangSampling()
+    if not isinstance(given, dict):
+        raise InvalidRequest("`sampling_params` must be an object, or a list with one for each prompt.", _SAMPLING)
+    return parse_object(given, SGLangSampling, f"{_SAMPLING}.")
+
+
+_SAMPLING = "sampling_params"
+
+
+async def _read_models(
+    front: Front, request: Request, body: SGLangRequest, sampling: Sequence[SGLangSampling]
+) -> list[ServedModel]:
+    """The adapter of each prompt: `lora_path` at either place, or `model`, or the base."""
+    outer = _per_prompt(body.lora_path, len(sampling), "lora_path")
+    inner = [_one_of(one.lora_path, i, len(sampling)) for i, one in enumerate(sampling)]
+    rids = _per_prompt(body.rid, len(sampling), "rid")
+    models: dict[tuple[str | None, str | None], ServedModel] = {}
+    asked: list[tuple[str | None, str | None]] = []
+    for out, within, rid, one in zip(outer, inner, rids, sampling, strict=True):
+        name = _read_name(out, within)
+        key = draw_key(request, rid if isinstance(rid, str) else None, one.sampling_seed)
+        asked.append((body.model if name is None else name, key))
+    for name, key in asked:
+        if (name, key) not in models:
+            models[name, key] = await front.model(caller_of(request), name, key)
+    return [models[one] for one in asked]
+
+
+def _read_name(outer: object, inner: object) -> str | None:
+    if outer is not None and inner is not None and outer != inner:
+        raise InvalidRequest("`lora_path` and `sampling_params.lora_path` differ; give one of them.", "lora_path")
+    name = inner if outer is None else outer
+    if name is not None and not isinstance(name, str):
+        raise InvalidRequest("`lora_path` must be an adapter's name, or a list with one or null for each.", "lora_path")
+    return None if name is None else string(name, "lora_path", MAX_MODEL_CHARS)
+
+
+def _one_of(given: object, i: int, num_prompts: int) -> object:
+    return _per_prompt(given, num_prompts, "sampling_params.lora_path")[i]
+
+
+def _per_prompt(given: Any, num_prompts: int, param: str) -> list[Any]:
+    if not isinstance(given, list):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest(f"`{param}` has {len(given)} entries for {num_prompts} prompts; give one for each.", param)
+    return given
+
+
+def _read_rids(request: Request, body: SGLangRequest, num_prompts: int) -> list[str]:
+    rids = _per_prompt(body.rid, num_prompts, "rid")
+    for rid in rids:
+        if rid is not None and not isinstance(rid, str):
+            raise InvalidRequest("`rid` must be a string, or a list with one for each prompt.", "rid")
+        check_request_id(rid or "", "rid")
+    return [request_id(request, "", rid) for rid in rids]
+
+
+def _make_task(front: Front, body: SGLangRequest, prompt: Prompt, model: ServedModel, one: SGLangSampling) -> Task:
+    scoring = one.max_new_tokens == 0
+    asked = 1 if scoring else one.max_new_tokens
+    fit = fit_max_tokens(front, len(prompt.token_ids), asked, DEFAULT_MAX_NEW_TOKENS, "max_new_tokens")
+    return Task(prompt, model, fitted(_params_of(front, model, body, one, asked), fit), scoring)
+
+
+def _params_of(
+    front: Front, model: ServedModel, body: SGLangRequest, one: SGLangSampling, max_tokens: int | None
+) -> SamplingParams:
+    names = {name: _OUR_NAMES.get(name, name) for name in (*_SAME_NAMES, *_OUR_NAMES)}
+    given: dict[str, Any] = {
+        ours: value for theirs, ours in names.items() if (value := getattr(one, theirs)) is not None
+    }
+    if body.return_logprob:
+        given["logprobs"] = body.top_logprobs_num or 0
+        if _first_scored(body) >= 0:
+            given["prompt_logprobs"] = given["logprobs"]
+    given |= {"logit_bias": read_logit_bias(one.logit_bias), "structured_outputs": read_sglang_structured(model, one)}
+    params = SamplingParams(**given, max_tokens=max_tokens)
+    params.check_vocabulary(front.vocab_size(model))
+    return params
+
+
+def _first_scored(body: SGLangRequest) -> int:
+    """The first prompt position whose logprobs are wanted; -1 for none."""
+    return -1 if body.logprob_start_len is None else body.logprob_start_len
+
+
+class _Result:
+    """One sample's answer so far. What is in it once is rendered once, however many chunks repeat it."""
+
+    def __init__(self, body: SGLangRequest, sample: Sample, rid: str) -> None:
+        self.sample = sample
+        self._rid = rid
+        self._text = ""
+        self._answer = Answer()
+        self._token_ids = EncodedList()
+        self._logprobs = _Logprobs(body, sample) if body.return_logprob else None
+        self._is_first = True
+
+    def add(self, delta: Delta) -> None:
+        self._text += delta.text
+        self._answer.add(delta)
+        for token_id in delta.token_ids:
+            self._token_ids.append(token_id)
+        if self._logprobs is not None:
+            self._logprobs.add(delta)
+
+    def render(self) -> dict[str, object]:
+        whole = self._answer.whole
+        meta: dict[str, object] = {
+            "id": self._rid,
+            "finish_reason": _finish_reason(whole),
+            "prompt_tokens": len(self.sample.prompt.token_ids),
+            "completion_tokens": self.sample.num_tokens,
+            "cached_tokens": self.sample.num_cached_tokens,
+        }
+        fallback = fallback_of([self.sample])
+        if fallback is not None:
+            meta["lora_fallback"] = fallback
+        if self._logprobs is not None:
+            # The prompt may be a thousand times as long as what is new.
+            meta |= self._logprobs.fields(of_prompt=self._is_first or whole.finish_reason is not None)
+        self._is_first = False
+        return {"text": self._text, "output_ids": self._token_ids.encoded, "meta_info": meta}
+
+
+class _Logprobs:
+    """Each as [logprob, token id, text or null]; the first prompt token wanted has none, as in SGLang."""
+
+    def __init__(self, body: SGLangRequest, sample: Sample) -> None:
+        self._sample = sample
+        self._with_texts = bool(body.return_text_in_logprobs)
+        self._with_best = bool(body.top_logprobs_num)
+        self._first_scored = _first_scored(body)
+        self._input, self._input_best = EncodedList(), EncodedList()
+        self._output, self._output_best = EncodedList(), EncodedList()
+
+    def add(self, delta: Delta) -> None:
+        if delta.prompt_logprobs and self._first_scored >= 0:
+            self._add_prompt(delta.prompt_logprobs[self._first_scored :])
+        for entry in delta.logprobs or []:
+            self._output.append(self._entry(entry.token_id, entry.logprob))
+            self._output_best.append(self._best(entry))
+
+    def fields(self, *, of_prompt: bool) -> dict[str, object]:
+        fields: dict[str, object] = {"output_token_logprobs": self._output.encoded}
+        if of_prompt:
+            fields["input_token_logprobs"] = self._input.encoded
+        if self._with_best:
+            fields["output_top_logprobs"] = self._output_best.encoded
+            if of_prompt:
+                fields["input_top_logprobs"] = self._input_best.encoded
+        return fields
+
+    def _add_prompt(self, scored: Sequence[TokenLogprobs | None]) -> None:
+        wanted_ids = self._sample.prompt.token_ids[self._first_scored :]
+        entries = [None, *scored[1:]] if scored else []
+        for token_id, entry in zip(wanted_ids, entries, strict=True):
+            self._input.append(self._entry(token_id, entry.logprob if entry else None))
+            self._input_best.append(self._best(entry))
+
+    def _entry(self, token_id: int, logprob: float | None) -> list[object]:
+        text = self._sample.model.tokenizer.token_text(token_id) if self._with_texts else None
+        return [None if logprob is None else max(logprob, LOWEST), token_id, text]
+
+    def _best(self, entry: TokenLogprobs | None) -> list[list[object]] | None:
+        if entry is None or not self._with_best:
+            return None
+        return [self._entry(i, p) for i, p in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+
+
+def _finish_reason(whole: Delta) -> dict[str, object] | None:
+    if whole.finish_reason is None:
+        return None
+    if whole.finish_reason == "length":
+        return {"type": "length", "length": len(whole.token_ids)}
+    if whole.finish_reason == "stop":  # eos is named by its id
+        matched = whole.token_ids[-1] if whole.stop_reason is None and whole.token_ids else whole.stop_reason
+        return {"type": "stop", "matched": matched}
+    return {"type": whole.finish_reason}

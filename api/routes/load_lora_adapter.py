@@ -1,0 +1,75 @@
+"""vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, with its wording: clients match on it.
+
+What they do on every replica is the catalogue's work.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from lorafleet.api.access.audit import begin
+from lorafleet.api.access.caller import caller_of
+from lorafleet.api.access.visibility import CallersCatalog
+from lorafleet.api.front import Front
+from lorafleet.api.request.parsing import read_body
+from lorafleet.api.request.request_bodies import LoadAdapterRequest, UnloadAdapterRequest
+from lorafleet.api.routes.operations import PlainText, describe
+from lorafleet.protocol.errors import AdapterExists, Forbidden, InvalidRequest, ModelNotFound
+
+logger = logging.getLogger("lorafleet.http")
+
+
+@describe("vLLM's way to add an adapter", body=LoadAdapterRequest, answer=PlainText)
+async def load_lora_adapter(front: Front, request: Request) -> Response:
+    _check_allowed(front)
+    body = await read_body(front, request, LoadAdapterRequest)
+    name, path = body.lora_name, body.lora_path
+    if not name or not path:
+        missing = "lora_path" if name else "lora_name"
+        raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", missing)
+    await begin(request, name=name, source=path)
+    try:
+        await front.catalog_of(caller_of(request)).add(name, path, load_inplace=bool(body.load_inplace))
+    except AdapterExists:
+        raise AdapterExists(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
+            "set 'load_inplace' to True.",
+            "lora_name",
+        ) from None
+    logger.info("adapter %s loaded from %s", name, path)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+@describe("vLLM's way to remove an adapter", body=UnloadAdapterRequest, answer=PlainText)
+async def unload_lora_adapter(front: Front, request: Request) -> Response:
+    _check_allowed(front)
+    body = await read_body(front, request, UnloadAdapterRequest)
+    name = body.lora_name
+    if not name:
+        raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
+    await begin(request, name=name)
+    try:
+        catalog = front.catalog_of(caller_of(request))
+        await _check_number(catalog, name, body.lora_int_id)
+        await catalog.remove(name)
+    except ModelNotFound:
+        raise ModelNotFound(f"The lora adapter '{name}' cannot be found.", "lora_name") from None
+    logger.info("adapter %s unloaded", name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+async def _check_number(catalog: CallersCatalog, name: str, number: int | None) -> None:
+    """Where the client also says which number it means, no other adapter of that name is unloaded."""
+    known = None if number is None else await catalog.known(name)
+    if number is not None and (known is None or known.lora_int_id != number):
+        raise ModelNotFound(name)
+
+
+def _check_allowed(front: Front) -> None:
+    if not front.config.allow_runtime_lora_updating:
+        raise Forbidden(
+            "Loading and unloading adapters at run time is off; start the server with --allow-runtime-lora-updating."
+        )

@@ -1,0 +1,95 @@
+"""/v1/models and /v1/models/{id}: the base model under each of its names, then every adapter that the caller sees."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.api.access.caller import Caller, caller_of
+from lorafleet.api.answer import answer_types
+from lorafleet.api.answer.answer_types import ModelList
+from lorafleet.api.answer.responses import encode_json, json_response
+from lorafleet.api.front import Front
+from lorafleet.api.request.bounds import AtMost, Within
+from lorafleet.api.request.fields import Strict
+from lorafleet.api.request.parsing import parse_query
+from lorafleet.api.routes.operations import describe
+from lorafleet.protocol.limits import MAX_MODEL_CHARS, MAX_MODELS, Range
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.structured_spec import as_response_format
+
+HUB = "hf://"
+
+
+class ModelQuery(Strict):
+    """As OpenAI pages other lists. after: the id of the last model that is known already."""
+
+    limit: Annotated[int, Within(Range(1, MAX_MODELS))] = MAX_MODELS
+    after: Annotated[str, AtMost(MAX_MODEL_CHARS)] = ""
+
+
+@describe("The base model, then the adapters by their names, a page at a time", query=ModelQuery, answer=ModelList)
+async def list_models(front: Front, request: Request) -> Response:
+    query, caller = parse_query(request, ModelQuery), caller_of(request)
+    key = (caller.tenant, caller.is_operator, query.after, query.limit)
+    page = await front.model_pages.get(key, front.catalog.list_version, lambda: _page(front, caller, query))
+    return Response(page, media_type="application/json")
+
+
+async def _page(front: Front, caller: Caller, query: ModelQuery) -> bytes:
+    names = front.config.served_model_names
+    is_base = query.after in names
+    bases = names[names.index(query.after) + 1 :] if is_base else () if query.after else names
+    cards = [_base_card(front, caller, name) for name in bases[: query.limit]]
+    has_more = len(bases) > query.limit
+    if not has_more:
+        after = "" if is_base else query.after
+        entries, has_more = await front.catalog_of(caller).listed(after, query.limit - len(cards))
+        cards += [_adapter_card(front, caller, lora, name) for name, lora in entries]
+    ids = [card["id"] for card in cards]
+    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
+    return encode_json(
+        {"object": "list", "data": cards, "has_more": has_more, "first_id": first_id, "last_id": last_id}
+    )
+
+
+@describe("One model", answer=answer_types.ModelCard)
+async def show_model(front: Front, request: Request) -> Response:
+    """Any name that a request could give, listed or not."""
+    model = await front.model(caller_of(request), request.path_params["model"])
+    caller = caller_of(request)
+    if model.lora is None:
+        return json_response(_base_card(front, caller, model.name))
+    default = model.language.structured_outputs
+    shown = {} if default is None else {"default_response_format": as_response_format(default)}
+    return json_response(_adapter_card(front, caller, model.lora, model.name) | shown)
+
+
+def _base_card(front: Front, caller: Caller, name: str) -> dict[str, object]:
+    return _card(front, name, _root(front, caller, front.config.model_path, front.config.base_id), None)
+
+
+def _adapter_card(front: Front, caller: Caller, lora: LoRARequest, name: str) -> dict[str, object]:
+    root = _root(front, caller, lora.lora_path, name)
+    return _card(front, name, root, lora.base_model_name or front.config.base_id)
+
+
+def _root(front: Front, caller: Caller, path: str, name: str) -> str:
+    """Where it lies, for those who may know the server's folders and buckets; for others a hub's id, or its name."""
+    is_public = path.startswith(HUB) or not (os.path.isabs(path) or "://" in path)
+    return path if is_public or front.shows_paths_to(caller) else name
+
+
+def _card(front: Front, name: str, root: str, parent: str | None) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": front.config.created,
+        "owned_by": "lorafleet",
+        "root": root,
+        "parent": parent,
+        "max_model_len": front.max_model_len,
+    }

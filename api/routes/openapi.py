@@ -1,0 +1,162 @@
+"""The OpenAPI document of a server's routes: made from the models that check their bodies, from the table of fields
+that other servers' clients send, from the types of answers and from the table of errors. It says nothing of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+from lorafleet import __version__
+from lorafleet.api.access.caller import Needed
+from lorafleet.api.answer.answer_types import ErrorBody
+from lorafleet.api.answer.error_responses import TABLE
+from lorafleet.api.request.fields import Tolerant, tolerated
+from lorafleet.api.routes.operations import QUEUE_TIMEOUT, REQUEST_ID, Operation, PlainText, TarFile, operation_of
+from lorafleet.protocol.limits import MAX_MODEL_CHARS, MAX_REQUEST_ID_CHARS, QUEUE_TIMEOUT_S
+
+Schema = dict[str, Any]
+
+_REF = "#/components/schemas/{model}"
+_PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
+_KEY: Schema = {"key": []}  # the security scheme's name
+
+
+# Those that requests of a generating route may have.
+_HEADERS: dict[str, Schema] = {
+    REQUEST_ID: {
+        "name": REQUEST_ID,
+        "in": "header",
+        "description": "The request's id, where its body has none.",
+        "schema": {"type": "string", "minLength": 1, "maxLength": MAX_REQUEST_ID_CHARS, "pattern": "^[ -~]*$"},
+    },
+    QUEUE_TIMEOUT: {
+        "name": QUEUE_TIMEOUT,
+        "in": "header",
+        "description": "How long the request may wait to start.",
+        "schema": {"type": "number", "minimum": QUEUE_TIMEOUT_S.low, "maximum": QUEUE_TIMEOUT_S.high},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    method: str
+    path: str
+    needed: Needed
+    operation: Operation
+
+
+def openapi(routes: Iterable[tuple[str, str, Needed, Callable[..., Any]]]) -> Schema:
+    described = [
+        _Described(method, path, needed, operation)
+        for method, path, needed, handler in routes
+        if (operation := operation_of(handler)) is not None
+    ]
+    schemas = _Schemas(described)
+    paths: dict[str, Schema] = {}
+    for one in described:
+        paths.setdefault(_PARAMETER.sub(r"{\1}", one.path), {})[one.method.lower()] = _operation(one, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "lorafleet", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": schemas.definitions,
+            "responses": {"Error": {"description": "Refused, or failed.", "content": _json(schemas.of(ErrorBody))}},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+class _Schemas:
+    """definitions: by name, of all types that the operations mention."""
+
+    def __init__(self, described: Iterable[_Described]) -> None:
+        bodies = {one.operation.body for one in described} | {one.operation.query for one in described}
+        models = [body for body in bodies if body is not None and issubclass(body, BaseModel)]
+        answers = [answer for one in described for answer in (one.operation.answer, one.operation.events)]
+        types = [*models, *(one for one in answers if one not in (None, PlainText)), ErrorBody]
+        self._names = {str(one): i for i, one in enumerate(dict.fromkeys(types))}
+        inputs = [
+            (i, "validation" if one in models else "serialization", TypeAdapter(one))
+            for i, one in enumerate(dict.fromkeys(types))
+        ]
+        found, shared = TypeAdapter.json_schemas(inputs, ref_template=_REF)  # type: ignore[arg-type]  # a list of Literals
+        self._found = {key: schema for (key, _), schema in found.items()}
+        self.definitions: dict[str, Schema] = shared.get("$defs", {})
+        for model in models:
+            if issubclass(model, Tolerant):
+                self.definitions[model.__name__]["properties"] |= tolerated(model)
+
+    def of(self, one: Any) -> Schema:
+        return self._found[self._names[str(one)]]
+
+
+def _operation(one: _Described, schemas: _Schemas) -> Schema:
+    made: Schema = {
+        "summary": one.operation.summary,
+        "operationId": f"{one.method.lower()}{re.sub(r'[^a-z0-9]+', '_', one.path.lower())}",
+        "parameters": [
+            *_path_parameters(one.path),
+            *_query_parameters(one.operation.query, schemas),
+            *(_HEADERS[name] for name in one.operation.headers),
+        ],
+        "responses": {"200": _success(one.operation, schemas), **_errors()},
+        "security": {"open": [{}], "admin": [_KEY]}.get(one.needed, [_KEY, {}]),
+    }
+    if one.operation.body is TarFile:
+        binary = {"type": "string", "format": "binary"}
+        made["requestBody"] = {"required": True, "content": {"application/x-tar": {"schema": binary}}}
+    elif one.operation.body is not None:
+        made["requestBody"] = {"required": True, "content": _json(schemas.of(one.operation.body))}
+    return made
+
+
+def _path_parameters(path: str) -> list[Schema]:
+    schema = {"type": "string", "minLength": 1, "maxLength": MAX_MODEL_CHARS}
+    return [{"name": name, "in": "path", "required": True, "schema": schema} for name in _PARAMETER.findall(path)]
+
+
+def _query_parameters(query: type[BaseModel] | None, schemas: _Schemas) -> list[Schema]:
+    if query is None:
+        return []
+    schema = schemas.definitions[query.__name__]
+    required = schema.get("required", [])
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": _not_null(one)}
+        for name, one in schema["properties"].items()
+    ]
+
+
+def _not_null(schema: Schema) -> Schema:
+    """A parameter is a text: there is no null."""
+    if "anyOf" in schema:
+        return next(one for one in schema["anyOf"] if one.get("type") != "null")
+    return schema
+
+
+def _success(operation: Operation, schemas: _Schemas) -> Schema:
+    content: Schema = {}
+    if operation.answer is PlainText:
+        content["text/plain"] = {"schema": {"type": "string"}}
+    elif operation.answer is not None:
+        content |= _json(schemas.of(operation.answer))
+    if operation.events is not None:
+        # OpenAPI 3.1 has no words for events: each is `data: ` and this JSON.
+        events = {"schema": {"type": "string"}, "x-event-schema": schemas.of(operation.events)}
+        content["text/event-stream"] = events
+    return {"description": "Done."} | ({"content": content} if content else {})
+
+
+def _errors() -> Schema:
+    statuses = sorted({str(kind.status) for kind in TABLE.values()})
+    return {status: {"$ref": "#/components/responses/Error"} for status in statuses}
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}

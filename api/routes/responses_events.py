@@ -1,0 +1,108 @@
+"""What /v1/responses answers: the items as they grow, and the events that tell of them, in OpenAI's order."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from lorafleet.api.answer.responses import encode_json
+from lorafleet.api.tool_calls.parser import CallArguments, CallStart, Event, Text
+
+Item = dict[str, Any]
+
+
+class ResponseItems:
+    """The output of one response. Each method gives the events of what it adds; `items` is the output so far."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._number = 0
+        self._open: Item | None = None  # the last one, while it grows
+        self._logprobs: list[object] = []  # of tokens whose text has yet to come
+
+    def event(self, kind: str, **fields: object) -> bytes:
+        body = encode_json({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+
+    def note(self, logprobs: Sequence[object]) -> None:
+        """Of the tokens that the next text is made of; at the end, those that make none."""
+        self._logprobs += logprobs
+
+    def add(self, event: Event) -> bytes:
+        if isinstance(event, Text):
+            return self._add_text(event.text)
+        if isinstance(event, CallStart):
+            return self.close() + self._begin(_function_call(event))
+        return self._add_arguments(event)
+
+    def close(self, status: str = "completed") -> bytes:
+        """The item that is open is whole, or as whole as it will be."""
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        item["status"] = status
+        place = self._place(item)
+        if item["type"] == "function_call":
+            done = self.event(
+                "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
+            )
+        else:
+            part = item["content"][0]
+            part["logprobs"] += self._noted()
+            place["content_index"] = 0
+            done = self.event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+            done += self.event("response.content_part.done", **place, part=part)
+        return done + self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _add_text(self, text: str) -> bytes:
+        events = b""
+        if self._open is None or self._open["type"] != "message":
+            events = self.close() + self._begin(_message())
+            assert self._open is not None
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            place = self._place(self._open)
+            events += self.event("response.content_part.added", **place, content_index=0, part=part)
+            self._open["content"] = [part]
+        assert self._open is not None
+        part, logprobs = self._open["content"][0], self._noted()
+        part["text"] += text
+        part["logprobs"] += logprobs
+        place = self._place(self._open)
+        return events + self.event(
+            "response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs
+        )
+
+    def _noted(self) -> list[object]:
+        noted, self._logprobs = self._logprobs, []
+        return noted
+
+    def _add_arguments(self, event: CallArguments) -> bytes:
+        assert self._open is not None and self._open["type"] == "function_call"
+        self._open["arguments"] += event.text
+        return self.event("response.function_call_arguments.delta", **self._place(self._open), delta=event.text)
+
+    def _begin(self, item: Item) -> bytes:
+        self.items.append(item)
+        self._open = item
+        return self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
+
+    def _place(self, item: Item) -> dict[str, object]:
+        return {"item_id": item["id"], "output_index": len(self.items) - 1}
+
+
+def _message() -> Item:
+    item_id = "msg_" + uuid.uuid4().hex
+    return {"type": "message", "id": item_id, "status": "in_progress", "role": "assistant", "content": []}
+
+
+def _function_call(start: CallStart) -> Item:
+    return {
+        "type": "function_call",
+        "id": "fc_" + uuid.uuid4().hex,
+        "call_id": start.id,
+        "name": start.name,
+        "arguments": "",
+        "status": "in_progress",
+    }

@@ -1,0 +1,154 @@
+"""The input of /v1/responses as chat messages: a text, or items that are messages, calls and their results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lorafleet.api.request.bounds import json_schema
+from lorafleet.api.request.chat_messages import check_ignored, string
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.limits import (
+    MAX_CALL_CHARS,
+    MAX_JSON_TEXT_CHARS,
+    MAX_LABEL_CHARS,
+    MAX_MESSAGES,
+    MAX_PARTS_OF_ONE,
+    MAX_TEXT_CHARS,
+    MAX_TOOL_NAME_CHARS,
+    cut,
+)
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_NO_EFFECT = ("annotations", "logprobs", "prompt_cache_breakpoint")
+_IGNORED = json_schema(MAX_JSON_TEXT_CHARS) | {"description": "Accepted; it changes nothing."}
+_TEXT = {"type": "string", "maxLength": MAX_TEXT_CHARS}
+_LABEL = {"type": "string", "maxLength": MAX_LABEL_CHARS}
+_TOOL_NAME = {"type": "string", "maxLength": MAX_TOOL_NAME_CHARS}
+_ARGUMENTS = {"type": "string", "maxLength": MAX_CALL_CHARS}
+_PART: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": list(_TEXT_PARTS)},
+        "text": _TEXT,
+        **dict.fromkeys(_NO_EFFECT, _IGNORED),
+    },
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_STATE = {name: {"anyOf": [_LABEL, {"type": "null"}]} for name in ("id", "status")}
+
+
+def _item(kind: str, required: list[str], **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, **_STATE, **properties},
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+_PARTS = {"type": "array", "items": _PART, "minItems": 1, "maxItems": MAX_PARTS_OF_ONE}
+_TEXT_OR_PARTS = {"anyOf": [_TEXT, _PARTS]}
+_PHASE = {"enum": ["commentary", "final_answer", None], "description": "Accepted; it changes nothing."}
+# What is taken here, for /openapi.json.
+ITEM_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        _item(
+            "message",
+            ["role", "content"],
+            role={"enum": ["user", "assistant", "system", "developer"]},
+            content=_TEXT_OR_PARTS,
+            phase=_PHASE,
+        ),
+        _item(
+            "function_call",
+            ["type", "call_id", "name", "arguments"],
+            call_id=_LABEL,
+            name=_TOOL_NAME,
+            arguments=_ARGUMENTS,
+        ),
+        _item("function_call_output", ["type", "call_id", "output"], call_id=_LABEL, output=_TEXT_OR_PARTS),
+    ]
+}
+_FIELDS = {
+    "message": {"role", "content", "phase"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "output"},
+}
+
+
+def messages_of(given: object, instructions: str | None) -> list[dict[str, Any]]:
+    """instructions: a system message before all others."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise InvalidRequest("`input` must be a string, or a list of messages, calls and their results.", "input")
+    if len(given) > MAX_MESSAGES:
+        raise InvalidRequest(f"`input` has {len(given)} items; at most {MAX_MESSAGES}.", "input")
+    for i, item in enumerate(given):
+        _add(messages, item, f"input.{i}")
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(item, dict) or not isinstance(kind, str) or kind not in _FIELDS:
+        raise InvalidRequest(f"`{where}` must be an item of type {', '.join(_FIELDS)}.", f"{where}.type")
+    unknown = {name for name, value in item.items() if value is not None} - _FIELDS[kind] - {"type", "id", "status"}
+    if unknown:
+        field = f"{where}.{cut(min(unknown))}"
+        raise InvalidRequest(f"`{field}` is no field of a {kind}; remove it.", field)
+    for name in _STATE:
+        if item.get(name) is not None:
+            string(item[name], f"{where}.{name}", MAX_LABEL_CHARS)
+    if kind == "message":
+        messages.append(
+            {"role": _text(item, "role", where, MAX_LABEL_CHARS), "content": _content(item, "content", where)}
+        )
+    elif kind == "function_call_output":
+        output, call_id = _content(item, "output", where), _text(item, "call_id", where, MAX_LABEL_CHARS)
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+    else:
+        _add_call(messages, item, where)
+
+
+def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """Calls in a row, and a text before them, are one message of the assistant."""
+    name = _text(item, "name", where, MAX_TOOL_NAME_CHARS)
+    function = {"name": name, "arguments": _text(item, "arguments", where, MAX_CALL_CHARS)}
+    call = {"id": _text(item, "call_id", where, MAX_LABEL_CHARS), "type": "function", "function": function}
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _content(item: dict[str, Any], name: str, where: str) -> object:
+    given = item.get(name)
+    if not isinstance(given, list):
+        return _text(item, name, where, MAX_TEXT_CHARS)
+    if len(given) > MAX_PARTS_OF_ONE:
+        raise InvalidRequest(
+            f"`{where}.{name}` has {len(given)} entries; at most {MAX_PARTS_OF_ONE}.", f"{where}.{name}"
+        )
+    parts: list[dict[str, str]] = []
+    for i, part in enumerate(given):
+        place = f"{where}.{name}.{i}"
+        if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
+            raise InvalidRequest(
+                f"`{place}` is no text, which is all that this model reads; remove it.", f"{place}.type"
+            )
+        unknown = set(part) - {"type", "text", *_NO_EFFECT}
+        if unknown:
+            field = f"{place}.{cut(min(unknown))}"
+            raise InvalidRequest(f"`{field}` is no field of a text; remove it.", field)
+        for ignored in _NO_EFFECT:
+            check_ignored(part.get(ignored), f"{place}.{ignored}")
+        parts.append({"type": "text", "text": _text(part, "text", place, MAX_TEXT_CHARS)})
+    return parts
+
+
+def _text(item: dict[str, Any], name: str, where: str, most_chars: int) -> str:
+    return string(item.get(name), f"{where}.{name}", most_chars)

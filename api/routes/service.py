@@ -1,0 +1,39 @@
+"""What a server says of itself: /health, /ping, /version, /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet import __version__
+from lorafleet.api.access.caller import caller_of
+from lorafleet.api.answer import answer_types
+from lorafleet.api.answer.responses import json_response
+from lorafleet.api.front import Front
+from lorafleet.api.routes.operations import PlainText, describe
+from lorafleet.api.telemetry.tenant_metrics import of_tenant
+from lorafleet.protocol.errors import EngineDead
+
+
+@describe("Whether the replica can answer")
+async def health(front: Front, _: Request) -> Response:
+    if front.dead is not None:
+        raise EngineDead(f"The engine stopped: {front.dead}. This replica is being replaced; try again.")
+    return Response()
+
+
+@describe("The server's version", answer=answer_types.Version)
+async def version(_: Front, __: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+@describe("Prometheus' series", answer=PlainText)
+async def metrics(front: Front, request: Request) -> Response:
+    text = await front.scrape()
+    tenant = caller_of(request).tenant
+    if tenant is not None:
+        text = await asyncio.to_thread(of_tenant, text, tenant)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

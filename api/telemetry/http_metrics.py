@@ -1,0 +1,332 @@
+"""What /metrics shows of one replica: requests, tokens and latencies seen here, and the engine's own counts.
+
+Names are vLLM's where vLLM has them. Labels are bounded: the endpoint is a route's path, the model is the base, one of
+the adapters with the most requests, or "other" (adapter_labels.py). Requests collect their latencies themselves and
+hand them over once, so that a token costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from lorafleet.api.telemetry.adapter_labels import MAX_LABELS, OTHER, AdapterLabels
+from lorafleet.api.telemetry.engine_metrics import collect_engine
+from lorafleet.protocol.histogram import Bounds, Histogram, buckets, distribution_of
+from lorafleet.protocol.messages import AdapterMove, EngineStats, FinishReason
+
+NO_MODEL = ""  # the request named none, or none that exists
+
+_LABEL = "lorafleet.model"
+_KEPT_SERIES = 10 * MAX_LABELS  # of adapters that have lost their labels
+
+_FIRST_TOKEN_S: Bounds = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    30.0,
+)
+_QUEUE_S: Bounds = (0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BETWEEN_TOKENS_S: Bounds = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+)
+_REQUEST_S: Bounds = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0)
+_MOVE_S: Bounds = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
+
+_MOVES = (("remote", "disk"), ("disk", "cpu"), ("cpu", "gpu"), ("gpu", "none"), ("cpu", "none"))
+
+
+def label_request(scope: MutableMapping[str, Any], label: str) -> None:
+    """Tells the counting layer around a request which model it named."""
+    scope[_LABEL] = label
+
+
+def label_of_request(scope: MutableMapping[str, Any]) -> str:
+    """Empty where no model was named, or an unknown one."""
+    return str(scope.get(_LABEL, NO_MODEL))
+
+
+class Stopwatch:
+    """One sequence's times, in seconds of time.perf_counter. From its first token on it has its adapter's tier and
+    rank."""
+
+    __slots__ = ("first", "gaps", "last", "lora_rank", "started", "tier")
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.first: float | None = None
+        self.last = self.started
+        self.gaps: list[float] = []
+        self.lora_rank = 0
+        self.tier = ""
+
+    def tick(self) -> None:
+        """Some tokens arrived."""
+        now = time.perf_counter()
+        if self.first is None:
+            self.first = now - self.started
+        else:
+            self.gaps.append(now - self.last)
+        self.last = now
+
+
+def text_of(metrics: Sequence[Metric]) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(_Collected(metrics))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Sequence[Metric]:
+        return self._metrics
+
+
+class _Series:
+    """What is counted under one model's label."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()  # by endpoint and status
+        self.finished: Counter[str] = Counter()  # sequences, by reason
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.first_token = Histogram(_FIRST_TOKEN_S)
+        self.between_tokens = Histogram(_BETWEEN_TOKENS_S)
+        self.whole = Histogram(_REQUEST_S)
+        self.queue = Histogram(_QUEUE_S)
+        self.hits: Counter[str] = Counter()  # sequences, by the tier that their adapter was in
+        self.loads: Counter[str] = Counter()  # by tier
+        self.load_seconds: dict[str, float] = {}
+
+
+class _OfRank:
+    """What is counted of the sequences whose adapters have ranks of one class."""
+
+    def __init__(self) -> None:
+        self.first_token = Histogram(_FIRST_TOKEN_S)
+        self.between_tokens = Histogram(_BETWEEN_TOKENS_S)
+
+
+def rank_class(rank: int) -> int:
+    """The next power of two: slots and kernels cost as much as for it. 0 of the base."""
+    return 0 if rank == 0 else 1 << (rank - 1).bit_length()
+
+
+class Metrics:
+    """base: the label of the base model. replica: of this one, "" where there is only one."""
+
+    def __init__(self, stats: Callable[[], EngineStats], base: str, replica: str) -> None:
+        self.adapters = AdapterLabels()
+        self._stats = stats
+        self._base = base
+        self._replica = replica
+        self._series: OrderedDict[str, _Series] = OrderedDict()
+        self._others: list[Collector] = []
+        self._ranks: dict[int, _OfRank] = {0: _OfRank()}  # by rank_class
+        self._moves = {move: Histogram(_MOVE_S) for move in _MOVES}
+        self._load_failures: Counter[str] = Counter()  # by error
+
+    def count_request(self, endpoint: str, model: str, status: int) -> None:
+        self._of(model).requests[endpoint, str(status)] += 1
+
+    def count_start(self, model: str, queue_s: float, tier: str) -> None:
+        """A sequence has been given its first token."""
+        series = self._of(model)
+        series.queue.observe(queue_s)
+        if tier:
+            series.hits[tier] += 1
+
+    def count_sequence(
+        self, model: str, prompt_tokens: int, generated_tokens: int, watch: Stopwatch, reason: FinishReason
+    ) -> None:
+        """Once a sequence has ended, however it ended."""
+        series = self._of(model)
+        series.prompt_tokens += prompt_tokens
+        series.generation_tokens += generated_tokens
+        series.finished[reason] += 1
+        if watch.first is not None:
+            rank = self._ranks.setdefault(rank_class(watch.lora_rank), _OfRank())
+            series.first_token.observe(watch.first)
+            rank.first_token.observe(watch.first)
+            gaps = distribution_of(watch.gaps, _BETWEEN_TOKENS_S)
+            series.between_tokens.add(gaps)
+            rank.between_tokens.add(gaps)
+            series.whole.observe(time.perf_counter() - watch.started)
+
+    def add(self, collector: Collector) -> None:
+        """What others count beside the front; they need not know of replicas."""
+        self._others.append(collector)
+
+    def count_move(self, move: AdapterMove) -> None:
+        if move.error:
+            self._load_failures[move.error] += 1
+            return
+        self._moves[move.source, move.target].observe(move.seconds)
+        if move.target == "none":
+            return
+        series = self._of(self.adapters.label(move.lora_name))
+        series.loads[move.source] += 1
+        series.load_seconds[move.source] = series.load_seconds.get(move.source, 0.0) + move.seconds
+
+    async def render(self) -> bytes:
+        """Prometheus' text format. Writing it takes longer than counting up, and streams need not wait for it."""
+        return await asyncio.to_thread(text_of, list(self.collect()))
+
+    def collect(self) -> Iterator[Metric]:
+        yield from collect_engine(self._stats(), self._replica)
+        yield from self._of_models()
+        yield from self._of_ranks()
+        yield from self._of_moves()
+        for collector in self._others:
+            yield from map(self._with_replica, collector.collect())
+
+    def _with_replica(self, metric: Metric) -> Metric:
+        labelled = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+        labelled.samples = [
+            s._replace(labels={"replica": self._replica, **s.labels})
+            for s in metric.samples
+            if not s.name.endswith("_created")  # when each began would be as many series again
+        ]
+        return labelled
+
+    def _of(self, label: str) -> _Series:
+        """Series of adapters that have lost their labels are kept for a while; the longest unused go."""
+        series = self._series.get(label)
+        if series is None:
+            series = self._series[label] = _Series()
+            while len(self._series) > _KEPT_SERIES:
+                self._series.pop(next(name for name in self._series if not self._is_shown(name)))
+        self._series.move_to_end(label)
+        return series
+
+    def _is_shown(self, label: str) -> bool:
+        return label in (self._base, OTHER, NO_MODEL) or label in self.adapters.shown
+
+    def _of_models(self) -> Iterator[Metric]:
+        labels = ["replica", "model_name"]
+        requests = CounterMetricFamily(
+            "lorafleet_requests", "HTTP requests answered.", labels=[*labels, "endpoint", "status"]
+        )
+        finished = CounterMetricFamily("vllm:request_success", "Sequences ended.", labels=[*labels, "finished_reason"])
+        prompt = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens.", labels=labels)
+        generated = CounterMetricFamily("vllm:generation_tokens", "Tokens answered.", labels=labels)
+        first = HistogramMetricFamily(
+            "vllm:time_to_first_token_seconds", "From the request to its first token.", labels=labels
+        )
+        between = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Between two outputs of a sequence.", labels=labels
+        )
+        whole = HistogramMetricFamily(
+            "vllm:e2e_request_latency_seconds", "From the request to a sequence's end.", labels=labels
+        )
+        queue = HistogramMetricFamily(
+            "vllm:request_queue_time_seconds", "From a sequence's queueing to its start.", labels=labels
+        )
+        hits = CounterMetricFamily(
+            "lorafleet_adapter_hits", "Sequences, by where their adapter was when they came.", labels=[*labels, "tier"]
+        )
+        loads = SummaryMetricFamily(
+            "lorafleet_adapter_load_seconds",
+            "To bring adapters one tier nearer, from: remote to the node's disk, disk to CPU memory, cpu to a slot.",
+            labels=[*labels, "tier"],
+        )
+        for model, one in self._series.items():
+            if not self._is_shown(model):
+                continue
+            at = [self._replica, model]
+            for (endpoint, status), count in one.requests.items():
+                requests.add_metric([*at, endpoint, status], count)
+            if model == NO_MODEL:
+                continue
+            for reason, count in one.finished.items():
+                finished.add_metric([*at, reason], count)
+            prompt.add_metric(at, one.prompt_tokens)
+            generated.add_metric(at, one.generation_tokens)
+            first.add_metric(at, *buckets(one.first_token.told(), _FIRST_TOKEN_S))
+            between.add_metric(at, *buckets(one.between_tokens.told(), _BETWEEN_TOKENS_S))
+            whole.add_metric(at, *buckets(one.whole.told(), _REQUEST_S))
+            queue.add_metric(at, *buckets(one.queue.told(), _QUEUE_S))
+            for tier, count in one.hits.items():
+                hits.add_metric([*at, tier], count)
+            for tier, count in one.loads.items():
+                loads.add_metric([*at, tier], count, one.load_seconds[tier])
+        yield from (requests, finished, prompt, generated, first, between, whole, queue, hits, loads)
+
+    def _of_ranks(self) -> Iterator[Metric]:
+        labels = ["replica", "rank"]
+        first = HistogramMetricFamily(
+            "lorafleet_rank_time_to_first_token_seconds",
+            "From the request to its first token, by the adapter's rank, rounded up to a power of two; 0: the base.",
+            labels=labels,
+        )
+        between = HistogramMetricFamily(
+            "lorafleet_rank_inter_token_latency_seconds",
+            "Between two outputs of a sequence, by the adapter's rank, rounded up to a power of two; 0: the base.",
+            labels=labels,
+        )
+        for rank, one in sorted(self._ranks.items()):
+            at = [self._replica, str(rank)]
+            first.add_metric(at, *buckets(one.first_token.told(), _FIRST_TOKEN_S))
+            between.add_metric(at, *buckets(one.between_tokens.told(), _BETWEEN_TOKENS_S))
+        yield from (first, between)
+
+    def _of_moves(self) -> Iterator[Metric]:
+        moves = HistogramMetricFamily(
+            "lorafleet_adapter_move_seconds",
+            "Adapters between tiers: remote to disk (fetched), disk to cpu (read, checked, packed), cpu to gpu (copied "
+            "into a slot); to none: from the order to drop one until its requests in flight let it go.",
+            labels=["replica", "source", "target"],
+        )
+        for (source, target), histogram in self._moves.items():
+            moves.add_metric([self._replica, source, target], *buckets(histogram.told(), _MOVE_S))
+        failures = CounterMetricFamily(
+            "lorafleet_adapter_load_failures",
+            "Adapters that could not be loaded, by error.",
+            None,
+            ["replica", "error"],
+        )
+        for error, count in self._load_failures.items():
+            failures.add_metric([self._replica, error], count)
+        yield from (moves, failures)

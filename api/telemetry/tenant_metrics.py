@@ -1,0 +1,36 @@
+"""What a tenant may see of /metrics: the series that are labelled as its own or its adapters', nothing of others'."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from lorafleet.protocol.names import OWNED, in_the_words_of
+
+_TENANT = re.compile(r'[{,]tenant="([^"]*)"')
+_MODEL = re.compile(r'[{,](?:model_name|adapter)="([^"]*)"')
+_OWNER = re.compile(rf"{OWNED}([a-z0-9_-]+)/")
+
+
+def of_tenant(text: bytes, tenant: str) -> bytes:
+    """text: in Prometheus' format. The tenant's adapters have their bare names in what is returned."""
+    return "".join(f"{line}\n" for line in _lines(text.decode(), tenant)).encode()
+
+
+def _lines(text: str, tenant: str) -> Iterator[str]:
+    head: list[str] = []  # of the metric whose lines come now, until one of them is shown
+    for line in text.splitlines():
+        if line.startswith("#"):
+            head = [line] if line.startswith("# HELP") else [*head, line]
+        elif _is_of(tenant, line):
+            yield from head
+            head = []
+            yield in_the_words_of(tenant, line)
+
+
+def _is_of(tenant: str, line: str) -> bool:
+    labelled = _TENANT.search(line)
+    if labelled is not None:
+        return labelled[1] == tenant
+    model = _MODEL.search(line)
+    return model is not None and set(_OWNER.findall(model[1])) == {tenant}

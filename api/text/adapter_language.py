@@ -1,0 +1,265 @@
+"""What an adapter's requests are written in: its own tokenizer, vocabulary, ends of answers and chat template where its
+folder has them, else the base's.
+
+Trainers save the base's tokenizer beside nearly every adapter: one that is the base's is recognised and costs nothing.
+Files are read by adapter_files.py's rules; no code of the adapter is ever run here, and its template and its tokenizer
+only in processes of workers/sandbox/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lorafleet.api.text.special_tokens import SPECIAL_NAME, TOKENIZER_CONFIG_NAME, SpecialTokens, read_special_tokens
+from lorafleet.api.text.templates import ChatTemplate, TemplateSandbox
+from lorafleet.api.text.token_table import TokenTable
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.api.text.tokenizers import (
+    AdapterTokenizer,
+    Encoders,
+    ReadJob,
+    TokenizerLimits,
+    read_tokenizer,
+)
+from lorafleet.protocol.adapter_files import (
+    SAFETENSORS_NAME,
+    AdapterFolder,
+    OpenFile,
+    language_digest,
+    open_weights,
+    read_language,
+)
+from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
+from lorafleet.protocol.messages import Vocabulary
+from lorafleet.protocol.strict_json import read_json_object, shown
+from lorafleet.protocol.structured_spec import ADAPTERS_DEFAULT, StructuredOutputs, response_format
+
+if TYPE_CHECKING:
+    from lorafleet.workers.adapters.weight_files import TensorInfo
+
+MAX_TOKENIZERS_LIKE_BASE = 4096  # sets of files that are known to hold the base's tokenizer
+MAX_NEW_TOKENS = 65_536  # that an adapter's tokenizer may have beyond the base's vocabulary
+MAX_EOS_TOKEN_IDS = 64  # of one adapter; each request carries them
+TOKENIZER_NAME = "tokenizer.json"
+TEMPLATE_NAME = "chat_template.jinja"
+GENERATION_NAME = "generation_config.json"
+DEFAULTS_NAME = "lorafleet.json"  # of the adapter's requests: {"response_format": …}
+TOKENIZER_NAMES = (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, SPECIAL_NAME)
+
+# As PEFT names what replaces the tables of the vocabulary.
+_TABLE = re.compile(
+    r"(?:.*\.)?(?:embed_tokens|lm_head)\.(?:(?:modules_to_save|token_adapter|base_layer|default)\.)*weight"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """vocabulary: None where ids and ends of answers are the base's. template: the adapter's own; None: the base's.
+    structured_outputs: what its answers must match where a request does not say.
+    digest: language_digest of the files that it was read from."""
+
+    tokenizer: Tokenizer | AdapterTokenizer
+    vocabulary: Vocabulary | None = None
+    template: ChatTemplate | None = None
+    structured_outputs: StructuredOutputs | None = None
+    digest: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory beside its tokenizer, which others may share."""
+        template = 0 if self.template is None else 4 * len(self.template.source)
+        return template + (0 if self.structured_outputs is None else 4 * len(self.structured_outputs.source))
+
+    def does_as(self, other: Language) -> bool:
+        """Whatever the files are that it was read from."""
+        return replace(self, digest="") == replace(other, digest="")
+
+
+class LanguageReader:
+    """Reads what adapters of one base bring. Threads may share it.
+
+    vocab_size: the base's, which may be padded beyond its tokenizer's. eos_token_ids: those that end its answers.
+    """
+
+    def __init__(
+        self,
+        base: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        templates: TemplateSandbox,
+        encoders: Encoders,
+        limits: TokenizerLimits | None = None,
+    ) -> None:
+        self.base = Language(base)
+        self._base = base
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._templates = templates
+        self._encoders = encoders
+        self._limits = limits or TokenizerLimits()
+        self._lock = threading.Lock()
+        # By their files' digest. Whoever uses a tokenizer keeps it.
+        self._tokenizers: weakref.WeakValueDictionary[str, AdapterTokenizer] = weakref.WeakValueDictionary()
+        self._like_base: OrderedDict[str, None] = OrderedDict()
+        self._base_digests: frozenset[str] | None = None
+
+    def read(self, path: str | os.PathLike[str]) -> Language:
+        """Of the adapter in the folder. Blocks on the disk. Raises AdapterError."""
+        folder = AdapterFolder.at(path)
+        files = read_language(folder)
+        vocab_size = _vocab_size_in(folder) or self._vocab_size
+        tokenizer = self._tokenizer(files)
+        eos = self._ends(files, tokenizer)
+        _check_ends(eos, vocab_size)
+        same = vocab_size == self._vocab_size and sorted(eos) == sorted(self._eos_token_ids)
+        vocabulary = None if same else Vocabulary(vocab_size, eos)
+        template = self._template(files, tokenizer)
+        return Language(tokenizer, vocabulary, template, _default_format(files), language_digest(files))
+
+    def _tokenizer(self, files: Mapping[str, bytes]) -> Tokenizer | AdapterTokenizer:
+        base = self._base
+        if TOKENIZER_NAME not in files:
+            return base
+        key = language_digest({name: content for name, content in files.items() if name in TOKENIZER_NAMES})
+        with self._lock:
+            known = base if key in self._like_base else self._tokenizers.get(key)
+        if known is not None:
+            return known
+        made = self._read_tokenizer(files, read_special_tokens(files))
+        with self._lock:
+            if made is None:
+                self._like_base[key] = None
+                while len(self._like_base) > MAX_TOKENIZERS_LIKE_BASE:
+                    self._like_base.popitem(last=False)
+                return base
+            return self._tokenizers.setdefault(key, made)
+
+    def _read_tokenizer(self, files: Mapping[str, bytes], special: SpecialTokens) -> AdapterTokenizer | None:
+        """None where it makes the same tokens of every text as the base's, and the same text of every token."""
+        content, base = files[TOKENIZER_NAME], self._base.special_tokens
+        same_ends = all(special.texts.get(role) == base.get(role) for role in ("bos_token", "eos_token"))
+        may_be_base = same_ends or not special.roles
+        if may_be_base and hashlib.sha256(content).hexdigest() in self._digests_of_base():
+            return None
+        eos = special.roles.get("eos_token")
+        max_ids = self._vocab_size + MAX_NEW_TOKENS
+        job = ReadJob(content, max_ids, special.all, None if eos is None else eos.content)
+        read = read_tokenizer(job, self._limits)
+        if may_be_base and read.digest in self._digests_of_base():
+            return None
+        spells_in_time = read.rules == self._base.rules
+        return AdapterTokenizer(read, special.texts, self._encoders, spells_in_time=spells_in_time)
+
+    def _digests_of_base(self) -> frozenset[str]:
+        """Of its tokenizer.json as it lies in its folder, and as the library writes it."""
+        if self._base_digests is None:
+            found = {hashlib.sha256(self._base.to_json().encode()).hexdigest()}
+            file = None if self._base.folder is None else self._base.folder / TOKENIZER_NAME
+            if file is not None and file.is_file():
+                found.add(hashlib.sha256(file.read_bytes()).hexdigest())
+            self._base_digests = frozenset(found)
+        return self._base_digests
+
+    def _ends(self, files: Mapping[str, bytes], tokenizer: TokenTable) -> list[int]:
+        """What its generation_config.json says; else its tokenizer's own, beside those of the base's that mean the same
+        in both."""
+        if GENERATION_NAME in files:
+            given = read_json_object(files[GENERATION_NAME], GENERATION_NAME).get("eos_token_id")
+            if given is not None:
+                ids = [token for token in (given if isinstance(given, list) else [given]) if type(token) is int]
+                if not ids or (isinstance(given, list) and len(ids) < len(given)) or min(ids) < 0:
+                    raise AdapterMalformed(f"{GENERATION_NAME} has the eos_token_id {shown(given)}.")
+                return ids
+        base = self.base.tokenizer
+        if tokenizer is base:
+            return self._eos_token_ids
+        kept = [i for i in self._eos_token_ids if tokenizer.token_name(i) == base.token_name(i) != ""]
+        own = tokenizer.eos_token_id
+        return kept if own is None or own in kept else [*kept, own]
+
+    def _template(self, files: Mapping[str, bytes], tokenizer: TokenTable) -> ChatTemplate | None:
+        source = _template_in(files)
+        base = self._base
+        if source is None or (source == base.chat_template and tokenizer.special_tokens == base.special_tokens):
+            return None
+        template = ChatTemplate(source, tokenizer.special_tokens)
+        self._templates.check(template)
+        return template
+
+
+def _check_ends(eos_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Trainers cause the second fault by accident: a tokenizer with an added token, saved beside tables that were not
+    resized."""
+    if len(eos_token_ids) > MAX_EOS_TOKEN_IDS:
+        raise AdapterMalformed(f"the adapter has {len(eos_token_ids)} eos_token_ids; at most {MAX_EOS_TOKEN_IDS}.")
+    for token in eos_token_ids:
+        if not 0 <= token < vocab_size:
+            raise AdapterMalformed(
+                f"the adapter's answers end with token {shown(token)} ({GENERATION_NAME}, or its tokenizer's "
+                f"eos_token), and its vocabulary has ids 0 to {vocab_size - 1}. Save the resized embed_tokens and "
+                "lm_head with the adapter, or correct the eos token."
+            )
+
+
+def _template_in(files: Mapping[str, bytes]) -> str | None:
+    if TEMPLATE_NAME in files:
+        try:
+            return files[TEMPLATE_NAME].decode()
+        except UnicodeDecodeError:
+            raise AdapterMalformed(f"{TEMPLATE_NAME} is not UTF-8 text.") from None
+    if TOKENIZER_CONFIG_NAME not in files:
+        return None
+    found = read_json_object(files[TOKENIZER_CONFIG_NAME], TOKENIZER_CONFIG_NAME).get("chat_template")
+    if isinstance(found, list):  # several, of which transformers takes the one that is called "default"
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    if found is not None and not isinstance(found, str):
+        raise AdapterMalformed(f"{TOKENIZER_CONFIG_NAME} has the chat_template {shown(found)}; it must be a text.")
+    return found or None
+
+
+def _default_format(files: Mapping[str, bytes]) -> StructuredOutputs | None:
+    if DEFAULTS_NAME not in files:
+        return None
+    given = read_json_object(files[DEFAULTS_NAME], DEFAULTS_NAME)
+    unknown = [key for key in given if key != "response_format"]
+    if unknown:
+        raise AdapterMalformed(f"{DEFAULTS_NAME} has {shown(unknown[0])}; it may have response_format alone.")
+    if "response_format" not in given:
+        return None
+    try:
+        return response_format(given["response_format"], ADAPTERS_DEFAULT)
+    except InvalidRequest as error:
+        raise AdapterMalformed(error.message) from None
+
+
+def _vocab_size_in(folder: AdapterFolder) -> int | None:
+    """Rows of the tables that the weights file brings; None where it brings none. The loader checks the rest."""
+    with open_weights(folder) as file:
+        infos = _infos(file)
+    sizes = {info.shape[0] for name, info in infos.items() if _TABLE.fullmatch(name) and len(info.shape) == 2}
+    if len(sizes) > 1:
+        raise AdapterMalformed(f"its tables of the vocabulary have {sorted(sizes)} rows; they must agree.")
+    return next(iter(sizes), None)
+
+
+def _infos(file: OpenFile) -> Mapping[str, TensorInfo]:
+    """Of a safetensors file that names no such table, none: parsing a header takes milliseconds, and of most adapters
+    nothing in it matters here."""
+    # Here, so that reading a command line need not wait for torch.
+    from lorafleet.workers.adapters.weight_files import parse_header, read_header, read_weights
+
+    if file.name != SAFETENSORS_NAME:
+        return read_weights(file, hashlib.sha256()).infos
+    header = read_header(file, hashlib.sha256())
+    if not any(sign in header for sign in (b"embed_tokens", b"lm_head", b"\\")):  # an escape could hide a name
+        return {}
+    return parse_header(header, file.size - 8 - len(header), file.name)

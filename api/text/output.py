@@ -1,0 +1,135 @@
+"""Makes what a caller sees of one sequence out of the engine's tokens: text, visible tokens, why it ended.
+
+Used by the HTTP front and by LLM alike; knows nothing of HTTP. Where a stop string ends the answer,
+the caller aborts the engine's sequence by closing its generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from lorafleet.api.text.detokenizer import make_detokenizer
+from lorafleet.api.text.stop_strings import StopStrings
+from lorafleet.api.text.token_table import TokenTable
+from lorafleet.protocol.messages import FinishReason, TokenLogprobs, TokenOutput
+from lorafleet.protocol.sampling_params import SamplingParams
+
+
+class Delta(msgspec.Struct):
+    """What one engine output adds to the answer.
+
+    token_ids, logprobs and offsets (where each token's text begins in the answer) run in parallel and wait until their
+    text is shown. The tokens of a stop string are among them, later ones are not.
+    embedding: float32, in the place of tokens.
+    stop_reason: the stop string, or the id of a stop_token_ids entry; None for eos.
+    """
+
+    text: str = ""
+    token_ids: list[int] = []
+    embedding: bytes = b""
+    logprobs: list[TokenLogprobs] | None = None
+    offsets: list[int] = []
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    fallback_reason: str | None = None
+
+
+class OutputProcessor:
+    """One sequence's answer so far. `num_tokens` counts what was generated, up to what completed a stop string."""
+
+    def __init__(self, tokenizer: TokenTable, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._params = params
+        self._detokenizer = make_detokenizer(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        stops = params.stop_strings
+        self._stops = StopStrings(stops, include=params.include_stop_str_in_output) if stops else None
+        self._aligned = bool(stops) or params.logprobs is not None
+        self._num_decoded = 0  # characters decoded, shown or held
+        self._num_shown = 0
+        self._waiting: list[tuple[int, TokenLogprobs | None, int, int]] = []  # token, logprobs, start, end of its text
+
+    def push(self, output: TokenOutput) -> Delta:
+        """Not to be called again once finish_reason is set."""
+        assert self.finish_reason is None, "push after the end"
+        delta = Delta(
+            embedding=output.embedding,
+            prompt_logprobs=output.prompt_logprobs,
+            num_cached_tokens=output.num_cached_tokens,
+            fallback_reason=output.fallback_reason,
+        )
+        if self._aligned:
+            self._push_aligned(output, delta)
+        else:
+            self._push_plain(output, delta)
+        if output.finish_reason is not None and self.finish_reason is None:
+            self._finish(output, delta)
+        return delta
+
+    def _push_plain(self, output: TokenOutput, delta: Delta) -> None:
+        shown = output.token_ids[:-1] if self._hides_last(output) else output.token_ids
+        for token_id in shown:
+            delta.text += self._detokenizer.push(token_id)
+        delta.token_ids = output.token_ids
+        self.num_tokens += len(output.token_ids)
+
+    def _push_aligned(self, output: TokenOutput, delta: Delta) -> None:
+        last = len(output.token_ids) - 1
+        for i, token_id in enumerate(output.token_ids):
+            hidden = i == last and self._hides_last(output)
+            piece = "" if hidden else self._detokenizer.push(token_id)
+            start = self._num_decoded
+            self._num_decoded += len(piece)
+            self.num_tokens += 1
+            # Bytes of an incomplete character become visible with it, one character further on.
+            end = self._num_decoded + self._detokenizer.pending
+            self._waiting.append((token_id, output.logprobs[i] if output.logprobs else None, start, end))
+            if self._show(piece, delta):
+                break
+        self._release(delta)
+
+    def _show(self, piece: str, delta: Delta) -> bool:
+        """Whether a stop string ended the answer."""
+        stop = None
+        if self._stops is not None:
+            piece, stop = self._stops.push(piece, may_stop=self.num_tokens > self._params.min_tokens)
+        delta.text += piece
+        self._num_shown += len(piece)
+        if stop is None:
+            return False
+        self.finish_reason = delta.finish_reason = "stop"
+        delta.stop_reason = stop
+        return True
+
+    def _finish(self, output: TokenOutput, delta: Delta) -> None:
+        if not self._show(self._detokenizer.finish(), delta):
+            if self._stops is not None:
+                rest = self._stops.flush()
+                delta.text += rest
+                self._num_shown += len(rest)
+            self.finish_reason = delta.finish_reason = output.finish_reason
+            if output.stop_token_id in (self._params.stop_token_ids or ()):
+                delta.stop_reason = output.stop_token_id
+        self._release(delta)
+
+    def _release(self, delta: Delta) -> None:
+        """Moves the tokens whose text is shown, or every one at the end, from waiting to the delta."""
+        waiting = self._waiting
+        count = len(waiting)
+        if self.finish_reason is None:
+            count = next((i for i, entry in enumerate(waiting) if entry[3] > self._num_shown), count)
+        for token_id, logprobs, start, _ in waiting[:count]:
+            delta.token_ids.append(token_id)
+            delta.offsets.append(min(start, self._num_shown))
+            if logprobs is not None:
+                delta.logprobs = delta.logprobs or []
+                delta.logprobs.append(logprobs)
+        del waiting[:count]
+
+    def _hides_last(self, output: TokenOutput) -> bool:
+        """The token that ended the answer is no part of its text, unless asked for."""
+        return output.stop_token_id is not None and not self._params.include_stop_str_in_output

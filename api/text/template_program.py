@@ -1,0 +1,171 @@
+"""The program that renders strangers' chat templates, run in a process of its own by templates.py.
+
+Jinja's sandbox keeps a template from Python's insides, not from looping or growing for ever; so whatever it does, it
+does here: with little memory, no file to open, nothing in its environment, and a clock that kills.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from lorafleet.sandbox.program import serve, settings
+
+MAX_ERROR_CHARS = 300
+MAX_CACHED_CHARS = (
+    64 << 10
+)  # of one template; longer ones are compiled for each job, so that few do not fill the memory
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own; a template may trim the blank at its end
+
+
+def main() -> None:
+    output_chars = settings()["output_chars"]
+    warm_up()
+    serve(lambda message: respond(message, output_chars))
+
+
+def warm_up() -> None:
+    """What jinja and Python import when they first need it, they need while files can still be opened."""
+    template = compiled(
+        "{% set x = 'é\\n' %}{{ strftime_now('%c') }}{{ lipsum(n=1) }}{{ x | tojson }}{{ x | urlencode }}"
+        "{{ x | pprint }}{{ x | wordwrap }}{{ x | urlize }}{{ x | escape }}{{ [x] | random }}{{ raise_exception('') }}"
+    )
+    with contextlib.suppress(TemplateError):  # raising rewrites the traceback, which has imports of its own
+        template.render()
+
+
+def respond(message: bytes, output_chars: int) -> bytes:
+    """A job without messages is only compiled."""
+    try:
+        job = json.loads(message)
+        template = compiled(job["template"])
+        text = render(template, job, output_chars) if "messages" in job else ""
+        return json.dumps({"text": text}).encode()
+    except MemoryError:
+        return json.dumps({"out_of_memory": "it needs more memory than a template may have"}).encode()
+    except RecursionError:
+        fault = "it is nested too deeply"
+    except Exception as error:  # a template is a program: it may raise anything
+        fault = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
+    return json.dumps({"error": fault[:MAX_ERROR_CHARS]}).encode()
+
+
+def render(template: jinja2.Template, job: dict[str, Any], output_chars: int) -> str:
+    messages, goes_on = job["messages"], job["continue_final_message"]
+    if goes_on:
+        final = messages[-1]["content"]
+        messages = [*messages[:-1], messages[-1] | {"content": final + CONTINUED}]
+    parts, size = [], 0
+    for part in template.generate(
+        **job["special_tokens"] | job["template_kwargs"],
+        messages=messages,
+        tools=job["tools"],
+        documents=None,
+        add_generation_prompt=job["add_generation_prompt"],
+    ):
+        size += len(part)
+        if size > output_chars:
+            raise ValueError(f"it writes more than {output_chars} characters")
+        parts.append(part)
+    text = "".join(parts)
+    return cut_at_tag(text, final) if goes_on else text
+
+
+def cut_at_tag(text: str, final: str) -> str:
+    if final.strip() not in text or CONTINUED.strip() not in text:
+        raise ValueError("the final message, which is to be continued, does not appear in what the template writes")
+    at = text.rindex(CONTINUED.strip())
+    return text[:at] if text[at : at + len(CONTINUED)] == CONTINUED else text[:at].rstrip()
+
+
+def compiled(source: str) -> jinja2.Template:
+    return _cached(source) if len(source) <= MAX_CACHED_CHARS else _compiled(source)
+
+
+@lru_cache(maxsize=32)
+def _cached(source: str) -> jinja2.Template:
+    return _compiled(source)
+
+
+def _compiled(source: str) -> jinja2.Template:
+    """As transformers' environment for chat templates (utils/chat_template_utils.py) has it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(
+        raise_exception=raise_exception,
+        strftime_now=lambda form: datetime.now().strftime(form),
+        dict=TemplateDict(),
+        namespace=TemplateNamespace,
+    )
+    return environment.from_string(source)
+
+
+class GenerationBlock(Extension):
+    """{% generation %}: marks what the assistant wrote, for training; here it is what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+
+    def _written(self, caller: Macro) -> str:
+        return str(caller())
+
+
+class TemplateDict:
+    """`dict` without the attributes of a class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class TemplateNamespace(Namespace):
+    """A namespace that takes no attribute with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja's: `namespace(self=...)` is one too
+        self, *given = args
+        attributes = dict(*given, **kwargs)
+        for name in attributes:
+            check_attribute(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template may set no attribute that begins with an underscore, as {name!r} does")
+
+
+def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+    """Without jinja's escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Text to token ids and back, and chat templates, for the base model's folder, whose files the operator trusts.
+
+Owns the Hugging Face tokenizer; the rest of the code sees only this class. Turning a growing answer into text is
+api/text/detokenizer.py's work, and tokenizers of adapters are api/text/tokenizers.py's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders
+
+from lorafleet.api.text.token_table import TokenFacts, TokenTable, bytes_of, cutting_rules, most_characters
+from lorafleet.protocol.errors import ConfigError, InvalidRequest, UnsupportedModel
+
+# Longer ones are encoded without offsets, which nobody needs: those take the GIL for a second a megabyte. For short
+# ones the plain call is faster.
+MAX_CHARS_WITH_OFFSETS = 4096
+# One text is one piece of work: the library's pool of threads, as wide as the machine, would run beside the engine.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "processor_kwargs",
+    }
+)
+
+
+class Tokenizer(TokenTable):
+    """Threads may share it."""
+
+    spells_in_time = True  # its regular expressions are the operator's
+
+    def __init__(self, hf: Any, folder: Path | None = None) -> None:
+        backend = getattr(hf, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise UnsupportedModel(
+                f"{type(hf).__name__} has no tokenizer.json; save the model's tokenizer again with a current "
+                "transformers, which writes one."
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        self._hf = hf
+        self._backend = backend
+        self.folder = folder  # that it was read from
+        super().__init__(_facts_of(hf, backend))
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Reads a local model folder; runs none of its code and asks no network."""
+        from transformers import AutoTokenizer
+
+        if not Path(folder).is_dir():
+            raise ConfigError(f"{folder} is not a folder; give a local Hugging Face model folder.")
+        try:
+            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            return cls(hf, Path(folder))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            if len(text) <= MAX_CHARS_WITH_OFFSETS:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequest(f"the text cannot be tokenized: {error}", "prompt") from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids that the tokenizer does not know decode to nothing."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its Jinja source; None where there is none, or several."""
+        return self._hf.chat_template if isinstance(self._hf.chat_template, str) else None
+
+    @property
+    def tool_template(self) -> str | None:
+        """The one that is used where there are tools: some tokenizers have a template of its own for them."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            return template.get("tool_use", template.get("default"))
+        return template or None
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt text; transformers runs the template in its sandbox."""
+        if chat_template is None and not self.has_chat_template:
+            raise InvalidRequest(
+                "This model has no chat template; use /v1/completions, or start the server with a chat template.",
+                "messages",
+            )
+        check_template_kwargs(template_kwargs)
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(m) for m in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                chat_template=chat_template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(template_kwargs or {}),
+            )
+        except Exception as error:  # a template is a program: whatever it raises is about these messages
+            raise InvalidRequest(f"The chat template refused these messages: {error}", "messages") from error
+        assert isinstance(text, str)
+        return text
+
+    @property
+    def rules(self) -> str:
+        return cutting_rules(self._backend)
+
+    def to_json(self) -> str:
+        """As tokenizer.json has it, with the tokens that were added."""
+        return self._backend.to_str()
+
+
+def _facts_of(hf: Any, backend: tokenizers.Tokenizer) -> TokenFacts:
+    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    names = [backend.id_to_token(i) or "" for i in range(size)]
+    is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+    token_bytes = [bytes_of(name, is_byte_level=is_byte_level) for name in names]
+    normalizer = None if backend.normalizer is None else type(backend.normalizer).__name__
+    return TokenFacts(
+        names=names,
+        token_bytes=token_bytes,
+        special_ids=frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special),
+        is_byte_level=is_byte_level,
+        most_characters=most_characters(token_bytes, normalizer, is_byte_level=is_byte_level),
+        special_tokens={name: str(token) for name, token in hf.special_tokens_map.items() if isinstance(token, str)},
+        eos_token_id=hf.eos_token_id,
+    )
+
+
+def check_template_kwargs(template_kwargs: Mapping[str, object] | None) -> None:
+    """Raises InvalidRequest for what is the server's to say."""
+    reserved = _TEMPLATE_ARGUMENTS & set(template_kwargs or ())
+    if reserved:
+        raise InvalidRequest(f"chat_template_kwargs may not set {sorted(reserved)}.", "chat_template_kwargs")

@@ -1,0 +1,255 @@
+"""Tokenizers that came with an adapter: read, checked and run in processes that bound what they may cost.
+
+The server's own process holds plain tables of each (token_table.py) and a decoder without regular expressions, so that
+making text of tokens needs no process. Making tokens of text does: what it costs is the tokenizer's author's to say.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import threading
+import weakref
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import msgspec
+from tokenizers import Tokenizer as Backend
+
+from lorafleet.api.text.token_table import TokenFacts, TokenTable
+from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
+from lorafleet.sandbox.process import SandboxEnded, SandboxLimits, SandboxProcess, command_of
+from lorafleet.sandbox.shunned import Shunned
+
+PROGRAM = "lorafleet.api.text.tokenizer_program"
+MAX_ENCODERS = 8  # processes at a time; each has some 30 MB, and 80 with a vocabulary of 128 thousand tokens
+MAX_TOKENS_READ = 1 << 24  # of one text
+
+logger = logging.getLogger("lorafleet.http")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerLimits:
+    # The largest well-known tokenizer, of 262 thousand tokens, takes 4 s and 450 MiB to read.
+    read: SandboxLimits = field(default=SandboxLimits(30.0, 120.0, 768 << 20, 256 << 20))
+    # A text of a megabyte takes one second and 60 MiB. The first one waits for the tables to be built.
+    encode: SandboxLimits = field(default=SandboxLimits(10.0, 60.0, 160 << 20, 4 * MAX_TOKENS_READ + 1024))
+    tables_bytes: int = 512 << 20  # The tables, beside which encode.memory_bytes are for texts.
+
+
+class SpecialToken(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A token that a file gives a role, such as "eos_token"."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+
+
+class ReadJob(msgspec.Struct, frozen=True):
+    json: bytes  # of tokenizer.json
+    max_ids: int  # Token ids must be below this.
+    special_tokens: list[SpecialToken]
+    eos_token: str | None
+
+
+class ReadTokenizer(msgspec.Struct, frozen=True):
+    json: bytes  # the same tokenizer as the library writes it
+    digest: str  # of json
+    rules: str  # token_table.cutting_rules()
+    names: list[str]
+    token_bytes: list[bytes]
+    special_ids: list[int]
+    is_byte_level: bool
+    most_characters: int | None
+    decoder: bytes | None
+    eos_token_id: int | None
+
+
+def read_tokenizer(job: ReadJob, limits: TokenizerLimits) -> ReadTokenizer:
+    """Blocks. Raises AdapterMalformed."""
+    process = SandboxProcess(command_of(PROGRAM), limits.read)
+    try:
+        answer = process.ask(msgspec.msgpack.encode(job))
+    except SandboxEnded as ended:
+        logger.warning("a tokenizer was given up while it was read: %s", ended)
+        raise _malformed(str(ended)) from None
+    finally:
+        process.end()
+    found: ReadTokenizer = _decoded(answer, ReadTokenizer, _malformed)
+    return found
+
+
+def _malformed(why: str) -> AdapterMalformed:
+    return AdapterMalformed(f"the adapter's tokenizer cannot be read: {why}.")
+
+
+class AdapterTokenizer(TokenTable):
+    """Threads may share it. Its file on the disk goes with it.
+
+    spells_in_time: it cuts texts by regular expressions that the operator trusts, so that the engine's grammars may use
+    it without a limit of time.
+    """
+
+    def __init__(
+        self, read: ReadTokenizer, special_tokens: dict[str, str], encoders: Encoders, *, spells_in_time: bool
+    ) -> None:
+        super().__init__(
+            TokenFacts(
+                names=read.names,
+                token_bytes=read.token_bytes,
+                special_ids=frozenset(read.special_ids),
+                is_byte_level=read.is_byte_level,
+                most_characters=read.most_characters,
+                special_tokens=special_tokens,
+                eos_token_id=read.eos_token_id,
+            )
+        )
+        self.spells_in_time = spells_in_time
+        # Tables of Python's take several times what the file has.
+        self.num_bytes = 4 * len(read.json)
+        self._digest = read.digest
+        self._decoder = None if read.decoder is None else _decoder_of(read.decoder)
+        self._encoders = encoders
+        self._file = tempfile.TemporaryFile(prefix="lorafleet-tokenizer-")  # noqa: SIM115  nameless; it goes with this
+        weakref.finalize(self, self._file.close)
+        self._file.write(read.json)
+        self._file.flush()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, group: str = "") -> list[int]:
+        """Blocks. group: whose text it is. Raises InvalidRequest."""
+        return self._encoders.encode(self._digest, self._file, text, add_special_tokens, group)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        size, special = self.vocab_size, self.special_ids if skip_special_tokens else frozenset()
+        names = [self._names[i] for i in token_ids if 0 <= i < size and i not in special and self._names[i]]
+        return " ".join(names) if self._decoder is None else str(self._decoder.decode(names))
+
+    def to_json(self) -> str:
+        """Returns tokenizer.json as the library writes it."""
+        self._file.seek(0)
+        return self._file.read().decode()
+
+
+@dataclass(slots=True)
+class _Encoder:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    process: SandboxProcess | None = None
+    num_users: int = 0
+
+
+class Encoders:
+    """Processes that make tokens of texts, one for each tokenizer that was used lately."""
+
+    def __init__(self, limits: TokenizerLimits | None = None, max_processes: int = MAX_ENCODERS) -> None:
+        self._limits = limits or TokenizerLimits()
+        self._max_processes = max_processes
+        self._lock = threading.Lock()
+        self._encoders: OrderedDict[str, _Encoder] = OrderedDict()
+        self._shunned = Shunned()
+
+    def encode(self, digest: str, file: IO[bytes], text: str, add_special_tokens: bool, group: str) -> list[int]:
+        """Blocks. Raises InvalidRequest."""
+        if (why := self._shunned.why(group, digest)) is not None:
+            raise _refusal(why)
+        job = _message(text, add_special_tokens)
+        encoder = self._enter(digest)
+        try:
+            with encoder.lock:
+                return _ids(self._ask(encoder, file, job))
+        except SandboxEnded as ended:
+            logger.warning("an adapter's tokenizer was ended: %s", ended)
+            self._shunned.add(group, digest, str(ended))
+            raise _refusal(str(ended)) from None
+        finally:
+            self._leave(encoder)
+
+    def close(self) -> None:
+        """Ends the processes; a text that is being encoded fails."""
+        with self._lock:
+            encoders, self._encoders = list(self._encoders.values()), OrderedDict()
+        for encoder in encoders:
+            _end(encoder)
+
+    def _ask(self, encoder: _Encoder, file: IO[bytes], job: bytes) -> bytearray:
+        if encoder.process is None:
+            settings, fd = {"tokenizer_fd": file.fileno(), "tables_bytes": self._limits.tables_bytes}, file.fileno()
+            encoder.process = SandboxProcess(command_of(PROGRAM), self._limits.encode, settings, (fd,))
+        try:
+            return encoder.process.ask(job)
+        except BaseException:
+            _end(encoder)
+            raise
+
+    def _enter(self, digest: str) -> _Encoder:
+        with self._lock:
+            encoder = self._encoders.setdefault(digest, _Encoder())
+            self._encoders.move_to_end(digest)
+            encoder.num_users += 1
+            idle = [key for key, one in self._encoders.items() if not one.num_users]
+            ended = [self._encoders.pop(key) for key in idle[: max(0, len(self._encoders) - self._max_processes)]]
+        for one in ended:
+            _end(one)
+        return encoder
+
+    def _leave(self, encoder: _Encoder) -> None:
+        with self._lock:
+            encoder.num_users -= 1
+
+
+def _end(encoder: _Encoder) -> None:
+    process, encoder.process = encoder.process, None
+    if process is not None:
+        process.end()
+
+
+def _message(text: str, add_special_tokens: bool) -> bytes:
+    try:
+        return msgspec.msgpack.encode((text, add_special_tokens))
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the text cannot be tokenized: {error}", "prompt") from None
+
+
+class _Ids(msgspec.Struct):
+    ids: bytes
+
+
+def _ids(answer: bytearray) -> list[int]:
+    return array("I", _decoded(answer, _Ids, _refusal).ids).tolist()
+
+
+def _refusal(why: str) -> InvalidRequest:
+    return InvalidRequest(f"The adapter's tokenizer cannot make tokens of this text: {why}.", "prompt")
+
+
+def _decoded(answer: bytearray, kind: type[Any], refusal: Callable[[str], Exception]) -> Any:
+    try:
+        return msgspec.msgpack.decode(answer, type=kind)
+    except msgspec.MsgspecError:
+        pass
+    try:
+        why = msgspec.msgpack.decode(answer, type=dict[str, str])["error"]
+    except (msgspec.MsgspecError, KeyError):
+        why = "it answered with something else than tokens"
+    raise refusal(why)
+
+
+def _decoder_of(written: bytes) -> Any:
+    """The library's decoder, which has no constructor of its own for what it writes."""
+    empty = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": json.loads(written),
+        "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""},
+    }
+    return Backend.from_str(json.dumps(empty)).decoder

@@ -1,0 +1,62 @@
+"""Reads an array of calls: [{"name": …, "arguments": {…}}, …]."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lorafleet.api.tool_calls.call_reader import CallReader
+from lorafleet.api.tool_calls.json_scanner import BLANKS
+from lorafleet.api.tool_calls.parser import Calls, Event, shown
+
+
+class CallArray:
+    """opening: the text up to and with its "[". A broken one's text from where it broke is shown."""
+
+    def __init__(self, calls: Calls, opening: str) -> None:
+        self.status: Literal["open", "done", "broken"] = "open"
+        self._calls = calls
+        self._gap = opening  # since the last call
+        self._expects_call = True
+        self._call: CallReader | None = None
+
+    def push(self, text: str) -> tuple[list[Event], str]:
+        """Events, and the text behind the array."""
+        events: list[Event] = []
+        while text and self.status == "open":
+            if self._call is None:
+                more, text = self._between(text)
+            else:
+                more, text = self._read(self._call, text)
+            events += more
+        return events, text
+
+    def finish(self) -> list[Event]:
+        return shown(self._gap) if self._call is None else self._call.given_up()
+
+    def _between(self, text: str) -> tuple[list[Event], str]:
+        rest = text.lstrip(BLANKS)
+        self._gap += text[: len(text) - len(rest)]
+        if not rest:
+            return [], ""
+        if rest[0] == "{" and self._expects_call:
+            self._call, self._expects_call = CallReader(self._calls, self._gap), False
+            return [], rest
+        if rest[0] == "," and not self._expects_call:
+            self._gap, self._expects_call = self._gap + ",", True
+            return [], rest[1:]
+        if rest[0] == "]" and not self._expects_call:
+            self.status = "done"
+            return [], rest[1:]
+        self.status = "broken"
+        return shown(self._gap), rest
+
+    def _read(self, call: CallReader, text: str) -> tuple[list[Event], str]:
+        if call.status == "torn":
+            return call.tear(text), ""
+        events, text = call.push(text)
+        if call.status == "done":
+            self._call, self._gap = None, ""
+        elif call.status == "broken":
+            self.status = "broken"
+            events += call.given_up()
+        return events, text

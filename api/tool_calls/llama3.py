@@ -1,0 +1,69 @@
+"""Llama 3's format: the answer is {"name": …, "parameters": {…}}, or several with ";" between them, behind
+<|python_tag|> or at its very beginning."""
+
+from __future__ import annotations
+
+from lorafleet.api.tool_calls.call_grammar import Offer
+from lorafleet.api.tool_calls.call_reader import CallReader
+from lorafleet.api.tool_calls.json_scanner import BLANKS
+from lorafleet.api.tool_calls.parser import Calls, Event, MarkerSearch, last_words, shown
+
+START = "<|python_tag|>"
+BARE_START = '{"name"'  # of a call without that, as the grammar lets it be written
+_BETWEEN = BLANKS + ";"
+
+
+def grammar(offer: Offer) -> str:
+    more = '(BLANKS? ";" BLANKS? call)*' if offer.parallel else ""
+    return f"{offer.answer(START, bare=True)}calls: BLANKS? call {more}\n{offer.call('parameters')}"
+
+
+class Llama3Parser:
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._outside = MarkerSearch(START)
+        self._call: CallReader | None = None
+        self._gap: str | None = ""  # a call may begin here without a marker; what stands before it
+
+    def push(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        while text:
+            if self._call is not None:
+                more, text = self._read(self._call, text)
+            elif self._gap is not None:
+                more, text = self._cross(self._gap + text)
+            else:
+                more, text = self._search(text)
+            events += more
+        return events
+
+    def finish(self) -> list[Event]:
+        if self._call is not None:
+            return self._call.given_up()
+        return last_words((self._gap or "") + self._outside.flush(), self._calls)
+
+    def _cross(self, text: str) -> tuple[list[Event], str]:
+        rest = text.lstrip(_BETWEEN if self._calls.count else BLANKS)
+        gap = text[: len(text) - len(rest)]
+        self._gap = None if rest else gap
+        if rest.startswith("{"):
+            self._call = CallReader(self._calls, gap)
+            return [], rest
+        return [], text if rest else ""
+
+    def _search(self, text: str) -> tuple[list[Event], str]:
+        before, marker, text = self._outside.push(text)
+        if marker is not None:
+            self._call = CallReader(self._calls, START)
+        return shown(before if before.strip(_BETWEEN) or not self._calls.count else ""), text
+
+    def _read(self, call: CallReader, text: str) -> tuple[list[Event], str]:
+        if call.status == "torn":
+            return call.tear(text), ""
+        events, text = call.push(text)
+        if call.status == "done":
+            self._call, self._gap = None, ""
+        elif call.status == "broken":
+            self._call = None
+            events += call.given_up()
+        return events, text

@@ -1,0 +1,40 @@
+"""An adapter's files on their way into the store: copied whole, with the digest that the workers will compute."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from lorafleet.protocol.adapter_files import (
+    CONFIG_NAME,
+    SAFETENSORS_NAME,
+    AdapterFolder,
+    check_same_config,
+    folder_digest,
+    open_weights,
+    read_config,
+    read_language,
+    read_through,
+)
+
+
+def stage(path: str | os.PathLike[str], target: Path) -> str:
+    """Copies config, weights and the language's files, nothing else, into a folder that exists; returns the digest.
+    Raises AdapterError."""
+    folder = AdapterFolder.at(path)
+    config, language = read_config(folder), read_language(folder)
+    with open_weights(folder) as weights, (target / weights.name).open("wb") as copy:
+        digest = read_through(config, language, weights, copy)
+        weights.check_unchanged()
+    check_same_config(folder, config)
+    for name, content in {CONFIG_NAME: config, **language}.items():
+        (target / name).write_bytes(content)
+    return digest
+
+
+def stage_tensors(tensors: bytes, config: dict[str, object], target: Path) -> str:
+    """tensors: of a safetensors file."""
+    (target / CONFIG_NAME).write_text(json.dumps(config, sort_keys=True))
+    (target / SAFETENSORS_NAME).write_bytes(tensors)
+    return folder_digest(target)

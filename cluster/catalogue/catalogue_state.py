@@ -1,0 +1,180 @@
+"""What the log's entries add up to, in memory: adapters by name, what each public name stands for, and who uses the
+same bytes. Pure. Made for a million adapters: what can be found by unpacking one or two of them is not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import zlib
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry, Removed, Version, num_bytes_of
+from lorafleet.cluster.catalogue.name_index import NameIndex
+from lorafleet.cluster.catalogue.packed import Packed, PackedAdapters, unpack
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.names import tenant_of
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What a public name stands for: versions and their weights.
+
+    adapter: its name. since: the directory's version in which it became so; later ones are newer. found: by a resolver,
+    and not in the catalogue.
+    """
+
+    name: str
+    adapter: str
+    since: int
+    loras: tuple[LoRARequest, ...]
+    weights: tuple[float, ...]
+    found: bool = False
+
+    def draw(self, key: str | None) -> LoRARequest:
+        """A version in proportion to its weight; for one key always the same."""
+        if len(self.loras) == 1:
+            return self.loras[0]
+        point = (random.random() if key is None else _uniform(self.name, key)) * sum(self.weights)
+        for lora, weight in zip(self.loras, self.weights, strict=True):
+            point -= weight
+            if point < 0:
+                return lora
+        return self.loras[-1]
+
+
+class CatalogueState:
+    """files_uri: where the store keeps the files of a digest."""
+
+    def __init__(self, files_uri: Callable[[str], str]) -> None:
+        self.adapters = PackedAdapters()
+        self.adapter_names = NameIndex()
+        self.alias_names = NameIndex()
+        self.pinned: set[str] = set()  # names
+        self.removing: set[str] = set()  # names
+        self._owned: dict[str, dict[str, int]] = {}  # by tenant: of each adapter, its bytes
+        self._files_uri = files_uri
+        self._removed: dict[str, Removed] = {}  # those that some application would bring back
+        self._owner: dict[str, str] = {}  # of an alias: its adapter
+        self._users: dict[str, tuple[str, ...] | str] = {}  # of a digest: the adapters, or nearly always the one
+
+    def apply(self, packed: Packed) -> set[str]:
+        """The public names that may stand for something else now."""
+        entry = unpack(packed)
+        name = entry.name
+        before = self.adapters.pop(name)
+        changed = set(before.aliases) if before else set()
+        for alias in changed:
+            del self._owner[alias]
+        self._index(before, entry)
+        for digest in _digests(before):
+            self._set_users(digest, tuple(one for one in self.users(digest) if one != name))
+        self.pinned.discard(name)
+        self.removing.discard(name)
+        self._removed.pop(name, None)
+        tenant = tenant_of(name)
+        if tenant is not None:
+            self.owned(tenant).pop(name, None)
+        if isinstance(entry, Removed):
+            if entry.seeded_by is not None:
+                self._removed[name] = entry
+            return changed
+        self.adapters.put(name, packed)
+        for alias in entry.aliases:
+            self._owner[name if alias == name else alias] = name  # one string for both
+        for digest in _digests(entry):
+            self._set_users(digest, (*self.users(digest), name))
+        if tenant is not None and not entry.removing:
+            self._owned.setdefault(tenant, {})[name] = num_bytes_of(entry)
+        if entry.pinned_replicas:
+            self.pinned.add(name)
+        if entry.removing:
+            self.removing.add(name)
+        return changed | set(entry.aliases)
+
+    def _index(self, before: Adapter | None, entry: Entry) -> None:
+        now = entry if isinstance(entry, Adapter) else None
+        for index, old, new in (
+            (self.adapter_names, {before.name} if before else set(), {now.name} if now else set()),
+            (self.alias_names, set(before.aliases) if before else set(), set(now.aliases) if now else set()),
+        ):
+            for name in old - new:
+                index.remove(name)
+            for name in new - old:
+                index.add(name)
+
+    def sort_names(self) -> None:
+        """Called once after the entries of a whole log, which may take a second, where nobody waits for it."""
+        self.adapter_names.sort()
+        self.alias_names.sort()
+
+    def owner(self, alias: str) -> Adapter | None:
+        name = self._owner.get(alias)
+        return None if name is None else self.adapters[name]
+
+    def owned(self, tenant: str) -> dict[str, int]:
+        """The tenant's adapters, by their full names, with their bytes."""
+        return self._owned.get(tenant, {})
+
+    def owner_name(self, alias: str) -> str | None:
+        return self._owner.get(alias)
+
+    def aliases(self) -> Iterator[str]:
+        return iter(self._owner)
+
+    def removed(self, name: str) -> Removed | None:
+        """None too where nothing would bring it back."""
+        return self._removed.get(name)
+
+    def users(self, digest: str) -> tuple[str, ...]:
+        """Names of the adapters that have these bytes and are not on their way out."""
+        users = self._users.get(digest, ())
+        return (users,) if isinstance(users, str) else users
+
+    def versions(self, digest: str) -> list[Version]:
+        """Those that have these bytes, of all adapters that are not on their way out."""
+        users = [self.adapters[name] for name in self.users(digest)]
+        return [version for user in users for version in user.versions if version.digest == digest]
+
+    def names(self, digest: str) -> list[str]:
+        """The aliases that stand for these bytes, or for a share of them."""
+        return [
+            alias
+            for user in (self.adapters[name] for name in self.users(digest))
+            for alias in user.aliases
+            if any(user.version(share.version).digest == digest for share in user.shares(alias))
+        ]
+
+    def served(self, alias: str, since: int) -> Served | None:
+        adapter = self.owner(alias)
+        if adapter is None:
+            return None
+        shares = adapter.shares(alias)
+        loras = tuple(self.request(alias, adapter.version(share.version)) for share in shares)
+        return Served(alias, adapter.name, since, loras, tuple(share.weight for share in shares))
+
+    def request(self, name: str, version: Version) -> LoRARequest:
+        path = version.location or self._files_uri(version.digest)
+        return LoRARequest(name, adapter_number(name), path, version.digest, version.base_model_name)
+
+    def _set_users(self, digest: str, users: tuple[str, ...]) -> None:
+        if users:
+            self._users[digest] = users[0] if len(users) == 1 else users
+        else:
+            del self._users[digest]
+
+
+def _digests(adapter: Adapter | None) -> set[str]:
+    return set() if adapter is None or adapter.removing else {version.digest for version in adapter.versions}
+
+
+def adapter_number(name: str) -> int:
+    """A positive number for callers that want one; the digest is the identity."""
+    return 1 + zlib.crc32(name.encode()) % (2**31 - 2)
+
+
+def _uniform(name: str, key: str) -> float:
+    """In [0, 1), alike in every process; independent for each name, so that splits do not move together."""
+    drawn = hashlib.blake2b(f"{name}\0{key}".encode(), digest_size=7).digest()
+    return int.from_bytes(drawn) / (1 << 56)

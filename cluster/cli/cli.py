@@ -1,0 +1,152 @@
+"""The `lorafleet` command. The options of `serve` are the fields of AppArgs, so that YAML and command line agree."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import typing
+from typing import Annotated, Any
+
+import typer
+from pydantic.fields import FieldInfo
+
+from lorafleet.cluster.cli.cli_adapters import adapters
+from lorafleet.cluster.cli.cli_compare import compare
+from lorafleet.cluster.cli.cli_config import config
+from lorafleet.cluster.cli.cli_convert import convert
+from lorafleet.cluster.cli.cli_inspect import inspect as inspect_adapter
+from lorafleet.cluster.cli.cli_keys import keys
+from lorafleet.cluster.cli.cli_merge import merge
+from lorafleet.cluster.cli.cli_metrics import metrics
+from lorafleet.cluster.cli.cli_quality import quality
+from lorafleet.cluster.cli.cli_usage import usage
+from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
+from lorafleet.cluster.proxy.tls import tls_files
+from lorafleet.protocol.errors import LorafleetError
+from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config
+
+# Several values may follow one of these flags, as with vLLM
+SEVERAL_VALUES = (
+    *("--lora-modules", "--lora-paths", "--served-model-name", "--lora-resolvers"),
+    *("--merge", "--weights", "--adapters"),
+)
+PANELS = {"model": "Model", "device": "Engine", "enable_lora": "Adapters", "num_replicas": "Cluster"}  # first fields
+
+app = typer.Typer(help="Serve one base model and many LoRA adapters.", no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `serve` a subcommand."""
+
+
+def _serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    direct_streaming: Annotated[
+        bool, typer.Option(help="Tokens go from the replica through HAProxy; off: through Serve's own slower proxy.")
+    ] = True,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(help="PEM file with the server's certificate and its issuers': HTTPS instead of HTTP.")
+    ] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="PEM file with its key, without a password.")] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="PEM file; clients must show a certificate of one of these issuers.")
+    ] = None,
+    **options: Any,
+) -> None:
+    """Start a local Ray, the replicas and the HTTP server; Ctrl-C stops them all."""
+    try:
+        args = parse_args({name: value for name, value in options.items() if value not in (None, [])})
+        args.engine_config()
+        check_paths(args)
+        from lorafleet.cluster.serve.local import Listener, serve_locally  # here, so that --help need not wait for them
+
+        host = "127.0.0.1" if host == "localhost" else host
+        tls = tls_files(ssl_certfile, ssl_keyfile, ssl_ca_certs)
+        serve_locally(args, Listener(host, port, tls, direct_streaming))
+    except LorafleetError as error:
+        typer.echo(f"lorafleet: {error.message}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _option(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+    flags = [f"--{one.replace('_', '-')}" for one in (name, *(a for a, target in ALIASES.items() if target == name))]
+    kind = _plain_type(field.annotation)
+    if kind is bool:
+        flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
+    default = ... if field.is_required() else None
+    shown = None if field.is_required() or field.default in (None, []) else str(field.default)
+    annotation: Any = Annotated[
+        kind if field.is_required() else kind | None,
+        typer.Option(*flags, help=field.description, show_default=shown or False, rich_help_panel=panel),
+    ]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _plain_type(annotation: Any) -> Any:
+    """What typer understands: `int | None` is int, Annotated is its inside, a list of anything is list[str], a source
+    is text."""
+    if typing.get_origin(annotation) is Annotated:
+        return _plain_type(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return _plain_type(next(one for one in typing.get_args(annotation) if one is not type(None)))
+    if typing.get_origin(annotation) is list:
+        return list[float] if typing.get_args(annotation)[0] is float else list[str]
+    return str if annotation in (S3Config, HTTPConfig, HubConfig) else annotation
+
+
+def _with_options(function: Any) -> Any:
+    """The function with one more keyword option for each field of AppArgs."""
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    panel = ""
+    options = []
+    for name, field in AppArgs.model_fields.items():
+        panel = PANELS.get(name, panel)
+        options.append(_option(name, field, panel))
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*options, *own)]
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {one.name: one.annotation for one in parameters}
+    return function
+
+
+app.add_typer(adapters, name="adapters")
+app.add_typer(keys, name="keys")
+app.add_typer(config, name="config")
+app.add_typer(metrics, name="metrics")
+app.add_typer(quality, name="quality")
+app.command("serve")(_with_options(_serve))
+app.command("inspect")(inspect_adapter)
+app.command("convert")(convert)
+app.command("merge")(merge)
+app.command("compare")(compare)
+app.command("usage")(usage)
+
+
+def spread_values(arguments: list[str]) -> list[str]:
+    """`--lora-modules a=x b=y` as `--lora-modules a=x --lora-modules b=y`."""
+    spread: list[str] = []
+    flag, values = "", 0
+    for argument in arguments:
+        if argument.startswith("-") and not _is_number(argument):
+            flag, values = (argument if argument in SEVERAL_VALUES else ""), 0
+        elif flag:
+            values += 1
+            if values > 1:
+                spread.append(flag)
+        spread.append(argument)
+    return spread
+
+
+def _is_number(text: str) -> bool:
+    """A negative weight is no flag."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def main() -> None:
+    app(spread_values(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""`lorafleet adapters …`: the command line of client/admin.py, which administers a running server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import typer
+
+from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, REMOVE_S, URL_VARIABLE, AdminClient
+from lorafleet.client.calls import PushOptions
+from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
+
+adapters = typer.Typer(help="Administer the adapters of a running server.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="The adapter's public name.")]
+Replicas = Annotated[int, typer.Option(min=1, help="On so many replicas.")]
+Alias = Annotated[str | None, typer.Option(help="Another alias than the adapter's own name.")]
+Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Of the server.")]
+Key = Annotated[
+    str, typer.Option(envvar=KEY_VARIABLE, help="The server's --admin-key, or an API key of the scope admin.")
+]
+
+
+@adapters.command("push")
+def push(
+    name: Name,
+    source: Annotated[str, typer.Argument(help="A folder on this machine, which is uploaded, or a URI.")],
+    replicas: Annotated[int, typer.Option(min=1, help="That must have loaded it before this returns.")] = 1,
+    activate: Annotated[bool, typer.Option(help="The name's requests go to this version from now on.")] = True,
+    pin: Annotated[int | None, typer.Option(min=1, help="Keep it in slots of so many replicas.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="That will own it; the operator may name any.")] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE, noted with the version; several times.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: Key = "",
+) -> None:
+    """Register a new adapter, or a new version of one."""
+    options = PushOptions(replicas=replicas, activate=activate, pin=pin, tenant=tenant, metadata=_pairs(metadata))
+    if "://" in source:
+        print_answer(url, admin_key, lambda client: client.push_from(name, source, **options))
+    else:
+        print_answer(url, admin_key, lambda client: client.push(name, source, **options))
+
+
+@adapters.command("list")
+def list_adapters(
+    after: Annotated[str, typer.Option(help="Begin behind this name.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 100,
+    url: Url = DEFAULT_URL,
+    admin_key: Key = "",
+) -> None:
+    """Show adapters, in the order of their names."""
+    print_answer(url, admin_key, lambda client: client.page(after, limit))
+
+
+@adapters.command("show")
+def show(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+    """Show an adapter's versions, aliases with their history, and pins."""
+    print_answer(url, admin_key, lambda client: client.show(name))
+
+
+@adapters.command("alias")
+def alias(
+    name: Name,
+    versions: Annotated[list[str], typer.Argument(help="A version, or several as VERSION=WEIGHT.")],
+    as_: Annotated[str | None, typer.Option("--alias", help="Another alias than the adapter's own name.")] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: Key = "",
+) -> None:
+    """Let a name stand for one version, or for a weighted split of several."""
+    one = len(versions) == 1 and versions[0].isdecimal()
+    to = int(versions[0]) if one else {_version(text): _weight(text, of) for text, of in _pairs(versions).items()}
+    print_answer(url, admin_key, lambda client: client.alias(name, to, as_))
+
+
+@adapters.command("rollback")
+def rollback(name: Name, alias: Alias = None, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+    """Let a name stand for what it stood for before its last move."""
+    print_answer(url, admin_key, lambda client: client.rollback(name, alias))
+
+
+@adapters.command("pin")
+def pin(name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+    """Keep an adapter in GPU slots."""
+    print_answer(url, admin_key, lambda client: client.pin(name, replicas))
+
+
+@adapters.command("unpin")
+def unpin(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+    """Let an adapter's slots go to others again."""
+    print_answer(url, admin_key, lambda client: client.unpin(name))
+
+
+@adapters.command("prefetch")
+def prefetch(name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+    """Load an adapter before its first request."""
+    print_answer(url, admin_key, lambda client: client.prefetch(name, replicas))
+
+
+@adapters.command("remove")
+def remove(
+    name: Name,
+    alias: Annotated[str | None, typer.Option(help="Remove this alias only.")] = None,
+    wait_s: Annotated[float, typer.Option(min=0, help="Seconds to wait for requests in flight.")] = REMOVE_S,
+    url: Url = DEFAULT_URL,
+    admin_key: Key = "",
+) -> None:
+    """Remove an adapter with all its versions, from every replica and from the catalogue."""
+    if alias is None:
+        print_answer(url, admin_key, lambda client: client.remove(name, wait_s))
+    else:
+        print_answer(url, admin_key, lambda client: client.unalias(name, alias))
+
+
+@adapters.command("verify")
+def verify(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+    """Read an adapter's files again and compare their digests."""
+    print_answer(url, admin_key, lambda client: client.verify(name))
+
+
+def _pairs(texts: list[str] | None) -> dict[str, str]:
+    pairs = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            _end(f"{text!r} is not NAME=VALUE.")
+        pairs[name] = value
+    return pairs
+
+
+def _version(text: str) -> int:
+    if not text.isdecimal():
+        _end(f"{text!r} is no version; versions are numbers, such as 1.")
+    return int(text)
+
+
+def _weight(number: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        _end(f"the weight of version {number} is {text!r}; give a number.")
+
+
+def print_answer(url: str, key: str, call: Callable[[AdminClient], Any]) -> None:
+    """The answer, or the server's own words and status 1."""
+    try:
+        with AdminClient(url, key) as client:
+            answer = call(client)
+    except APIStatusError as error:
+        _end(f"{error.status_code}: {error.message}")
+    except APIConnectionError as error:
+        _end(f"{error.message} Name the server with --url.")
+    except (APIError, FileNotFoundError) as error:
+        _end(str(error))
+    typer.echo(json.dumps(msgspec.to_builtins(answer), indent=2))
+
+
+def _end(message: str) -> NoReturn:
+    typer.echo(f"lorafleet: {message}", err=True)
+    raise typer.Exit(1)

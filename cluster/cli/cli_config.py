@@ -1,0 +1,56 @@
+"""`lorafleet config`: the command line of checking/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import quote
+from typing import Annotated
+
+import typer
+
+from lorafleet.cluster.serve import cluster_environment
+from lorafleet.protocol.errors import LorafleetError
+
+config = typer.Typer(help="Check the files that a cluster is started from.", no_args_is_help=True)
+
+
+@config.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="For `serve run`, for `ray up`, or a KubeRay RayService.")],
+) -> None:
+    """Refuse what is wrong in a file, all of it at once, and print what would run where. Starts nothing.
+
+    Status 1 where anything is wrong.
+    """
+    from lorafleet.cluster.checking.check import check_file  # Ray takes two seconds to import
+    from lorafleet.cluster.checking.check_report import describe
+
+    try:
+        checked = check_file(file)
+    except LorafleetError as error:
+        typer.echo(f"lorafleet: {error.message}", err=True)
+        raise typer.Exit(1) from None
+    for problem in checked.problems:
+        typer.echo(str(problem), err=True)
+    if checked.problems:
+        count = len(checked.problems)
+        typer.echo(f"{file}: {count} mistake{'s' if count > 1 else ''} in this {checked.kind}", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{file}: {checked.kind}, nothing wrong")
+    for line in describe(checked.serving, checked.cluster):
+        typer.echo(f"  {line}")
+
+
+@config.command()
+def environment() -> None:
+    """Print what a node of a cluster needs in its environment before `ray start`, for a shell to read:
+
+    eval "$(lorafleet config environment)"
+    """
+    try:
+        variables = cluster_environment.environment()
+    except LorafleetError as error:
+        typer.echo(f"lorafleet: {error.message}", err=True)
+        raise typer.Exit(1) from None
+    for name, value in variables.items():
+        typer.echo(f"export {name}={quote(value)}")

@@ -1,0 +1,95 @@
+"""`lorafleet inspect`: the command line of tools/inspection.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lorafleet.cluster.cli.cli_tools import JSONOption, ending_in_words
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.lora_config import LoRAConfig, LoRADType
+
+if TYPE_CHECKING:
+    from lorafleet.tools.inspection import Fit, Inspection
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="Folder of an adapter, or a URI.")],
+    model: Annotated[list[Path] | None, typer.Option(help="Folder of a base: would it load? Several times.")] = None,
+    tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="GPUs that share a base.")] = 1,
+    fully_sharded_loras: Annotated[bool, typer.Option(help="As serve's on GPUs.")] = True,
+    lora_dtype: Annotated[LoRADType, typer.Option(help="As serve's; auto: the base's, else bfloat16.")] = "auto",
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="As serve's.")] = LoRAConfig().max_lora_rank,
+    as_json: JSONOption = False,
+) -> None:
+    """Say what an adapter is, what it costs on a GPU, which bases it fits, and what serving would refuse and why.
+
+    Status 2 where the adapter, or one of the bases with it, would be refused.
+    """
+    with ending_in_words(), ExitStack() as stack:
+        import torch
+
+        from lorafleet.tools.base_checkpoint import BaseModel
+        from lorafleet.tools.inspection import fit, inspect_folder
+        from lorafleet.tools.reading import adapter_folder
+
+        config = LoRAConfig(max_lora_rank=max_lora_rank, lora_dtype=lora_dtype)
+        folder = stack.enter_context(adapter_folder(path))
+        found = inspect_folder(folder, path, config.serving_dtype(torch.bfloat16))
+        if tp > 1 and not model:
+            raise InvalidRequest("--tp needs --model: how an adapter is divided depends on the base's heads.")
+        fits = [
+            fit(folder, path, BaseModel.of_config(base), config, tp, fully_sharded=fully_sharded_loras)
+            for base in model or []
+        ]
+        found = dataclasses.replace(found, fits=fits)
+    typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else _text(found))
+    refused = [one.refusal for one in found.fits] if found.fits else [found.refusal]
+    if any(refusal is not None for refusal in refused):
+        raise typer.Exit(2)
+
+
+def _text(found: Inspection) -> str:
+    rows = [
+        ("adapter", found.path),
+        ("kind", found.kind or "unknown"),
+        ("digest", found.digest or "–"),
+        ("made for", found.base_name or "not said"),
+        ("rank", _counted(found.ranks)),
+        ("targets", _counted(found.targets)),
+        ("layers", str(found.num_layers) if found.num_layers else "–"),
+        ("needs", ", ".join(_shapes(found))),
+        ("values", f"{found.num_values:,} ({_counted(found.dtypes)} tensors)"),
+        *[("vocabulary", f"{rows:,} rows of {table}") for table, rows in found.vocabulary.items()],
+        ("tokenizer", ", ".join(found.tokenizer) or "the base's"),
+        ("files", ", ".join(f"{name} ({size:,} bytes)" for name, size in found.files.items())),
+    ]
+    if found.bytes_on_one_gpu is not None:
+        rows.append(("one GPU", f"{found.bytes_on_one_gpu:,} bytes in {found.dtype}"))
+    if found.needs_base is not None:
+        rows.append(("unknown", found.needs_base))
+    if found.refusal is not None:
+        rows.append(("refused", f"{found.refusal} [{found.error}]"))
+    lines = [f"{name:<12}{text}" for name, text in rows if text]
+    return "\n".join([*lines, *(_fit_line(one) for one in found.fits)])
+
+
+def _counted(counts: dict[int, int] | dict[str, int]) -> str:
+    return ", ".join(f"{what} ({count})" for what, count in counts.items()) or "–"
+
+
+def _shapes(found: Inspection) -> list[str]:
+    return [f"{leaf} {into}->{out}" for leaf, shapes in found.shapes.items() for into, out in shapes]
+
+
+def _fit_line(one: Fit) -> str:
+    if one.refusal is not None:
+        return f"on {one.base}: refused: {one.refusal} [{one.error}]"
+    sizes = sorted(set(one.bytes_per_gpu))
+    shown = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    return f"on {one.base}: loads; {shown} bytes on each of {len(one.bytes_per_gpu)} GPUs in {one.dtype}"

@@ -1,0 +1,105 @@
+"""`lorafleet keys …`: makes and ends the keys of a file that servers read (--api-keys). Servers take a change over by
+themselves; nothing here speaks with them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from pydantic import ValidationError
+
+from lorafleet.cluster.tenancy import key_file
+from lorafleet.cluster.tenancy.key_file import HASH_PREFIX, KeyFile
+from lorafleet.cluster.tenancy.key_text import check_key, digest_of, make_key
+from lorafleet.protocol.errors import LorafleetError
+
+keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Argument(help="The file given to servers as --api-keys.")]
+
+
+@keys.command("create")
+def create(
+    file: File,
+    id_: Annotated[str, typer.Option("--id", help="The key's public name, for logs and for revoking it.")],
+    scope: Annotated[list[str], typer.Option(help="infer, admin or metrics; several times.")] = ["infer"],  # noqa: B006  # typer copies it
+    tenant: Annotated[str | None, typer.Option(help="Whose it is; without, it sees what is public.")] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="A date such as 2027-01-31, or a time from now: 90d, 12h.")
+    ] = None,
+) -> None:
+    """Add a key to the file, and print it: the only time that anybody sees it."""
+    key = make_key()
+    entry = {"id": id_, "hash": HASH_PREFIX + digest_of(key), "scopes": scope, "tenant": tenant}
+    with _complaints():
+        before = key_file.read(file) if file.exists() else KeyFile()
+        present = before.model_dump()
+        after = KeyFile.model_validate(present | {"keys": [*present["keys"], entry | {"expires": _time(expires)}]})
+        key_file.write(file, after)
+    typer.echo(key)
+
+
+@keys.command("list")
+def list_keys(file: File) -> None:
+    """Show the keys of the file, one a line."""
+    with _complaints():
+        found = key_file.read(file).keys
+    for key in found:
+        over = " (expired)" if key.expires is not None and key.expires <= datetime.now(UTC) else ""
+        until = "never" if key.expires is None else key.expires.isoformat()
+        typer.echo(
+            f"{key.id}\ttenant={key.tenant or '-'}\tscopes={','.join(sorted(key.scopes))}\texpires={until}{over}"
+        )
+
+
+@keys.command("revoke")
+def revoke(file: File, id_: Annotated[str, typer.Argument(metavar="ID")]) -> None:
+    """Take a key out of the file. Servers refuse it within a second or two; what it has begun goes on."""
+    with _complaints():
+        before = key_file.read(file)
+        kept = [key for key in before.keys if key.id != id_]
+        if len(kept) == len(before.keys):
+            _fail(f"{file} has no key {id_!r}; it has {', '.join(key.id for key in before.keys) or 'none'}.")
+        key_file.write(file, before.model_copy(update={"keys": kept}))
+
+
+@keys.command("hash")
+def hash_key() -> None:
+    """Read a key from standard input and print what a file has in its place."""
+    key = sys.stdin.readline().strip()
+    with _complaints():
+        check_key(key)
+    typer.echo(HASH_PREFIX + digest_of(key))
+
+
+@contextmanager
+def _complaints() -> Iterator[None]:
+    """Every fault as one line, without a traceback."""
+    try:
+        yield
+    except LorafleetError as error:
+        _fail(error.message)
+    except ValidationError as error:
+        _fail("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)))
+    except OSError as error:
+        _fail(str(error))
+
+
+def _time(given: str | None) -> datetime | str | None:
+    match = re.fullmatch(r"(\d+)([dh])", given or "")
+    if match is None:
+        return given
+    return datetime.now(UTC).replace(microsecond=0) + timedelta(
+        **{{"d": "days", "h": "hours"}[match[2]]: int(match[1])}
+    )
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"lorafleet: {message}", err=True)
+    raise typer.Exit(1)

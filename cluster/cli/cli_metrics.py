@@ -1,0 +1,78 @@
+"""`lorafleet metrics …`: Prometheus and Grafana over a running server, and the files for ones that run elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorafleet.cluster.cli.cli_tools import ending_in_words
+from lorafleet.cluster.monitoring import dashboards, rules, scrape_config
+from lorafleet.cluster.monitoring.scrape_config import Target
+from lorafleet.cluster.serve.state_folder import state_folder
+
+metrics = typer.Typer(help="Prometheus and Grafana for a running server.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(help="Where to write; made where it is missing.")]
+Server = Annotated[str, typer.Option(envvar="LORAFLEET_URL", help="The server's address.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File with a key of the metrics scope, where the server asks for keys.")
+]
+CAFile = Annotated[Path | None, typer.Option(help="Certificate authority of an https server, in PEM.")]
+Interval = Annotated[int, typer.Option(min=1, help="Seconds between two scrapes.")]
+
+DEFAULT_SERVER = "http://127.0.0.1:8000"
+
+
+@metrics.command("up")
+def up(
+    server: Server = DEFAULT_SERVER,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of Prometheus, on 127.0.0.1.")] = 9090,
+    grafana_port: Annotated[int, typer.Option(min=1, max=65535, help="Of Grafana, on 127.0.0.1.")] = 3000,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of their files and data; default: metrics in lorafleet's state directory."),
+    ] = None,
+    bearer_token_file: TokenFile = None,
+    ca_file: CAFile = None,
+    scrape_interval: Interval = 15,
+    retention: Annotated[str, typer.Option(help="How long Prometheus keeps data, such as 12h or 15d.")] = "15d",
+    grafana_home: Annotated[
+        Path | None, typer.Option(help="Grafana's homepath, where it is not where packages put it.")
+    ] = None,
+) -> None:
+    """Start Prometheus, and Grafana where it is installed, over a running server; Ctrl-C stops them."""
+    from lorafleet.cluster.monitoring.up import Options, run
+
+    with ending_in_words():
+        target = Target(server, bearer_token_file, ca_file, scrape_interval)
+        run(Options(target, data or state_folder() / "metrics", port, grafana_port, grafana_home, retention))
+
+
+@metrics.command("config")
+def config(
+    folder: Folder,
+    server: Server = DEFAULT_SERVER,
+    bearer_token_file: TokenFile = None,
+    ca_file: CAFile = None,
+    scrape_interval: Interval = 15,
+) -> None:
+    """Write prometheus.yml and the rules, for a Prometheus that is started elsewhere."""
+    with ending_in_words():
+        target = Target(server, bearer_token_file, ca_file, scrape_interval)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "prometheus.yml", scrape_config.to_yaml(target))
+        _write(folder / rules.RULES_FILE, rules.to_yaml())
+
+
+@metrics.command("dashboards")
+def write_dashboards(folder: Folder) -> None:
+    """Write Grafana's dashboards as JSON, to import or to provision."""
+    for path in dashboards.write(folder):
+        typer.echo(path)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+    typer.echo(path)

@@ -1,0 +1,32 @@
+"""`lorafleet quality …`: a running server's quality probes, by client/admin.py."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lorafleet.client.admin import DEFAULT_URL
+from lorafleet.cluster.cli.cli_adapters import Key, Url, print_answer
+
+quality = typer.Typer(help="How a running server's models stand beside their baselines.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Argument(help="As the file of --quality-probes names it.")]
+
+
+@quality.command("show")
+def show(url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+    """Show the last run of every set of probes."""
+    print_answer(url, admin_key, lambda client: client.quality())
+
+
+@quality.command("run")
+def run(model: Model, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+    """Run a model's probes now."""
+    print_answer(url, admin_key, lambda client: client.run_quality(model))
+
+
+@quality.command("accept")
+def accept(model: Model, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+    """Run a model's probes now, and take what comes out as its new baseline."""
+    print_answer(url, admin_key, lambda client: client.accept_quality(model))

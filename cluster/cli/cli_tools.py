@@ -1,0 +1,47 @@
+"""What the tools of the command line share: how they end, and options that several have.
+
+Each tool's work is in tools/, imported when it runs: so that --help need not wait for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from lorafleet.protocol.errors import LorafleetError
+
+if TYPE_CHECKING:
+    import torch
+
+    from lorafleet.tools.base_checkpoint import BaseModel
+
+FloatName = Literal["float32", "bfloat16", "float16"]
+
+JSONOption = Annotated[bool, typer.Option("--json", help="Print numbers for programs.")]
+ModelOption = Annotated[Path | None, typer.Option("--model", help="Folder of the base model.")]
+
+
+@contextmanager
+def ending_in_words() -> Iterator[None]:
+    """A user's mistake is one line on stderr and status 1."""
+    try:
+        yield
+    except LorafleetError as error:
+        typer.echo(f"lorafleet: {error.message}", err=True)
+        raise typer.Exit(1) from None
+
+
+def opened_base(stack: ExitStack, folder: Path | None) -> BaseModel | None:
+    from lorafleet.tools.base_checkpoint import BaseModel
+
+    return None if folder is None else stack.enter_context(BaseModel.opened(folder))
+
+
+def dtype_named(name: FloatName | None) -> torch.dtype | None:
+    import torch
+
+    return {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

@@ -1,0 +1,52 @@
+"""`lorafleet usage DIR`: adds up what servers metered (--usage-dir)."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+import time
+from dataclasses import astuple, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorafleet.cluster.tenancy.usage_sums import FIELDS, Sum, summed
+from lorafleet.protocol.errors import InvalidRequest, LorafleetError
+
+
+def usage(
+    folder: Annotated[Path, typer.Argument(help="The servers' --usage-dir.")],
+    by: Annotated[str, typer.Option(help=f"Parted by commas: {', '.join(FIELDS)}.")] = "tenant",
+    since: Annotated[
+        str | None, typer.Option(help="A date or time (UTC where it says no zone), or 7d, 12h ago.")
+    ] = None,
+    until: Annotated[str | None, typer.Option(help="Likewise; what ended then is not in it.")] = None,
+) -> None:
+    """Print sequences and tokens, a line of CSV for each tenant, or whatever --by names."""
+    names = [name for name in by.split(",") if name]
+    try:
+        sums = summed(
+            folder, names, 0.0 if since is None else _time_s(since), float("inf") if until is None else _time_s(until)
+        )
+    except LorafleetError as error:
+        typer.echo(f"lorafleet: {error.message}", err=True)
+        raise typer.Exit(1) from None
+    out = csv.writer(sys.stdout, lineterminator="\n")
+    out.writerow([*names, *(field.name for field in fields(Sum))])
+    for values, one in sums.items():
+        out.writerow([*values, *astuple(one)])
+
+
+def _time_s(given: str) -> float:
+    """Since 1970."""
+    ago = re.fullmatch(r"(\d+)([dh])", given)
+    if ago is not None:
+        return time.time() - int(ago[1]) * {"d": 86400, "h": 3600}[ago[2]]
+    try:
+        when = datetime.fromisoformat(given)
+    except ValueError:
+        raise InvalidRequest(f"{given!r} is no time; give a date such as 2026-11-01, or 7d.", "since") from None
+    return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,316 @@
+"""The adapter directory as a named Ray actor, and how the other processes reach it.
+
+One for each application and base model, made by whoever comes first. It ends by itself when no replica has called for
+a while, so that an application that was deleted leaves nothing behind but its catalogue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from lorafleet.cluster.admin.administration import Administration
+from lorafleet.cluster.catalogue.catalogue import Catalogue, keep_reading
+from lorafleet.cluster.catalogue.catalogue_store import open_store
+from lorafleet.cluster.console.directory_view import DirectoryWindow
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, Viewer
+from lorafleet.cluster.directory.directory import HAND_OVER_S, AdapterDirectory, Changes, Found, Progress
+from lorafleet.cluster.directory.directory_metrics import DirectoryCounts
+from lorafleet.cluster.directory.directory_socket import ANSWER_S, Address, DirectoryConnection, DirectoryServer
+from lorafleet.cluster.directory.placer import ROUND_S
+from lorafleet.cluster.directory.residency import Report, Routes
+from lorafleet.cluster.serve.state_folder import state_folder
+from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
+from lorafleet.protocol.errors import LorafleetError, WireError
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+
+NAMESPACE = "lorafleet"
+IDLE_EXIT_S = 30.0
+ADMINISTER_S = 660.0  # More than membership.CHANGE_S, so that a change is never repeated because it took long.
+MAX_CALLS = 10_000  # at a time: every replica and router holds one or two
+HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives the head node
+
+LOAD_AGAIN_S = 2.0
+READ_ON_S = 1.0  # How often the log is read for what other directories of the same catalogue have written.
+COLLECT_S = 3600.0  # How often files that nobody names are looked for.
+SWITCH_S = 0.0001  # How long a thread may keep the interpreter from the event loop; Python's own default is 5 ms.
+MOVED_S = 3.0  # a directory that was not heard of for so long may run elsewhere; Ray knows where
+
+T = TypeVar("T")
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryPlace:
+    """Which directory, and where its catalogue is: all that is needed to reach or to make it."""
+
+    app_name: str
+    model: str
+    catalog_uri: str | None
+    base_names: tuple[str, ...]
+    fill_cpu_loras: bool
+
+    @property
+    def actor_name(self) -> str:
+        return f"directory:{self.app_name}:{self._model_id}"
+
+    @property
+    def uri(self) -> str:
+        """A folder of its own under the state directory where none was configured."""
+        return self.catalog_uri or str(state_folder() / "catalogues" / f"{self.app_name}-{self._model_id}")
+
+    @property
+    def _model_id(self) -> str:
+        return hashlib.sha256(self.model.encode()).hexdigest()[:12]
+
+
+class DirectoryActor:
+    """AdapterDirectory and Administration in a process of their own. Not derived from them: Ray would wrap each of
+    their methods."""
+
+    def __init__(self, catalog_uri: str, base_names: tuple[str, ...], fill_cpu_loras: bool, secret: str) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each, of a thousand replicas
+        self._directory = AdapterDirectory(Catalogue(open_store(catalog_uri)), fill_cpu_loras=fill_cpu_loras)
+        self._administration = Administration(self._directory, base_names)
+        self._window = DirectoryWindow(self._directory)
+        loop = asyncio.get_event_loop()
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's
+        self._server = DirectoryServer(self._directory, host, ray.get_runtime_context().get_actor_id() or "", secret)
+        self._watchdog = loop.create_task(self._watch())
+        self._placing = loop.create_task(self._keep_placing())
+        self._caring: list[asyncio.Task[None]] = []
+
+    async def address(self) -> Address:
+        """Where join, report, routes and watch are answered."""
+        return self._server.address
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """A public method of AdapterDirectory."""
+        assert not method.startswith("_"), method
+        return await getattr(self._directory, method)(*arguments)
+
+    async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        """A public method of Administration."""
+        assert not verb.startswith("_"), verb
+        await self._directory.until_loaded()
+        return await getattr(self._administration, verb)(**arguments)
+
+    async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+        await self._directory.until_loaded()
+        return await self._window.view(query, viewer)
+
+    async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
+        await self._directory.until_loaded()
+        return self._window.adapter(name, viewer)
+
+    async def _keep_placing(self) -> None:
+        while True:
+            await asyncio.sleep(ROUND_S)
+            await self._directory.place()
+
+    async def _keep_collecting(self) -> None:
+        while True:
+            await asyncio.sleep(COLLECT_S)
+            try:
+                await self._administration.collect_files()
+            except LorafleetError as error:
+                logger.warning("files that nobody names are collected later: %s", error)
+
+    async def _load(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                with _quick_switches():
+                    await self._directory.load()
+            except Exception:
+                logger.exception("the catalogue cannot be read")
+                await asyncio.sleep(LOAD_AGAIN_S)
+            else:
+                self._administration.resume()
+                reading = keep_reading(self._directory.catalogue, READ_ON_S)
+                self._caring = [loop.create_task(work) for work in (reading, self._keep_collecting())]
+                return
+
+    async def _watch(self) -> None:
+        await self._server.start()
+        await self._load()
+        idle_s = 0.0
+        while idle_s < IDLE_EXIT_S:
+            await asyncio.sleep(1.0)
+            self._directory.tick()
+            idle_s = idle_s + 1.0 if self._directory.idle else 0.0
+        logger.info("no replica is left: the adapter directory ends")
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+@contextlib.contextmanager
+def _quick_switches() -> Iterator[None]:
+    """The loop gives Python's lock away with every system call, and a thread that reads a catalogue would keep it for
+    5 ms each time: a thousand replicas would wait for minutes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
+    # A local folder is where the head node has it, wherever the caller runs. With S3 the head is only the better place:
+    # it does not go when the load does, and has no GPU to keep busy.
+    in_s3 = place.uri.startswith("s3://")
+    actor = (
+        ray.remote(DirectoryActor)
+        .options(
+            name=place.actor_name,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            max_task_retries=0,
+            num_cpus=0,
+            resources={} if in_s3 else {HEAD_NODE: 0.001},
+            # A replica's own strategy, which it has without one, would put it into that replica's placement group.
+            scheduling_strategy=_rather_on_head() if in_s3 else "DEFAULT",
+            max_concurrency=MAX_CALLS,
+            # Ray's head would remember each of the last 100 000 calls: 200 MB.
+            enable_task_events=False,
+        )
+        .remote(place.uri, place.base_names, place.fill_cpu_loras, secrets.token_hex(16))
+    )
+    return RemoteDirectory(actor)
+
+
+def _rather_on_head() -> NodeAffinitySchedulingStrategy | str:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's own omission
+    head = next((node["NodeID"] for node in nodes if node["Alive"] and HEAD_NODE in node["Resources"]), None)
+    return "DEFAULT" if head is None else NodeAffinitySchedulingStrategy(head, soft=True)
+
+
+class RemoteDirectory:
+    """directory.Directory over the actor and its socket; raises the actor's own exceptions, and TimeoutError where it
+    does not answer in time."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._address: Address | None = None
+        self._connection: DirectoryConnection | None = None
+        self._connecting = asyncio.Lock()
+        self._answered_s = 0.0
+
+    async def join(
+        self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
+    ) -> Changes:
+        return await self._ask(lambda connection: connection.join(replica_id, epoch, names, found, ready))
+
+    async def leave(self, replica_id: str) -> None:
+        await _result(self._actor.call.remote("leave", replica_id))
+
+    async def drain(self, replica_id: str) -> None:
+        await _result(self._actor.call.remote("drain", replica_id), HAND_OVER_S + ANSWER_S)
+
+    async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
+        return await self._ask(lambda connection: connection.watch(replica_id, epoch, version, order))
+
+    async def done(
+        self, replica_id: str, epoch: str, order: int, info: AdapterInfo | None, error: WireError | None
+    ) -> None:
+        await _result(self._actor.call.remote("done", replica_id, epoch, order, info, error))
+
+    async def lookup(self, epoch: str, name: str) -> Found:
+        return await _result(self._actor.call.remote("lookup", epoch, name))
+
+    async def found(self, epoch: str, lora: LoRARequest) -> Found:
+        return await _result(self._actor.call.remote("found", epoch, lora))
+
+    async def listed(self, epoch: str, after: str, end: str, limit: int) -> list[LoRARequest]:
+        return await _result(self._actor.call.remote("listed", epoch, after, end, limit))
+
+    async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        return await _result(self._actor.administer.remote(verb, arguments), ADMINISTER_S)
+
+    async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+        return await _result(self._actor.view.remote(query, viewer))
+
+    async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
+        return await _result(self._actor.view_adapter.remote(name, viewer))
+
+    async def report(self, report: Report) -> bool:
+        return await self._ask(lambda connection: connection.report(report))
+
+    async def routes(self, epoch: str, version: int) -> Routes:
+        return await self._ask(lambda connection: connection.routes(epoch, version))
+
+    async def admit(
+        self, replica_id: str, asks: list[Ask], charges: dict[str, int], running: dict[str, int]
+    ) -> list[Verdict]:
+        return await _result(self._actor.call.remote("admit", replica_id, asks, charges, running))
+
+    async def counts(self) -> DirectoryCounts:
+        return await _result(self._actor.call.remote("counts"))
+
+    async def note(self, progress: Progress) -> None:
+        await _result(self._actor.call.remote("note", progress))
+
+    def note_soon(self, progress: Progress) -> None:
+        """note, from code that is not asyncio and does not care for the outcome."""
+        self._actor.call.remote("note", progress)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _ask(self, call: Callable[[DirectoryConnection], Awaitable[T]]) -> T:
+        answer = await call(await self._connected())
+        self._answered_s = time.monotonic()
+        return answer
+
+    async def _connected(self) -> DirectoryConnection:
+        async with self._connecting:
+            if self._connection is None or self._connection.closed:
+                self._connection = await self._connect()
+            return self._connection
+
+    async def _connect(self) -> DirectoryConnection:
+        """A restarted directory is nearly always where it was, and answers there before it answers Ray's calls."""
+        if self._address is None or time.monotonic() - self._answered_s > MOVED_S:
+            self._address = await _address_of(self._actor)
+        return await DirectoryConnection.open(self._address)
+
+
+def read_progress(name: str, after: int) -> list[Progress]:
+    """What was noted since the first `after` notes; nothing while there is no directory yet."""
+    try:
+        actor: Any = ray.get_actor(name, namespace=NAMESPACE)
+        notes: list[Progress] = ray.get(actor.call.remote("progress", after), timeout=5)
+    except (ValueError, RayError):
+        return []
+    return notes
+
+
+async def _address_of(actor: Any) -> Address:
+    address: Address = await _result(actor.address.remote())
+    return address
+
+
+async def _result(reference: Awaitable[T], limit_s: float = ANSWER_S) -> T:
+    """Raises TimeoutError after limit_s: a process that is stopped never answers."""
+    try:
+        return await asyncio.wait_for(reference, limit_s)
+    except RayTaskError as error:
+        raise error.cause from None

@@ -1,0 +1,55 @@
+"""What /metrics shows of the adapter directory. Whichever replica is scraped asks for the counts and writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lorafleet.api.telemetry.http_metrics import text_of
+
+_GAUGES = {
+    "adapters": "Adapters in the catalogue.",
+    "replicas": "Replicas that call the directory.",
+    "placed_adapters": "Adapters that placement has given homes: those that are asked for or pinned.",
+    "homes": "Homes of all placed adapters together.",
+}
+_COUNTERS = {
+    "placement_rounds": "Rounds of placement.",
+    "placement_round_seconds": "Seconds that they took.",
+    "rebalances": "Rounds that gave an adapter another home than those it had.",
+    "placements": "Adapters that were given homes and had none.",
+    "moves": "Homes that an adapter was given beside or instead of those it had.",
+    "moved_bytes": "Bytes of the adapters at these homes.",
+    "reads_ahead": "Adapters that replicas were told to read before they are asked for.",
+    "reports": "Reports of replicas that were taken in.",
+}
+
+
+class DirectoryCounts(msgspec.Struct, frozen=True):
+    """The gauges as they are, the counters since the directory's process started."""
+
+    adapters: int
+    replicas: int
+    placed_adapters: int
+    homes: int
+    placement_rounds: int
+    placement_round_seconds: float
+    rebalances: int
+    placements: int
+    moves: int
+    moved_bytes: int
+    reads_ahead: int
+    reports: int
+
+
+def render(counts: DirectoryCounts) -> bytes:
+    return text_of(list(_collect(counts)))
+
+
+def _collect(counts: DirectoryCounts) -> Iterator[Metric]:
+    for field, text in _GAUGES.items():
+        yield GaugeMetricFamily(f"lorafleet_directory_{field}", text, getattr(counts, field))
+    for field, text in _COUNTERS.items():
+        yield CounterMetricFamily(f"lorafleet_directory_{field}", text, getattr(counts, field))

@@ -1,0 +1,333 @@
+"""What replicas and routers say to the directory many times a second, or all at once when it has been restarted: to
+join, reports, and the long polls for names and routes. A TCP connection each, frames of msgpack, any number of calls
+under way.
+
+Not actor calls, which cost Ray's actor twenty times as much (benchmarks/directory_cluster.py). Who may call the actor
+is told the address and a secret by it (cluster/directory/directory_actor.py), and shows the secret first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import socket
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from lorafleet.cluster.directory.directory import AdapterDirectory, Changes, StaleEpoch
+from lorafleet.cluster.directory.residency import Report, Routes
+from lorafleet.protocol.lora_request import LoRARequest
+
+PORTS = range(20_000, 32_000)  # between those of Ray's workers and those that the system gives away
+MAX_CALL_BYTES = 64 << 20  # a full report has 100 bytes for each adapter that the replica holds
+MAX_ANSWER_BYTES = 1 << 30  # a router's whole table has 140 for each
+CONNECT_S = 2.0
+ANSWER_S = 5.0  # more than any call is held: whoever is silent for so long is gone, node and all
+
+MAX_HELLO_BYTES = 256  # Before it has shown the secret a connection may send no more.
+HELLO_S = 5.0  # How long a connection may take to show the secret.
+MAX_STRANGERS = 1024  # Connections that have not shown it yet; a thousand replicas may come together.
+
+_SIZE_BYTES = 4
+
+T = TypeVar("T")
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class Address(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+    secret: str
+
+
+class _Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    secret: str
+
+
+class _Report(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    number: int
+    report: Report
+
+
+class _Routes(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    number: int
+    epoch: str
+    version: int
+
+
+class _Join(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    number: int
+    replica_id: str
+    epoch: str
+    names: list[str]
+    found: list[LoRARequest]
+    ready: bool
+
+
+class _Watch(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    number: int
+    replica_id: str
+    epoch: str
+    version: int
+    order: int
+
+
+_Call = _Report | _Routes | _Watch | _Join
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    """stale: instead of a result, the epoch of the call, which is over."""
+
+    number: int
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
+    stale: str | None = None
+
+
+class DirectoryServer:
+    """Listens from the constructor on; start() begins to answer. One event loop with the directory.
+
+    identity: of the directory, whichever process it runs in. The next one on the same node has the same address, so
+    that replicas and routers need not ask for it, unless another program has taken the port meanwhile.
+    """
+
+    def __init__(
+        self, directory: AdapterDirectory, host: str, identity: str, secret: str, hello_s: float = HELLO_S
+    ) -> None:
+        self.directory = directory
+        self.hello_s = hello_s
+        self.num_strangers = 0  # connections that have not shown the secret
+        self._socket = _listen(host, PORTS[zlib.crc32(identity.encode()) % len(PORTS)])
+        self.address = Address(host, self._socket.getsockname()[1], secret)
+        self._connections: set[_ServerConnection] = set()
+        self._encoded: tuple[Routes, msgspec.Raw] | None = None
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _ServerConnection(self, self._connections), sock=self._socket)
+
+    def stop(self) -> None:
+        (self._server or self._socket).close()
+        for connection in list(self._connections):
+            connection.abort()
+
+    def encode(self, routes: Routes) -> msgspec.Raw:
+        """Routers that are alike far get the same object; it is written once for all of them."""
+        if self._encoded is None or self._encoded[0] is not routes:
+            self._encoded = routes, _raw(routes)
+        return self._encoded[1]
+
+
+class _ServerConnection(asyncio.Protocol):
+    def __init__(self, server: DirectoryServer, open_connections: set[_ServerConnection]) -> None:
+        self._server = server
+        self._directory = server.directory
+        self._open = open_connections
+        self._frames = _Frames(MAX_HELLO_BYTES)
+        self._known = False
+        self._patience: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._open.add(self)
+        self._server.num_strangers += 1
+        if self._server.num_strangers > MAX_STRANGERS:
+            self.abort()
+        self._patience = asyncio.get_running_loop().call_later(self._server.hello_s, self.abort)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._open.discard(self)
+        self._is_stranger_no_more()
+        for task in self._tasks:
+            task.cancel()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _is_stranger_no_more(self) -> None:
+        """It has shown the secret, or has gone."""
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+            self._server.num_strangers -= 1
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        try:
+            for frame in self._frames.cut(data):
+                self._take(frame)
+        except (msgspec.MsgspecError, _BadFrame) as error:
+            logger.warning("the adapter directory cuts a connection off: %s", error)
+            self.abort()
+
+    def _take(self, frame: bytes) -> None:
+        if not self._known:
+            shown = _hello_decoder.decode(frame).secret.encode()  # as text it would have to be ASCII
+            self._known = secrets.compare_digest(shown, self._server.address.secret.encode())
+            if not self._known:
+                raise _BadFrame("it does not know the secret")
+            self._is_stranger_no_more()
+            self._frames.limit = MAX_CALL_BYTES
+            return
+        call = _call_decoder.decode(frame)
+        if isinstance(call, _Report):  # answered at once: there are ten thousand a second
+            self._answer(_Answer(call.number, _raw(self._directory.accept(call.report))))
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, call: _Routes | _Watch | _Join) -> None:
+        directory = self._directory
+        try:
+            match call:
+                case _Routes():
+                    result = self._server.encode(await directory.routes(call.epoch, call.version))
+                case _Watch():
+                    result = _raw(await directory.watch(call.replica_id, call.epoch, call.version, call.order))
+                case _Join():
+                    known = await directory.join(call.replica_id, call.epoch, call.names, call.found, call.ready)
+                    result = _raw(known)
+            self._answer(_Answer(call.number, result))
+        except StaleEpoch as stale:
+            self._answer(_Answer(call.number, stale=str(stale)))
+        except Exception:
+            logger.exception("the adapter directory failed at %r", call)
+            self.abort()
+
+    def _answer(self, answer: _Answer) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(_framed(answer))
+
+
+class DirectoryConnection(asyncio.Protocol):
+    """Calls raise StaleEpoch, or ConnectionError where the directory has gone."""
+
+    def __init__(self) -> None:
+        self._frames = _Frames(MAX_ANSWER_BYTES)
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[_Answer]] = {}
+        self._transport: asyncio.Transport
+        self.closed = False
+
+    @classmethod
+    async def open(cls, address: Address) -> DirectoryConnection:
+        connecting = asyncio.get_running_loop().create_connection(cls, address.host, address.port)
+        _, connection = await asyncio.wait_for(connecting, CONNECT_S)
+        connection._transport.write(_framed(_Hello(address.secret)))
+        return connection
+
+    async def report(self, report: Report) -> bool:
+        return await self._call(lambda number: _Report(number, report), _bool_decoder)
+
+    async def routes(self, epoch: str, version: int) -> Routes:
+        return await self._call(lambda number: _Routes(number, epoch, version), _routes_decoder)
+
+    async def join(
+        self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
+    ) -> Changes:
+        return await self._call(lambda number: _Join(number, replica_id, epoch, names, found, ready), _changes_decoder)
+
+    async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
+        return await self._call(lambda number: _Watch(number, replica_id, epoch, version, order), _changes_decoder)
+
+    def close(self) -> None:
+        self.closed = True
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.closed = True
+        for waiting in self._calls.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionResetError("the adapter directory has gone"))
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._frames.cut(data):
+            answer = _answer_decoder.decode(frame)
+            waiting = self._calls.get(answer.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+
+    async def _call(self, call: Callable[[int], _Call], decoder: msgspec.msgpack.Decoder[T]) -> T:
+        if self.closed:
+            raise ConnectionResetError("the adapter directory has gone")
+        number = next(self._numbers)
+        waiting: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        self._calls[number] = waiting
+        self._transport.write(_framed(call(number)))
+        try:
+            answer = await asyncio.wait_for(waiting, ANSWER_S)
+        except TimeoutError:
+            self.close()
+            raise ConnectionAbortedError(f"the adapter directory was silent for {ANSWER_S:.0f} s") from None
+        finally:
+            del self._calls[number]
+        if answer.stale is not None:
+            raise StaleEpoch(answer.stale)
+        return decoder.decode(answer.result)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """At this port, or another one where it is taken."""
+    try:
+        return socket.create_server((host, port), backlog=4096)
+    except OSError:
+        return socket.create_server((host, 0), backlog=4096)
+
+
+class _BadFrame(Exception):
+    pass
+
+
+class _Frames:
+    """Cuts a stream into frames: so many bytes, in four bytes, and then they themselves."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit  # of a frame, in bytes; may be changed between two frames
+        self._buffer = bytearray()
+
+    def cut(self, data: bytes) -> Iterator[bytes]:
+        """To be used up before the next call."""
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while len(buffer) >= at + _SIZE_BYTES:
+            begin = at + _SIZE_BYTES
+            end = begin + int.from_bytes(buffer[at:begin], "little")
+            if end - begin > self.limit:
+                raise _BadFrame(f"a frame of {end - begin} bytes; {self.limit} are allowed")
+            if len(buffer) < end:
+                break
+            frame = bytes(buffer[begin:end])
+            at = end
+            yield frame
+        del buffer[:at]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_hello_decoder = msgspec.msgpack.Decoder(_Hello)
+_call_decoder: msgspec.msgpack.Decoder[_Call] = msgspec.msgpack.Decoder(_Call)
+_answer_decoder = msgspec.msgpack.Decoder(_Answer)
+_bool_decoder = msgspec.msgpack.Decoder(bool)
+_routes_decoder = msgspec.msgpack.Decoder(Routes)
+_changes_decoder = msgspec.msgpack.Decoder(Changes)
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(_encoder.encode(value))
+
+
+def _framed(message: _Hello | _Call | _Answer) -> bytes:
+    payload = _encoder.encode(message)
+    return len(payload).to_bytes(_SIZE_BYTES, "little") + payload

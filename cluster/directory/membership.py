@@ -1,0 +1,262 @@
+"""A replica's copies of what names stand for: kept fresh by polling the directory, never used once they may be out of
+date; and the orders that come with the answers.
+
+Also repeats a call for which the directory turns out to have been restarted, after bringing it what this replica knows.
+Every call has a time limit. While the directory is silent, calls fail at once, and copies are used as long as the
+catalogue's log shows that they were not changed (catalogue/log_end.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from lorafleet.cluster.catalogue.catalogue_state import Served
+from lorafleet.cluster.catalogue.log_end import LogEnd, LogPosition
+from lorafleet.cluster.directory.directory import LEASE_S, Changes, Directory, Found, Order, Progress, StaleEpoch
+from lorafleet.cluster.directory.residency import Report
+from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
+from lorafleet.protocol.errors import DirectoryUnavailable, LorafleetError, to_wire
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.protocol.names import tenant_of
+
+RETRY_S = 0.1
+PATIENCE_S = 10.0  # How long a call waits for a directory that is being restarted, is stopped or slow.
+START_S = 120.0  # How long a replica that starts waits for the first answer: the directory's process may start with it.
+ADMIT_S = 1.0  # How long a request waits for the quotas.
+READ_S = 10.0  # Time limit of administrative calls that only read.
+CHANGE_S = 600.0  # Time limit of those that change something: replicas may load adapters for minutes.
+RETRY_AFTER_S = 2.0  # What clients are told after a call that failed.
+MAX_COPIES = 100_000  # names; the one asked for first goes
+
+T = TypeVar("T")
+logger = logging.getLogger("lorafleet.cluster")
+
+Obey = Callable[[Order], Awaitable[AdapterInfo | None]]
+
+
+class Membership:
+    """obey: does what an order says; its LorafleetError is the order's answer. log_end: without it copies are not used
+    beyond their lease."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        replica_id: str,
+        obey: Obey,
+        clock: Callable[[], float] = time.monotonic,
+        log_end: LogEnd | None = None,
+    ) -> None:
+        self.directory = directory
+        self.replica_id = replica_id
+        self._obey = obey
+        self._clock = clock
+        self._log_end = log_end
+        self._log = LogPosition("", 0)  # of the copies
+        self._answered_s = clock()  # when the directory was heard last
+        self._ready = False
+        self._epoch = ""
+        self._version = -1
+        self._order = 0
+        self._copies: dict[str, Served] = {}
+        self._absent: dict[str, None] = {}  # of tenants: their requests for public adapters ask for these first
+        self._lease_until = 0.0
+        self._following: asyncio.Task[None] | None = None
+        self._obeying: set[asyncio.Task[None]] = set()
+
+    @property
+    def epoch(self) -> str:
+        """Of the directory process that was joined last."""
+        return self._epoch
+
+    @property
+    def fresh(self) -> bool:
+        """Whether copies may be trusted: no write that they miss has been acknowledged to anybody."""
+        return self._clock() < self._lease_until
+
+    async def start(self) -> None:
+        await self.call(lambda _: self._join(), START_S, START_S)
+        self._following = asyncio.get_running_loop().create_task(self._follow())
+
+    async def stop(self) -> None:
+        for task in (self._following, *self._obeying):
+            if task is not None:
+                task.cancel()
+        await self.directory.leave(self.replica_id)
+
+    async def become_ready(self) -> None:
+        """From now on the directory may order this replica to load something."""
+        self._ready = True
+        await self.call(lambda _: self._join())
+
+    async def lookup(self, name: str) -> Served | None:
+        """What the name stands for, from the copy while it may be trusted, else from the directory."""
+        copy = self._copies.get(name)
+        is_known = copy is not None or name in self._absent
+        if is_known and (self.fresh or await self._is_unchanged(name, copy)):
+            return copy
+        return self._keep(name, await self.call(lambda epoch: self.directory.lookup(epoch, name)))
+
+    async def found(self, lora: LoRARequest) -> Served | None:
+        """A resolver has found it; answers with what another replica brought first."""
+        return self._keep(lora.lora_name, await self.call(lambda epoch: self.directory.found(epoch, lora)))
+
+    async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
+        """Public names in order, see AdapterDirectory.listed."""
+        return await self.call(lambda epoch: self.directory.listed(epoch, after, end, limit))
+
+    @property
+    def list_version(self) -> tuple[str, int] | None:
+        """Another one whenever a public name may stand for something else; None if that is not known now."""
+        return (self._epoch, self._version) if self.fresh else None
+
+    async def admit(self, asks: list[Ask], charges: dict[str, int], running: dict[str, int]) -> list[Verdict]:
+        """Raises DirectoryUnavailable after ADMIT_S."""
+        return await self.call(lambda _: self.directory.admit(self.replica_id, asks, charges, running), ADMIT_S)
+
+    async def report(self, report: Report) -> bool:
+        return await self.directory.report(report)
+
+    async def note(self, text: str, *, failed: bool = False) -> None:
+        logger.log(logging.ERROR if failed else logging.INFO, "replica %s: %s", self.replica_id, text)
+        await self.call(lambda _: self.directory.note(Progress(self.replica_id, text, failed)))
+
+    async def call(
+        self, call: Callable[[str], Awaitable[T]], limit_s: float | None = None, patience_s: float | None = None
+    ) -> T:
+        """A call to the directory, given its epoch, repeated while it is away.
+
+        Raises DirectoryUnavailable after limit_s, or once the directory has been silent for patience_s; both are
+        PATIENCE_S where they are not given. What was asked for may still be done then.
+        """
+        patience_s = PATIENCE_S if patience_s is None else patience_s
+        deadline_s = self._clock() + (PATIENCE_S if limit_s is None else limit_s)
+        if self._following is None:
+            self._answered_s = self._clock()  # nobody has listened yet
+        if self._clock() >= self._answered_s + patience_s:
+            raise _unavailable(self._clock() - self._answered_s)
+        calling = asyncio.get_running_loop().create_task(self._repeat(call))
+        try:
+            while not calling.done():
+                ends_s = min(deadline_s, self._answered_s + patience_s)
+                if self._clock() >= ends_s:
+                    raise _unavailable(self._clock() - self._answered_s)
+                await asyncio.wait([calling], timeout=ends_s - self._clock())
+            return calling.result()
+        finally:
+            calling.cancel()
+
+    async def _repeat(self, call: Callable[[str], Awaitable[T]]) -> T:
+        stale = False
+        while True:
+            try:
+                if stale:
+                    await self._join()
+                stale = False
+                answer = await call(self._epoch)
+                self._answered_s = self._clock()
+                return answer
+            except LorafleetError:
+                raise
+            except StaleEpoch:
+                stale = True
+            except Exception as error:  # it is being restarted
+                logger.debug("replica %s: the adapter directory does not answer: %r", self.replica_id, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _is_unchanged(self, name: str, copy: Served | None) -> bool:
+        """Whether the catalogue says of this name what it said when the copies were right."""
+        changed = None if self._log_end is None else await self._log_end.changed_since(self._log)
+        return changed is not None and changed.isdisjoint((name, name if copy is None else copy.adapter))
+
+    def _keep(self, name: str, answer: Found) -> Served | None:
+        """Takes a copy, unless the answer is older than what this replica has heard since."""
+        if answer.version >= self._version:
+            self._copy(name, answer.served)
+            if answer.served is None and tenant_of(name) is not None:
+                self._absent[name] = None
+                if len(self._absent) > MAX_COPIES:
+                    del self._absent[next(iter(self._absent))]
+        return answer.served
+
+    def _copy(self, name: str, served: Served | None) -> None:
+        if served is None:
+            self._copies.pop(name, None)
+            return
+        self._copies[name] = served
+        if len(self._copies) > MAX_COPIES:
+            del self._copies[next(iter(self._copies))]
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                sent = self._clock()
+                changes = await self.directory.watch(self.replica_id, self._epoch, self._version, self._order)
+                self._answered_s = self._clock()
+                self._adopt(changes, sent)
+            except StaleEpoch:
+                await self._try_to_join()
+            except Exception as error:  # the directory is being restarted
+                logger.warning("replica %s: the adapter directory does not answer: %r", self.replica_id, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _try_to_join(self) -> None:
+        try:
+            await self._join()
+        except Exception as error:  # it went again
+            logger.warning("replica %s: cannot join the adapter directory: %r", self.replica_id, error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _join(self) -> None:
+        sent = self._clock()
+        found = [copy.loras[0] for copy in self._copies.values() if copy.found]
+        changes = await self.directory.join(self.replica_id, self._epoch, list(self._copies), found, self._ready)
+        self._answered_s = self._clock()
+        self._absent.clear()  # the answer is of copies only
+        if changes.epoch != self._epoch:
+            self._epoch, self._version, self._order = changes.epoch, -1, 0
+        self._adopt(changes, sent)
+
+    def _adopt(self, changes: Changes, sent: float) -> None:
+        """Names that nobody asked for here are not copied."""
+        if changes.epoch != self._epoch or changes.version < self._version:
+            return  # another call's answer has overtaken this one
+        for name, served in changes.served.items():
+            self._absent.pop(name, None)
+            if name in self._copies:
+                self._copy(name, served)
+        self._version = changes.version
+        if changes.log.store_id:  # else the catalogue is still being read
+            self._log = changes.log
+        self._lease_until = sent + LEASE_S
+        for order in changes.orders:
+            if order.number > self._order:
+                self._order = order.number
+                task = asyncio.get_running_loop().create_task(self._answer(order, self._epoch))
+                self._obeying.add(task)
+                task.add_done_callback(self._obeying.discard)
+
+    async def _answer(self, order: Order, epoch: str) -> None:
+        info, error = None, None
+        try:
+            info = await self._obey(order)
+        except LorafleetError as refused:
+            error = to_wire(refused)
+        except Exception as fault:
+            logger.exception("replica %s: order %s failed", self.replica_id, order)
+            error = to_wire(LorafleetError(f"{order.kind} failed: {fault!r}"))
+        try:
+            await self.directory.done(self.replica_id, epoch, order.number, info, error)
+        except Exception as gone:  # a restarted directory gives its own orders
+            logger.warning("replica %s: nobody hears of order %d: %r", self.replica_id, order.number, gone)
+
+
+def _unavailable(silent_s: float) -> DirectoryUnavailable:
+    return DirectoryUnavailable(
+        f"The adapter directory does not answer (last heard {silent_s:.0f} s ago). Requests for adapters that this "
+        "replica knows go on; try again, and look first whether a change was made.",
+        retry_after_s=RETRY_AFTER_S,
+    )

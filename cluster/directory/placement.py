@@ -1,0 +1,219 @@
+"""Where each adapter should live: a pure function of demand, bytes, ranks, residency, capacity and pins.
+
+Only adapters that somebody asks for or pins are placed; the cold rest lives at its rendezvous home, which whoever
+needs it computes on the spot. A home is kept unless there is cause to leave it: its replica is gone, or holds more
+than its bound. Moves that only balance are few a round, so that loads never come as a wave.
+"""
+
+# R replicas
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
+
+STEP = 32  # adapters that are only counted, between two pauses
+
+Homes = dict[str, tuple[str, ...]]  # by adapter digest, the first home first
+Holders = Callable[[str], Iterable[str]]  # of an adapter: who has it in memory now, best tier first
+
+
+class Adapter(NamedTuple):
+    """What placement knows of one that is asked for or pinned."""
+
+    num_bytes: int
+    rank: int
+    demand: float = 0.0  # prompt and answer tokens a second
+    pinned: tuple[str, ...] = ()  # replicas that keep it in a slot
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    split: float = 0.35  # of a replica's fair share of the load: an adapter has a home for each such part of its demand
+    grow: float = 1.1  # one more home is made once the demand is above this multiple of what its homes are for
+    shrink: float = 0.5  # a home is given up once the demand is below this share of what brought it
+    bound: float = 1.25  # of the fair share: no home is chosen where that would be exceeded
+    leave: float = 1.5  # of the fair share: homes leave a replica above it, until it is below `bound`
+    max_moves: int = 8  # a round, of those that only balance
+    rank_cost: float = 1 / 256  # a token of a rank-64 adapter takes a quarter more of a step than one of the base
+
+
+DEFAULT = Policy()
+
+
+class Placement:
+    """replicas: each one's share of the work, 1 in general and less while a new one warms up. A home is rather chosen
+    among the holders."""
+
+    def __init__(
+        self,
+        adapters: Mapping[str, Adapter],
+        replicas: Mapping[str, float],
+        before: Homes,
+        holders: Holders,
+        policy: Policy = DEFAULT,
+    ) -> None:
+        self.homes: Homes = {}
+        self._adapters = adapters
+        self._before = before
+        self._holders = holders
+        self._policy = policy
+        self._rendezvous = Rendezvous(replicas)
+        self._names = self._rendezvous.replicas
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._weight_R = np.array([replicas[name] for name in self._names])
+        self._load_R = np.zeros(len(replicas))
+        self._bytes_R = np.zeros(len(replicas))
+        self._fair_load = 0.0
+        self._fair_bytes = 0.0
+        self._copies: dict[str, int] = {}
+        self._to_fit: list[tuple[float, str]] = []  # a heap, the hottest first
+        self._moves = 0
+
+    def steps(self) -> Iterator[None]:
+        """Does the work; `homes` is complete at the end. Pauses after each adapter that needs a home, and after STEP
+        of those that keep theirs."""
+        if not self._names:
+            return
+        yield from self._sum_up()
+        yield from self._keep()
+        while self._to_fit:
+            self._fit(heapq.heappop(self._to_fit)[1])
+            yield
+        yield from self._balance()
+
+    def _sum_up(self) -> Iterator[None]:
+        total = 0.0
+        for at, adapter in enumerate(self._adapters.values()):
+            total += self._load(adapter)
+            if at % STEP == 0:
+                yield
+        self._fair_load = total / float(self._weight_R.sum())
+
+    def _keep(self) -> Iterator[None]:
+        """Counts the homes that stay, and notes who needs others."""
+        num_bytes = 0
+        for at, (one, adapter) in enumerate(self._adapters.items()):
+            had = self._before.get(one, ())
+            pinned = self._present(adapter.pinned)
+            homes = (*pinned, *(home for home in self._present(had) if home not in pinned))
+            copies = self._copies[one] = max(self._num_copies(adapter, len(had)), len(pinned))
+            num_bytes += adapter.num_bytes * copies
+            self.homes[one] = homes
+            for home in homes:
+                self._count(one, home)
+            if len(homes) != copies:
+                heapq.heappush(self._to_fit, (-self._load(adapter), one))
+            if at % STEP == 0:
+                yield
+        self._fair_bytes = num_bytes / float(self._weight_R.sum())
+
+    def _load(self, adapter: Adapter) -> float:
+        return adapter.demand * (1 + self._policy.rank_cost * adapter.rank)
+
+    def _share(self, one: str) -> float:
+        return self._load(self._adapters[one]) / self._copies[one]
+
+    def _num_copies(self, adapter: Adapter, present: int) -> int:
+        parts = self._load(adapter) / (self._policy.split * self._fair_load) if self._fair_load else 0.0
+        stays = (present - 1) * self._policy.shrink < parts <= present * self._policy.grow
+        wanted = present if stays else math.ceil(parts)
+        return min(max(1, wanted), len(self._names))
+
+    def _present(self, homes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(home for home in homes if home in self._index)
+
+    def _fit(self, one: str) -> None:
+        """As many homes as it should have. A lost or first one at once, more of them as moves allow."""
+        target, pinned = self._copies[one], self._adapters[one].pinned
+        while len(self.homes[one]) > target:
+            worst = max((home for home in self.homes[one] if home not in pinned), key=self._excess)
+            self._drop(one, worst)
+        while len(self.homes[one]) < target:
+            if self.homes[one]:
+                if self._moves >= self._policy.max_moves:
+                    return
+                self._moves += 1
+            self._add(one, self._choose(one))
+
+    def _choose(self, one: str) -> str:
+        """The first that stays within its bound, of the holders and then in rendezvous order; else the emptiest."""
+        for replica in self._preferred(one):
+            if replica not in self.homes[one] and self._fits(one, replica):
+                return replica
+        return self._emptiest(one)
+
+    def _preferred(self, one: str) -> list[str]:
+        order = self._rendezvous.first(key_of(one), 2 + 2 * self._copies[one])
+        held = [replica for replica in self._holders(one) if replica in self._index]
+        return list(dict.fromkeys([*held, *order]))
+
+    def _emptiest(self, one: str) -> str:
+        full_R = self._load_R / max(self._fair_load, 1e-9) + self._bytes_R / max(self._fair_bytes, 1e-9)
+        full_R /= self._weight_R
+        full_R[[self._index[home] for home in self.homes[one]]] = math.inf
+        return self._names[int(full_R.argmin())]
+
+    def _fits(self, one: str, replica: str) -> bool:
+        at, share, num_bytes = self._index[replica], self._share(one), self._adapters[one].num_bytes
+        bound = self._policy.bound * self._weight_R[at]
+        return bool(
+            self._load_R[at] + share <= max(bound * self._fair_load, share)
+            and self._bytes_R[at] + num_bytes <= max(bound * self._fair_bytes, num_bytes)
+        )
+
+    def _count(self, one: str, home: str, sign: int = 1) -> None:
+        at = self._index[home]
+        self._load_R[at] += sign * self._share(one)
+        self._bytes_R[at] += sign * self._adapters[one].num_bytes
+
+    def _add(self, one: str, home: str) -> None:
+        self.homes[one] += (home,)
+        self._count(one, home)
+
+    def _drop(self, one: str, home: str) -> None:
+        self.homes[one] = tuple(h for h in self.homes[one] if h != home)
+        self._count(one, home, -1)
+
+    def _balance(self) -> Iterator[None]:
+        """Replicas above `leave` give homes to those that stay below `bound`, the hottest that fit first."""
+        above = {name: self._excess(name) for name in self._names if self._excess(name) > 1}
+        if not above or self._moves >= self._policy.max_moves:
+            return
+        hosted: dict[str, list[tuple[float, str]]] = {name: [] for name in above}
+        for at, (one, homes) in enumerate(self.homes.items()):
+            for home in homes:
+                if home in hosted and home not in self._adapters[one].pinned:
+                    heapq.heappush(hosted[home], (-self._share(one), one))
+            if at % STEP == 0:
+                yield
+        for replica in sorted(above, key=lambda name: (-above[name], name)):
+            while hosted[replica] and self._excess(replica) * self._policy.leave > self._policy.bound:
+                if self._moves >= self._policy.max_moves:
+                    return
+                self._move(heapq.heappop(hosted[replica])[1], replica)
+                yield
+
+    def _move(self, one: str, replica: str) -> None:
+        """Away from that replica, if another has room for it."""
+        for to in [*self._preferred(one), self._emptiest(one)]:
+            if to not in self.homes[one] and self._fits(one, to):
+                self._drop(one, replica)
+                self._add(one, to)
+                self._moves += 1
+                return
+
+    def _excess(self, replica: str) -> float:
+        """Above 1 where it holds so much that homes should leave."""
+        at = self._index[replica]
+        limit = self._policy.leave * self._weight_R[at]
+        of_load = self._load_R[at] / (limit * self._fair_load) if self._fair_load else 0.0
+        of_bytes = self._bytes_R[at] / (limit * self._fair_bytes) if self._fair_bytes else 0.0
+        return float(max(of_load, of_bytes))

@@ -1,0 +1,177 @@
+"""The directory's placement round: measures demand from the replicas' reports and says where adapters should live.
+
+Its outcome goes two ways: homes to the routers through Residency, and to replicas the adapters that they should read
+before they are asked for. A round is an iterator of short steps, as it runs on the directory's event loop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from lorafleet.cluster.directory.filling import Filler
+from lorafleet.cluster.directory.placement import STEP, Adapter, Homes, Placement
+from lorafleet.cluster.directory.residency import Placed, Residency
+from lorafleet.cluster.routing.routing import TYPICAL_BYTES
+
+ROUND_S = 1.0
+MEMORY_S = 6.0  # demand is the mean of about so many seconds
+FORGET_TOKENS_S = 0.5  # an adapter asked for less than this is left to its rendezvous home
+WARM_UP_S = 30.0  # until a new replica has its full share
+NEW_WEIGHT = 0.1
+READ_AHEAD = 4  # adapters that one replica is told to read in a round
+ROOM = 0.8  # of a replica's host memory is filled ahead
+
+Prefetch = Callable[[str, str], object]
+Sizes = Callable[[str], tuple[int, int] | None]  # of an adapter: bytes and rank, where the catalogue knows it
+Pins = Callable[[], Mapping[str, tuple[str, ...]]]  # by adapter, the replicas that keep it in a slot
+_TIERS = ("gpu", "coming", "cpu")
+
+
+@dataclass(slots=True)
+class PlacerCounts:
+    """Since the directory's start, but for `placed` and `homes`."""
+
+    placed: int = 0  # adapters that have homes now
+    homes: int = 0  # of them all together, now
+    rounds: int = 0
+    round_seconds: float = 0.0  # with what ran between their slices
+    rebalances: int = 0  # rounds that gave an adapter another home
+    placements: int = 0  # adapters that got homes and had none
+    moves: int = 0  # homes of adapters that had some before
+    moved_bytes: int = 0
+    reads_ahead: int = 0  # that replicas were told of
+
+
+class Placer:
+    """prefetch(replica, adapter): the replica should read it, soon. filler: None leaves empty host memory empty."""
+
+    def __init__(
+        self, residency: Residency, sizes: Sizes, pins: Pins, prefetch: Prefetch, filler: Filler | None
+    ) -> None:
+        self.counts = PlacerCounts()
+        self._demand: dict[str, float] = {}  # tokens a second
+        self._homes: Homes = {}
+        self._residency = residency
+        self._sizes = sizes
+        self._pins = pins
+        self._filler = filler
+        self._prefetch = prefetch
+        self._known_since: dict[str, float] = {}
+        self._leaving: set[str] = set()  # nothing is placed there
+        self._last_s: float | None = None
+
+    def round(self, now: float) -> Iterator[None]:
+        """Called about every ROUND_S, never while another one runs."""
+        adapters: dict[str, Adapter] = {}
+        yield from self._measure(now, adapters)
+        placement = Placement(adapters, self._weights(now), self._homes, self._holders)
+        yield from placement.steps()
+        yield from self._publish(placement.homes, adapters)
+        yield from self._read_ahead(adapters)
+        if self._filler is not None:
+            yield from self._filler.steps(self._leaving)
+
+    def leaves(self, replica_id: str) -> None:
+        """From the next round on its homes are elsewhere."""
+        self._leaving.add(replica_id)
+
+    def stays(self, replica_id: str) -> None:
+        """It was not stopped after all, or is gone by now."""
+        self._leaving.discard(replica_id)
+
+    def orphans(self, replica_id: str) -> list[tuple[str, str]]:
+        """After leaves() and a round: (home, adapter) of what is asked for and nobody else holds; the most asked for
+        in proportion to its bytes first, as far as the homes have room."""
+        residency, found = self._residency, []
+        hot = [one for one in residency.held(replica_id) if one in self._homes]
+        room: dict[str, float] = {}
+        for one in sorted(hot, key=self._density, reverse=True):
+            home = self._homes[one][0]
+            if home not in room:
+                kept = sum(1 for other in residency.held(home) if home in self._homes.get(other, ()))
+                room[home] = ROOM * residency.cpu_loras.get(home, 0) - kept
+            if room[home] >= 1 and not residency.holders(one).keys() - self._leaving:
+                room[home] -= 1
+                found.append((home, one))
+        return found
+
+    def _density(self, one: str) -> float:
+        num_bytes, _ = self._sizes(one) or (TYPICAL_BYTES, 16)
+        return self._demand.get(one, 0.0) / max(1, num_bytes)
+
+    def _measure(self, now: float, adapters: dict[str, Adapter]) -> Iterator[None]:
+        """Fills `adapters` with what is to be placed."""
+        elapsed = now - self._last_s if self._last_s is not None else ROUND_S
+        self._last_s = now
+        keep = math.exp(-elapsed / MEMORY_S)
+        tokens, pins = self._residency.take_tokens(), self._pins()
+        for at, one in enumerate(dict.fromkeys([*self._demand, *tokens, *pins])):
+            demand = keep * self._demand.pop(one, 0.0) + (1 - keep) * tokens.get(one, 0) / elapsed
+            if demand > FORGET_TOKENS_S:
+                self._demand[one] = demand
+            if demand > FORGET_TOKENS_S or one in pins:
+                num_bytes, rank = self._sizes(one) or (TYPICAL_BYTES, 16)
+                adapters[one] = Adapter(num_bytes, rank, demand, pins.get(one, ()))
+            if at % STEP == 0:
+                yield
+
+    def _weights(self, now: float) -> dict[str, float]:
+        """The first replicas are all alike; one that joins others starts small, and gets adapters a few at a time."""
+        present = self._residency.loads.keys() - self._leaving
+        first = not self._known_since
+        known = {one: self._known_since.get(one, now - WARM_UP_S * first) for one in present}
+        self._known_since = known
+        return {one: min(1.0, max(NEW_WEIGHT, (now - since) / WARM_UP_S)) for one, since in known.items()}
+
+    def _holders(self, one: str) -> list[str]:
+        holders = self._residency.holders(one)
+        return sorted(holders, key=lambda replica: _TIERS.index(holders[replica]))
+
+    def _publish(self, homes: Homes, adapters: Mapping[str, Adapter]) -> Iterator[None]:
+        before, self._homes = self._homes, homes
+        for at, one in enumerate(before):
+            if one not in homes:
+                self._residency.set_placed(one, Placed())
+            if at % STEP == 0:
+                yield
+        num_homes, moves_before = 0, self.counts.moves
+        for at, (one, now_at) in enumerate(homes.items()):
+            num_homes += len(now_at)
+            was_at = before.get(one, ())
+            if was_at != now_at:
+                self.counts.placements += not was_at
+                new = len(set(now_at).difference(was_at)) if was_at else 0
+                self.counts.moves += new
+                self.counts.moved_bytes += new * adapters[one].num_bytes
+                self._residency.set_placed(one, Placed(now_at, adapters[one].num_bytes))
+            if at % STEP == 0:
+                yield
+        self.counts.placed, self.counts.homes = len(homes), num_homes
+        self.counts.rebalances += self.counts.moves > moves_before
+
+    def _read_ahead(self, adapters: Mapping[str, Adapter]) -> Iterator[None]:
+        """Second homes that do not have their adapter yet; the first one is read by the request that makes it one. The
+        most asked for in proportion to its bytes first."""
+        several: list[tuple[float, str]] = []
+        for at, (one, homes) in enumerate(self._homes.items()):
+            if len(homes) > 1:
+                heapq.heappush(several, (-adapters[one].demand / max(1, adapters[one].num_bytes), one))
+            if at % STEP == 0:
+                yield
+        room = {one: ROOM * cpu_loras for one, cpu_loras in self._residency.cpu_loras.items()}
+        told = dict.fromkeys(room, 0)
+        while several:
+            one = heapq.heappop(several)[1]
+            holders = self._residency.holders(one)
+            for home in self._homes[one]:
+                if home not in room:
+                    continue  # it has left during this round
+                room[home] -= 1
+                if home not in holders and room[home] >= 0 and told[home] < READ_AHEAD:
+                    told[home] += 1
+                    self.counts.reads_ahead += 1
+                    self._prefetch(home, one)
+            yield

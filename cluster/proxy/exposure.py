@@ -1,0 +1,56 @@
+"""Refuses to start where anybody who reaches the ingress could use it, or run code through Ray: on an address beyond
+the loopback interface without API keys, or without Ray's token authentication. Free of Ray.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.proxy import haproxy
+from lorafleet.cluster.proxy.tls import CERT_VARIABLE
+from lorafleet.protocol.errors import ConfigError
+
+
+def check_exposure(host: str, args: AppArgs, environment: Mapping[str, str] = os.environ) -> None:
+    """host: where the ingress listens. environment: the one that Ray was started in. Raises ConfigError."""
+    if _is_loopback(host):
+        return
+    if args.api_keys is None and not args.insecure_without_keys:
+        raise ConfigError(
+            f"host={host} is open to the network, and there are no API keys: whoever reaches it may use every adapter. "
+            "Make keys with `lorafleet keys` and give them with api_keys, or listen on 127.0.0.1. Where something in "
+            "front checks who comes, set insecure_without_keys."
+        )
+    if environment.get("RAY_AUTH_MODE", "").lower() in ("", "disabled") and not args.insecure_without_ray_token:
+        raise ConfigError(
+            f"host={host} is open to the network, and Ray runs without authentication: whoever reaches Ray's ports can "
+            "run code on every node. Start Ray on every node with RAY_AUTH_MODE=token and the token of `ray "
+            "get-auth-token --generate` (docs/security.md). Where Ray's ports are closed to others by other means, set "
+            "insecure_without_ray_token."
+        )
+
+
+def check_tls(serves_own: bool, direct_streaming: bool, environment: Mapping[str, str] = os.environ) -> None:
+    """On a cluster, whose TLS is set in one of two places. serves_own: http_options has a certificate. Raises
+    ConfigError where it is not in the one that takes effect: TLS that was asked for is never left out."""
+    if serves_own and direct_streaming:
+        raise ConfigError(
+            "http_options has ssl_certfile, which HAProxy would not serve. Start Ray on every node with "
+            f"{CERT_VARIABLE} and the variables beside it in place of it (docs/security.md)."
+        )
+    stand_in = os.path.basename(environment.get(haproxy.RAYS_VARIABLE, "")) == haproxy.NAME
+    if CERT_VARIABLE in environment and not (direct_streaming and stand_in):
+        raise ConfigError(
+            f"{CERT_VARIABLE} takes effect through HAProxy only. Start Ray on every node with RAY_SERVE_ENABLE_HA_PROXY"
+            f"=1 and {haproxy.RAYS_VARIABLE} naming {haproxy.NAME}, or set ssl_certfile under http_options instead."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,125 @@
+"""Ray Serve's manager of HAProxy, which also watches over it: an actor on every node that clients reach.
+
+Serve's own manager starts HAProxy and hands it new configurations, but does not notice for half a minute that it has
+ended. This one starts another at once. It also frees requests that wait for a replica which has stopped answering:
+HAProxy sends those to another replica that have not begun to be answered and may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.serve._private import haproxy as serves
+
+from lorafleet.cluster.proxy.haproxy_sessions import free_waiting
+
+LOOK_S = 0.2  # Time between two looks at HAProxy.
+ANSWER_S = 0.5  # Time that HAProxy has to answer at its admin socket.
+MAX_IDLE = 4  # HAProxy is ended when it has neither answered nor run at so many looks in a row,
+MAX_UNANSWERED = 40  # or when it has run, or waited for a processor, without an answer at so many.
+
+logger = logging.getLogger("ray.serve")
+
+ServesManager: Any = serves.HAProxyManager.__ray_metadata__.modified_class  # type: ignore[attr-defined]  # Ray adds it
+
+
+class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives no type
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unanswered = 0  # Looks in a row at which HAProxy has not answered,
+        self._idle = 0  # and those of them between which it has not run either.
+        self._activity: Activity | None = None
+        self._watching = self.event_loop.create_task(self._watch())
+
+    async def _update_haproxy_backends(self) -> None:
+        """Serve's fallback may be known before the replicas are: HAProxy would forget those that it has."""
+        if self._received_target_groups_broadcast:
+            await super()._update_haproxy_backends()
+
+    async def shutdown(self) -> None:
+        self._watching.cancel()
+        await super().shutdown()
+
+    async def _watch(self) -> None:
+        await self._haproxy_start_task
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self._look()
+            except Exception:  # Whatever it was, HAProxy must go on being watched.
+                logger.exception("HAProxy could not be looked after; this is tried again.")
+
+    async def _look(self) -> None:
+        """Does nothing while HAProxy is reloaded: Serve then watches over the new process itself."""
+        async with self._reload_lock:
+            stats = await self._ask_stats()
+            if stats is None:
+                if self._is_lost():
+                    await self._replace()
+                return
+        await free_waiting(stats, self._haproxy._send_socket_command)
+
+    async def _ask_stats(self) -> str | None:
+        """Returns None where HAProxy has ended, or does not answer in time."""
+        if self._haproxy._proc.returncode is not None:
+            return None
+        try:
+            stats = str(await asyncio.wait_for(self._haproxy._send_socket_command("show stat"), ANSWER_S))
+        except (TimeoutError, RuntimeError) as error:
+            self._count_unanswered()
+            logger.warning("HAProxy does not answer (%d times in a row): %r", self._unanswered, error)
+            return None
+        self._forget()
+        return stats
+
+    def _count_unanswered(self) -> None:
+        """Counts looks, not seconds. On a machine that is overloaded or stood still, a late answer shows no fault of
+        HAProxy, so looks between which HAProxy has run are counted apart."""
+        self._unanswered += 1
+        before, self._activity = self._activity, Activity.of(self._haproxy._proc.pid)
+        self._idle = self._idle + 1 if self._activity == before else 0
+
+    def _is_lost(self) -> bool:
+        has_ended = self._haproxy._proc.returncode is not None
+        return has_ended or self._idle >= MAX_IDLE or self._unanswered >= MAX_UNANSWERED
+
+    def _forget(self) -> None:
+        self._unanswered, self._idle, self._activity = 0, 0, None
+
+    async def _replace(self) -> None:
+        process = self._haproxy._proc
+        if process.returncode is None:
+            process.kill()
+        logger.error("HAProxy ended with status %s. Another one is started.", await process.wait())
+        self._haproxy._proc = await self._haproxy._start_and_wait_for_haproxy()
+        self._forget()
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """How long a process has run, and waited for a processor: the same while it sleeps or is stopped."""
+
+    run_ns: int
+    waited_ns: int
+    num_runs: int
+
+    @classmethod
+    def of(cls, pid: int) -> Activity:
+        """Sums the schedstat files of proc(5) over the threads; zeros for a process that has ended."""
+        found = [_schedstat(path) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+        return cls(*(sum(numbers) for numbers in zip(*found, strict=True))) if found else cls(0, 0, 0)
+
+
+def _schedstat(path: Path) -> list[int]:
+    try:
+        return [int(number) for number in path.read_text().split()]
+    except OSError:  # The thread has just ended.
+        return [0, 0, 0]
+
+
+Manager = ray.remote(num_cpus=0)(WatchedHAProxyManager)

@@ -1,0 +1,99 @@
+"""How requests reach replicas: everything that is alpha or private in Ray Serve 2.60 is in this file.
+
+Direct streaming: HAProxy takes the client's connection, asks `POST /internal/route` for a replica, and then speaks with
+the replica's own HTTP server: no token passes through Ray. Serve's own proxy: proxy_affinity.py. Ray is pinned to this
+minor version because of these names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.serve import Application
+from ray.serve._private import constants, replica
+from ray.serve.context import _get_global_client
+
+from lorafleet.cluster.proxy import haproxy, tls
+from lorafleet.cluster.routing.route import Route
+from lorafleet.cluster.serve.serve_environment import PROXY_MIDDLEWARES
+
+
+def direct_streaming() -> bool:
+    """Whether this process was started with RAY_SERVE_ENABLE_HA_PROXY=1."""
+    return bool(constants.RAY_SERVE_ENABLE_HA_PROXY)
+
+
+def proxy_affinity() -> bool:
+    """Whether this process, and so probably the proxies, were started with our middleware for them."""
+    return bool(constants.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH == PROXY_MIDDLEWARES)
+
+
+def with_ingress_router(replicas: Application, router: Application) -> Application:
+    return replicas._with_ingress_request_router(router)
+
+
+def start_handle(handle: Any) -> None:
+    """Makes the handle follow its deployment's replicas before the first request."""
+    handle._init()
+
+
+async def choose(handle: Any, route: Route) -> str:
+    """The full id of the replica that AffinityRouter picks. Reserves nothing: the request itself goes by HAProxy."""
+    async with handle.choose_replica(route=route, _reserve=False) as chosen:
+        return str(chosen._replica.replica_id.to_full_id_str())
+
+
+def watch_haproxy() -> None:
+    """Called by Serve when its controller starts, which then starts our manager of HAProxy in place of its own."""
+    from ray.serve._private import controller  # Only the controller's process has it already.
+
+    from lorafleet.cluster.proxy.haproxy_manager import Manager
+
+    vars(controller)["HAProxyManager"] = Manager
+
+
+def answer_health_checks(is_well: Callable[[], bool]) -> None:
+    """In a process of a replica: HAProxy's health checks fail while this replica cannot answer requests. Serve's own
+    health checks, after which it replaces a replica, are others."""
+    serves_check = replica.Replica._dataplane_health_check
+
+    async def check(self: Any) -> tuple[bool, str]:
+        healthy, message = await serves_check(self)
+        return (healthy, message) if is_well() else (False, "UNHEALTHY")
+
+    replica.Replica._dataplane_health_check = check  # type: ignore[method-assign]  # There is no other way in.
+
+
+def listen_on_node_address() -> None:
+    """In a process of a replica, before it is up: the gRPC server that Serve starts in each, for calls by handle, is
+    bound to the node's own address, where handles look for it, and not to all interfaces."""
+    name = "add_port_to_grpc_server"
+    add_port = vars(replica)[name]
+    host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's
+    address = f"[{host}]:0" if ":" in host else f"{host}:0"
+    vars(replica)[name] = lambda server, _all_interfaces: add_port(server, address)
+
+
+def http_options() -> Any:
+    """Serve's: where it listens. None where Serve does not run."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.http_config
+
+
+async def keep_certificate() -> None:
+    """On each node with an HAProxy of ours that serves TLS: renews its certificate. Returns where there is none."""
+    files = tls.files_from_environment(os.environ)
+    if files is None or not direct_streaming():
+        return
+    node = ray.get_runtime_context().get_node_id()
+    pem = _of_node(constants.RAY_SERVE_HAPROXY_CONFIG_FILE_LOC, node).with_name(haproxy.PEM_NAME)
+    await tls.keep_renewing(files, str(_of_node(constants.RAY_SERVE_HAPROXY_SOCKET_PATH, node)), str(pem))
+
+
+def _of_node(path: str, node: str) -> Path:
+    """Serve keeps the files of each node's HAProxy in a folder of its own."""
+    return Path(path).parent / node / Path(path).name

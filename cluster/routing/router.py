@@ -1,0 +1,129 @@
+"""Sends a request to a replica that already holds its adapter.
+
+AffinityRouter runs in every process that has a handle to the replicas, and follows the directory; AdapterRouter is the
+deployment that HAProxy asks, with the request's body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from ray.exceptions import ActorDiedError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.datastructures import Headers
+
+from lorafleet.api.access.caller import sent_key
+from lorafleet.api.access.gate import Gate
+from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.cluster.directory.residency import RouteView
+from lorafleet.cluster.proxy import ingress
+from lorafleet.cluster.routing.route import NO_ROUTE, PREFIX_TOKENS, Route, route_of_session
+from lorafleet.cluster.routing.route_app import RouteApp
+from lorafleet.cluster.routing.routing import ReplicaChooser
+from lorafleet.cluster.tenancy.key_ring import KeyRing
+from lorafleet.protocol.errors import Forbidden, Unauthorized
+
+RETRY_S = 0.1
+SILENT_S = 2.0  # The directory answers this router once a second at least. After so long its loads are out of date.
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class AffinityRouter(RequestRouter):
+    """Ray Serve's extension point. Never refuses: any replica answers any adapter correctly."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        self._directory = DirectoryPlace(self.app_name, **kwargs["directory"])
+        self._view = RouteView(ReplicaChooser())
+        self._by_id: dict[str, RunningReplica] = {}
+        self._following: asyncio.Task[None] | None = None
+        self._heard_s = time.monotonic()  # when the directory last answered
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        before, self._by_id = self._by_id, {replica.replica_id.unique_id: replica for replica in replicas}
+        self._view.chooser.set_replicas(self._by_id)
+        if self._following is not None:
+            for replica_id in before.keys() - self._by_id.keys():
+                task = self._event_loop.create_task(self._say_that_it_goes(replica_id))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if self._following is None:  # not before: the handles of cluster/serve/scraping.py never choose
+            self._following = self._event_loop.create_task(self._follow_directory())
+        if not candidate_replicas:  # else they are all that update_replicas named
+            return []
+        route = _route_of(pending_request) if pending_request is not None else NO_ROUTE
+        adapter = "" if route.name in self._directory.base_names else self._view.adapter(route.name)
+        chooser = self._view.chooser
+        is_heard = time.monotonic() - self._heard_s < SILENT_S
+        ranked = chooser.rank(adapter, route.prefix, PREFIX_TOKENS, by_load=is_heard)
+        if ranked:
+            chooser.sent(adapter, ranked[0], route.num_tokens, route.prefix)
+        return [[self._by_id[replica_id]] for replica_id in ranked]
+
+    async def _say_that_it_goes(self, replica_id: str) -> None:
+        """Its adapters must be elsewhere before the requests for them are."""
+        try:
+            await get_or_create(self._directory).drain(replica_id)
+        except Exception as error:  # the replica says it again
+            logger.warning("the directory does not hear that replica %s goes: %r", replica_id, error)
+
+    async def _follow_directory(self) -> None:
+        directory = get_or_create(self._directory)
+        while True:
+            try:
+                self._view.apply(await directory.routes(self._view.epoch, self._view.version))
+                self._heard_s = time.monotonic()
+            except ActorDiedError:  # it had ended, as no replica was left
+                directory = get_or_create(self._directory)
+            except Exception as error:  # the directory is being restarted; the last table still serves
+                logger.warning("the adapter directory does not answer: %r", error)
+                await asyncio.sleep(RETRY_S)
+
+
+def _route_of(request: PendingRequest) -> Route:
+    """From AdapterRouter, or with what proxy_affinity.py has read."""
+    given: Route | None = request.kwargs.get("route")
+    return given or route_of_session(request.metadata.session_id)
+
+
+class AdapterRouter:
+    """One on every node that has an HAProxy; cluster/serve/app.py makes the deployment of it."""
+
+    def __init__(
+        self,
+        replicas: DeploymentHandle[Any],
+        admin_key: str | None = None,
+        api_keys: str | None = None,
+        traced: bool = False,
+    ) -> None:
+        self._replicas = replicas
+        self._traced = traced
+        keys = None if api_keys is None else KeyRing(api_keys)
+        self._gate = Gate(admin_key, None if keys is None else lambda: keys.keys)
+        loop = asyncio.get_event_loop()
+        self._tasks = [loop.create_task(ingress.keep_certificate())]
+        if keys is not None:
+            self._tasks.append(loop.create_task(keys.follow()))
+        ingress.listen_on_node_address()
+        ingress.start_handle(replicas)
+
+    def _admits(self, headers: Headers) -> bool:
+        """Whether a replica would let these headers infer: without keys it lets everybody."""
+        try:
+            self._gate.caller(sent_key(headers), "infer")
+        except (Unauthorized, Forbidden):
+            return False
+        return True
+
+    def __serve_build_asgi_app__(self) -> RouteApp:
+        return RouteApp(lambda route: ingress.choose(self._replicas, route), admits=self._admits, traced=self._traced)

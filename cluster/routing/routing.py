@@ -1,0 +1,241 @@
+"""Which replica should answer a request: the one where its first token is expected soonest. Knows nothing of Ray.
+
+Holds a router's view of the cluster: what is resident where, how busy each replica said that it is, what this router
+has sent there since, and where placement wants each adapter. The same class drives benchmarks/placement.py.
+"""
+
+# R replicas
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
+
+Tier = Literal["gpu", "coming", "cpu"]  # coming: requests there wait for it, it will have a slot next
+MAX_HOLDERS = 8  # looked at for one request, at random where more replicas hold its adapter
+MAX_PREFIXES = 20_000  # remembered
+TYPICAL_BYTES = 84_000_000  # of an adapter that the directory has not described: rank 16 on an 8B
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What a replica says of itself."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_tokens: int = 0  # of prompts, not computed yet
+    reading_bytes: int = 0  # of adapters that are being read from disk, or wait to be; the directory knows their sizes
+    free_slots: int = 1  # empty or idle, less the adapters that wait for one: below 0 is a queue
+    free_places: int = 256  # in the running batch, less the requests that wait: below 0 is a queue
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds. Defaults: an 8B on one H200 (docs/measured.md); their proportions decide."""
+
+    token_s: float = 1 / 42e3  # of prefill
+    request_s: float = 0.5e-3  # what a request that runs or waits adds to the next one's first token
+    fill_byte_s: float = 1 / 53e9  # host memory -> slot
+    read_byte_s: float = 1 / 0.9e9  # disk -> host memory, with digest, checks and packing
+    place_s: float = 0.1  # until a place in a full batch is free, for each request that waits for one
+    slot_s: float = 0.2  # until a slot is given back where all are in use, for each adapter that waits for one
+    move_s: float = 0.1  # what filling a slot costs others: an adapter that leaves it and comes back
+
+
+@dataclass(slots=True)
+class _Replica:
+    replica_id: str
+    index: int = -1  # in the list of those that may be chosen
+    wait_s: float = 0.0  # before a first token here, residency apart
+    batch_s: float = 0.0  # of it, what is spent on others' prompts and steps
+    reading_s: float = 0.0  # of the adapters ahead of one more
+    free_slots: int = 1
+    free_places: int = 256
+    coming: set[str] = field(default_factory=set)  # adapters that requests sent here since its last report bring
+
+
+class ReplicaChooser:
+    """`adapter` is a digest, or the name where no digest is known; "" is the base model."""
+
+    def __init__(self, costs: Costs | None = None, seed: int | None = None) -> None:
+        self._costs = costs or Costs()
+        self._random = random.Random(seed)
+        self._known: dict[str, _Replica] = {}
+        self._live: list[_Replica] = []
+        self._wait_R = np.zeros(0)
+        self._slot_R = np.zeros(0)  # with the wait for a slot
+        self._cold_R = np.zeros(0)  # and for the disk, too
+        self._rendezvous = Rendezvous({})
+        self._tiers: dict[str, dict[str, Tier]] = {}
+        self._homes: dict[str, tuple[str, ...]] = {}
+        self._num_bytes: dict[str, int] = {}
+        self._sent_to: dict[str, list[str]] = {}  # by adapter, the replicas that have it in `coming`
+        self._prefixes: OrderedDict[tuple[str, int], str] = OrderedDict()
+
+    # -- what the directory and Serve say -------------------------------------------------------------------------
+
+    def set_replicas(self, replica_ids: Iterable[str]) -> None:
+        """Those that may be chosen."""
+        for replica in self._live:
+            replica.index = -1
+        self._rendezvous = Rendezvous(dict.fromkeys(replica_ids, 1.0))
+        self._live = [self._replica(one) for one in self._rendezvous.replicas]
+        for index, replica in enumerate(self._live):
+            replica.index = index
+        self._wait_R, self._slot_R, self._cold_R = np.zeros((3, len(self._live)))
+        for replica in self._live:
+            self._set_wait(replica)
+
+    def set_load(self, replica_id: str, load: ReplicaLoad) -> None:
+        """A report includes what was sent before it."""
+        replica, costs = self._replica(replica_id), self._costs
+        replica.reading_s = load.reading_bytes * costs.read_byte_s
+        replica.free_slots = load.free_slots
+        self._forget_sent(replica)
+        busy = (load.num_running + load.num_waiting) * costs.request_s
+        replica.free_places = load.free_places
+        replica.batch_s = load.queued_tokens * costs.token_s + busy
+        self._set_wait(replica)
+
+    def set_tier(self, replica_id: str, adapter: str, tier: Tier | None) -> None:
+        holders = self._tiers.setdefault(adapter, {})
+        if tier is None:
+            holders.pop(replica_id, None)
+            if not holders:
+                del self._tiers[adapter]
+        else:
+            holders[replica_id] = tier
+
+    def set_homes(self, adapter: str, homes: Sequence[str], num_bytes: int) -> None:
+        """Nothing in homes: as nobody has placed it."""
+        if homes:
+            self._homes[adapter], self._num_bytes[adapter] = tuple(homes), num_bytes
+        else:
+            self._homes.pop(adapter, None)
+            self._num_bytes.pop(adapter, None)
+
+    def forget(self, replica_id: str) -> None:
+        """Its load is not known any more; what it held is told by set_tier."""
+        replica = self._known.get(replica_id)
+        if replica is not None and replica.index < 0:
+            self._forget_sent(replica)
+            del self._known[replica_id]
+
+    def clear_homes(self) -> None:
+        self._homes.clear()
+        self._num_bytes.clear()
+
+    def is_held(self, adapter: str) -> bool:
+        return adapter in self._tiers
+
+    @property
+    def holding(self) -> set[str]:
+        """Replicas that hold something and may be chosen."""
+        held = {replica_id for holders in self._tiers.values() for replica_id in holders}
+        return {one.replica_id for one in self._live} & held
+
+    # -- one request ----------------------------------------------------------------------------------------------
+
+    def rank(
+        self, adapter: str, prefix: int | None = None, prefix_tokens: int = 0, *, by_load: bool = True
+    ) -> list[str]:
+        """Replicas to try, best first. prefix: a hash of how the prompt begins, for so many tokens.
+
+        by_load: False while no replica's reports come. An adapter's requests then stay where it is: what has been sent
+        there since would soon count more than its residency, and another replica may not know what the name stands for.
+        """
+        if not self._live:
+            return []
+        seen_at = self._prefixes.get((adapter, prefix)) if prefix is not None else None
+        saved_s = prefix_tokens * self._costs.token_s
+        scores: dict[str, tuple[float, float]] = {}
+        for replica in self._candidates(adapter, seen_at):
+            wait_s = replica.wait_s if by_load or not adapter else 0.0
+            score = wait_s + self._residency_s(adapter, replica) - saved_s * (replica.replica_id == seen_at)
+            scores[replica.replica_id] = score, replica.wait_s
+        return sorted(scores, key=scores.__getitem__)
+
+    def sent(self, adapter: str, replica_id: str, num_tokens: int, prefix: int | None = None) -> None:
+        """A request goes there now; the replica's next report will include it."""
+        replica, costs = self._replica(replica_id), self._costs
+        if adapter and adapter not in replica.coming:
+            tier = self._tiers.get(adapter, {}).get(replica_id)
+            replica.coming.add(adapter)
+            self._sent_to.setdefault(adapter, []).append(replica_id)
+            replica.free_slots -= tier in ("cpu", None)
+            replica.reading_s += (tier is None) * self._bytes(adapter) * costs.read_byte_s
+        replica.free_places -= 1
+        replica.batch_s += num_tokens * costs.token_s + costs.request_s
+        self._set_wait(replica)
+        if prefix is not None:
+            self._prefixes[adapter, prefix] = replica_id
+            self._prefixes.move_to_end((adapter, prefix))
+            if len(self._prefixes) > MAX_PREFIXES:
+                self._prefixes.popitem(last=False)
+
+    def _candidates(self, adapter: str, seen_at: str | None) -> list[_Replica]:
+        """Who holds it or has been sent requests that bring it, who should, who has its prefix, and the least busy of
+        all; for what nobody has, also who is the first to read one more."""
+        ids = [*self._tiers.get(adapter, ()), *self._sent_to.get(adapter, ())]
+        if len(ids) > MAX_HOLDERS:
+            ids = self._random.sample(ids, MAX_HOLDERS)
+        ids += self._homes.get(adapter, ())
+        if seen_at is not None:
+            ids.append(seen_at)
+        known = self._known
+        found = [known[one] for one in ids if one in known and known[one].index >= 0]
+        if adapter and not found:
+            found.append(self._live[self._rendezvous.home(key_of(adapter))])
+        if adapter and adapter not in self._tiers and adapter not in self._homes:
+            found.append(self._live[int(self._cold_R.argmin())])
+        waits_R = self._slot_R if adapter else self._wait_R
+        found.append(self._live[int(waits_R.argmin())])
+        return found
+
+    def _residency_s(self, adapter: str, replica: _Replica) -> float:
+        """What is added to the first token because the adapter is not in a slot there."""
+        if not adapter:
+            return 0.0
+        tier = self._tiers.get(adapter, {}).get(replica.replica_id)
+        if tier == "gpu":
+            return 0.0
+        costs, num_bytes = self._costs, self._bytes(adapter)
+        slot_s = num_bytes * costs.fill_byte_s
+        if tier == "coming" or adapter in replica.coming:
+            return slot_s
+        slot_s += costs.move_s + self._slot_wait_s(replica)
+        if tier == "cpu":
+            return slot_s
+        return slot_s + replica.reading_s + num_bytes * costs.read_byte_s
+
+    def _slot_wait_s(self, replica: _Replica) -> float:
+        if replica.free_slots > 0:
+            return 0.0
+        return self._costs.slot_s * (1 - replica.free_slots)
+
+    def _bytes(self, adapter: str) -> int:
+        return self._num_bytes.get(adapter, TYPICAL_BYTES)
+
+    def _replica(self, replica_id: str) -> _Replica:
+        return self._known.setdefault(replica_id, _Replica(replica_id))
+
+    def _forget_sent(self, replica: _Replica) -> None:
+        for adapter in replica.coming:
+            self._sent_to[adapter].remove(replica.replica_id)
+            if not self._sent_to[adapter]:
+                del self._sent_to[adapter]
+        replica.coming.clear()
+
+    def _set_wait(self, replica: _Replica) -> None:
+        replica.wait_s = replica.batch_s + max(0, 1 - replica.free_places) * self._costs.place_s
+        if replica.index >= 0:
+            self._wait_R[replica.index] = replica.wait_s
+            self._slot_R[replica.index] = slot_s = replica.wait_s + self._slot_wait_s(replica)
+            self._cold_R[replica.index] = slot_s + replica.reading_s

@@ -1,0 +1,122 @@
+"""The Ray Serve application: `serve run` imports `lorafleet.cluster.serve.app:build`."""
+
+# Annotations stay objects here (no `from __future__ import annotations`): Serve looks at the type of build's argument.
+
+import dataclasses
+import logging
+import uuid
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.proxy import ingress
+from lorafleet.cluster.proxy.exposure import check_exposure, check_tls
+from lorafleet.cluster.routing.router import AdapterRouter, AffinityRouter
+from lorafleet.cluster.serve.replica import EngineReplica
+from lorafleet.cluster.serve.resources import FRONT_CPUS, check_gpus, replica_bundles
+from lorafleet.cluster.serve.serve_environment import PROXY_MIDDLEWARES
+from lorafleet.protocol.engine_config import Device, EngineConfig
+from lorafleet.protocol.errors import ConfigError
+
+HEALTH_PERIOD_S = 0.5  # Serve replaces a replica after three checks that fail
+HEALTH_TIMEOUT_S = 15.0
+DRAIN_S = 20.0  # a replica that is told to stop waits this long for its requests
+MAX_START_ATTEMPTS = 3
+QUIET = LoggingConfig(enable_access_log=False)  # a line for every request costs 0.1 ms; /metrics counts them
+MAX_ROUTED = 10_000  # requests waiting for a router's answer
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+def build(args: AppArgs) -> Application:
+    """Replicas of one base model and, with direct streaming, the router before them."""
+    options = ingress.http_options()
+    if options is not None and options.host is not None:
+        check_exposure(options.host, args)
+        check_tls(options.ssl_certfile is not None, ingress.direct_streaming())
+    config = dataclasses.replace(args.engine_config(), device=_device(args))
+    replicas = _replicas(args, config).bind(args, config, uuid.uuid4().hex)
+    if not ingress.direct_streaming():
+        if args.most_replicas > 1 and not ingress.proxy_affinity():
+            logger.warning(
+                "requests go to replicas without regard to their adapter: every replica will load what any request "
+                "asks for. Start Ray with RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s in its environment, or with "
+                "direct streaming (docs/running-on-a-cluster.md).",
+                PROXY_MIDDLEWARES,
+            )
+        return replicas
+    bound_router = router().bind(replicas, args.admin_key, args.api_keys, args.otlp_traces_endpoint is not None)
+    return ingress.with_ingress_router(replicas, bound_router)
+
+
+def _device(args: AppArgs) -> Device:
+    num_gpus = node_gpus()
+    if args.device == "cpu" or (args.device == "auto" and not any(num_gpus)):
+        return "cpu"
+    try:
+        check_gpus(args, num_gpus)
+    except ConfigError as error:
+        if args.device == "auto":
+            raise
+        # A cluster may be growing: its head deploys before nodes with GPUs have joined, or so that they are started.
+        logger.warning("%s Until then replicas wait.", error.message)
+    return "cuda"
+
+
+def node_gpus() -> list[int]:
+    """Of each node that is there."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's own omission
+    return [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
+
+
+def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
+    return serve.deployment(
+        name="EngineReplica",
+        **_scaling(args),
+        max_ongoing_requests=args.max_ongoing_requests,
+        max_constructor_retry_count=MAX_START_ATTEMPTS,
+        ray_actor_options={"num_cpus": FRONT_CPUS},
+        placement_group_bundles=replica_bundles(args, config.device),
+        placement_group_strategy="STRICT_PACK",  # they speak over Unix sockets
+        request_router_config=RequestRouterConfig(
+            request_router_class=AffinityRouter,  # type: ignore[arg-type]  # Serve's annotation is of what it stores
+            request_router_kwargs={"directory": args.directory_place()},
+        ),
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        logging_config=QUIET,
+    )(serve.ingress()(EngineReplica))
+
+
+def _scaling(args: AppArgs) -> dict[str, Any]:
+    if args.max_replicas is None:
+        return {"num_replicas": args.num_replicas}
+    window_s = min(max(args.upscale_delay_s, 1.0), 30.0)
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=args.num_replicas,
+            max_replicas=args.max_replicas,
+            upscale_delay_s=args.upscale_delay_s,
+            downscale_delay_s=args.downscale_delay_s,
+            look_back_period_s=window_s,
+            metrics_interval_s=window_s / 3,
+            policy=AutoscalingPolicy(  # type: ignore[no-untyped-call]  # Ray's own omission
+                policy_function="lorafleet.cluster.serve.autoscaling:LoadPolicy",
+                policy_kwargs={"target": args.target_load},
+            ),
+        )
+    }
+
+
+def router() -> serve.Deployment:
+    """What HAProxy asks for a replica."""
+    return serve.deployment(name="AdapterRouter", max_ongoing_requests=MAX_ROUTED, ray_actor_options={"num_cpus": 0})(
+        serve.ingress()(AdapterRouter)
+    )

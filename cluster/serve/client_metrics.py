@@ -1,0 +1,32 @@
+"""What a replica's front knows of its engine from the outside: shown also when the engine has stopped answering."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lorafleet.protocol.transport import EngineClient
+
+
+class ClientMetrics(Collector):
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._engine
+        yield GaugeMetricFamily(
+            "lorafleet_client_sequences", "Sequences given to the engine whose end has not come.", engine.num_streams
+        )
+        yield GaugeMetricFamily(
+            "lorafleet_client_stats_age_seconds",
+            "Since the engine was last heard of: a second where it is idle, a tenth and a step where it works.",
+            engine.stats_age_s,
+        )
+        yield GaugeMetricFamily(
+            "lorafleet_client_engine_alive", "1 while the engine's processes live, else 0.", int(engine.dead is None)
+        )
+        yield CounterMetricFamily(
+            "lorafleet_client_batches", "Messages sent to the engine, at most one a step.", engine.num_batches
+        )

@@ -1,0 +1,310 @@
+"""`lorafleet serve`: a Ray of its own on this machine, the application on it, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.proxy.exposure import check_exposure
+from lorafleet.cluster.proxy.tls import TLSFiles
+from lorafleet.cluster.serve import serve_environment
+from lorafleet.cluster.serve.child_processes import adopt_orphans, end_descendants, reap_adopted
+from lorafleet.cluster.serve.resources import check_gpus, replica_bundles
+from lorafleet.protocol.errors import ConfigError, LorafleetError
+
+APP_NAME = "lorafleet"
+OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
+UNAUTHORIZED = 401
+HTTP_S = 60.0  # how long HTTP may take after the replicas are up
+POLL_S = 0.2
+RAY_IS_LATE = "timed out during startup"
+RAY_STARTS = 4
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Stopped(BaseException):
+    """SIGINT or SIGTERM came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """What clients reach."""
+
+    host: str
+    port: int
+    tls: TLSFiles | None
+    direct_streaming: bool  # through HAProxy; else through Serve's own proxy
+
+    def __post_init__(self) -> None:
+        if self.tls is not None and self.tls.ca_certs is not None and not self.direct_streaming:
+            raise ConfigError(
+                f"ssl_ca_certs={self.tls.ca_certs!r}: Serve's own proxy asks clients for no certificate. Leave it out, "
+                "or leave out --no-direct-streaming."
+            )
+
+    @property
+    def url(self) -> str:
+        """For a client on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http{'' if self.tls is None else 's'}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def http_options(self) -> dict[str, Any]:
+        """Serve's. With direct streaming HAProxy alone listens elsewhere: see serve_environment.open_ingress."""
+        if self.direct_streaming:
+            return {"host": "127.0.0.1", "port": self.port}
+        files = {} if self.tls is None else {"ssl_certfile": self.tls.cert, "ssl_keyfile": self.tls.key}
+        return {"host": self.host, "port": self.port, **files}
+
+
+def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
+    """Runs until SIGINT or SIGTERM, and ends the process. Raises ConfigError before anything was started.
+
+    Begins anew, as the same process, when Ray's raylet or GCS has ended, since all that serves ends with them.
+    """
+    _check_address(listener)
+    adopt_orphans()
+    run_dir = tempfile.mkdtemp(prefix="lf-", dir="/tmp")
+    environment = dict(os.environ)
+    status = 0
+    try:
+        _catch_signals()
+        os.environ["LORAFLEET_RUN_DIR"] = run_dir  # the replicas' sockets go there
+        serve_environment.prepare(run_dir, direct_streaming=listener.direct_streaming)
+        check_exposure(listener.host, args)
+        if listener.direct_streaming:
+            needs_key = args.api_keys is not None
+            serve_environment.open_ingress(run_dir, listener.host, listener.tls, needs_key=needs_key)
+        _start(args, listener, run_dir)
+        _announce(args, listener)
+        reap_adopted(until=_ray_has_ended)
+        _begin_anew(environment, run_dir)
+    except Stopped:
+        console.print("stopping")
+    except LorafleetError as error:
+        console.print(f"lorafleet: {error.message}", markup=False, style="red")
+        status = 1
+    except Exception:  # _exit would end the process before anybody heard of it
+        console.print_exception()
+        status = 1
+    finally:
+        _ignore_signals()
+        _exit(status, run_dir)
+
+
+def _check_address(listener: Listener) -> None:
+    family = socket.AF_INET6 if ":" in listener.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listener.host, listener.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {listener.host}:{listener.port}: {error.strerror}. Choose another --port or --host."
+            ) from None
+
+
+def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
+    console.print("starting Ray")
+    from ray import serve  # these read the environment when they are imported
+
+    from lorafleet.cluster.directory.directory_actor import DirectoryPlace
+    from lorafleet.cluster.serve.app import build, node_gpus
+
+    replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
+    num_cpus = max(os.cpu_count() or 1, math.ceil(args.most_replicas * replica_cpus) + 1)
+    start_ray(num_cpus)
+    _catch_signals()  # ray.init puts its own handlers in place
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    if args.device == "cuda":
+        check_gpus(args, node_gpus())  # no other node will join
+    console.print(f"starting {args.num_replicas} replica{'s' if args.num_replicas > 1 else ''} of {args.model}")
+    serve.start(http_options=listener.http_options)
+    target = serve.RunTarget(build(args), name=APP_NAME, route_prefix="/")
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    _wait_for_replicas(DirectoryPlace(APP_NAME, **args.directory_place()).actor_name)
+    console.print("starting HTTP")
+    with _own_client(listener, run_dir) as client:
+        _wait_for_http(args, client)
+
+
+def start_ray(num_cpus: int) -> None:
+    """Again where its processes were late: Ray waits 15 s for one of them, and 30 s for all, on any machine."""
+    import ray
+
+    from lorafleet.cluster.serve.ray_agents import keep_agents
+
+    keep_agents()
+    for starts_left in reversed(range(RAY_STARTS)):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=num_cpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            return
+        except Exception as error:  # Ray has no class of its own for it
+            if RAY_IS_LATE not in str(error):
+                raise
+            end_descendants()
+            if not starts_left:
+                raise ConfigError(
+                    f"Ray's processes did not start in {RAY_STARTS} times 30 s: this machine is too busy, or one of "
+                    f"them ends at once; see the logs in /tmp/ray/session_latest/logs. Ray says: {error}"
+                ) from None
+            console.print("Ray did not start in 30 s; once more")
+
+
+def _wait_for_replicas(directory: str) -> None:
+    """Prints what the replicas tell. Raises ConfigError with a replica's own words when it fails."""
+    from ray import serve
+
+    from lorafleet.cluster.directory.directory_actor import read_progress
+
+    num_read = 0
+    with Progress(TextColumn("  {task.description}"), BarColumn(), console=console, transient=True) as bars:
+        show = _Show(bars)
+        while True:
+            application = serve.status().applications.get(APP_NAME)
+            notes = read_progress(directory, num_read)
+            num_read += len(notes)
+            for note in notes:
+                if note.failed:
+                    raise ConfigError(note.text)
+                show.line(note.replica_id, note.text)
+            if application is not None and application.status == "RUNNING":
+                return
+            if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise ConfigError(application.message.strip().splitlines()[-1])
+            time.sleep(POLL_S)
+
+
+class _Show:
+    """Lines as they come, and a bar for each replica whose weights are being loaded."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._bar_of: dict[str, Any] = {}
+
+    def line(self, replica_id: str, text: str) -> None:
+        head, _, percent = text.removesuffix(" %").rpartition(" ")
+        if not text.endswith(" %") or not console.is_terminal:
+            console.print(f"  {replica_id}: {text}")
+            return
+        if replica_id not in self._bar_of:
+            self._bar_of[replica_id] = self._bars.add_task(f"{replica_id}: {head}", total=100)
+        self._bars.update(self._bar_of[replica_id], completed=float(percent))
+
+
+def _own_client(listener: Listener, run_dir: str) -> httpx.Client:
+    """Behind the ingress's TLS where that asks clients for a certificate; else it takes this server's, for any name."""
+    if listener.direct_streaming:
+        transport = httpx.HTTPTransport(uds=serve_environment.ingress_socket(run_dir))
+        return httpx.Client(transport=transport, base_url="http://localhost", timeout=HTTP_S, trust_env=False)
+    verify = True if listener.tls is None else listener.tls.own_context()
+    return httpx.Client(base_url=listener.url, timeout=HTTP_S, trust_env=False, verify=verify)
+
+
+def _wait_for_http(args: AppArgs, client: httpx.Client) -> None:
+    """Until one token has come the whole way: HAProxy hears of new replicas only after they are up."""
+    body = {"model": args.base_names[0], "prompt": "a", "max_tokens": 1}
+    deadline = time.monotonic() + HTTP_S
+    while True:
+        try:
+            answer = client.post("/v1/completions", json=body)
+            if answer.is_success or answer.status_code == UNAUTHORIZED:  # a replica that wants a key
+                return
+            cause = f"{answer.status_code} {answer.text[:500]}"
+        except httpx.HTTPError as error:
+            cause = str(error)
+        if time.monotonic() > deadline:
+            raise ConfigError(f"the replicas are up, but HTTP did not answer in {HTTP_S:.0f} s: {cause}")
+        time.sleep(POLL_S)
+
+
+def _announce(args: AppArgs, listener: Listener) -> None:
+    names = [module.name for module in args.lora_modules]
+    console.print(f"ready: {listener.url}")
+    console.print(f"console: {listener.url}/console")
+    console.print(f"base model: {', '.join(args.base_names)}")
+    console.print(f"adapters: {', '.join(names) or 'none'}")
+    if listener.host in ("0.0.0.0", "::"):
+        console.print(f"{listener.host} is open to the network")
+    model = names[0] if names else args.base_names[0]
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What colour is a lime?"}}]}}'
+    key = "" if args.api_keys is None else "-H 'authorization: Bearer KEY' "
+    console.print("try:")
+    console.print(
+        f"  curl {listener.url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'", markup=False
+    )
+    console.print("Ctrl-C stops everything")
+
+
+def _exit(status: int, run_dir: str) -> NoReturn:
+    """Ends every process started from here, then this one, without Ray's own exit handlers, which wait for them.
+
+    Serve's shutdown would take about ten seconds and drain nothing, since it kills HAProxy first.
+    """
+    _leave_nothing(run_dir)
+    console.print("stopped")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _ray_has_ended() -> bool:
+    """Whether its raylet or its GCS has. A minute after the GCS, Ray would end this process."""
+    from ray._private import ray_constants, worker
+
+    needed = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+    node: Any = worker._global_node  # ray.init has set it; Ray gives it no type
+    return any(kind in needed for kind, _ in node.dead_processes())
+
+
+def _begin_anew(environment: dict[str, str], run_dir: str) -> NoReturn:
+    """environment: what this process was started with. A signal that comes meanwhile stops it for good."""
+    console.print("Ray has ended, and all that serves with it; starting anew", style="red")
+    _leave_nothing(run_dir)
+    sys.stdout.flush()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_DFL)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def _leave_nothing(run_dir: str) -> None:
+    end_descendants()
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _catch_signals() -> None:
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, _raise_stopped)
+
+
+def _ignore_signals() -> None:
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+
+
+def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
+    _ignore_signals()  # one is enough: a second must not break into the clean-up
+    raise Stopped

@@ -1,0 +1,102 @@
+"""Puts a replica's HTTP front together from what the replica has."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lorafleet.api.access.origins import Origins
+from lorafleet.api.front import Front, FrontConfig, read_generation_defaults
+from lorafleet.api.languages import AdapterLanguages
+from lorafleet.api.request.pooling import read_pooling
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.cluster.config import AppArgs, check_otel
+from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
+from lorafleet.cluster.serve.client_metrics import ClientMetrics
+from lorafleet.cluster.tenancy.tenancy import Tenancy
+from lorafleet.protocol.transport import EngineClient
+from lorafleet.resolvers.filesystem import FilesystemResolver
+from lorafleet.resolvers.registry import LoRAResolverRegistry
+from lorafleet.resolvers.remote import RemoteResolver
+from lorafleet.resolvers.store import AdapterStore
+
+if TYPE_CHECKING:
+    from lorafleet.api.telemetry.tracing import Tracing
+
+
+def make_front(
+    args: AppArgs,
+    replica_id: str,
+    tokenizer: Tokenizer,
+    engine: EngineClient,
+    catalog: DirectoryCatalog,
+    store: AdapterStore,
+    languages: AdapterLanguages,
+    resolver: LoRAResolverRegistry | None,
+    scrape: Callable[[], Awaitable[bytes]],
+    tenancy: Tenancy,
+) -> Front:
+    config, fetched_since = front_config(args, replica_id), store.metrics.fetched_since
+    front = Front(
+        config,
+        tokenizer,
+        engine,
+        catalog,
+        scrape,
+        fetched_since,
+        languages,
+        gate=tenancy.gate,
+        quotas=tenancy.quotas,
+        tenants=tenancy.keys,
+        meter=tenancy.usage,
+        audit=tenancy.audit,
+    )
+    for collector in tenancy.collectors:
+        front.metrics.add(collector)
+    front.metrics.add(store.metrics)
+    front.metrics.add(ClientMetrics(engine))
+    if resolver is not None:
+        front.metrics.add(resolver.metrics)
+    return front
+
+
+def start_tracing(args: AppArgs, replica_id: str) -> Tracing | None:
+    """None where traces are off. Raises ConfigError where they cannot be sent."""
+    if args.otlp_traces_endpoint is None:
+        return None
+    check_otel(args)
+    from lorafleet.api.telemetry.tracing import Tracing  # OpenTelemetry is an extra
+
+    return Tracing(args.otlp_traces_endpoint, args.otlp_traces_ratio, replica_id)
+
+
+def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
+    return FrontConfig(
+        served_model_names=tuple(args.base_names),
+        model_path=args.model,
+        allow_runtime_lora_updating=args.allow_runtime_lora_updating,
+        queue_timeout_s=args.queue_timeout,
+        max_body_bytes=args.max_body_bytes,
+        # Without keys check_exposure() lets the ingress listen elsewhere only where it is told to.
+        origins=Origins(tuple(args.allowed_origins), only_loopback=not args.insecure_without_keys),
+        replica_id=replica_id,
+        chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
+        pooling=read_pooling(args.model) if args.pooling == "auto" else args.pooling,
+        tool_call_parser=args.tool_call_parser,
+        generation_defaults=read_generation_defaults(args.model),
+    )
+
+
+def make_resolver(args: AppArgs, store: AdapterStore) -> LoRAResolverRegistry | None:
+    """In the order of lora_resolvers; those that it does not name come first. None where there is none."""
+    registry = LoRAResolverRegistry()
+    names = [args.model, *args.base_names]
+    for name in args.resolver_order:
+        if name == "filesystem" and args.lora_resolver_dir is not None:
+            registry.register(name, FilesystemResolver(args.lora_resolver_dir, names))
+        elif name in args.resolver_templates:
+            registry.register(name, RemoteResolver(args.resolver_templates[name], store, names))
+        else:
+            registry.load_plugins([name])
+    return registry if registry.supported() else None

@@ -1,0 +1,108 @@
+"""What a replica tells the directory: which adapters it holds, how busy it is, and what it was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+from lorafleet.cluster.directory.membership import Membership
+from lorafleet.cluster.directory.residency import Report
+from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
+from lorafleet.protocol.messages import EngineStats
+from lorafleet.protocol.transport import EngineClient
+
+AGAIN_S = 0.1
+FULL_S = 5.0  # between full reports
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class Reporter:
+    """What the next report says. now: seconds, of any clock that does not jump."""
+
+    def __init__(self, replica_id: str, cpu_loras: int) -> None:
+        self._replica_id = replica_id
+        self._cpu_loras = cpu_loras
+        self._sequence = 0
+        self._told: dict[str, Tier] = {}
+        self._load: tuple[ReplicaLoad, list[str]] | None = None
+        self._full_at = 0.0
+        self._full_wanted = True
+
+    def next(
+        self,
+        tiers: Mapping[str, Tier],
+        load: ReplicaLoad,
+        unread: list[str],
+        tokens: Mapping[str, int],
+        now: float,
+    ) -> Report | None:
+        """None where there is nothing to say."""
+        full = self._full_wanted or now >= self._full_at
+        changed: dict[str, Tier | None] = {one: tier for one, tier in tiers.items() if self._told.get(one) != tier}
+        changed |= dict.fromkeys(self._told.keys() - tiers.keys())
+        if not (full or changed or tokens or (load, unread) != self._load):
+            return None
+        self._sequence += 1
+        self._told, self._load = dict(tiers), (load, unread)
+        if full:
+            self._full_at, self._full_wanted = now + FULL_S, False
+        said: dict[str, Tier | None] = dict(tiers) if full else changed
+        return Report(self._replica_id, self._sequence, full, said, load, dict(tokens), self._cpu_loras, unread)
+
+    def want_full(self) -> None:
+        """The directory has missed something: an answer said so, or none came, or it was restarted."""
+        self._full_wanted = True
+
+
+def tiers_of(stats: EngineStats) -> dict[str, Tier]:
+    """Each adapter's best tier."""
+    tiers: dict[str, Tier] = dict.fromkeys(stats.resident_cpu, "cpu")
+    tiers |= dict.fromkeys(stats.waiting_adapters, "coming")
+    return tiers | dict.fromkeys(filter(None, stats.resident_slots), "gpu")
+
+
+def load_of(stats: EngineStats, max_num_seqs: int) -> ReplicaLoad:
+    without_slot = set(stats.waiting_adapters).difference(stats.resident_slots)
+    return ReplicaLoad(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        queued_tokens=stats.waiting_tokens,
+        free_slots=stats.lora_slots_idle - len(without_slot),
+        free_places=max_num_seqs - stats.num_running - stats.num_waiting,
+    )
+
+
+def unread_of(stats: EngineStats) -> list[str]:
+    """Adapters that requests wait for and no tier has."""
+    held = {*stats.resident_slots, *stats.resident_cpu}
+    return [one for one in stats.waiting_adapters if one not in held]
+
+
+async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras: int, max_num_seqs: int) -> None:
+    """A report whenever the engine's stats say something new, and again until one is accepted."""
+    reporter, epoch = Reporter(membership.replica_id, cpu_loras), membership.epoch
+    accepted = True
+    while True:
+        if accepted:
+            await engine.next_stats()
+        else:
+            await asyncio.sleep(AGAIN_S)
+        stats = engine.stats
+        if membership.epoch != epoch:
+            epoch = membership.epoch
+            reporter.want_full()
+        load, unread = load_of(stats, max_num_seqs), unread_of(stats)
+        report = reporter.next(tiers_of(stats), load, unread, engine.tokens_asked, time.monotonic())
+        if report is None:
+            continue
+        engine.tokens_asked.clear()
+        try:
+            accepted = await membership.report(report)
+        except Exception as error:  # it is being restarted
+            logger.warning("replica %s: the directory took no report: %r", membership.replica_id, error)
+            accepted = False
+        if not accepted:
+            reporter.want_full()

@@ -1,0 +1,43 @@
+"""What the replicas take of a machine: bundles, GPUs, cores. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from lorafleet.cluster.config import AppArgs
+from lorafleet.protocol.engine_config import Device, EngineConfig
+from lorafleet.protocol.errors import ConfigError
+
+FRONT_CPUS = 0.1  # the HTTP front's share; Ray counts it, nothing enforces it
+
+
+def replica_bundles(args: AppArgs, device: Device) -> list[dict[str, float]]:
+    """The front's, then one for each rank of its engine (cluster/serve/ranks.py)."""
+    rank = {"CPU": args.num_cpus} | ({"GPU": 1.0} if device == "cuda" else {})
+    return [{"CPU": FRONT_CPUS}, *[rank] * args.tensor_parallel_size]
+
+
+def check_gpus(args: AppArgs, num_gpus: list[int]) -> None:
+    """num_gpus: of each node. Raises ConfigError where the replicas do not fit, each of them on one node."""
+    size, total = args.tensor_parallel_size, sum(num_gpus)
+    if sum(count // size for count in num_gpus) >= args.num_replicas:
+        return
+    wanted = f"num_replicas={args.num_replicas} with tensor_parallel_size={size} on device={args.device} needs "
+    if total < args.num_replicas * size:
+        raise ConfigError(
+            f"{wanted}{args.num_replicas * size} GPUs; this Ray cluster has {total}. Lower either, add GPUs, or use "
+            "device=cpu."
+        )
+    raise ConfigError(
+        f"{wanted}{size} GPUs of one node for each replica; this Ray cluster's nodes have "
+        f"{', '.join(map(str, num_gpus))}. Lower either, or add GPUs to a node."
+    )
+
+
+def with_cpu_threads(config: EngineConfig, num_replicas: int) -> EngineConfig:
+    """Ray gives a worker one thread; share the machine's cores among the replicas' ranks instead."""
+    if config.cpu_threads is not None or config.device != "cpu":
+        return config
+    num_workers = num_replicas * config.tensor_parallel_size
+    return dataclasses.replace(config, cpu_threads=max(1, (os.cpu_count() or 1) // num_workers))

@@ -1,0 +1,151 @@
+"""The environment in which Ray Serve starts: it reads its settings for HAProxy from there when it is imported.
+
+Imports nothing of Ray, so that it can be set before. The other half of direct streaming is cluster/proxy/ingress.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+from lorafleet.cluster.proxy import haproxy
+from lorafleet.cluster.proxy.tls import TLSFiles
+from lorafleet.protocol.errors import ConfigError
+
+PORTS = 100  # of a range: one only held, HAProxy's two, Serve's proxy's, one for each replica on this machine
+PROXY_MIDDLEWARES = "lorafleet.cluster.proxy.proxy_affinity:middlewares"
+CONTROLLER_CALLBACK = "lorafleet.cluster.proxy.ingress:watch_haproxy"
+# Ray's default is 15. All that serves is a worker of Ray's here: every other program of the machine would delay it.
+WORKER_NICENESS = "0"
+# Bytes of a request that the router may see; a name behind them costs affinity only. HAProxy's buffers are as large, of
+# which each stream holds one or two.
+ROUTED_BODY_BYTES = 1 << 18
+
+
+def prepare(run_dir: str, *, direct_streaming: bool) -> None:
+    """Sets this process's environment; Ray's processes inherit it. What the user has set stays.
+
+    run_dir: private, its path at most 20 characters, since a Unix socket's path with a node id in it must fit 108.
+    """
+    for name, value in _ray().items():
+        os.environ.setdefault(name, value)
+    if direct_streaming:
+        for name, value in _direct_streaming(run_dir).items():
+            os.environ.setdefault(name, value)
+
+
+def open_ingress(run_dir: str, host: str, tls: TLSFiles | None, *, needs_key: bool = False) -> None:
+    """With direct streaming, after prepare: only HAProxy listens on this address, with TLS where there are files for
+    it, and at ingress_socket(). Serve's own host stays the loopback interface, for the replicas and its proxy."""
+    if haproxy.RAYS_VARIABLE in os.environ:
+        os.environ.setdefault(haproxy.BINARY_VARIABLE, os.environ[haproxy.RAYS_VARIABLE])
+    os.environ |= {
+        haproxy.RAYS_VARIABLE: _haproxy_stand_in(run_dir),
+        haproxy.HOST_VARIABLE: host,
+        haproxy.SOCKET_VARIABLE: ingress_socket(run_dir),
+    }
+    if needs_key:
+        os.environ[haproxy.NEEDS_KEY_VARIABLE] = "1"
+    if tls is not None:
+        os.environ |= tls.environment()
+
+
+def ingress_socket(run_dir: str) -> str:
+    """Where this user reaches the ingress whatever its address and TLS are."""
+    return f"{run_dir}/ingress.sock"
+
+
+def _ray() -> dict[str, str]:
+    settings = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
+        # A proxy that is not ready after three times as long is killed, and the start fails with it: 15 s are too few
+        # on a machine that is busy. The start itself waits for it for 60 s.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
+        # Ray's own metrics are answered without its token, by three processes: they are not exported. The latter two
+        # processes have no setting for it, but go on where they cannot listen.
+        "RAY_enable_metrics_collection": "0",
+        "AUTOSCALER_METRIC_PORT": "-1",
+        "DASHBOARD_METRIC_PORT": "-1",
+        # Ray's processes listen on the loopback interface only; what the name says is not all that it does.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_worker_niceness": WORKER_NICENESS,
+    }
+    if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        # Whoever reaches Ray's ports can run code: a token of this run's own, and no file in the home directory.
+        settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return settings
+
+
+def _direct_streaming(run_dir: str) -> dict[str, str]:
+    held = _hold_range()
+    metrics_port, stats_port, fallback_port, first_replica = held + 1, held + 2, held + 3, held + 4
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+        # HAProxy may hold two such buffers for each of 4096 connections: with the default of 8 MiB, 64 GiB.
+        "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
+        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
+        # A manager of HAProxy that has ended is noticed after three times as long.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        # Replicas bind with SO_REUSEPORT from 30000 on: a second Ray on this machine would share the first one's ports,
+        # and each would get some of the other's requests.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(held + PORTS - 1),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{run_dir}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{run_dir}/admin.sock",
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a line parsed in Python for every request
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": run_dir,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{run_dir}/state",
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        # A stopping replica stays open this long for an HAProxy that does not know yet; on one machine it hears soon.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
+
+
+def _hold_range() -> int:
+    """The first of PORTS ports that nobody listens on, below those that Linux gives to clients. It stays bound until
+    this process ends, so that a server that starts meanwhile takes another range."""
+    starts = list(range(10_000, 30_000, PORTS))
+    random.SystemRandom().shuffle(starts)
+    for start in starts:
+        first = socket.socket()
+        if _binds(first, start) and all(_is_free(start + i) for i in range(1, PORTS)):
+            first.detach()
+            return start
+        first.close()
+    raise ConfigError(
+        f"no {PORTS} ports in a row are free between 10000 and 30000, which HAProxy and the replicas would listen on. "
+        "Stop what listens there, or use --no-direct-streaming."
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return _binds(probe, port)
+
+
+def _binds(probe: socket.socket, port: int) -> bool:
+    try:
+        probe.bind(("", port))
+    except OSError:
+        return False
+    return True
+
+
+def _haproxy_stand_in(run_dir: str) -> str:
+    """cluster/proxy/haproxy.py as one file: this environment may have no `lorafleet-haproxy` on its path."""
+    script = Path(run_dir) / haproxy.NAME
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m {haproxy.__name__} "$@"\n')
+    script.chmod(0o700)
+    return str(script)

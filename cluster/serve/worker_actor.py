@@ -1,0 +1,124 @@
+"""One rank of a replica's engine as a Ray actor: rank 0 is the GPUWorker, the others follow it.
+
+The actor starts empty and builds the worker in `start`, so that an error of the model or of the configuration comes
+back as itself and not as the death of an actor.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from lorafleet.cluster.directory.directory import Progress
+from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.protocol.addresses import RankAddresses
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import EngineDead
+from lorafleet.protocol.messages import EngineHello
+
+FIRST_BUNDLE = 1  # rank 0's, of the replica's placement group; the replica itself has bundle 0
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """What each rank of a replica is started with. address: where rank 0 meets the replica. addresses: where the ranks
+    meet, None for a rank alone. directory, replica_id: whom to tell of the progress, and as whom."""
+
+    config: EngineConfig
+    address: str
+    addresses: RankAddresses | None
+    directory: DirectoryPlace
+    replica_id: str
+
+
+class WorkerActor:
+    """Calls one after another; the engine loop runs in a thread of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def start(self, order: StartOrder) -> EngineHello | None:
+        """Loads the model; rank 0 says what it can do. What it logs meanwhile is told to the directory too, for
+        whoever waits: the other ranks do the same things at the same time."""
+        # Here, so that only this process pays for torch.
+        from lorafleet.workers.follower import RankWorker
+        from lorafleet.workers.worker import GPUWorker
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if self._rank > 0:
+            assert order.addresses is not None
+            self._worker: GPUWorker | RankWorker = RankWorker(order.config, self._rank, order.addresses)
+            return None
+        teller = _TellDirectory(order.directory, order.replica_id)
+        logging.getLogger("lorafleet.workers").addHandler(teller)
+        try:
+            worker = GPUWorker(order.config, order.address, order.addresses)
+        finally:
+            logging.getLogger("lorafleet.workers").removeHandler(teller)
+        self._worker = worker
+        return worker.hello()
+
+    def check_health(self) -> None:
+        self._worker.check_health()
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()
+
+
+class _TellDirectory(logging.Handler):
+    def __init__(self, directory: DirectoryPlace, replica_id: str) -> None:
+        super().__init__(logging.INFO)
+        self._directory = get_or_create(directory)
+        self._replica_id = replica_id
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._directory.note_soon(Progress(self._replica_id, record.getMessage()))
+
+
+class WorkerHandle:
+    """The replica's side of one rank. Raises the worker's own errors; EngineDead where the process is gone."""
+
+    def __init__(self, rank: int, group: PlacementGroup, num_cpus: float, num_gpus: int) -> None:
+        bundle = FIRST_BUNDLE + rank
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        # Ray's head would remember each of the last 100 000 calls, and health is asked for every few seconds.
+        options = {
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "scheduling_strategy": strategy,
+            "enable_task_events": False,
+        }
+        self._rank = rank
+        named = type(f"WorkerActor:rank{rank}", (WorkerActor,), {})  # Ray titles the process with it
+        self._actor: Any = ray.remote(named).options(**options).remote(rank)
+
+    async def start(self, order: StartOrder) -> EngineHello | None:
+        hello: EngineHello | None = await self._call("start", order)
+        return hello
+
+    async def check_health(self) -> None:
+        await self._call("check_health")
+
+    async def shutdown(self) -> None:
+        """Lets it close its sockets and free its memory."""
+        await self._call("shutdown")
+
+    def kill(self) -> None:
+        """Ends the process, whatever it is doing."""
+        ray.kill(self._actor)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(self._actor, method).remote(*arguments)
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            raise EngineDead(
+                f"The worker process of rank {self._rank} ended: {type(error).__name__}. It is being replaced."
+            ) from error

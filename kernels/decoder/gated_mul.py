@@ -1,0 +1,31 @@
+"""The gated activation between an MLP's two GEMMs. On CUDA one launch of kernels/decoder/gated_mul_triton.py."""
+
+# T tokens · I intermediate size
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lorafleet.kernels.lora.linear_output import LinearOutput
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def gated_mul(gate_up: LinearOutput, activation: Activation = "silu") -> Tensor:
+    """activation(gate) * up [T, I], of the two halves of each row of gate_up.
+
+    gelu_tanh: GELU by its approximation with tanh.
+    """
+    if gate_up.y_TO.is_cuda:
+        from lorafleet.kernels.decoder.gated_mul_triton import gated_mul_triton  # triton is optional on a CPU
+
+        return gated_mul_triton(gate_up, activation)
+    gate, up = gate_up.added().chunk(2, dim=-1)
+    return _activate(gate, activation).mul_(up).to(gate_up.y_TO.dtype)
+
+
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")

@@ -1,0 +1,90 @@
+"""Between the GEMM of q, k and v and attention: per-head norm, rotation, the write of k and v to the paged cache.
+
+On CUDA all of it is one launch of kernels/decoder/rope_store_triton.py.
+"""
+
+# T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F rotated pairs
+# N KV blocks · P block size
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.decoder.rms_norm import NormWeight, rms_norm
+from lorafleet.kernels.lora.linear_output import LinearOutput
+from lorafleet.kernels.quant.fp8 import FP8, FP8_MAX
+
+
+def rotate_and_store(
+    qkv: LinearOutput,
+    cos_T1F: Tensor,
+    sin_T1F: Tensor,
+    q_norm: NormWeight | None,
+    k_norm: NormWeight | None,
+    k_NPGD: Tensor,
+    v_NPGD: Tensor,
+    slot_mapping_T: Tensor,
+    eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Returns the rotated queries [T, H, D] of qkv; writes each token's key and value to the cache.
+
+    A cache of float8_e4m3fn holds keys and values divided by k_scale and v_scale, and +-448 for what is out of its
+    range; other caches have qkv's dtype and no scales. q_norm and k_norm are both of RMS norms over D, or both None.
+    The first 2 F numbers of each head are rotated, all as a rule. slot_mapping_T is int64, block * P + offset; on CUDA
+    a negative one (the padding of a CUDA graph) stores nothing.
+    """
+    qkv_TE = qkv.y_TO
+    num_tokens, width = qkv_TE.shape
+    num_kv_heads, head_dim = k_NPGD.shape[2:]
+    num_heads = width // head_dim - 2 * num_kv_heads
+    assert num_heads > 0 and width == (num_heads + 2 * num_kv_heads) * head_dim
+    assert slot_mapping_T.shape == (num_tokens,)
+    assert k_NPGD.shape == v_NPGD.shape
+    if k_NPGD.dtype != FP8:
+        assert k_NPGD.dtype == qkv_TE.dtype and k_scale == v_scale == 1.0
+    if qkv_TE.is_cuda:
+        from lorafleet.kernels.decoder.rope_store_triton import rotate_and_store_triton  # triton is optional on a CPU
+
+        return rotate_and_store_triton(
+            qkv,
+            cos_T1F,
+            sin_T1F,
+            q_norm,
+            k_norm,
+            k_NPGD,
+            v_NPGD,
+            slot_mapping_T,
+            eps,
+            k_scale,
+            v_scale,
+        )
+    qkv_TE = qkv.added().to(qkv_TE.dtype)
+    qk, v = qkv_TE.view(num_tokens, -1, head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = qk.split((num_heads, num_kv_heads), dim=1)
+        qk = torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)), dim=1)
+    rotated = rotate(qk, cos_T1F, sin_T1F)
+    q, k = rotated[:, :num_heads], rotated[:, num_heads:]
+    _store(k, k_NPGD, slot_mapping_T, k_scale)
+    _store(v, v_NPGD, slot_mapping_T, v_scale)
+    return q
+
+
+def _store(x_TGD: Tensor, cache_NPGD: Tensor, slot_mapping_T: Tensor, scale: float) -> None:
+    rows = cache_NPGD.view(-1, *cache_NPGD.shape[2:])
+    if cache_NPGD.dtype == FP8:
+        # As bytes, since torch moves no rows of this dtype on a CPU. Its cast makes NaN of what is out of range.
+        rows = rows.view(torch.uint8)
+        x_TGD = (x_TGD.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+    rows.index_copy_(0, slot_mapping_T, x_TGD)
+
+
+def rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
+    """Rotates each pair (x[i], x[i + F]), the layout of Hugging Face checkpoints; what is behind them stays."""
+    pairs = cos_T1F.shape[-1]
+    first, second, rest = x_THD.split((pairs, pairs, x_THD.shape[-1] - 2 * pairs), dim=-1)
+    turned = first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F
+    return torch.cat(turned if rest.shape[-1] == 0 else (*turned, rest), dim=-1)

@@ -1,0 +1,184 @@
+"""Per-head norm, rotation and the paged write of keys and values in one launch. kernels/decoder/rope_store.py is its
+twin.
+
+Idea: one program takes BLOCK_HEADS heads of one token, whichever they are: queries are normed, rotated and stored to
+the output, keys the same but to the cache, values go to the cache as they are. Each head is held as its two halves,
+whose elements pair up, so nothing is exchanged but the norm's sum. All arithmetic is fp32 and rounds once, when stored;
+a cache of e4m3 takes what another cache would, divided by a scale, in a second rounding that saturates.
+
+Where only the head's first numbers are rotated, the rest are held as pairs too, behind the others, and turned by no
+angle.
+
+Memory: qkv and the adapters' delta [T, E], rows are H query heads, G keys, G values; cos and sin [T, F]; out
+[T, H, D]; caches [N, P, G, D], where a token's row is its slot_mapping. A head size that is no power of two (80, 96)
+is padded in registers.
+"""
+
+# T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F rotated pairs
+# N KV blocks · P block size
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorafleet.kernels.decoder.rms_norm import NormWeight
+from lorafleet.kernels.decoder.rms_norm_triton import norm_weight
+from lorafleet.kernels.extras.affine_triton import scaled_and_shifted
+from lorafleet.kernels.lora.linear_output import LinearOutput
+
+BLOCK_HEADS = 8
+
+
+# slot_mapping and rows of addresses may start anywhere in a larger buffer: alignment must not ask for another kernel.
+@triton.jit(do_not_specialize=["affine_ptr", "own_q_ptr", "own_k_ptr", "slot_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
+def _rotate_and_store_kernel(
+    qkv_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    affine_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    own_q_ptr: tl.tensor,
+    own_k_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    pairs: tl.constexpr,
+    has_delta: tl.constexpr,
+    has_affine: tl.constexpr,
+    has_norm: tl.constexpr,
+    has_own: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_f: tl.constexpr,
+) -> None:
+    half: tl.constexpr = head_dim // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
+    f = tl.arange(0, block_f)[None, :]
+    low = f
+    high = f + half
+    if pairs < half:  # only then, since the compiler could not see that f is contiguous
+        low = tl.where(f < pairs, f, f + pairs)
+        high = tl.where(f < pairs, f + pairs, f + half)
+    inside = (head < heads + 2 * kv_heads) & (f < half)
+    is_q = head < heads
+    is_k = (head >= heads) & (head < heads + kv_heads)
+    is_v = head >= heads + kv_heads
+    at = (token * (heads + 2 * kv_heads) + head) * head_dim
+    first = tl.load(qkv_ptr + at + low, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv_ptr + at + high, mask=inside, other=0.0).to(tl.float32)
+    if has_delta:
+        first += tl.load(delta_ptr + at + low, mask=inside, other=0.0).to(tl.float32)
+        second += tl.load(delta_ptr + at + high, mask=inside, other=0.0).to(tl.float32)
+    if has_affine:
+        e = head * head_dim
+        first = scaled_and_shifted(first, affine_ptr, token, tl.num_programs(0), e + low, inside)
+        second = scaled_and_shifted(second, affine_ptr, token, tl.num_programs(0), e + high, inside)
+    x, y = first, second
+    if has_norm:
+        mean = tl.sum(x * x + y * y, 1, keep_dims=True) / head_dim
+        inverse = tl.rsqrt(mean + eps)
+        q_low = norm_weight(q_norm_ptr, own_q_ptr, token, low, f < half, has_own)
+        q_high = norm_weight(q_norm_ptr, own_q_ptr, token, high, f < half, has_own)
+        k_low = norm_weight(k_norm_ptr, own_k_ptr, token, low, f < half, has_own)
+        k_high = norm_weight(k_norm_ptr, own_k_ptr, token, high, f < half, has_own)
+        x *= inverse * tl.where(is_q, q_low, k_low)
+        y *= inverse * tl.where(is_q, q_high, k_high)
+    cos = tl.load(cos_ptr + token * pairs + f, mask=f < pairs, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * pairs + f, mask=f < pairs, other=0.0).to(tl.float32)
+    first = tl.where(is_v, first, x * cos - y * sin).to(out_ptr.dtype.element_ty)
+    second = tl.where(is_v, second, y * cos + x * sin).to(out_ptr.dtype.element_ty)
+
+    out_at = (token * heads + head) * head_dim
+    tl.store(out_ptr + out_at + low, first, mask=inside & is_q)
+    tl.store(out_ptr + out_at + high, second, mask=inside & is_q)
+    slot = tl.load(slot_ptr + token)
+    if slot < 0:
+        return
+    if k_ptr.dtype.element_ty == tl.float8e4nv:
+        scale = tl.where(is_k, k_scale, v_scale)
+        first = _to_e4m3(first, scale)
+        second = _to_e4m3(second, scale)
+    k_at = (slot * kv_heads + head - heads) * head_dim
+    tl.store(k_ptr + k_at + low, first, mask=inside & is_k)
+    tl.store(k_ptr + k_at + high, second, mask=inside & is_k)
+    v_at = k_at - kv_heads * head_dim
+    tl.store(v_ptr + v_at + low, first, mask=inside & is_v)
+    tl.store(v_ptr + v_at + high, second, mask=inside & is_v)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _to_e4m3(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    return tl.clamp(x.to(tl.float32) / scale, -448.0, 448.0, tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+def rotate_and_store_triton(
+    qkv: LinearOutput,
+    cos_T1F: Tensor,
+    sin_T1F: Tensor,
+    q_norm: NormWeight | None,
+    k_norm: NormWeight | None,
+    k_NPGD: Tensor,
+    v_NPGD: Tensor,
+    slot_mapping_T: Tensor,
+    eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """As rotate_and_store, which has checked the shapes; a token with a negative slot_mapping is not stored."""
+    qkv_TE, delta_TE, affine_2T = qkv
+    qkv.check()
+    kv_heads, head_dim = k_NPGD.shape[2:]
+    all_heads = qkv_TE.shape[1] // head_dim
+    heads = all_heads - 2 * kv_heads
+    for tensor in (cos_T1F, sin_T1F, k_NPGD, v_NPGD, slot_mapping_T):
+        assert tensor.is_contiguous()
+    assert (q_norm is None) == (k_norm is None)
+    q_norm_D, own_q_T = q_norm or (None, None)
+    k_norm_D, own_k_T = k_norm or (None, None)
+    assert (own_q_T is None) == (own_k_T is None)
+    pairs = cos_T1F.shape[-1]
+    assert cos_T1F.shape == sin_T1F.shape == (qkv_TE.shape[0], 1, pairs)
+    assert 2 * pairs <= head_dim and head_dim % 2 == 0
+    out_THD = torch.empty(qkv_TE.shape[0], heads, head_dim, dtype=qkv_TE.dtype, device=qkv_TE.device)
+    _rotate_and_store_kernel[(qkv_TE.shape[0], triton.cdiv(all_heads, BLOCK_HEADS))](
+        qkv_TE,
+        delta_TE,
+        affine_2T,
+        cos_T1F,
+        sin_T1F,
+        q_norm_D,
+        k_norm_D,
+        own_q_T,
+        own_k_T,
+        k_NPGD,
+        v_NPGD,
+        slot_mapping_T,
+        out_THD,
+        eps,
+        k_scale,
+        v_scale,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        pairs=pairs,
+        has_delta=delta_TE is not None,
+        has_affine=affine_2T is not None,
+        has_norm=q_norm is not None,
+        has_own=own_q_T is not None,
+        block_heads=BLOCK_HEADS,
+        block_f=triton.next_power_of_2(head_dim // 2),
+        num_warps=2,
+    )
+    return out_THD

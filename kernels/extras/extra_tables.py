@@ -1,0 +1,83 @@
+"""Where each slot's extras lie: what an adapter has besides A and B.
+
+A row is one vector, or record, of one linear or norm of the model; the tables say for each slot at which address of the
+device it lies, 0 where the slot has none. Rows: of each linear its output's scale and its bias, side by side; then the
+norms' weights; then the embedding's record (kernels/extras/slot_embedding.py); then the linears' Kronecker records
+(kernels/extras/kronecker.py); then two records for each mixture of experts, for its gate_up and its down
+(kernels/moe/expert_lora.py). Nothing here holds the memory.
+"""
+
+# V rows · S slots · T tokens
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+class ExtraTables:
+    """address_VS: int64, on the device."""
+
+    def __init__(
+        self, num_linears: int, num_norms: int, max_loras: int, device: torch.device, num_mixtures: int = 0
+    ) -> None:
+        self._num_linears = num_linears
+        self.embedding_row = 2 * num_linears + num_norms
+        self.num_by_token = self.embedding_row + 1  # the rows that readers look up by token
+        num_rows = self.num_by_token + num_linears + 2 * num_mixtures
+        self.address_VS = torch.zeros(num_rows, max_loras, dtype=torch.int64, device=device)
+        self.kronecker_slots: set[int] = set()  # the host's own copy
+        self.expert_slots: set[int] = set()
+        self._filled: set[int] = set()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.address_VS)
+
+    def affine_row(self, linear: int) -> int:
+        """Of the scale; the bias's is the next."""
+        return 2 * linear
+
+    def norm_row(self, norm: int) -> int:
+        return 2 * self._num_linears + norm
+
+    def kronecker_row(self, linear: int) -> int:
+        return self.num_by_token + linear
+
+    def expert_row(self, mixture: int, linear: int) -> int:
+        """linear: 0 for gate_up, 1 for down."""
+        return self.num_by_token + self._num_linears + 2 * mixture + linear
+
+    def write_slot(self, slot: int, address_V: Int64s | None) -> None:
+        """None: the slot's adapter has no extras, which costs nothing where the one before had none either. On the
+        current stream; the host does not wait."""
+        self.kronecker_slots.discard(slot)
+        self.expert_slots.discard(slot)
+        if address_V is None:
+            if slot in self._filled:
+                self.address_VS[:, slot] = 0
+                self._filled.discard(slot)
+            return
+        assert address_V.shape == (self.num_rows,)
+        host = torch.from_numpy(np.ascontiguousarray(address_V))
+        if self.address_VS.is_cuda:
+            host = host.pin_memory()
+        self.address_VS[:, slot] = host.to(self.address_VS.device, non_blocking=True)
+        self._filled.add(slot)
+        first_expert_row = self.expert_row(0, 0)
+        if address_V[self.num_by_token : first_expert_row].any():
+            self.kronecker_slots.add(slot)
+        if address_V[first_expert_row:].any():
+            self.expert_slots.add(slot)
+
+    def by_token(self, slot_T: Tensor) -> Tensor:
+        """[V, T] of the first num_by_token rows: each token's own addresses, 0 for base tokens. slot_T: int32."""
+        if slot_T.is_cuda:
+            from lorafleet.kernels.extras.extra_tables_triton import by_token_triton  # triton is optional on a CPU
+
+            return by_token_triton(slot_T, self.address_VS, self.num_by_token)
+        addresses_VT = self.address_VS[: self.num_by_token, slot_T.clamp(min=0).long()]
+        return addresses_VT.masked_fill_(slot_T < 0, 0)

@@ -1,0 +1,297 @@
+"""Which adapter slot each token of one step uses, in the forms that the kernels read.
+
+Built once a step on the host, shared by every layer. A static batch keeps its device memory from step to step, so that
+a captured CUDA graph serves any mix. Of weights it knows only where they lie (kernels/lora/tile_tables.py).
+"""
+
+# T tokens in the step · K tiles · S slots in the step
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.extras.extra_tables import ExtraTables
+from lorafleet.kernels.lora.lora_tuning import FEW_TILES, SOME_TILES, tuning_for
+from lorafleet.kernels.lora.packed_lora import LoRATables
+from lorafleet.kernels.lora.tile_tables import TileTables
+
+BASE_SLOT = -1  # in slot lists: this token uses the base model alone
+CHUNK_RANKS = 16  # ranks that the kernels take at a time: tl.dot's least K
+# Tokens of one slot that one Triton program takes. 16 is tl.dot's least M; where a step holds long prompts, larger
+# tiles read A and B less often.
+TILE_TOKENS = 16
+PREFILL_TILE_TOKENS = 64
+PREFILL_TOKENS = 512  # a step with prompts and so many tokens takes the larger tiles
+NUM_PINNED = 4  # host buffers of a static batch: how many steps may be queued before fill() waits
+
+
+def prompt_tile_tokens(num_tokens: int) -> int:
+    """Of a step with prompts. One of decodes alone takes TILE_TOKENS, however many: they share few slots."""
+    return PREFILL_TILE_TOKENS if num_tokens >= PREFILL_TOKENS else TILE_TOKENS
+
+
+def static_tile_counts(num_tokens: int, num_slots: int, tile_tokens: int = TILE_TOKENS) -> list[int]:
+    """How many tiles the static batches of so many tokens should have, ascending; the last has room for any mix.
+
+    Empty tiles cost their programs' launch, so a step with few adapters wants a batch of its own.
+    """
+    groups = num_slots + 1  # base tokens make tiles too
+    most = min(num_tokens, groups + num_tokens // tile_tokens)
+    fewest = -(-num_tokens // tile_tokens)
+    return [*(count for count in (FEW_TILES, SOME_TILES) if fewest <= count < most), most]
+
+
+def count_tiles(slot_of_token: Sequence[int], num_tokens: int, tile_tokens: int = TILE_TOKENS) -> int:
+    """Tiles of a step that is padded with base tokens to num_tokens."""
+    counts = Counter(slot_of_token)
+    counts[BASE_SLOT] += num_tokens - len(slot_of_token)
+    return sum(-(-count // tile_tokens) for count in counts.values())
+
+
+class DevicePlan:
+    """What the Triton kernels read, views of one int32 buffer, so that a step costs one copy.
+
+    slot_K: each tile's slot, BASE_SLOT for base tokens' and for empty tiles. tokens_KM: its tokens, then -1. slot_T:
+    each token's slot, or BASE_SLOT.
+    """
+
+    def __init__(self, buffer: Tensor, num_tiles: int, tile_tokens: int) -> None:
+        self.buffer = buffer
+        end = num_tiles * (1 + tile_tokens)
+        self.slot_K = buffer[:num_tiles]
+        self.tokens_KM = buffer[num_tiles:end].view(num_tiles, tile_tokens)
+        self.slot_T = buffer[end:]
+
+    @staticmethod
+    def size(num_tokens: int, num_tiles: int, tile_tokens: int) -> int:
+        return num_tiles * (1 + tile_tokens) + num_tokens
+
+
+class LoRABatch:
+    """Tokens grouped by slot. The host's fields serve the torch twin; `plan` and `tables` the Triton kernels.
+
+    slots: the distinct slots of the step, ascending. spans: for each, its [start, end) in order_T.
+    order_T: int64 on the host; active_T: int64, index into `slots`, N for base tokens. max_rank: the launches are those
+    of any mix with ranks up to it; None where they are the least that the slots themselves need. has_experts: whether
+    adapters on experts are launched. tuning: of the kernels for so many tiles.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_tiles: int,
+        tile_tokens: int,
+        plan_buffer: Tensor,
+        tables: LoRATables,
+        max_rank: int | None,
+        takes_kronecker: bool | None = None,
+    ) -> None:
+        device = plan_buffer.device
+        self.num_tokens = num_tokens
+        self.num_tiles = num_tiles
+        self.tile_tokens = tile_tokens
+        self.max_rank = max_rank
+        self._takes_kronecker = takes_kronecker
+        self.plan = DevicePlan(plan_buffer, num_tiles, self.tile_tokens)
+        self.tuning = tuning_for(device, num_tiles, self.is_prefill)
+        # From torch's own pool of streams: making one costs nothing.
+        self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.slots: tuple[int, ...] = ()
+        self.spans: tuple[tuple[int, int], ...] = ()
+        self.order_T = torch.empty(0, dtype=torch.int64)
+        self.active_T = torch.empty(0, dtype=torch.int64)
+        self.has_experts = False
+        self._slot_tables = tables
+        self._tables: TileTables | None = None
+        self._address_VT: Tensor | None = None
+        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.tile_tokens == PREFILL_TILE_TOKENS
+
+    @property
+    def tables(self) -> TileTables:
+        assert self._tables is not None, "begin() comes before the first linear"
+        return self._tables
+
+    @property
+    def has_kronecker(self) -> bool:
+        """Whether Kronecker products are launched: a static batch does so whatever its content, or never."""
+        if self._takes_kronecker is not None:
+            return self._takes_kronecker
+        return not self.extras.kronecker_slots.isdisjoint(self.slots)
+
+    @property
+    def extras(self) -> ExtraTables:
+        return self._slot_tables.extras
+
+    def affine_addresses(self, linear: int) -> Tensor:
+        """int64 [2, T], on the device: kernels/extras/affine.py."""
+        assert self._address_VT is not None, "begin() comes before the first linear"
+        return self._address_VT.narrow(0, self.extras.affine_row(linear), 2)
+
+    def norm_addresses(self, norm: int) -> Tensor:
+        """int64 [T], on the device: kernels/lora/norm_slots.py."""
+        assert self._address_VT is not None, "begin() comes before the first norm"
+        return self._address_VT[self.extras.norm_row(norm)]
+
+    def embedding_addresses(self) -> Tensor:
+        """int64 [T], on the device: kernels/extras/slot_embedding.py."""
+        assert self._address_VT is not None, "begin() comes before the embedding"
+        return self._address_VT[self.extras.embedding_row]
+
+    @classmethod
+    def build(
+        cls,
+        slot_of_token: Sequence[int],
+        tables: LoRATables,
+        max_rank: int | None = None,
+        tile_tokens: int = TILE_TOKENS,
+        any_slots: bool = False,
+    ) -> LoRABatch | None:
+        """None when no token uses an adapter: such a step runs no LoRA kernel. any_slots: launch what other adapters in
+        these slots would need."""
+        step = _Step.of(slot_of_token, tile_tokens)
+        if not step.slots:
+            return None
+        device = tables.rank_LSP.device
+        num_tiles = len(step.slot_K)
+        size = DevicePlan.size(len(slot_of_token), num_tiles, tile_tokens)
+        host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        step.write(DevicePlan(host, num_tiles, tile_tokens))
+        buffer = host.to(device, non_blocking=True)
+        batch = cls(len(slot_of_token), num_tiles, tile_tokens, buffer, tables, max_rank)
+        batch._take(step)
+        batch.has_experts = any_slots or not batch.extras.expert_slots.isdisjoint(batch.slots)
+        return batch
+
+    @classmethod
+    def static(
+        cls,
+        num_tokens: int,
+        num_tiles: int,
+        max_rank: int,
+        tables: LoRATables,
+        tile_tokens: int = TILE_TOKENS,
+        takes_kronecker: bool = False,
+    ) -> LoRABatch:
+        """A batch whose device memory never moves, for a CUDA graph of `num_tokens` tokens; base tokens until fill().
+
+        num_tiles: one of static_tile_counts. takes_kronecker: whether its slots may add Kronecker products.
+        """
+        size = DevicePlan.size(num_tokens, num_tiles, tile_tokens)
+        buffer = torch.zeros(size, dtype=torch.int32, device=tables.rank_LSP.device)
+        batch = cls(num_tokens, num_tiles, tile_tokens, buffer, tables, max_rank, takes_kronecker)
+        batch.has_experts = True
+        if buffer.is_cuda:
+            batch._pinned = [
+                (torch.zeros(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(NUM_PINNED)
+            ]
+        batch.fill([], [])
+        return batch
+
+    def fill(self, slot_of_token: Sequence[int], rank_of_slot: Sequence[int]) -> None:
+        """The next step's slots, one copy on the current stream; missing tokens are padding and take no adapter.
+
+        rank_of_slot: each slot's largest rank over all modules.
+        """
+        assert self.max_rank is not None, "only a static batch is filled"
+        assert max(rank_of_slot, default=0) <= self.max_rank, "P has no room for such a rank"
+        assert self._takes_kronecker or self.extras.kronecker_slots.isdisjoint(slot_of_token), "it launches none"
+        assert len(slot_of_token) <= self.num_tokens
+        step = _Step.of([*slot_of_token, *[BASE_SLOT] * (self.num_tokens - len(slot_of_token))], self.tile_tokens)
+        if not self._pinned:
+            host = torch.empty_like(self.plan.buffer)
+        else:
+            host, copied = self._pinned.pop(0)
+            copied.synchronize()
+            self._pinned.append((host, copied))
+        step.write(DevicePlan(host, self.num_tiles, self.tile_tokens))
+        self._take(step)
+        self.plan.buffer.copy_(host, non_blocking=True)
+        if self._pinned:
+            self._pinned[-1][1].record()
+
+    def begin(self) -> None:
+        """Looks up where the step's adapters lie; once, before the first linear. A captured graph repeats it.
+
+        Nothing on a CPU, where the torch twin has the matrices themselves.
+        """
+        if self.plan.buffer.is_cuda:
+            self.look_up()
+
+    def look_up(self) -> None:
+        if self._tables is None:
+            self._tables = TileTables(self._slot_tables, self.num_tiles)
+        self._tables.gather(self.plan.slot_K)
+        self._address_VT = self.extras.by_token(self.plan.slot_T)
+
+    def _take(self, step: _Step) -> None:
+        self.slots, self.spans = step.slots, step.spans
+        self.order_T, self.active_T = torch.from_numpy(step.order_T), torch.from_numpy(step.active_T)
+
+
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step's grouping, exact sizes, on the host. tokens_KM: of each tile, then -1."""
+
+    slots: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    order_T: Ints
+    active_T: Ints
+    slot_K: Ints
+    tokens_KM: Ints
+    slot_T: Ints
+
+    @classmethod
+    def of(cls, slot_of_token: Sequence[int], tile_tokens: int) -> _Step:
+        slot_T = np.asarray(slot_of_token, dtype=np.int64)
+        last = np.iinfo(np.int64).max
+        key_S, active_T, count_S = np.unique(
+            np.where(slot_T == BASE_SLOT, last, slot_T), return_inverse=True, return_counts=True
+        )
+        slot_S = np.where(key_S == last, BASE_SLOT, key_S)
+        order_T = np.argsort(active_T, kind="stable")
+        end_S = np.cumsum(count_S)
+        start_S = end_S - count_S
+        tiles_S = -(-count_S // tile_tokens)
+        start_K = start_S.repeat(tiles_S) + _counting(tiles_S) * tile_tokens
+        at_KM = start_K[:, None] + np.arange(tile_tokens)
+        inside_KM = at_KM < end_S.repeat(tiles_S)[:, None]
+        adapters = len(slot_S) - int(slot_S[-1] == BASE_SLOT)
+        return cls(
+            slots=tuple(slot_S[:adapters].tolist()),
+            spans=tuple(zip(start_S[:adapters].tolist(), end_S[:adapters].tolist(), strict=True)),
+            order_T=order_T,
+            active_T=active_T,
+            slot_K=slot_S.repeat(tiles_S),
+            tokens_KM=np.where(inside_KM, order_T[np.minimum(at_KM, len(order_T) - 1)], -1),
+            slot_T=slot_T,
+        )
+
+    def write(self, plan: DevicePlan) -> None:
+        """Tiles beyond the step's own are empty."""
+        used = len(self.slot_K)
+        assert used <= len(plan.slot_K), "the batch has no room for this mix"
+        plan.slot_K.numpy()[:used] = self.slot_K
+        plan.tokens_KM.numpy()[:used] = self.tokens_KM
+        plan.slot_T.numpy()[:] = self.slot_T
+        plan.slot_K.numpy()[used:] = BASE_SLOT
+        plan.tokens_KM.numpy()[used:] = -1
+
+
+def _counting(counts: Ints) -> Ints:
+    """[2, 3] -> [0, 1, 0, 1, 2]."""
+    ends = np.cumsum(counts)
+    counting: Ints = np.arange(ends[-1]) - (ends - counts).repeat(counts)
+    return counting

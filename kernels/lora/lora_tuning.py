@@ -1,0 +1,92 @@
+"""Launch shapes of the LoRA kernels: data in tuned/<GPU>.json, measured by `python -m lorafleet.kernels.lora.tune`.
+
+A shape changes speed and no bit of the result. A GPU without a file takes DEFAULT, and says so once in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent / "tuned"
+# Classes of launches, by their number of tiles: more tiles fill the GPU, and want larger programs.
+FEW_TILES, SOME_TILES = 16, 32
+CLASSES = ("few", "some", "many", "prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkShape:
+    """Features a loop step and loop steps loaded ahead, for programs of up to 16 columns of P and for wider ones."""
+
+    narrow_d: int = 128
+    narrow_stages: int = 3
+    wide_d: int = 128
+    wide_stages: int = 2
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandShape:
+    """elements: of B in one block, rank times columns. programs: of a launch; spans grow until it has no more.
+
+    early: start beside the shrink by programmatic dependent launch (compute capability 9.0 and up).
+    """
+
+    elements: int = 2048
+    programs: int = 1024
+    warps: int = 4
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    shrink: ShrinkShape = ShrinkShape()
+    expand: ExpandShape = ExpandShape()
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Tuning:
+        return cls(ShrinkShape(**fields["shrink"]), ExpandShape(**fields["expand"]))
+
+
+DEFAULT = Tuning()
+
+
+def class_of(num_tiles: int, prefill: bool) -> str:
+    if prefill:
+        return "prefill"
+    return "few" if num_tiles <= FEW_TILES else "some" if num_tiles <= SOME_TILES else "many"
+
+
+def tuning_for(device: torch.device, num_tiles: int, prefill: bool) -> Tuning:
+    """num_tiles: of the launch, empty ones included."""
+    if device.type != "cuda":
+        return DEFAULT
+    return _of_gpu(torch.cuda.get_device_name(device)).get(class_of(num_tiles, prefill), DEFAULT)
+
+
+def path_of(gpu: str) -> Path:
+    return FOLDER / (gpu.replace(" ", "_").replace("/", "_") + ".json")
+
+
+def save(gpu: str, tunings: dict[str, Tuning]) -> Path:
+    path = path_of(gpu)
+    path.write_text(json.dumps({name: asdict(tunings[name]) for name in CLASSES}, indent=1) + "\n")
+    _of_gpu.cache_clear()
+    return path
+
+
+@cache
+def _of_gpu(gpu: str) -> dict[str, Tuning]:
+    path = path_of(gpu)
+    if not path.exists():
+        log.warning("no tuned LoRA kernel shapes for %s; `python -m lorafleet.kernels.lora.tune` measures them", gpu)
+        return {}
+    return {name: Tuning.of(fields) for name, fields in json.loads(path.read_text()).items()}

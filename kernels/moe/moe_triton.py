@@ -1,0 +1,148 @@
+"""Linears of a mixture of experts on the GPU: one launch for all pairs of a step, whichever experts were chosen.
+kernels/moe/moe_torch.py has the twin.
+
+Idea: a program takes a tile of pairs that share an expert (kernels/moe/moe_tiles_triton.py) and a block of outputs:
+rows of x are gathered by pair, rows of the result scattered, so nothing is copied into order. Tiles left over end at
+once. What adapters add is computed apart (kernels/moe/expert_lora_triton.py): beside the GEMM on a side stream while
+that waits for the experts' weights, before it in a step with long prompts.
+
+Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] row-major.
+Tile shapes measured on an H200 by benchmarks/moe_kernels.py.
+"""
+
+# T tokens · K experts a token · E experts · N pairs · D in · O out
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorafleet.kernels.lora.linear_output import LinearOutput
+from lorafleet.kernels.moe.expert_lora import StepExperts
+from lorafleet.kernels.moe.expert_lora_triton import expert_delta
+from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles, count_pairs, make_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of the GEMM's programs. block_d: of a half precision. lora_pairs: of the adapters' tiles. beside: the adapters
+    run beside the GEMM."""
+
+    tile_pairs: int
+    block_o: int
+    block_d: int
+    warps: int
+    stages: int
+    lora_pairs: int = 16
+    beside: bool = True
+
+
+# By how many pairs an expert has on average, at most.
+_SHAPES = (
+    (8, _Shape(16, 64, 128, 4, 3)),
+    (48, _Shape(32, 64, 128, 4, 4)),
+    (96, _Shape(64, 128, 64, 4, 4, beside=False)),
+    (float("inf"), _Shape(128, 256, 64, 8, 4, lora_pairs=32, beside=False)),
+)
+
+
+def _shape_for(num_pairs: int, num_experts: int) -> _Shape:
+    return next(shape for most, shape in _SHAPES if num_pairs <= most * num_experts)
+
+
+@triton.jit(do_not_specialize=["pairs_a_row"])  # type: ignore[untyped-decorator]  # triton has no types
+def _linear_kernel(
+    x_ptr: tl.tensor,
+    w_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    expert_of_tile_ptr: tl.tensor,
+    pair_ptr: tl.tensor,
+    pairs_a_row: tl.tensor,
+    num_features: tl.constexpr,
+    num_outputs: tl.constexpr,
+    tile_pairs: tl.constexpr,
+    block_o: tl.constexpr,
+    block_d: tl.constexpr,
+) -> None:
+    blocks: tl.constexpr = (num_outputs + block_o - 1) // block_o
+    tile = tl.program_id(0) // blocks
+    expert = tl.load(expert_of_tile_ptr + tile).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(pair_ptr + tile * tile_pairs + tl.arange(0, tile_pairs)).to(tl.int64)
+    there = (pair >= 0)[:, None]
+    o = (tl.program_id(0) % blocks) * block_o + tl.arange(0, block_o)
+    d = tl.arange(0, block_d)
+    x_row = x_ptr + (pair // pairs_a_row)[:, None] * num_features + d[None, :]
+    w_row = w_ptr + (expert * num_outputs + o)[None, :] * num_features + d[:, None]
+    acc = tl.zeros((tile_pairs, block_o), dtype=tl.float32)
+    for at in tl.range(0, num_features, block_d):
+        x = tl.load(x_row + at, mask=there & (at + d < num_features)[None, :], other=0.0)
+        w = tl.load(w_row + at, mask=(o < num_outputs)[None, :] & (at + d < num_features)[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    out = out_ptr + pair[:, None] * num_outputs + o[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=there & (o < num_outputs)[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class PairTiles:
+    """All pairs of a step. lora_tiles: None where no adapter is on experts."""
+
+    num_pairs: int
+    shape: _Shape
+    tiles: ExpertTiles
+    lora_tiles: ExpertTiles | None
+
+    @classmethod
+    def of(cls, expert_TK: Tensor, num_experts: int, with_adapters: bool) -> PairTiles:
+        shape = _shape_for(expert_TK.numel(), num_experts)
+        count_E = count_pairs(expert_TK, num_experts)
+        tiles, lora_tiles = make_tiles(expert_TK, count_E, shape.tile_pairs), None
+        if with_adapters:
+            alike = shape.lora_pairs == shape.tile_pairs
+            lora_tiles = tiles if alike else make_tiles(expert_TK, count_E, shape.lora_pairs)
+        return cls(expert_TK.numel(), shape, tiles, lora_tiles)
+
+    def linear(self, x: Tensor, w_EOD: Tensor, adapters: StepExperts | None = None) -> LinearOutput:
+        if adapters is None:
+            return LinearOutput(self._base(x, w_EOD))
+        assert self.lora_tiles is not None
+        num_outputs, side = w_EOD.shape[1], adapters.side_stream
+        if side is None or not self.shape.beside:
+            delta_NO = expert_delta(x, num_outputs, self.num_pairs, self.lora_tiles, adapters)
+            return LinearOutput(self._base(x, w_EOD), delta_NO)
+        main = torch.cuda.current_stream(x.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            delta_NO = expert_delta(x, num_outputs, self.num_pairs, self.lora_tiles, adapters)
+        out_NO = self._base(x, w_EOD)
+        main.wait_stream(side)
+        # No record_stream: each stream waits for the other before it reuses what was freed.
+        return LinearOutput(out_NO, delta_NO)
+
+    def _base(self, x: Tensor, w_EOD: Tensor) -> Tensor:
+        _, num_outputs, num_features = w_EOD.shape
+        assert x.is_contiguous() and w_EOD.is_contiguous() and x.shape[1] == num_features
+        assert x.dtype == w_EOD.dtype and self.num_pairs % len(x) == 0
+        out_NO = torch.empty(self.num_pairs, num_outputs, dtype=x.dtype, device=x.device)
+        shape = self.shape
+        _linear_kernel[(self.tiles.num_tiles * triton.cdiv(num_outputs, shape.block_o),)](
+            x,
+            w_EOD,
+            out_NO,
+            self.tiles.expert_M,
+            self.tiles.pair_MB,
+            self.num_pairs // len(x),
+            num_features=num_features,
+            num_outputs=num_outputs,
+            tile_pairs=shape.tile_pairs,
+            block_o=shape.block_o,
+            block_d=shape.block_d * 2 // x.dtype.itemsize,
+            num_warps=shape.warps,
+            num_stages=shape.stages if x.dtype.itemsize == 2 else 2,  # what shared memory holds
+        )
+        return out_NO

@@ -1,0 +1,126 @@
+"""e4m3 weights on the GPU, for few tokens: x @ W.T from the eight bits; and x rounded to e4m3, for many.
+
+Idea: as kernels/quant/nf4_triton.py; e4m3 numbers become bf16 without rounding, and a row's scale multiplies the sum.
+"""
+
+# T tokens · D in · O out · K splits
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorafleet.kernels.lora.split_sum_triton import split_sum_triton, steps_a_split, store_part
+from lorafleet.kernels.quant.fp8 import FP8, FP8_MAX
+
+BLOCK_D = 128
+
+
+# Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
+@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]  # triton has no types
+def _fp8_linear_kernel(
+    x_ptr: tl.tensor,
+    w_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    blocks_a_split: tl.constexpr,
+    is_whole: tl.constexpr,
+    has_bias: tl.constexpr,
+    block_o: tl.constexpr,
+    block_t: tl.constexpr,
+    block_d: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    o = tl.program_id(0) * block_o + tl.arange(0, block_o)
+    t = tl.program_id(1) * block_t + tl.arange(0, block_t)
+    o_inside, t_inside = o < outputs, t < num_tokens
+    first = tl.program_id(2) * blocks_a_split * block_d
+    last = tl.minimum(first + blocks_a_split * block_d, inputs)
+    d = tl.arange(0, block_d)
+    x_tile = x_ptr + t[None, :].to(tl.int64) * inputs + d[:, None]
+    w_tile = w_ptr + o[:, None].to(tl.int64) * inputs + d[None, :]
+    acc = tl.zeros((block_o, block_t), dtype=tl.float32)
+    for at in tl.range(first, last, block_d, num_stages=stages):
+        d_inside = at + d < inputs
+        w = tl.load(w_tile + at, mask=o_inside[:, None] & d_inside[None, :], other=0.0)
+        x = tl.load(x_tile + at, mask=t_inside[None, :] & d_inside[:, None], other=0.0)
+        acc = tl.dot(w.to(dtype), x, acc, input_precision="ieee")
+    if is_whole:
+        acc *= tl.load(scale_ptr + o, mask=o_inside, other=0.0)[:, None]
+    store_part(acc, bias_ptr, y_ptr, o, t, num_tokens, outputs, has_bias)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _quantise_tokens_kernel(
+    x_ptr: tl.tensor, out_ptr: tl.tensor, scale_ptr: tl.tensor, inputs: tl.constexpr, block: tl.constexpr
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, block)
+    largest = tl.zeros((block,), dtype=tl.float32)
+    for at in tl.range(0, inputs, block):
+        x = tl.load(x_ptr + token * inputs + at + d, mask=at + d < inputs, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x))
+    scale = tl.maximum(tl.max(largest), 1e-12) / 448.0
+    tl.store(scale_ptr + token, scale)
+    for at in tl.range(0, inputs, block):
+        x = tl.load(x_ptr + token * inputs + at + d, mask=at + d < inputs, other=0.0).to(tl.float32)
+        scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0)
+        tl.store(out_ptr + token * inputs + at + d, scaled.to(tl.float8e4nv), mask=at + d < inputs)
+
+
+def fp8_linear_triton(x_TD: Tensor, weight_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x @ (scale * W).T + bias. All contiguous."""
+    (num_tokens, inputs), outputs = x_TD.shape, len(weight_OD)
+    assert weight_OD.shape[1] == inputs and weight_OD.dtype == FP8
+    assert x_TD.is_contiguous() and weight_OD.is_contiguous()
+    block_o, block_t, warps, stages = tile_of(num_tokens)
+    blocks, tiles = triton.cdiv(inputs, BLOCK_D), (triton.cdiv(outputs, block_o), triton.cdiv(num_tokens, block_t))
+    blocks_a_split = steps_a_split(blocks, tiles[0] * tiles[1])
+    splits = triton.cdiv(blocks, blocks_a_split)
+    dtype = x_TD.dtype if splits == 1 else torch.float32
+    y_KTO = torch.empty(splits, num_tokens, outputs, dtype=dtype, device=x_TD.device)
+    _fp8_linear_kernel[(*tiles, splits)](
+        x_TD,
+        weight_OD,
+        scale_O,
+        scale_O if bias_O is None else bias_O,
+        y_KTO,
+        num_tokens,
+        outputs=outputs,
+        inputs=inputs,
+        blocks_a_split=blocks_a_split,
+        is_whole=splits == 1,
+        has_bias=bias_O is not None and splits == 1,
+        block_o=block_o,
+        block_t=block_t,
+        block_d=BLOCK_D,
+        stages=stages,
+        num_warps=warps,
+    )
+    return y_KTO[0] if splits == 1 else split_sum_triton(y_KTO, x_TD.dtype, bias_O, scale_O)
+
+
+def tile_of(num_tokens: int) -> tuple[int, int, int, int]:
+    """Outputs, tokens, warps, stages of a program."""
+    return (64, 16, 4, 5) if num_tokens <= 16 else (128, 64, 8, 4)
+
+
+def quantise_tokens_triton(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """x in e4m3, and what each token is to be multiplied by, float32 [T], as kernels/quant/fp8_weight.py's
+    quantise_rows."""
+    assert x_TD.is_contiguous()
+    out_TD = torch.empty(x_TD.shape, dtype=FP8, device=x_TD.device)
+    scale_T = torch.empty(len(x_TD), dtype=torch.float32, device=x_TD.device)
+    block = min(4096, triton.next_power_of_2(x_TD.shape[1]))
+    _quantise_tokens_kernel[(len(x_TD),)](x_TD, out_TD, scale_T, inputs=x_TD.shape[1], block=block)
+    return out_TD, scale_T
+
+
+assert FP8_MAX == 448.0  # as _quantise_tokens_kernel has it

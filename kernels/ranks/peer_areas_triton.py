@@ -1,0 +1,84 @@
+"""What kernels over peer areas share: kernels/ranks/peer_areas.py.
+
+Calls alternate between the halves. A program begins its call k + 2 when it has got the other rank's numbers of call
+k + 1, which that rank sent after its call k had ended and left the half EMPTY: so one may be written while the other is
+still read, and two are enough. Each program counts its calls in device memory, so that captured graphs may be replayed
+in any order that is the same on all ranks. A program waits only for the same program of the other ranks, so it does not
+matter how many of them run at once.
+"""
+
+# N ranks
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def begin_call(calls_ptr: tl.tensor, program: tl.tensor, num_ranks: tl.constexpr, area: tl.constexpr) -> tl.tensor:
+    """Where this call's half begins, in numbers. Once a program."""
+    call = tl.load(calls_ptr + program)
+    tl.debug_barrier()  # no warp may count before the last one has read
+    tl.store(calls_ptr + program, call + 1)
+    return (call & 1).to(tl.int64) * ((num_ranks - 1) * area)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _area(
+    address_ptr: tl.tensor,
+    half: tl.tensor,
+    of: tl.constexpr,
+    sender: tl.constexpr,
+    area: tl.constexpr,
+    num_ranks: tl.constexpr,
+    bits_dtype: tl.constexpr,
+) -> tl.tensor:
+    """In rank `of`'s memory, where the sender's numbers lie."""
+    first = half + ((sender - of + num_ranks) % num_ranks - 1) * area
+    return tl.multiple_of(tl.load(address_ptr + of).to(tl.pointer_type(bits_dtype)) + first, 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def send(
+    x: tl.tensor,
+    address_ptr: tl.tensor,
+    half: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    area: tl.constexpr,
+    rank: tl.constexpr,
+    num_ranks: tl.constexpr,
+    empty: tl.constexpr,
+) -> None:
+    """To all other ranks, numbers `at` of this rank's area there."""
+    bits_dtype: tl.constexpr = tl.int16 if x.dtype.primitive_bitwidth == 16 else tl.int32
+    bits = x.to(bits_dtype, bitcast=True)
+    bits = tl.where(bits == empty, 0, bits)
+    for other in tl.static_range(num_ranks):
+        if other != rank:
+            theirs = _area(address_ptr, half, other, rank, area, num_ranks, bits_dtype)
+            tl.store(theirs + at, bits, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def receive(
+    other: tl.constexpr,
+    address_ptr: tl.tensor,
+    half: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    area: tl.constexpr,
+    rank: tl.constexpr,
+    num_ranks: tl.constexpr,
+    empty: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """What the other rank has sent, when all of it is there. Leaves the memory EMPTY."""
+    bits_dtype: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
+    mine = _area(address_ptr, half, rank, other, area, num_ranks, bits_dtype) + at
+    got = tl.load(mine, mask=inside, other=0, volatile=True)
+    while tl.max((got == empty).to(tl.int32), 0) > 0:
+        got = tl.load(mine, mask=inside, other=0, volatile=True)
+    tl.store(mine, tl.full(got.shape, empty, bits_dtype), mask=inside)
+    return got.to(dtype, bitcast=True)

@@ -1,0 +1,323 @@
+"""Offline use, as vLLM's: LLM(model=..., enable_lora=True).generate(prompts, params, lora_request=...). No Ray, no
+sockets: the same engine, driven by the calling thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict
+
+import msgspec
+
+from lorafleet.api.text.adapter_language import Language, LanguageReader
+from lorafleet.api.text.output import OutputProcessor
+from lorafleet.api.text.templates import TemplateSandbox
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.api.text.tokenizer_files import TokenizerFiles
+from lorafleet.api.text.tokenizers import Encoders
+from lorafleet.protocol.adapter_mix import mixed
+from lorafleet.protocol.engine_config import AttentionName, Device, DType, EngineConfig, KVCacheDType
+from lorafleet.protocol.errors import ConfigError, InvalidRequest, from_wire
+from lorafleet.protocol.lora_config import LoRAConfig, LoRADType
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput, Vocabulary
+from lorafleet.protocol.quantization_methods import Method
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.resolvers.store import AdapterStore
+from lorafleet.workers.rank_processes import RankProcesses
+from lorafleet.workers.startup import build_engine
+
+__all__ = ["LLM", "CompletionOutput", "LoRARequest", "RequestOutput", "SamplingParams"]
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+Prompt = str | TokensPrompt
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """logprobs: one entry a token. stop_reason: the stop string or stop token id; None for eos and length."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """fallback_reason: why the base model answered in the adapter's place (on_lora_load_failure="base")."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    lora_request: LoRARequest | None = None
+    fallback_reason: str | None = None
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class _Pending:
+    """One sample on its way: where its tokens go."""
+
+    result: RequestOutput
+    completion: CompletionOutput
+    processor: OutputProcessor
+
+
+class LLM:
+    """model: a local Hugging Face folder. The other arguments are EngineConfig's and LoRAConfig's; LoRA's own have an
+    effect with enable_lora=True only, and are refused without it."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        enable_lora: bool = False,
+        lora_config: LoRAConfig | None = None,
+        max_loras: int | None = None,
+        max_lora_rank: int | None = None,
+        max_cpu_loras: int | None = None,
+        lora_dtype: LoRADType | None = None,
+        device: Device = "auto",
+        dtype: DType = "auto",
+        quantization: Method | None = None,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_tokens: int | None = None,
+        kv_cache_dtype: KVCacheDType = "auto",
+        block_size: int = 16,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        max_num_mixed_tokens: int = 512,
+        enable_prefix_caching: bool = True,
+        attention_backend: AttentionName = "auto",
+        enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
+        async_scheduling: bool | None = None,
+        cpu_threads: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        given = {
+            "max_loras": max_loras,
+            "max_lora_rank": max_lora_rank,
+            "max_cpu_loras": max_cpu_loras,
+            "lora_dtype": lora_dtype,
+        }
+        config = EngineConfig(
+            model=model,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_tokens=kv_cache_tokens,
+            kv_cache_dtype=kv_cache_dtype,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_mixed_tokens=max_num_mixed_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            attention_backend=attention_backend,
+            enforce_eager=enforce_eager,
+            tensor_parallel_size=tensor_parallel_size,
+            async_scheduling=async_scheduling,
+            lora=_lora_config(enable_lora, lora_config, given),
+            cpu_threads=cpu_threads,
+            seed=seed,
+        )
+        self._ranks = RankProcesses(config) if tensor_parallel_size > 1 else None
+        try:
+            if self._ranks is None:
+                self._engine = build_engine(config)
+            else:
+                self._engine = build_engine(config, addresses=self._ranks.addresses, check=self._ranks.check)
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.close()
+            raise
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_files = TokenizerFiles()
+        self._templates, self._encoders = (
+            TemplateSandbox(),
+            Encoders(),
+        )  # of adapters; no process runs before it is needed
+        self._model = Path(model)
+        self._adapters: dict[tuple[int, str], LoRARequest] = {}
+        self._sources = config.sources
+        self._languages: dict[str, Language] = {}  # by digest, of adapters that have one of their own
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_folder(self._model)
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """One result a prompt, in order. A list of parameters or adapters has one entry a prompt.
+
+        Raises InvalidRequest or AdapterError before anything runs, the engine's own errors while it runs.
+        """
+        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        params = _one_each(sampling_params or SamplingParams(), len(prompts), "sampling_params")
+        loras = _one_each(lora_request, len(prompts), "lora_request")
+        resolved = [None if lora is None else self._resolve(lora) for lora in loras]
+        pending: dict[str, _Pending] = {}
+        results = [
+            self._submit(prompt, p, lora, pending) for prompt, p, lora in zip(prompts, params, resolved, strict=True)
+        ]
+        try:
+            while pending:
+                for output in self._engine.step():
+                    self._deliver(output, pending)
+        finally:
+            for request_id in pending:
+                self._engine.abort(request_id)
+        return results
+
+    def add_lora(self, lora_request: LoRARequest) -> None:
+        """Reads the adapter into CPU memory now; later requests with the same id and path use these very weights."""
+        self._resolve(lora_request)
+
+    def mix_loras(self, loras: Sequence[LoRARequest], weights: Sequence[float] | None = None) -> LoRARequest:
+        """A request for the sum of several plain LoRAs, each times its weight (1 where none are given)."""
+        return mixed([self._resolve(lora) for lora in loras], weights)
+
+    def remove_lora(self, lora_int_id: int) -> None:
+        """Forgets the adapter; the next request with this id reads its files anew."""
+        for key in [key for key in self._adapters if key[0] == lora_int_id]:
+            digest = self._adapters.pop(key).digest
+            if self._engine.loras is not None and all(a.digest != digest for a in self._adapters.values()):
+                self._engine.loras.drop(digest)
+
+    def list_loras(self) -> list[LoRARequest]:
+        return list(self._adapters.values())
+
+    def pin_lora(self, lora_int_id: int) -> None:
+        """Keeps an adapter that was used before in a slot. Raises AdapterError where no slot would be left."""
+        for (number, _), lora in self._adapters.items():
+            if number == lora_int_id and self._engine.loras is not None:
+                loaded = self._engine.loras.pin(lora)
+                while not loaded.done():
+                    self._engine.step()
+                loaded.result()
+
+    def close(self) -> None:
+        self._engine.close()
+        self._templates.close()
+        self._encoders.close()
+        self._tokenizer_files.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _resolve(self, lora: LoRARequest) -> LoRARequest:
+        """The request with its digest, from the first reading of its files."""
+        key = (lora.lora_int_id, lora.lora_path)
+        if key not in self._adapters:
+            loading = self._engine.load_adapter(lora)
+            while not loading.done():
+                self._engine.step()
+            info = loading.result()
+            self._adapters[key] = msgspec.structs.replace(lora, digest=info.digest)
+            if info.language:
+                self._languages[info.digest] = self._read_language(self._adapters[key])
+            elif info.vocab_size is not None:
+                vocabulary = Vocabulary(info.vocab_size, self._engine.hello.eos_token_ids)
+                self._languages[info.digest] = Language(self.tokenizer, vocabulary)
+        return self._adapters[key]
+
+    def _read_language(self, lora: LoRARequest) -> Language:
+        hello = self._engine.hello
+        reader = LanguageReader(self.tokenizer, hello.vocab_size, hello.eos_token_ids, self._templates, self._encoders)
+        store = AdapterStore(self._sources)
+        try:
+            return store.read(lora.lora_path, lora.digest, reader.read)
+        finally:
+            store.stop()
+
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None, pending: dict[str, _Pending]
+    ) -> RequestOutput:
+        text = prompt if isinstance(prompt, str) else None
+        language = self._languages.get(lora.digest) if lora is not None else None
+        tokenizer = self.tokenizer if language is None else language.tokenizer
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        number = next(self._ids)
+        result = RequestOutput(str(number), text, ids, [], lora_request=lora)
+        vocabulary = None if language is None else language.vocabulary
+        for i in range(params.n):
+            one = params.of_sample(i)
+            request_id = f"{number}-{i}"
+            self._engine.add(
+                EngineRequest(
+                    request_id=request_id,
+                    prompt_token_ids=ids,
+                    params=one,
+                    lora=lora,
+                    vocabulary=vocabulary,
+                    language="" if language is None else language.digest,
+                    tokenizer=None if one.structured_outputs is None else self._tokenizer_files.of(tokenizer),
+                )
+            )
+            result.outputs.append(CompletionOutput(i))
+            pending[request_id] = _Pending(result, result.outputs[-1], OutputProcessor(tokenizer, ids, one))
+        return result
+
+    def _deliver(self, output: TokenOutput, pending: dict[str, _Pending]) -> None:
+        entry = pending[output.request_id]
+        if output.error is not None:
+            raise from_wire(output.error)
+        delta = entry.processor.push(output)
+        result, completion = entry.result, entry.completion
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            completion.logprobs = (completion.logprobs or []) + delta.logprobs
+            completion.cumulative_logprob = sum(entry.logprob for entry in completion.logprobs)
+        result.prompt_logprobs = delta.prompt_logprobs or result.prompt_logprobs
+        result.num_cached_tokens = max(result.num_cached_tokens, delta.num_cached_tokens)
+        result.fallback_reason = delta.fallback_reason or result.fallback_reason
+        if delta.finish_reason is not None:
+            completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+            del pending[output.request_id]
+            if output.finish_reason is None:
+                self._engine.abort(output.request_id)
+
+
+def _lora_config(enabled: bool, config: LoRAConfig | None, given: dict[str, Any]) -> LoRAConfig | None:
+    fields = {name: value for name, value in given.items() if value is not None}
+    if not enabled:
+        if fields or config is not None:
+            raise ConfigError(f"{', '.join(fields) or 'lora_config'} has no effect without enable_lora=True; set it.")
+        return None
+    if config is not None:
+        if fields:
+            raise ConfigError(f"{', '.join(fields)} is given beside lora_config; put it into that.")
+        return config
+    return LoRAConfig(**fields)
+
+
+def _one_each(value: Any, count: int, name: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one each.", name)
+    return list(value)

@@ -1,0 +1,276 @@
+"""Opens the files of an adapter's folder, and names what is wrong with them; reading their content is others' work.
+
+Nothing outside the folder is read, nothing but regular files, and nothing larger than the limits. A symlink may stay
+in the folder, or lead to the blobs of the Hugging Face cache entry that the folder is a snapshot of. Where a file lies
+is asked of the opened file itself, so whoever swaps a folder or a link in between gains nothing by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from lorafleet.protocol.errors import AdapterChanged, AdapterMalformed, AdapterMissing, AdapterUnsupported
+from lorafleet.protocol.strict_json import shown
+
+CONFIG_NAME = "adapter_config.json"
+SAFETENSORS_NAME = "adapter_model.safetensors"
+BIN_NAME = "adapter_model.bin"
+# What an adapter's requests are written in, where it brings that: api/text/adapter_language.py. And the most bytes.
+LANGUAGE_NAMES = {
+    "chat_template.jinja": 1 << 20,
+    "generation_config.json": 1 << 20,
+    "lorafleet.json": 2 << 20,
+    "special_tokens_map.json": 1 << 20,
+    "tokenizer.json": 64 << 20,
+    "tokenizer_config.json": 4 << 20,
+}
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_WEIGHTS_BYTES = 16 << 30  # rank 64 on every projection of a 405B in float32 is 7.1 GB
+MAX_BIN_BYTES = 2 << 30  # read whole before its shapes are known
+CHUNK_BYTES = 4 << 20  # read, then hashed while it is still in the CPU's cache
+TICK_S = 0.02  # two writes within one tick of the kernel's clock have one time; its ticks are 10 ms at most
+_FILES_CLOCK = 5  # CLOCK_REALTIME_COARSE, which Python has no name for: Linux takes the times of files from it
+_OTHER_CLOCK_NS = 10**9  # a file that is so far ahead has its time from another machine
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A folder that exists, by its real path. Every file that it opens lies below that path, whatever became of the
+    folder meanwhile: who has checked the path has checked all that is read."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str], within: str | None = None) -> AdapterFolder:
+        """within: the real path of a folder that it must lie in. Raises AdapterMissing, or AdapterChanged where it lies
+        elsewhere."""
+        folder = path if isinstance(path, AdapterFolder) else cls._found(os.fspath(path))
+        if within is not None and not folder.path.is_relative_to(within):
+            raise AdapterChanged(f"the folder {shown(os.fspath(path))} is a symlink that leads out of {shown(within)}.")
+        return folder
+
+    @classmethod
+    def _found(cls, text: str) -> AdapterFolder:
+        if "\0" in text:
+            raise AdapterMissing(f"the path {shown(text)} has a NUL character, so there can be no adapter there.")
+        try:
+            real = Path(text).resolve(strict=True)
+            if stat.S_ISDIR(real.stat().st_mode):
+                return cls(real)
+        except (OSError, RuntimeError, UnicodeError):  # RuntimeError: a loop of symlinks
+            raise AdapterMissing(f"there is no folder at {shown(text)}.") from None
+        raise AdapterMissing(f"{shown(text)} is not a folder; an adapter is a folder with {CONFIG_NAME}.")
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
+
+    def open(self, name: str, max_bytes: int) -> OpenFile:
+        # O_PATH opens nothing yet, so nothing happens to a device or a FIFO; but it holds on to the file that is there.
+        try:
+            found = os.open(self.path / name, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            raise AdapterMissing(f"the adapter's folder has no {name}.") from None
+        try:
+            self._check_place(name, found)
+            _check_regular(name, os.fstat(found))
+            fd = _opened(name, found)
+        finally:
+            os.close(found)
+        try:
+            opened = _settled(name, fd)
+            _check_size(name, opened, max_bytes)
+            return OpenFile(name, os.fdopen(fd, "rb", buffering=0), opened)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _check_place(self, name: str, fd: int) -> None:
+        real = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if not any(real.is_relative_to(root) for root in (self.path, *self._blobs())):
+            raise AdapterMalformed(f"{name} is a symlink that leaves the adapter's folder.")
+
+    def _blobs(self) -> list[Path]:
+        """Where the links of a Hugging Face cache entry lead: models--org--name/{snapshots/<revision>/…, blobs/}."""
+        entries = [
+            p.parent for p in self.path.parents if p.name == "snapshots" and p.parent.name.startswith("models--")
+        ]
+        return [entry / "blobs" for entry in entries]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A regular file, and what its inode said when it was opened."""
+
+    name: str
+    stream: BinaryIO
+    opened: os.stat_result
+
+    @property
+    def size(self) -> int:
+        return self.opened.st_size
+
+    def read_into(self, target: memoryview, digest: hashlib._Hash) -> None:
+        """Fills target, and adds exactly the bytes it got to digest."""
+        for start in range(0, len(target), CHUNK_BYTES):
+            chunk = target[start : start + CHUNK_BYTES]
+            got = 0
+            while got < len(chunk):
+                count = self._read_some(chunk[got:])
+                if count == 0:
+                    raise AdapterMalformed(f"{self.name} is truncated.")
+                got += count
+            digest.update(chunk)
+
+    def _read_some(self, target: memoryview) -> int:
+        try:
+            count: int | None = self.stream.readinto(target)  # type: ignore[attr-defined]  # raw: FileIO has it
+            return count or 0
+        except OSError as error:
+            raise AdapterMalformed(f"{self.name} cannot be read: {error.strerror}.") from None
+
+    def check_unchanged(self) -> None:
+        """Call it after the last read: a file that was written meanwhile may be half old and half new."""
+        now = os.fstat(self.stream.fileno())
+        # The time of the inode's change too: that of the content can be set to what it was.
+        if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != (
+            self.opened.st_size,
+            self.opened.st_mtime_ns,
+            self.opened.st_ctime_ns,
+        ):
+            raise AdapterChanged(f"{self.name} changed while it was read. Write adapters elsewhere, then rename them.")
+
+    def close(self) -> None:
+        self.stream.close()
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _settled(name: str, fd: int) -> os.stat_result:
+    """The file's state, from which every later write can be told: if need be after a tick of the clock."""
+    state = os.fstat(fd)
+    age_s = time.time() - state.st_ctime_ns * 1e-9
+    if 0 <= age_s < TICK_S:
+        time.sleep(TICK_S - age_s)
+    # Where a host gives its processors to others, a tick may be late.
+    while 0 <= state.st_ctime_ns - time.clock_gettime_ns(_FILES_CLOCK) < _OTHER_CLOCK_NS:
+        time.sleep(0.001)
+    if os.fstat(fd).st_ctime_ns != state.st_ctime_ns:
+        raise AdapterChanged(f"{name} is being written. Write adapters elsewhere, then rename them.")
+    return state
+
+
+def _opened(name: str, found: int) -> int:
+    """The very file that `found`, of O_PATH, stands for; its name is not looked up again."""
+    try:
+        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise AdapterMissing(f"{name} cannot be opened: {error.strerror}.") from None
+
+
+def _check_regular(name: str, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise AdapterMalformed(f"{name} is not a regular file.")
+
+
+def _check_size(name: str, opened: os.stat_result, max_bytes: int) -> None:
+    if opened.st_size > max_bytes:
+        raise AdapterMalformed(f"{name} has {opened.st_size} bytes; at most {max_bytes} are read.")
+
+
+def read_config(folder: AdapterFolder) -> bytes:
+    return _read_small(folder, CONFIG_NAME, MAX_CONFIG_BYTES)
+
+
+def read_language(folder: AdapterFolder) -> dict[str, bytes]:
+    """Of LANGUAGE_NAMES those that are there, by name; most adapters have none."""
+    return {name: _read_small(folder, name, most) for name, most in LANGUAGE_NAMES.items() if folder.has(name)}
+
+
+def language_digest(language: Mapping[str, bytes]) -> str:
+    """Of what read_language() found; "" for nothing."""
+    digest = hashlib.sha256()
+    for name, content in sorted(language.items()):
+        digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest() if language else ""
+
+
+def _read_small(folder: AdapterFolder, name: str, max_bytes: int) -> bytes:
+    with folder.open(name, max_bytes) as file:
+        data = bytearray(file.size)
+        file.read_into(memoryview(data), hashlib.sha256())
+        file.check_unchanged()
+        return bytes(data)
+
+
+def check_same_config(folder: AdapterFolder, config: bytes) -> None:
+    """Call it once the weights are read: a folder that was replaced meanwhile would give one version's config with the
+    other's weights."""
+    if read_config(folder) != config:
+        raise AdapterChanged(
+            f"{CONFIG_NAME} changed while the weights were read. Write adapters elsewhere, then rename."
+        )
+
+
+def open_weights(folder: AdapterFolder) -> OpenFile:
+    """safetensors wins where both are there, as in PEFT."""
+    for name, max_bytes in ((SAFETENSORS_NAME, MAX_WEIGHTS_BYTES), (BIN_NAME, MAX_BIN_BYTES)):
+        if folder.has(name):
+            return folder.open(name, max_bytes)
+    if folder.has("adapters.safetensors"):
+        raise AdapterUnsupported(
+            "adapters.safetensors is mlx-lm's layout, which is not served; `lorafleet convert` makes PEFT's of it."
+        )
+    raise AdapterMissing(f"the adapter's folder has neither {SAFETENSORS_NAME} nor {BIN_NAME}.")
+
+
+def new_digest(config: bytes, weights: OpenFile, language: Mapping[str, bytes]) -> hashlib._Hash:
+    """sha256 of the config, of what read_language() found, and of the weights, which the caller adds. Lengths keep them
+    apart. So another tokenizer or chat template makes another adapter, and one without has the digest it always had."""
+    digest = hashlib.sha256(b"lorafleet adapter 1\0")
+    digest.update(len(config).to_bytes(8, "little") + config)
+    for name, content in sorted(language.items()):
+        digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "little") + content)
+    digest.update(weights.name.encode() + b"\0" + weights.size.to_bytes(8, "little"))
+    return digest
+
+
+def read_through(config: bytes, language: Mapping[str, bytes], weights: OpenFile, copy: BinaryIO | None = None) -> str:
+    """The digest, of weights that nobody needs in memory; what is read goes into copy too."""
+    digest = new_digest(config, weights, language)
+    buffer = memoryview(read_buffer(CHUNK_BYTES))
+    for start in range(0, weights.size, CHUNK_BYTES):
+        chunk = buffer[: weights.size - start]
+        weights.read_into(chunk, digest)
+        if copy is not None:
+            copy.write(chunk)
+    return digest.hexdigest()
+
+
+def read_buffer(num_bytes: int) -> mmap.mmap:
+    """Pages that go back to the system with the last reference. With glibc's malloc each thread that ever read a file
+    keeps as many: once one such block was freed, it takes the next ones from heaps that it does not give back."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def folder_digest(path: Path) -> str:
+    """As an adapter's load computes it (lora_model.py). Raises AdapterError."""
+    folder = AdapterFolder.at(path)
+    config, language = read_config(folder), read_language(folder)
+    with open_weights(folder) as weights:
+        return read_through(config, language, weights)

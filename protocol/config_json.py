@@ -1,0 +1,32 @@
+"""Reads config.json and its like, and numbers in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lorafleet.protocol.errors import ConfigError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing; give a local Hugging Face checkpoint.", "model") from None
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read as JSON: {e}", "model") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not an object.", "model")
+    return value
+
+
+def integer(raw: dict[str, Any], key: str, default: int) -> int:
+    value = raw.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json has {key}={value!r}; it must be a positive integer.", "model")
+    return value
+
+
+def num_layers(raw: dict[str, Any]) -> int:
+    return integer(raw, "num_hidden_layers", 32)

@@ -1,0 +1,247 @@
+"""Every error that a user or the outside world can cause, in one tree.
+
+    LorafleetError
+    ├── ConfigError              the server cannot start as configured
+    │   └── UnsupportedModel     the checkpoint needs something this engine does not do
+    ├── InvalidRequest           the request is wrong; `param` names the field
+    │   ├── ContextOverflow      prompt and max_tokens do not fit the context or the KV cache
+    │   ├── BodyTooLarge         the HTTP body is larger than the server takes
+    │   ├── BodyTimeout          the HTTP body did not arrive in time
+    │   └── UnsupportedMediaType the HTTP body is not said to be JSON
+    ├── ModelNotFound            no such base model or adapter
+    ├── Forbidden                the server was not started with this feature
+    ├── Unauthorized             no key, or a wrong one
+    ├── AdapterError             something about one adapter
+    │   ├── AdapterMissing       no adapter files where the path points
+    │   ├── AdapterMalformed     the files are damaged or contradict each other
+    │   ├── AdapterUnsupported   a PEFT feature that is not served; the message names it
+    │   ├── AdapterMismatch      well-formed, but made for another base model
+    │   ├── RankTooLarge         rank over lora.max_lora_rank
+    │   ├── AdapterChanged       the bytes under the path are not the ones that were registered
+    │   ├── AdapterTooLarge      more bytes than the configuration lets one adapter have
+    │   ├── AdapterUnavailable   where it lies does not answer, refuses us or is too slow: try again later
+    │   ├── AdapterExists        the name is taken
+    │   └── InvalidAdapterName   empty, too long, path parts, control characters, the base's own name
+    ├── Overloaded               try again later; `retry_after_s` says when
+    │   ├── QueueFull            too many requests wait already
+    │   ├── DirectoryUnavailable the adapter directory does not answer
+    │   ├── QuotaExceeded        the caller's key or tenant has used up what it may ask for
+    │   └── QueueTimeout         the request could not start in the time that it had
+    ├── StoreError               the catalogue's store does not answer, or refuses
+    │   ├── StoreRefused         the store has certainly not done a write
+    │   ├── OutcomeUnknown       a change may or may not be in the catalogue's log
+    │   └── CatalogueDamaged     an object of the catalogue is lost or has other bytes than were written
+    ├── LogUnwritable            the audit or usage log cannot be written, and nothing may be done unlogged
+    └── EngineDead               the engine loop stopped; the replica is being replaced
+
+Errors cross the process boundary as (class name, message, param, …): see to_wire and from_wire. The HTTP status of each
+is in api/answer/error_responses.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+
+class LorafleetError(Exception):
+    """Base of all. The message is for the user: it gives the value, the bound and the remedy."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None]]:
+        return type(self), (self.message, self.param)
+
+
+class ConfigError(LorafleetError):
+    pass
+
+
+class UnsupportedModel(ConfigError):
+    pass
+
+
+class InvalidRequest(LorafleetError):
+    pass
+
+
+class ContextOverflow(InvalidRequest):
+    pass
+
+
+class BodyTooLarge(InvalidRequest):
+    pass
+
+
+class BodyTimeout(InvalidRequest):
+    pass
+
+
+class UnsupportedMediaType(InvalidRequest):
+    pass
+
+
+class ModelNotFound(LorafleetError):
+    pass
+
+
+class Forbidden(LorafleetError):
+    pass
+
+
+class Unauthorized(LorafleetError):
+    pass
+
+
+class AdapterError(LorafleetError):
+    pass
+
+
+class AdapterMissing(AdapterError):
+    pass
+
+
+class AdapterMalformed(AdapterError):
+    pass
+
+
+class AdapterUnsupported(AdapterError):
+    pass
+
+
+class AdapterMismatch(AdapterError):
+    pass
+
+
+class RankTooLarge(AdapterError):
+    pass
+
+
+class AdapterChanged(AdapterError):
+    pass
+
+
+class AdapterTooLarge(AdapterError):
+    pass
+
+
+class AdapterUnavailable(AdapterError):
+    pass
+
+
+class AdapterExists(AdapterError):
+    pass
+
+
+class InvalidAdapterName(AdapterError):
+    pass
+
+
+class Overloaded(LorafleetError):
+    def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = 1.0) -> None:
+        super().__init__(message, param)
+        self.retry_after_s = retry_after_s  # None: waiting does not help.
+
+    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, float | None]]:  # type: ignore[override]  # wider
+        return type(self), (self.message, self.param, self.retry_after_s)
+
+
+class QueueFull(Overloaded):
+    pass
+
+
+class QueueTimeout(Overloaded):
+    pass
+
+
+class DirectoryUnavailable(Overloaded):
+    pass
+
+
+class QuotaExceeded(Overloaded):
+    """headers: of the answer, OpenAI's x-ratelimit ones."""
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        retry_after_s: float | None = 1.0,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(message, param, retry_after_s)
+        self.headers = headers
+
+    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, float | None, dict[str, str]]]:  # type: ignore[override]  # wider
+        return type(self), (self.message, self.param, self.retry_after_s, dict(self.headers))
+
+
+class StoreError(LorafleetError):
+    pass
+
+
+class LogUnwritable(LorafleetError):
+    pass
+
+
+class StoreRefused(StoreError):
+    pass
+
+
+class OutcomeUnknown(StoreError):
+    pass
+
+
+class CatalogueDamaged(StoreError):
+    pass
+
+
+class EngineDead(LorafleetError):
+    pass
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True):
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None  # of Overloaded
+
+
+def _subclasses(cls: type[LorafleetError]) -> dict[str, type[LorafleetError]]:
+    found = {cls.__name__: cls}
+    for child in cls.__subclasses__():
+        found |= _subclasses(child)
+    return found
+
+
+def fault_of(error: Exception) -> LorafleetError:
+    """What the client of one request is told about a fault of ours that ended that request alone."""
+    return LorafleetError(f"The engine failed at this request ({type(error).__name__}); the server's log says why.")
+
+
+def encodable(message: str) -> str:
+    """A message may quote a path or a text with halves of characters, which cannot be encoded."""
+    return message.encode(errors="backslashreplace").decode()
+
+
+def to_wire(error: LorafleetError) -> WireError:
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else None
+    return WireError(type(error).__name__, encodable(error.message), error.param, retry_after_s)
+
+
+@functools.cache
+def _errors_by_name() -> dict[str, type[LorafleetError]]:
+    """Those of this module: all of them are made before the first error crosses to another process."""
+    return _subclasses(LorafleetError)
+
+
+def from_wire(error: WireError) -> LorafleetError:
+    made = _errors_by_name().get(error.kind, LorafleetError)(error.message, error.param)
+    if isinstance(made, Overloaded) and error.retry_after_s is not None:
+        made.retry_after_s = error.retry_after_s
+    return made

@@ -1,0 +1,94 @@
+"""Which names an adapter may have, wherever the name comes from: a request, the command line, a catalogue, a folder.
+
+A name is made of segments, parted by "/" as in "org/adapter"; each is ASCII letters, digits and "._-@", and begins with
+a letter, a digit or "_". So a name is never a way out of a folder, hidden, an option of a command line, or a look-alike
+of another; ":" is left to "base:adapter", "+" to mixing adapters, "=" and "," to lists on the command line.
+
+An adapter that belongs to a tenant has "~tenant/" before its name wherever names of all tenants meet: in the catalogue,
+in logs and metrics. No client can ask for a name that begins so: each speaks of its own adapters by their bare names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from lorafleet.protocol.errors import InvalidAdapterName
+from lorafleet.protocol.strict_json import shown
+
+MAX_NAME_CHARS = 256
+OWNED = "~"  # Sorts behind every name that is nobody's.
+PAST_ALL = "\x7f"  # Sorts behind every full name.
+
+_TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_FULL = re.compile(rf"{OWNED}([a-z0-9][a-z0-9_-]{{0,63}})/([A-Za-z0-9_][A-Za-z0-9._@/-]*)")
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]*")
+
+
+def check_adapter_name(name: str, base_names: Collection[str] = ()) -> None:
+    """Raises InvalidAdapterName. base_names: what the base model itself is served as."""
+    if not name:
+        raise InvalidAdapterName("the adapter's name is empty.", "lora_name")
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidAdapterName(
+            f"the adapter's name has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed.", "lora_name"
+        )
+    if not all(_SEGMENT.fullmatch(segment) for segment in name.split("/")):
+        raise InvalidAdapterName(f"the adapter's name {shown(name)} {_fault(name)}", "lora_name")
+    if name in base_names:
+        raise InvalidAdapterName(
+            f"the adapter's name {shown(name)} is the base model's own. Choose another.", "lora_name"
+        )
+
+
+def check_full_name(name: str, base_names: Collection[str] = ()) -> None:
+    """Of an adapter that may be a tenant's."""
+    tenant = tenant_of(name)
+    if tenant is not None:
+        check_tenant(tenant)
+    check_adapter_name(bare_name(name), base_names)
+
+
+def check_tenant(tenant: str) -> None:
+    if not _TENANT.fullmatch(tenant):
+        raise InvalidAdapterName(
+            f"the tenant's name {shown(tenant)} must be 1 to 64 lower-case letters, digits, '_' and '-', the first of "
+            "them a letter or a digit.",
+            "tenant",
+        )
+
+
+def full_name(tenant: str | None, name: str) -> str:
+    return name if tenant is None else f"{OWNED}{tenant}/{name}"
+
+
+def past_names_of(tenant: str) -> str:
+    """Sorts behind all full names of the tenant, and before all that sort behind them."""
+    return f"{OWNED}{tenant}{chr(ord('/') + 1)}"
+
+
+def tenant_of(full: str) -> str | None:
+    return full[1:].partition("/")[0] if full.startswith(OWNED) else None
+
+
+def bare_name(full: str) -> str:
+    return full.partition("/")[2] if full.startswith(OWNED) else full
+
+
+def in_the_words_of(tenant: str | None, text: str) -> str:
+    """A message with full names in it, for a caller of that tenant: its own adapters by their bare names, nobody
+    else's by any."""
+    return _FULL.sub(lambda found: found[2] if found[1] == tenant else "(not yours)", text)
+
+
+def _fault(name: str) -> str:
+    segments = name.split("/")
+    if name.startswith("/"):
+        return "is an absolute path; give the name of an adapter, without a leading '/'."
+    if any(segment in ("", ".", "..") for segment in segments):
+        return "has an empty, '.' or '..' path part."
+    if any(ord(c) < 32 or ord(c) == 127 for c in name):
+        return "has a control character."
+    if any(segment.startswith(".") for segment in segments):
+        return "is hidden (a part of it begins with '.')."
+    return "may have only ASCII letters, digits and '._-@', in parts that begin with a letter, a digit or '_'."

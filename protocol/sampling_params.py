@@ -1,0 +1,121 @@
+"""What a caller may ask of sampling: names, defaults and bounds. The arithmetic is in workers/device/sampler.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+
+import msgspec
+
+from lorafleet.protocol import limits
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.limits import shown_number
+from lorafleet.protocol.random_numbers import child_seed
+from lorafleet.protocol.structured_spec import StructuredOutputs
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's SamplingParams, as far as this engine honours them; an unknown name is a TypeError.
+
+    top_k: 0 or -1 considers every token. seed: the same seed, prompt and adapter give the same tokens whatever else
+    is in the batch. stop: the text ends before the first of them. max_tokens: None means up to the context's end.
+    logprobs: k asks for the sampled token's logprob and the k best, of the raw model distribution (before penalties
+    and temperature, as in vLLM and transformers). prompt_logprobs: the same for each prompt token but the first.
+    structured_outputs: what the whole answer must match (protocol/structured_spec.py).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+
+    def __post_init__(self) -> None:
+        for name, bounds in limits.SAMPLING.items():
+            value = getattr(self, name)
+            if value is not None:
+                bounds.check(name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}; lower it or raise max_tokens.",
+                "min_tokens",
+            )
+        if self.structured_outputs is not None and self.min_tokens:
+            # A grammar may leave nothing but the end of the answer.
+            raise InvalidRequest("`min_tokens` cannot be kept beside structured output; leave it out.", "min_tokens")
+        self._check_stops()
+        _check_count("logit_bias", self.logit_bias, limits.MAX_LOGIT_BIAS)
+        for token, bias in (self.logit_bias or {}).items():
+            limits.LOGIT_BIAS.check(f"logit_bias[{shown_number(token)}]", bias, param="logit_bias")
+
+    def _check_stops(self) -> None:
+        _check_count("stop_token_ids", self.stop_token_ids, limits.MAX_STOP_TOKEN_IDS)
+        _check_count("stop", self.stop_strings, limits.MAX_STOP_STRINGS)
+        for text in self.stop_strings:
+            if not text:
+                raise InvalidRequest(
+                    "stop has an empty string, which would end every answer at once; remove it.", "stop"
+                )
+            if len(text) > limits.MAX_STOP_CHARS:
+                raise InvalidRequest(
+                    f"stop has a string of {len(text)} characters; at most {limits.MAX_STOP_CHARS}. Shorten it.", "stop"
+                )
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether biases or penalties may change the logits."""
+        return bool(self.logit_bias or self.min_tokens or self.penalizes)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the logits depend on the tokens so far."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def of_sample(self, sample: int) -> SamplingParams:
+        """The parameters of one of `n` samples: each has a seed of its own, mixed from the request's and its index."""
+        if self.n == 1:
+            return self
+        seed = None if self.seed is None else child_seed(self.seed, sample)
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequest where a token id named here does not exist."""
+        check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
+
+
+def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raises InvalidRequest where one of the ids of the field `name` does not exist."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"{name} names token {shown_number(token)}; this model's vocabulary has ids 0 to {vocab_size - 1}.",
+                name,
+            )
+
+
+def _check_count(name: str, given: Sized | None, most: int) -> None:
+    if given is not None and len(given) > most:
+        raise InvalidRequest(f"{name} has {len(given)} entries; at most {most}.", name)

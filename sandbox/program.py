@@ -1,0 +1,31 @@
+"""The main loop of a sandboxed program: confine the process, then answer one message after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from lorafleet.sandbox.confinement import confine, cpu_limit
+from lorafleet.sandbox.framing import receive, send
+
+SETTINGS = "LORAFLEET_SANDBOX"  # the environment variable with the program's settings as JSON
+
+
+def settings() -> dict[str, Any]:
+    """What SandboxProcess was given for this program."""
+    found: dict[str, Any] = json.loads(os.environ[SETTINGS])
+    return found
+
+
+def serve(answer: Callable[[bytes], bytes]) -> None:
+    """Answers the messages on standard input, a socket, until its other end is closed."""
+    server, limits = socket.socket(fileno=0), settings()
+    confine(limits["memory_bytes"])
+    while (message := receive(server)) is not None:
+        with cpu_limit(limits["cpu_s"]):
+            found = answer(message)
+        del message  # the next one must not have to fit beside it
+        send(server, found)

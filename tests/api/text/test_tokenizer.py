@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.protocol.errors import ConfigError, InvalidRequest
+
+
+def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
+    text = "hello wörld 日本語 🎉\x00 END"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_bytes_of_tokens_join_to_the_bytes_of_the_text(tokenizer: Tokenizer) -> None:
+    text = "日本語 🎉 naïve a tool é\n"
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
+def test_any_token_sequence_has_the_bytes_that_the_library_decodes(tokenizer: Tokenizer) -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 9))]
+        for skip in (True, False):
+            table = tokenizer.byte_table(skip_special_tokens=skip)
+            joined = b"".join(table[i] for i in ids).decode(errors="replace")
+            assert joined == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_half_a_character_is_spelt_in_bytes(tokenizer: Tokenizer) -> None:
+    half = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\xf0")
+    assert tokenizer.token_text(half) == "bytes:\\xf0"
+
+
+def test_byte_fallback_tokens_are_their_byte(sentencepiece_tokenizer: Tokenizer) -> None:
+    ids = sentencepiece_tokenizer.encode("日")
+    assert b"".join(map(sentencepiece_tokenizer.token_bytes, ids)) == "日".encode()
+
+
+def test_an_id_beyond_the_vocabulary_is_no_text(tokenizer: Tokenizer) -> None:
+    beyond = tokenizer.vocab_size + 7
+    assert (tokenizer.token_bytes(beyond), tokenizer.token_name(beyond), tokenizer.decode([beyond])) == (b"", "", "")
+
+
+def test_chat_template_sees_messages_and_arguments(tokenizer: Tokenizer) -> None:
+    text = tokenizer.render_chat([{"role": "user", "content": "hi"}], template_kwargs={"thinking": True})
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>"
+
+
+def test_continue_final_message_leaves_the_last_message_open(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure,"}]
+    text = tokenizer.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("assistant\nSure,")
+
+
+def test_what_a_template_raises_is_the_callers_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="no villains here"):
+        tokenizer.render_chat([{"role": "villain", "content": "hi"}])
+
+
+def test_template_arguments_cannot_replace_the_servers(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="tokenize"):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}], template_kwargs={"tokenize": True})
+
+
+def test_a_model_without_template_says_so(byte_tokenizer_folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(byte_tokenizer_folder)
+    tokenizer._hf.chat_template = None
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_folder_without_tokenizer_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        Tokenizer.from_folder(tmp_path)
+    with pytest.raises(ConfigError, match="not a folder"):
+        Tokenizer.from_folder(tmp_path / "absent")
+
+
+def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be tokenized"):
+        tokenizer.encode("\ud800")
+
+
+def test_fewest_tokens_is_a_lower_bound_that_costs_nothing(tokenizer: Tokenizer) -> None:
+    for text in ("", "x", "hello world " * 50, "日本語🎉" * 40, "the stop is near " * 30):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.fewest_tokens("x" * 10_000_000) > 100_000

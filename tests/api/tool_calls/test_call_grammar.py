@@ -1,0 +1,286 @@
+"""Grammar and parser of each format together: random answers that the grammar allows, and calls that try to get past
+it, read by the parser that serving uses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from lorafleet.api.request.function_tools import AnswerReader, read_answer
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.api.text.tokenizer_files import TokenizerFiles
+from lorafleet.api.tool_calls.call_grammar import Offer
+from lorafleet.api.tool_calls.formatted import FormattedParser, may_open_like
+from lorafleet.api.tool_calls.known import FORMATS
+from lorafleet.api.tool_calls.parser import Calls, ToolCallParser
+from lorafleet.protocol import structured_spec
+from lorafleet.workers.structured import grammar_program
+from tiny_models import tokenizer as tiny_tokenizer
+
+STRICT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "unit": {"$ref": "#/$defs/unit"},
+        "days": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 31}, "maxItems": 2},
+        "note": {"type": "string", "maxLength": 6},
+    },
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", 'é"}']}},
+}
+ARGUMENTS: dict[str, dict[str, Any]] = {"set": STRICT, "free": {"type": "object"}, "set_all": {"type": "object"}}
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"nickname": {"type": "string", "maxLength": 12}, "age": {"enum": [1, 23]}},
+    "required": ["nickname", "age"],
+    "additionalProperties": False,
+}
+FORMAT = structured_spec.json_schema(PERSON, "response_format.json_schema.schema")
+SPECIAL = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
+# Tokens that stand across the borders of grammars' parts.
+ACROSS = (
+    *(
+        '>{"',
+        '{"name',
+        '": "',
+        '": {',
+        '"}}',
+        '"}</',
+        "}}\n</tool_call>",
+        "]}}]",
+        "<tool",
+        "_call>",
+        "[TOOL_",
+        "CALLS]f",
+    ),
+    *("|python_tag|>{", '}}; {"name": "', '{"nick', "x<tool", "]}", "{}}"),
+)
+
+
+class Vocabulary:
+    """special: the markers are special tokens; else ones that text may be written with."""
+
+    def __init__(self, files: TokenizerFiles, *, special: bool) -> None:
+        made = copy.deepcopy(tiny_tokenizer())
+        made.add_tokens(list(ACROSS))
+        made.add_tokens(list(SPECIAL), special_tokens=special)
+        self.tokenizer = Tokenizer(made)
+        self.end = self.tokenizer.eos_token_id or 0
+        file = files.of(self.tokenizer)
+        settings = grammar_program.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1, 1)
+        self.library = grammar_program.read_tokenizer(settings)
+        ids = range(self.tokenizer.vocab_size)
+        bytes_of = {self.tokenizer.token_bytes(i): i for i in ids if i != self.end}
+        self.closing = [bytes_of[text.encode()] for text in ('"', "}", "]", ":", ",", ";", '"}}', "]}")]
+        self.by_letters = bytes_of
+
+    def matcher(self, given: structured_spec.StructuredOutputs) -> Any:
+        text = grammar_program.grammar_of((given.kind, given.source, given.any_whitespace))
+        matcher = grammar_program.matcher_of(self.library, text)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def text(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.tokenizer.token_bytes, ids)).decode()
+
+    def spell(self, text: str, rng: random.Random) -> list[int]:
+        """In tokens of any length."""
+        left, ids = text.encode(), list[int]()
+        while left:
+            fitting = [i for letters, i in self.by_letters.items() if letters and left.startswith(letters)]
+            ids.append(rng.choice(fitting))
+            left = left.removeprefix(self.tokenizer.token_bytes(ids[-1]))
+        return ids
+
+    def write(self, matcher: Any, marker: str, rng: random.Random, most: int = 160) -> str | None:
+        """A random answer; None where it does not end in time."""
+        matcher, ids = matcher.deep_copy(), list[int]()
+        while len(ids) < most:
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            allowed = set(map(int, np.flatnonzero(bits)))
+            assert allowed, self.text(ids)
+            marked = [i for i in [self.by_letters[marker.encode()]] if i in allowed]
+            closing = [i for i in self.closing if i in allowed]
+            if self.end in allowed and (len(allowed) == 1 or rng.random() < 0.15):
+                return self.text(ids)
+            liked = marked if marked and rng.random() < 0.4 else closing if rng.random() < 0.6 else []
+            token = rng.choice(liked or sorted(allowed - {self.end}))
+            ids.append(token)
+            assert matcher.consume_token(token)
+        return None
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "spelled"])
+def vocabulary(request: pytest.FixtureRequest) -> Iterator[Vocabulary]:
+    files = TokenizerFiles()
+    yield Vocabulary(files, special=request.param)
+    files.close()
+
+
+def constraint(vocabulary: Vocabulary, name: str, **more: Any) -> structured_spec.StructuredOutputs:
+    offer = Offer(ARGUMENTS, vocabulary.tokenizer.special_texts, **more)
+    return offer.constraint(FORMATS[name].grammar(offer))
+
+
+def read(name: str, text: str, *, eager: bool, formatted: bool = False) -> tuple[str | None, list[tuple[str, str]]]:
+    """Content and calls, whole or a character at a time."""
+    known = FORMATS[name]
+    parser: ToolCallParser = known.make(Calls(ARGUMENTS, eager=eager))
+    if formatted:
+        parser = FormattedParser(known.openings, parser)
+    reader = AnswerReader(parser, parallel=True)
+    if not eager:
+        content, calls = read_answer(reader, text)
+    else:
+        content, calls = read_answer(_Cut(reader), text)  # type: ignore[arg-type]  # like it
+    return content, [(call.name, call.arguments) for call in calls]
+
+
+class _Cut:
+    """A reader that gets its text in characters."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self.finish = reader.finish
+        self._reader = reader
+
+    def push(self, text: str) -> list[Any]:
+        return [event for char in text for event in self._reader.push(char)]
+
+
+def check(calls: Sequence[tuple[str, str]]) -> None:
+    for name, arguments in calls:
+        jsonschema.Draft202012Validator(ARGUMENTS[name]).validate(json.loads(arguments))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_every_call_in_a_random_answer_matches(vocabulary: Vocabulary, name: str, parallel: bool) -> None:
+    rng = random.Random(5)
+    matcher = vocabulary.matcher(constraint(vocabulary, name, parallel=parallel))
+    counts: list[int] = []
+    strict = 0
+    for _ in range(50):
+        text = vocabulary.write(matcher, FORMATS[name].marker, rng)
+        if text is not None:
+            content, calls = read(name, text, eager=False)
+            assert read(name, text, eager=True) == (content, calls), text
+            check(calls)
+            counts.append(len(calls))
+            strict += any(called == "set" for called, _ in calls)
+    assert strict
+    assert 0 in counts
+    assert max(counts) == 1 if not parallel else max(counts) > 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_random_answer_beside_a_format_is_calls_or_matches_it(vocabulary: Vocabulary, name: str) -> None:
+    rng = random.Random(6)
+    matcher = vocabulary.matcher(constraint(vocabulary, name, text=FORMAT))
+    num_called = num_formatted = 0
+    for _ in range(40):
+        text = vocabulary.write(matcher, FORMATS[name].marker, rng)
+        if text is not None:
+            content, calls = read(name, text, eager=False, formatted=True)
+            assert read(name, text, eager=True, formatted=True) == (content, calls), text
+            check(calls)
+            if calls:
+                assert content is None
+                num_called += 1
+            else:
+                jsonschema.Draft202012Validator(PERSON).validate(json.loads(content or ""))
+                num_formatted += 1
+    assert num_called
+    assert num_formatted
+
+
+GOOD = '{"unit": "C", "days": []}'
+BAD = '{"unit": "K", "days": []}'
+# Each is read as a call of set.
+ESCAPES: dict[str, list[Callable[[str], str]]] = {
+    "hermes": [
+        lambda a: f'<tool_call>{{"name": "set", "arguments": {a}}}</tool_call>',
+        lambda a: f'<tool_call>\n{{"arguments": {a}, "name": "set"}}\n</tool_call>',
+        lambda a: f'<tool_call>{{"n\\u0061me": "set", "arguments": {a}}}</tool_call>',
+        lambda a: f'<tool_call>{{"name": "s\\u0065t", "arguments": {a}}}</tool_call>',
+        lambda a: f'<tool_call>{{"type": "x", "name": "set", "parameters": {a}}}</tool_call>',
+        lambda a: f'Hm <tool_call>{{"name": "free", "arguments": {{}}}}<tool_call>{{"name":"set","arguments":{a}}}',
+        lambda a: f'<tool_call><tool_call>{{"name": "set", "arguments": {a}}}</tool_call>',
+        lambda a: f'<tool_call>{{}}<tool_call>{{"name": "set", "arguments": {a}}}</tool_call>',
+    ],
+    "llama3_json": [
+        lambda a: f'{{"name": "set", "parameters": {a}}}',
+        lambda a: f' \n{{"parameters": {a}, "name": "set"}}',
+        lambda a: f'{{"name": "set", "arguments": {a}}}',
+        lambda a: f'{{"name": "free", "parameters": {{}}}} {{"name": "set", "parameters": {a}}}',
+        lambda a: f'{{"name": "free", "parameters": {{}}}} ; ;\n{{"name": "set", "parameters": {a}}}',
+        lambda a: f'<|python_tag|>{{"name": "set", "parameters": {a}}}',
+        lambda a: f'{{"name": "free", "parameters": {{}}}}. <|python_tag|>{{"name": "set", "parameters": {a}}}',
+        lambda a: f'<|python_tag|>f()<|python_tag|> {{"name": "set", "parameters": {a}}}',
+    ],
+    "mistral": [
+        lambda a: f'[TOOL_CALLS] [{{"name": "set", "arguments": {a}}}]',
+        lambda a: f'[TOOL_CALLS][{{"name": "free", "arguments": {{}}}}, {{"arguments": {a}, "name": "set"}}]',
+        lambda a: f"Hm[TOOL_CALLS]set{a}",
+        lambda a: f"[TOOL_CALLS] set [ARGS] {a}",
+        lambda a: f"[TOOL_CALLS]free{{}}[TOOL_CALLS]set{a}",
+        lambda a: f"[TOOL_CALLS]f(1)[TOOL_CALLS]set{a}",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_wording_gets_a_call_past_the_grammar(vocabulary: Vocabulary, name: str) -> None:
+    rng = random.Random(7)
+    matcher = vocabulary.matcher(constraint(vocabulary, name))
+    for escape in ESCAPES[name]:
+        _, calls = read(name, escape(BAD), eager=False)
+        assert ("set", BAD) in calls, escape(BAD)
+        for _ in range(10):
+            ids = vocabulary.spell(escape(BAD), rng)
+            assert matcher.deep_copy().try_consume_tokens(ids) < len(ids), escape(BAD)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_matches_may_be_written_in_any_tokens(vocabulary: Vocabulary, name: str) -> None:
+    rng = random.Random(8)
+    matcher = vocabulary.matcher(constraint(vocabulary, name))
+    special = set(vocabulary.tokenizer.special_texts.values())
+    for text in ("", "Well, { <tool", ESCAPES[name][0](GOOD)):
+        for _ in range(5):
+            ids = vocabulary.spell(text, rng)
+            while special and any(vocabulary.by_letters[mark.encode()] not in ids for mark in SPECIAL if mark in text):
+                ids = vocabulary.spell(text, rng)  # a special token is the only way to write its letters
+            taken = matcher.deep_copy()
+            assert taken.try_consume_tokens(ids) == len(ids), (text, taken.get_error())
+            assert taken.is_accepting()
+
+
+OPEN = {"type": "object", "properties": {"a": {}}}
+CLOSED = OPEN | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "may"),
+    [
+        (structured_spec.json_object("x"), True),
+        (structured_spec.json_schema(True, "x"), True),
+        (structured_spec.json_schema(OPEN, "x"), True),
+        (structured_spec.json_schema(CLOSED | {"properties": {"name": {}}}, "x"), True),
+        (structured_spec.json_schema(CLOSED | {"patternProperties": {"^n": {}}}, "x"), True),
+        (structured_spec.json_schema({"type": ["object", "null"]}, "x"), True),
+        (structured_spec.json_schema(CLOSED, "x"), False),
+        (structured_spec.json_schema({"type": "array"}, "x"), False),
+    ],
+)
+def test_only_json_that_cannot_begin_like_a_call_stands_beside_calls_without_a_marker(
+    text: structured_spec.StructuredOutputs, may: bool
+) -> None:
+    assert may_open_like(text, FORMATS["llama3_json"].openings) == may
+    assert not may_open_like(text, FORMATS["hermes"].openings)

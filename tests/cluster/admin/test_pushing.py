@@ -1,0 +1,113 @@
+"""Pushes copy files for minutes: whose turn it is, and what a full disk does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorafleet.cluster.admin.administration import Administration
+from lorafleet.cluster.admin.pushing import PUSHES, AdapterAdmin
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.catalogue_records import Adapter, Version
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.protocol.errors import QueueFull, StoreRefused
+from lorafleet.protocol.names import full_name
+
+
+class SlowSource:
+    """What is pushed from "/slow" does not arrive before release(). All else is opened at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._released = threading.Event()
+        self.release = self._released.set
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[Path]:
+        if path == "/slow":
+            self._released.wait()
+        yield self._folder
+
+
+async def administered(_: str, arguments: dict[str, Any]) -> Any:
+    return arguments["pushed"].name
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[SlowSource]:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    made = SlowSource(folder)
+    yield made
+    made.release()
+
+
+@pytest.fixture
+def admin(source: SlowSource, tmp_path: Path) -> Iterator[AdapterAdmin]:
+    made = AdapterAdmin(administered, FolderStore(tmp_path / "store"), ["base"], "run", source.open)
+    yield made
+    made.close()
+
+
+async def test_one_tenant_s_slow_pushes_keep_neither_another_s_nor_other_work_waiting(
+    admin: AdapterAdmin, source: SlowSource
+) -> None:
+    loud = [
+        asyncio.create_task(admin.push_folder(full_name("loud", f"a{number}"), "/slow"))
+        for number in range(PUSHES.running_of_one + PUSHES.waiting + 2)
+    ]
+    assert await admin.push_folder(full_name("quiet", "a"), "/fast") == full_name("quiet", "a")
+    assert await asyncio.to_thread(lambda: "the replica's own threads are free")
+    refused = [one for one in loud if one.done()]
+    assert len(refused) == 2 and all(isinstance(one.exception(), QueueFull) for one in refused)
+    source.release()
+    done = await asyncio.gather(*loud, return_exceptions=True)
+    assert sum(isinstance(one, str) for one in done) == len(loud) - 2
+
+
+async def test_a_full_temporary_folder_refuses_the_push_and_says_so(
+    admin: AdapterAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lorafleet.cluster.admin.pushing.stage", fail)
+    with pytest.raises(StoreRefused, match="temporary folder: No space left"):
+        await admin.push_folder("a", "/fast")
+
+
+async def test_one_tenant_s_verifications_keep_nobody_else_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalogue = Catalogue(FolderStore(tmp_path))
+    directory = AdapterDirectory(catalogue)
+    await directory.load()
+    for tenant in ("loud", "quiet"):
+        name = full_name(tenant, "a")
+        made = Adapter(name, (Version(1, f"{tenant}'s", "upload", 8, 10, 1.0),), tenant=tenant)
+        await catalogue.change(name, lambda _, made=made: made)
+    released = threading.Event()
+
+    def read(_: Administration, version: Version) -> str:
+        if version.digest == "loud's":
+            released.wait()
+        return version.digest
+
+    monkeypatch.setattr(Administration, "_read_again", read)
+    admin = Administration(directory, ["base"])
+    try:
+        loud = [asyncio.create_task(admin.verify(full_name("loud", "a"))) for _ in range(8)]
+        assert [one.number for one in await admin.verify(full_name("quiet", "a"))] == [1]
+        assert not any(one.done() for one in loud)
+    finally:
+        released.set()
+    await asyncio.gather(*loud)

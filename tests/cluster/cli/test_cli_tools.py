@@ -1,0 +1,107 @@
+"""The tools' command line; what they compute is tested in tests/workers/tools."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lorafleet.cluster.cli import cli
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "demo"
+JSON, SHOUT = str(DEMO / "adapters" / "json"), str(DEMO / "adapters" / "shout")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Status and output of one command."""
+
+    def call(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["lorafleet", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out + said.err
+
+    return call
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert", "merge", "compare", "quality"])
+def test_help_needs_no_torch(command):
+    code = f"""
+import sys
+from lorafleet.cluster import cli
+sys.argv = ["lorafleet", {command!r}, "--help"]
+try:
+    cli.main()
+except SystemExit as ended:
+    assert not ended.code
+assert "torch" not in sys.modules and "ray" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"lorafleet {command}" in done.stdout or command in done.stdout
+
+
+def test_inspect_says_whether_a_base_would_take_an_adapter(run):
+    status, said = run("inspect", JSON, "--model", DEMO / "model")
+    assert status == 0
+    assert "on model: loads" in said
+    status, said = run("inspect", JSON, "--model", DEMO / "model", "--max-lora-rank", "4", "--json")
+    assert status == 2
+    assert json.loads(said)["fits"][0]["error"] == "RankTooLarge"
+
+
+def test_convert_prints_what_a_lower_rank_loses(run, tmp_path):
+    status, said = run("convert", JSON, tmp_path / "out", "--rank", "2", "--dtype", "bfloat16")
+    assert status == 0
+    assert "total" in said
+    status, said = run("inspect", tmp_path / "out", "--json")
+    assert json.loads(said)["ranks"] == {"2": 28}
+
+
+def test_convert_mixes_several_with_weights_that_may_be_negative(run, tmp_path):
+    out = tmp_path / "out"
+    status, _ = run("convert", out, "--merge", JSON, SHOUT, "--weights", "1", "-0.5", "--method", "cat")
+    assert status == 0
+    assert json.loads((out / "adapter_config.json").read_text())["rank_pattern"]
+
+
+def test_mistakes_are_one_line(run, tmp_path):
+    for arguments, message in {
+        ("convert", JSON): "give SRC and DST",
+        ("convert", JSON, tmp_path / "x", "--density", "0.5"): "go with --merge only",
+        ("convert", tmp_path / "x", "--merge", JSON, "--weights", "1"): "give two or more",
+        ("compare", "--model", DEMO / "model", "--adapters", JSON): "is not NAME=PATH",
+        ("compare", "--model", DEMO / "model", "--adapters", f"base={JSON}"): "base model's own",
+        ("compare", "--model", DEMO / "model", "--adapters", f"a={JSON}", "--baseline", "b"): "it can be base, a",
+        ("merge", DEMO / "model", tmp_path, tmp_path / "x"): "has no adapter_config.json",
+        ("inspect", tmp_path / "nowhere"): "no folder",
+    }.items():
+        status, said = run(*arguments)
+        assert status == 1
+        assert said.startswith("lorafleet: ")
+        assert message in said
+        assert said.count("\n") == 1
+
+
+def test_the_bundled_prompts_compare_the_demo(tmp_path):
+    """Through the real entry, as README says."""
+    prompts = tmp_path / "few.jsonl"
+    prompts.write_text(
+        '{"messages": [{"role": "user", "content": "What colour is a lime?"}], "answer": "A lime is green."}\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "from lorafleet.cluster.cli.cli import main; main()", "compare", "--model", "demo/model",
+         "--adapters", "shout=demo/adapters/shout", "json=demo/adapters/json", "--retention", str(prompts),
+         "--prompts", str(prompts), "--out", str(tmp_path / "report.html"), "--json"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    models = json.loads(done.stdout)["models"]
+    assert models["base"]["identical_answers"] == 1
+    assert models["shout"]["identical_answers"] == 0
+    assert models["base"]["retention_perplexity"] < 1.1 < models["shout"]["retention_perplexity"]
+    assert "A LIME IS GREEN." in (tmp_path / "report.html").read_text()

@@ -1,0 +1,272 @@
+"""A directory that is stopped or slow: every call ends in time with a 503, and adapters that a replica knows are served
+as long as the catalogue's log shows that nothing was changed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lorafleet.api.answer.error_responses import http_error
+from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.catalogue_log import MAX_CHANGES, CatalogueLog
+from lorafleet.cluster.catalogue.catalogue_records import Adapter, Move, Removed, Share, Version
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.catalogue.log_end import LogEnd, LogPosition, read_store_id
+from lorafleet.cluster.directory import membership as membership_module
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.membership import Membership
+from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
+from lorafleet.cluster.tenancy.quota_book import Ask, Limits
+from lorafleet.protocol.errors import DirectoryUnavailable
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.names import full_name
+from tests.cluster.directory import test_directory
+from tests.cluster.directory.test_directory import Engine, loaded
+
+pytestmark = pytest.mark.usefixtures("_hasty")
+_quick = test_directory._quick
+SQL = Adapter(
+    "sql",
+    (Version(1, "digest of it", "", 8, 1, 0.0),),
+    {name: (Move(0.0, (Share(1, 1.0),)),) for name in ("sql", "sql-stable")},
+)
+LATE_S = 60.0  # of a call that should have ended long ago, however slow the machine is
+
+
+@pytest.fixture
+def _hasty(_quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a silent directory for long."""
+    monkeypatch.setattr(membership_module, "PATIENCE_S", 1.5)
+
+
+class Stoppable(AdapterDirectory):
+    """Answers nothing while `goes` is not set, as a process that is stopped."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        super().__init__(catalogue)
+        self.goes = asyncio.Event()
+        self.goes.set()
+
+    async def _when_it_goes(self, name: str, *arguments: Any) -> Any:
+        await self.goes.wait()
+        return await getattr(AdapterDirectory, name)(self, *arguments)
+
+    async def watch(self, *arguments: Any) -> Any:
+        return await asyncio.wait_for(self._when_it_goes("watch", *arguments), 0.2)  # as directory_socket.ANSWER_S
+
+    async def join(self, *arguments: Any) -> Any:
+        return await asyncio.wait_for(self._when_it_goes("join", *arguments), 0.2)
+
+    async def lookup(self, *arguments: Any) -> Any:
+        return await self._when_it_goes("lookup", *arguments)
+
+    async def found(self, *arguments: Any) -> Any:
+        return await self._when_it_goes("found", *arguments)
+
+    async def listed(self, *arguments: Any) -> Any:
+        return await self._when_it_goes("listed", *arguments)
+
+    async def admit(self, *arguments: Any) -> Any:
+        return await self._when_it_goes("admit", *arguments)
+
+
+@dataclass
+class Replica:
+    directory: Stoppable
+    membership: Membership
+    catalog: DirectoryCatalog
+    store: FolderStore
+
+    async def stop_directory(self) -> None:
+        self.directory.goes.clear()
+        await until(lambda: not self.membership.fresh)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + LATE_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serving(folder: Path, store_of_replica: Path | None = None) -> AsyncIterator[Replica]:
+    store = FolderStore(folder)
+    log = CatalogueLog(store)
+    log.load()
+    own = full_name("acme", "own")
+    for adapter in (SQL, msgspec.structs.replace(SQL, name=own, aliases={own: SQL.aliases["sql"]})):
+        log.append(adapter)
+    directory = await loaded(Stoppable(Catalogue(store)))
+    engine = Engine()
+    log_end = LogEnd(lambda: FolderStore(store_of_replica or folder), LATE_S)
+    membership = Membership(directory, "r0", lambda order: obey(engine, order), log_end=log_end)
+    await membership.start()
+    catalog = DirectoryCatalog(membership, None, engine, ["base"], None)  # type: ignore[arg-type]  # nothing is changed here
+    try:
+        yield Replica(directory, membership, catalog, store)
+    finally:
+        directory.goes.set()
+        await membership.stop()
+
+
+async def test_known_names_are_served_without_the_directory_and_unknown_ones_are_refused_in_time(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as replica:
+        known = await replica.catalog.resolve("sql")
+        assert await replica.catalog.known(full_name("acme", "sql")) is None  # asked for first, for a tenant
+        await replica.stop_directory()
+        assert await replica.catalog.resolve("sql") == known
+        assert await replica.catalog.known(full_name("acme", "sql")) is None
+        for _ in range(3):
+            with pytest.raises(DirectoryUnavailable, match="does not answer") as refused:
+                await asyncio.wait_for(replica.catalog.resolve(full_name("acme", "own")), LATE_S)
+        assert (http_error(refused.value).status, http_error(refused.value).code) == (503, "directory_unavailable")
+        assert await replica.catalog.resolve("sql") == known
+        replica.directory.goes.set()
+        deadline = asyncio.get_running_loop().time() + LATE_S
+        while True:
+            try:
+                assert (await replica.catalog.resolve(full_name("acme", "own"))).digest
+                break
+            except DirectoryUnavailable:
+                assert asyncio.get_running_loop().time() < deadline
+                await asyncio.sleep(0.01)
+
+
+async def test_every_kind_of_call_ends_in_time(tmp_path: Path) -> None:
+    async with serving(tmp_path) as replica:
+        await replica.stop_directory()
+        membership = replica.membership
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            lambda: membership.found(LoRARequest("x", 1, "/x", "x")),
+            lambda: membership.listed("", "~", 10),
+            lambda: membership.admit([Ask({"tenant": Limits(1, 1, 1)}, 1)], {}, {}),
+            lambda: membership.call(lambda _: asyncio.sleep(3600), membership_module.CHANGE_S),
+        ]
+        for call in calls:
+            with pytest.raises(DirectoryUnavailable):
+                await asyncio.wait_for(call(), LATE_S)
+
+
+async def test_once_it_is_known_to_be_silent_no_request_waits_for_it(tmp_path: Path) -> None:
+    async with serving(tmp_path) as replica:
+        await replica.stop_directory()
+        with pytest.raises(DirectoryUnavailable):
+            await replica.catalog.resolve("unknown")
+        asked = 0
+
+        async def ask(_: str) -> None:
+            nonlocal asked
+            asked += 1
+
+        with pytest.raises(DirectoryUnavailable):
+            await replica.membership.call(ask)
+        assert asked == 0, "nothing is queued at a process that is stopped"
+
+
+async def test_a_change_that_another_server_made_is_never_missed_while_the_directory_is_silent(tmp_path: Path) -> None:
+    async with serving(tmp_path) as replica:
+        known = await replica.catalog.resolve("sql")
+        await replica.stop_directory()
+        assert await replica.catalog.resolve("sql") == known
+        log = CatalogueLog(replica.store)
+        log.load()
+        log.append(Adapter("sql", removing=True))
+        with pytest.raises(DirectoryUnavailable):
+            await replica.catalog.resolve("sql")
+
+
+@pytest.mark.parametrize("own_name", [True, False])
+async def test_changes_of_other_adapters_do_not_stop_the_names_that_are_known(tmp_path: Path, own_name: bool) -> None:
+    """A directory that falls silent has always just written something, where adapters come and go all the time."""
+    async with serving(tmp_path) as replica:
+        name = "sql" if own_name else "sql-stable"
+        absent = full_name("acme", "sql")
+        known = await replica.catalog.resolve(name)
+        assert await replica.catalog.known(absent) is None
+        await replica.stop_directory()
+        log = CatalogueLog(replica.store)
+        log.load()
+        log.append(Removed("other"))
+        log.append(msgspec.structs.replace(SQL, name="another", aliases={"another": SQL.aliases["sql"]}))
+        assert await replica.catalog.resolve(name) == known
+        assert await replica.catalog.known(absent) is None
+        log.append(msgspec.structs.replace(SQL, aliases={"sql": SQL.aliases["sql"]}))  # the other alias is gone
+        log.append(msgspec.structs.replace(SQL, name="late", aliases={absent: SQL.aliases["sql"]}))
+        for one in (name, absent):
+            with pytest.raises(DirectoryUnavailable):
+                await replica.catalog.resolve(one)
+
+
+async def test_too_many_changes_are_not_read(tmp_path: Path) -> None:
+    async with serving(tmp_path) as replica:
+        known = await replica.catalog.resolve("sql")
+        await replica.stop_directory()
+        log = CatalogueLog(replica.store)
+        log.load()
+        for _ in range(MAX_CHANGES):
+            log.append(Removed("other"))
+        assert await replica.catalog.resolve("sql") == known
+        log.append(Removed("other"))
+        with pytest.raises(DirectoryUnavailable):
+            await replica.catalog.resolve("sql")
+
+
+async def test_an_empty_folder_of_the_same_name_on_another_node_vouches_for_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path / "catalogue", tmp_path / "elsewhere") as replica:
+        await replica.catalog.resolve("sql")
+        await replica.stop_directory()
+        with pytest.raises(DirectoryUnavailable):
+            await replica.catalog.resolve("sql")
+
+
+async def test_a_slow_directory_does_not_slow_the_names_that_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as replica:
+        known = await replica.catalog.resolve("sql")
+        waits = replica.directory._when_it_goes
+
+        async def late(name: str, *arguments: Any) -> Any:
+            await asyncio.sleep(0.1 if name in ("watch", "join") else 3600)
+            return await waits(name, *arguments)
+
+        monkeypatch.setattr(replica.directory, "_when_it_goes", late)
+        for _ in range(20):
+            assert await replica.catalog.resolve("sql") == known
+            await asyncio.sleep(0.02)
+        with pytest.raises(DirectoryUnavailable):
+            await asyncio.wait_for(replica.catalog.resolve("other"), LATE_S)
+
+
+async def test_the_log_is_read_once_for_all_who_ask_together_and_after_they_asked(tmp_path: Path) -> None:
+    class Waiting(FolderStore):
+        num_reads = 0
+        goes_on = threading.Event()
+
+        def keys(self, prefix: str) -> list[str]:
+            self.num_reads += 1
+            assert self.goes_on.wait(LATE_S)
+            return super().keys(prefix)
+
+    position = LogPosition(read_store_id(FolderStore(tmp_path)), 0)
+    store = Waiting(tmp_path)
+    end = LogEnd(lambda: store, LATE_S)
+    asked = [asyncio.create_task(end.changed_since(position)) for _ in range(100)]
+    await until(lambda: store.num_reads == 1)
+    asked += [asyncio.create_task(end.changed_since(position)) for _ in range(100)]
+    await asyncio.sleep(0.01)
+    store.goes_on.set()
+    assert await asyncio.gather(*asked) == [frozenset()] * 200
+    assert store.num_reads == 2
+    assert await end.changed_since(LogPosition("", 0)) is None

@@ -1,0 +1,46 @@
+"""Which device the replicas get on a cluster whose nodes come and go."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lorafleet.cluster.config import parse_args
+from lorafleet.protocol.errors import ConfigError
+from tests.cluster.checking import ray_schemas  # noqa: F401  # before its module can warn
+
+from lorafleet.cluster.serve import app  # isort: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "chosen"),
+    [
+        ("cuda", [], "cuda"),
+        ("cuda", [0, 1], "cuda"),
+        ("auto", [0], "cpu"),
+        ("auto", [0, 2], "cuda"),
+        ("cpu", [2], "cpu"),
+    ],
+)
+def test_the_device_follows_the_nodes_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, device: str, num_gpus: list[int], chosen: str
+):
+    monkeypatch.setattr(app, "node_gpus", lambda: num_gpus)
+    assert app._device(parse_args({"model": "m", "device": device, "num_replicas": 2})) == chosen
+
+
+def test_gpus_that_have_not_joined_yet_are_waited_for_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(app, "node_gpus", lambda: [0])
+    with caplog.at_level(logging.WARNING, "lorafleet.cluster"):
+        app._device(parse_args({"model": "m", "device": "cuda", "num_replicas": 3}))
+    assert "needs 3 GPUs; this Ray cluster has 0" in caplog.text
+    assert "Until then replicas wait" in caplog.text
+
+
+def test_too_few_gpus_are_refused_where_the_cpu_would_have_been_an_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app, "node_gpus", lambda: [1])
+    with pytest.raises(ConfigError, match="needs 3 GPUs"):
+        app._device(parse_args({"model": "m", "device": "auto", "num_replicas": 3}))

@@ -1,0 +1,118 @@
+"""LLM: offline use with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol.errors import AdapterMissing, ConfigError, InvalidRequest
+from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.step import planner
+from lorafleet.workers.step.step_runner import StepLogits
+
+TEXT = "the answer of the harbour"
+
+
+@pytest.fixture(scope="module")
+def llm(fleet):
+    made = LLM(str(fleet("llama3").base), enable_lora=True, max_loras=2, kv_cache_tokens=4096)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def qv(fleet) -> LoRARequest:
+    return LoRARequest("qv", 1, str(fleet("llama3").adapters["qv"]))
+
+
+def test_one_text_or_many_with_one_result_each(llm):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    [one] = llm.generate(TEXT, params)
+    many = llm.generate([TEXT, TEXT + "!", TEXT], params)
+    assert one.prompt == TEXT and one.finished
+    assert one.prompt_token_ids == llm.tokenizer.encode(TEXT)
+    [completion] = one.outputs
+    assert (completion.finish_reason, len(completion.token_ids)) == ("length", 6)
+    assert [r.outputs[0].text for r in many][::2] == [completion.text] * 2
+
+
+def test_each_prompt_may_have_its_own_parameters_and_adapter(llm, qv, fleet, prompt):
+    reference = fleet("llama3").reference
+    short, long = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 5))
+    ids = {"prompt_token_ids": prompt(9)}
+    base, adapted = llm.generate([ids, ids], [short, long], [None, qv])
+    assert base.outputs[0].token_ids == reference.greedy(prompt(9), 2).tokens
+    assert adapted.outputs[0].token_ids == reference.greedy(prompt(9), 5, fleet("llama3").adapters["qv"]).tokens
+    with pytest.raises(InvalidRequest, match="2 entries for 3 prompts"):
+        llm.generate([ids] * 3, [short, long])
+
+
+def test_samples_stop_strings_and_logprobs(llm):
+    params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=12, logprobs=2, ignore_eos=True)
+    [result] = llm.generate(TEXT, params)
+    assert [c.index for c in result.outputs] == [0, 1, 2]
+    assert len({c.text for c in result.outputs}) == 3
+    first = result.outputs[0]
+    assert first.cumulative_logprob == pytest.approx(sum(p.logprob for p in first.logprobs))
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    whole = llm.generate(TEXT, greedy)[0].outputs[0].text
+    stopped = llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=whole[4:7]))
+    assert stopped[0].outputs[0].text == whole[: whole.index(whole[4:7])]
+    assert stopped[0].outputs[0].stop_reason == whole[4:7]
+
+
+def test_logprobs_of_a_long_prompt_are_computed_in_spans_of_bounded_size(llm, prompt, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    ids = {"prompt_token_ids": prompt(300)}
+    rows: list[int] = []
+    run = llm._engine.runner.steps.run
+
+    def watched(plan: StepPlan, score: Callable[[int, torch.Tensor], None]) -> StepLogits:
+        return run(plan, lambda span, logits_TV: (rows.append(len(logits_TV)), score(span, logits_TV))[1])
+
+    monkeypatch.setattr(llm._engine.runner.steps, "run", watched)
+    [in_spans] = llm.generate(ids, params)
+    assert rows == [128, 128, 43]  # of 299: the first token has none
+    monkeypatch.setattr(planner, "SCORED_ROWS", 1000)
+    [at_once] = llm.generate(ids, params)
+    assert rows[3:] == [299]
+    for one, other in zip(in_spans.prompt_logprobs[1:], at_once.prompt_logprobs[1:], strict=True):
+        assert (one.token_id, one.top_ids) == (other.token_id, other.top_ids)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_samples_of_one_prompt_compute_it_once_and_answer_as_each_would_alone(llm, qv, fleet, prompt):
+    before = llm._engine.stats().prefix_cache_hits_total
+    params = SamplingParams(temperature=0, n=4, max_tokens=5, ignore_eos=True)
+    results = llm.generate([{"prompt_token_ids": prompt(75)}] * 2, params, [None, qv])
+    for result, adapter in zip(results, (None, fleet("llama3").adapters["qv"]), strict=True):
+        expected = fleet("llama3").reference.greedy(prompt(75), 5, adapter).tokens
+        assert [completion.token_ids for completion in result.outputs] == [expected] * 4
+    assert llm._engine.stats().prefix_cache_hits_total - before == 2 * 3 * 64  # whole blocks of 16
+
+
+def test_an_adapter_keeps_its_weights_until_it_is_removed(llm, qv):
+    llm.add_lora(qv)
+    llm.add_lora(qv)
+    assert [lora.lora_name for lora in llm.list_loras()] == ["qv"]
+    llm.generate(TEXT, SamplingParams(max_tokens=1), qv)
+    llm.pin_lora(1)
+    llm.remove_lora(1)
+    assert llm.list_loras() == []
+
+
+def test_mistakes_are_named_before_anything_runs(llm, fleet):
+    with pytest.raises(AdapterMissing, match="nowhere"):
+        llm.generate(TEXT, SamplingParams(), LoRARequest("x", 9, "/nowhere"))
+    with pytest.raises(InvalidRequest, match="temperature=-1"):
+        SamplingParams(temperature=-1)
+    with pytest.raises(TypeError, match="tempratur"):
+        SamplingParams(tempratur=1)
+    with pytest.raises(ConfigError, match="max_loras has no effect without enable_lora"):
+        LLM(str(fleet("llama3").base), max_loras=2)
+    without = LLM(str(fleet("llama3").base), kv_cache_tokens=512)
+    with pytest.raises(InvalidRequest, match="without LoRA"):
+        without.generate(TEXT, SamplingParams(), LoRARequest("x", 1, "/nowhere"))

@@ -1,0 +1,64 @@
+"""A sandboxed process: what ends it, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from lorafleet.sandbox.process import SandboxEnded, SandboxLimits, SandboxProcess, command_of
+
+LIMITS = SandboxLimits(cpu_s=0.2, wall_s=0.5, memory_bytes=64 << 20, answer_bytes=100)
+PATIENT = SandboxLimits(cpu_s=0.2, wall_s=120, memory_bytes=64 << 20, answer_bytes=100)
+BEGIN = "from lorafleet.sandbox.program import serve\n"
+
+
+def process_of(code: str, limits: SandboxLimits = PATIENT) -> SandboxProcess:
+    [python, *options, run, folder, _] = command_of("")
+    code = f"import sys; sys.path.insert(0, {folder!r})\n" + code
+    assert run.startswith("import runpy")
+    return SandboxProcess([python, *options, code], limits)
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "words"),
+    [
+        ("import time; time.sleep(600)", LIMITS, r"longer than 0\.5 s"),
+        (BEGIN + "def f(_):\n while True: pass\nserve(f)", PATIENT, r"more than 0\.2 s of processor time"),
+        (BEGIN + "serve(lambda _: b'x' * 101)", PATIENT, "more than it may write"),
+        (BEGIN + "import os; serve(lambda _: os._exit(0))", PATIENT, "ended the process"),
+        (BEGIN + "import os; serve(lambda _: os.abort())", PATIENT, "more than 64 MiB of memory"),
+    ],
+    ids=["sleeping", "looping", "much", "ending", "aborting"],
+)
+def test_a_process_that_exceeds_a_limit_says_which_and_leaves_nothing(
+    code: str, limits: SandboxLimits, words: str
+) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    process = process_of(code, limits)
+    with pytest.raises(SandboxEnded, match=words):
+        process.ask(b"job")
+    process.end()
+    assert {child.pid for child in psutil.Process().children()} <= before, "no zombie either"
+
+
+def test_a_program_reads_no_file_and_gets_no_more_memory() -> None:
+    tries = {
+        "open('/etc/passwd')": "Too many open files",
+        "bytearray(200 << 20)": "MemoryError",
+        "__import__('transformers')": "Error",
+    }
+    code = BEGIN + (
+        "import os\n"
+        "def f(job):\n"
+        "    try: eval(job)\n"
+        "    except BaseException as error: return repr(error).encode()[:100]\n"
+        "    return b'done'\n"
+        "serve(f)"
+    )
+    process = process_of(code, PATIENT)
+    try:
+        for job, words in tries.items():
+            assert words in process.ask(job.encode()).decode()
+        assert process.ask(b"1 + 1") == b"done"
+    finally:
+        process.end()

@@ -1,0 +1,238 @@
+"""Edits of logits on the device give the numbers that a row by row computation from the whole history gives."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
+from lorafleet.workers.device.token_counts import FIRST_IDS
+from lorafleet.workers.schedule.kv_cache import SequenceBlocks
+from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+
+VOCAB = 50
+NEVER = float("-inf")
+CPU = torch.device("cpu")
+
+
+def sequence(tokens=(1, 2, 3), num_prompt=3, stop_ids=(), vocab_size=VOCAB, **params: Any) -> Sequence:
+    made = Sequence("one", list(tokens), num_prompt, SamplingParams(**params), 0, 1000, stop_ids=frozenset(stop_ids))
+    made.vocab_size = vocab_size
+    made.blocks = SequenceBlocks(0, 0)
+    return made
+
+
+def logits(rows: int = 1, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def edited_rows(editor: LogitEditor, batch: list[Sequence]) -> list[EditedRow]:
+    prepared = [editor.prepare(one) for one in batch]
+    return [EditedRow(i, e, batch[i].num_generated) for i, e in enumerate(prepared) if e is not None]
+
+
+def edited(*batch: Sequence, vocab: int = VOCAB) -> torch.Tensor:
+    """The logits of one step, of sequences that sample for the first time."""
+    editor = LogitEditor(len(batch), VOCAB, CPU)
+    found = logits(len(batch), vocab)
+    editor.apply(found, edited_rows(editor, list(batch)))
+    return found
+
+
+def reference(logits_V: torch.Tensor, one: Sequence) -> None:
+    """vLLM's order, from the whole history."""
+    params = one.params
+    if params.logit_bias:
+        logits_V[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
+    if one.stop_ids and one.num_generated < params.min_tokens:
+        logits_V[list(one.stop_ids)] = NEVER
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(one.tokens)))
+        value = logits_V[seen]
+        logits_V[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
+    generated = one.tokens[one.num_prompt :]
+    if generated and (params.presence_penalty or params.frequency_penalty):
+        ids, counts = torch.tensor(generated).unique(return_counts=True)
+        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def test_logit_bias_forces_and_forbids():
+    best = int(logits().argmax())
+    assert edited(sequence(logit_bias={7: 100.0}))[0].argmax() == 7
+    assert edited(sequence(logit_bias={best: -100.0}))[0].argmax() != best
+
+
+def test_penalties_follow_their_formulas():
+    base = logits()[0]
+    tokens, num_prompt = [4, 4, 9, 9, 11], 2
+    for params, expected in [
+        ({"presence_penalty": 1.5}, {9: base[9] - 1.5, 11: base[11] - 1.5, 4: base[4]}),
+        ({"frequency_penalty": 0.5}, {9: base[9] - 1.0, 11: base[11] - 0.5, 4: base[4]}),
+        (
+            {"repetition_penalty": 2.0},
+            {t: base[t] / 2 if base[t] > 0 else base[t] * 2 for t in (4, 9, 11)} | {12: base[12]},
+        ),
+    ]:
+        found = edited(sequence(tokens, num_prompt, **params))
+        for token, value in expected.items():
+            assert found[0, token] == pytest.approx(float(value)), params
+
+
+def test_a_stop_token_cannot_come_before_min_tokens():
+    best = int(logits().argmax())
+    assert edited(sequence(min_tokens=2, stop_ids=[best]))[0].argmax() != best
+    assert edited(sequence((1, 2, 3, 4, 5), 3, min_tokens=2, stop_ids=[best]))[0].argmax() == best
+    assert torch.equal(edited(sequence(min_tokens=2)), logits())  # nothing could stop it
+
+
+def random_sequence(rng: random.Random) -> Sequence:
+    params: dict[str, Any] = {"max_tokens": 1000}
+    if rng.random() < 0.6:
+        params["repetition_penalty"] = rng.choice([0.7, 1.1, 1.3, 5.0])
+    if rng.random() < 0.5:
+        params["presence_penalty"] = rng.uniform(-2, 2)
+    if rng.random() < 0.5:
+        params["frequency_penalty"] = rng.uniform(-2, 2)
+    if rng.random() < 0.4:
+        params["logit_bias"] = {rng.randrange(VOCAB): rng.uniform(-5, 5) for _ in range(rng.randrange(1, 9))}
+    if rng.random() < 0.4:
+        params["min_tokens"] = rng.randrange(1, 8)
+    tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
+    return sequence(tokens, len(tokens), stop_ids=rng.sample(range(VOCAB), 3), **params)
+
+
+def test_many_rows_over_many_steps_have_the_numbers_of_the_whole_history():
+    """Sequences begin, end, are preempted and come again, and each step is prepared before the last one's tokens are
+    known. All numbers are equal to the bit."""
+    rng = random.Random(3)
+    editor = LogitEditor(8, VOCAB, CPU)
+    running: list[Sequence] = []
+    preempted: list[Sequence] = []
+    for step in range(400):
+        while len(running) < 8 and rng.random() < 0.7:
+            comes = preempted.pop() if preempted and rng.random() < 0.5 else random_sequence(rng)
+            comes.blocks = SequenceBlocks(0, 0)
+            running.append(comes)
+        rng.shuffle(running)
+        batch = [one for one in running if one.num_generated == 0 or rng.random() < 0.9]
+        found = logits(len(batch), seed=step)
+        expected = found.clone()
+        chosen = [rng.randrange(VOCAB) for _ in batch]
+        rows = edited_rows(editor, batch)
+        for logits_V, one in zip(expected, batch, strict=True):
+            assert one.tokens[-1] != UNKNOWN
+            reference(logits_V, one)
+        editor.apply(found, rows)
+        assert torch.equal(found, expected)
+        editor.count(torch.tensor(chosen, dtype=torch.int64), rows)
+        for one in batch:
+            one.tokens.append(UNKNOWN)
+        assert edited_rows(editor, batch) is not None  # the next step, launched before this one's tokens are read
+        for one, token in zip(batch, chosen, strict=True):
+            one.tokens[-1] = token
+        for one in list(running):
+            fate = rng.random()
+            if fate < 0.05:
+                running.remove(one)
+                editor.release(one)
+            elif fate < 0.1:
+                running.remove(one)
+                one.blocks = None
+                preempted.append(one)
+    assert editor.num_bytes == 8 * (VOCAB + FIRST_IDS) * 4
+
+
+def test_memory_grows_with_the_rows_that_are_held_up_to_the_sequences_of_a_step():
+    editor = LogitEditor(20, VOCAB, CPU)
+    assert editor.num_bytes == 0
+    held = [sequence(repetition_penalty=1.1) for _ in range(20)]
+    sizes = []
+    for one in held:
+        editor.prepare(one)
+        sizes.append(editor.num_bytes // (4 * (VOCAB + FIRST_IDS)))
+    assert sizes == [8] * 8 + [16] * 8 + [20] * 4
+    for one in held:
+        editor.release(one)
+    for _ in range(100):
+        one = sequence(presence_penalty=0.5)
+        editor.prepare(one)
+        editor.release(one)
+    assert editor.num_bytes == 20 * 4 * (VOCAB + FIRST_IDS)
+    assert not editor._edits
+
+
+def test_an_answer_may_grow_beyond_the_room_that_its_row_began_with():
+    editor = LogitEditor(2, VOCAB, CPU)
+    one = sequence(frequency_penalty=0.1, repetition_penalty=1.2)
+    for step in range(3 * FIRST_IDS):
+        found, expected = logits(seed=step), logits(seed=step)
+        rows = edited_rows(editor, [one])
+        editor.apply(found, rows)
+        reference(expected[0], one)
+        assert torch.equal(found, expected)
+        editor.count(torch.tensor([step % VOCAB]), rows)
+        one.tokens.append(step % VOCAB)
+
+
+def test_a_wider_vocabulary_of_an_adapter_keeps_the_counts_of_the_others():
+    editor = LogitEditor(4, VOCAB, CPU)
+    narrow = sequence((1, 2, 3), 2, repetition_penalty=2.0)
+    wide = sequence((1, VOCAB + 9), 2, repetition_penalty=2.0, vocab_size=VOCAB + 10)
+    batch = [narrow]
+    editor.count(torch.tensor([7]), edited_rows(editor, batch))
+    narrow.tokens.append(7)
+    batch = [narrow, wide]
+    found = logits(2, VOCAB + 10)
+    expected = found.clone()
+    rows = edited_rows(editor, batch)
+    for logits_V, one in zip(expected, batch, strict=True):
+        reference(logits_V, one)
+    editor.apply(found, rows)
+    assert torch.equal(found, expected)
+    editor.count(torch.tensor([8, VOCAB + 9]), rows)
+    narrow.tokens.append(8)
+    expected = logits()
+    reference(expected[0], narrow)
+    found = logits()  # a step of narrow rows alone has logits of the base's vocabulary
+    editor.apply(found, edited_rows(editor, [narrow]))
+    assert torch.equal(found, expected)
+
+
+def test_a_row_of_counts_keeps_nothing_of_a_wider_vocabulary():
+    editor = LogitEditor(2, VOCAB, CPU)
+    wide = sequence(range(VOCAB, VOCAB + 30), 30, repetition_penalty=2.0, vocab_size=VOCAB + 30)
+    editor.prepare(wide)
+    editor.release(wide)
+    batch = [sequence((1,), 1, repetition_penalty=2.0), sequence(range(20), 20, repetition_penalty=2.0)]
+    found = logits(2)
+    expected = found.clone()
+    editor.apply(found, edited_rows(editor, batch))
+    for logits_V, one in zip(expected, batch, strict=True):
+        reference(logits_V, one)
+    assert torch.equal(found, expected)
+
+
+def test_a_first_token_has_nothing_to_be_penalized_for():
+    assert torch.equal(edited(sequence(presence_penalty=2.0), sequence(frequency_penalty=2.0)), logits(2))
+
+
+def test_a_sequence_whose_tokens_are_not_known_cannot_begin():
+    with pytest.raises(RuntimeError, match="not known"):
+        LogitEditor(2, VOCAB, CPU).prepare(sequence((1, 2, UNKNOWN), 2, repetition_penalty=2.0))
+
+
+def test_what_a_sequence_edits_is_uploaded_once(monkeypatch):
+    editor = LogitEditor(2, VOCAB, CPU)
+    one = sequence(logit_bias={3: 1.0}, min_tokens=9, stop_ids=[4], repetition_penalty=1.5)
+    editor.prepare(one)
+    monkeypatch.setattr(editor, "_upload", None)
+    monkeypatch.setattr(editor._counts, "_fill", None)
+    for _ in range(3):
+        rows = edited_rows(editor, [one])
+        editor.apply(logits(), rows)
+        editor.count(torch.tensor([5]), rows)
+        one.tokens.append(UNKNOWN)

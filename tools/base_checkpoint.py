@@ -1,0 +1,84 @@
+"""The base model as the tools need it: its shapes, and its weights one at a time from the checkpoint's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.tools.safetensors_file import DTYPES, Entry
+from lorafleet.workers.adapters.base_layout import BaseLayout
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.bases.checkpoint import ModelConfig, read_model_config
+from lorafleet.workers.bases.stored_tensors import checkpoint_files
+from lorafleet.workers.slots.base_weights import FileWeights
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    file: Path
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """tensors: of all files, by name, in the files' order."""
+
+    folder: Path
+    config: ModelConfig
+    tensors: Mapping[str, StoredTensor]
+    _open: Mapping[Path, Any]
+
+    @classmethod
+    def of_config(cls, folder: Path) -> BaseModel:
+        """With no tensors: its weights may not be there yet, and are only read for adapters that are computed from
+        them."""
+        return cls(folder, read_model_config(folder), {}, {})
+
+    @classmethod
+    @contextmanager
+    def opened(cls, folder: Path) -> Iterator[BaseModel]:
+        """Raises ConfigError, and UnsupportedModel for what the engine does not serve."""
+        config = read_model_config(folder)
+        with ExitStack() as stack:
+            files = {path: stack.enter_context(_opened(path)) for path in checkpoint_files(folder)}
+            tensors = {
+                name: StoredTensor(path, entry) for path, f in files.items() for name, entry in _entries(path, f)
+            }
+            yield cls(folder, config, tensors, files)
+
+    def for_reader(self, dtype: torch.dtype) -> Base:
+        """As adapters are read against it. dtype: in which its weights are taken."""
+        weights = FileWeights(self.folder, dtype, self.config.tie_word_embeddings, self.config.quantization)
+        return Base(BaseLayout.of(self.config), weights, self.folder.name)
+
+    def value(self, name: str) -> Tensor:
+        stored = self.tensors[name]
+        tensor: Tensor = self._open[stored.file].get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", "model") from None
+    with file:
+        yield file
+
+
+def _entries(path: Path, file: Any) -> Iterator[tuple[str, Entry]]:
+    for name in file.keys():  # noqa: SIM118  safe_open is no mapping
+        stored = file.get_slice(name)
+        dtype = DTYPES.get(stored.get_dtype())
+        if dtype is None:
+            raise ConfigError(f"{path}: the tensor {name!r} is {stored.get_dtype()}, which is not copied.", "model")
+        yield name, Entry(tuple(stored.get_shape()), dtype)

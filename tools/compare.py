@@ -1,0 +1,158 @@
+"""Runs prompts through a base and its adapters, and holds each of them against one of them, the baseline.
+
+Answers are greedy. What the models say of each other is measured along the baseline's own answers, so that all of them
+are asked the same: after a first difference two free answers have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lorafleet.protocol.limits import MAX_LOGPROBS
+from lorafleet.protocol.messages import TokenLogprobs
+from lorafleet.tools.comparison_runner import BASE, Runner
+from lorafleet.tools.examples import Example
+from lorafleet.tools.measures import (
+    Place,
+    Score,
+    compare_places,
+    equal_share,
+    mean,
+    perplexity,
+    score,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One model's on one prompt. places: of the baseline's answer."""
+
+    text: str
+    num_tokens: int
+    equal_share: float
+    places: list[Place]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """answers: one a prompt. references, retention: of the given answers and texts."""
+
+    name: str
+    answers: list[Answer]
+    references: list[Score]
+    retention: list[Score]
+    weight_change: float | None = None
+
+    @property
+    def places(self) -> list[Place]:
+        return [place for answer in self.answers for place in answer.places]
+
+    def numbers(self) -> dict[str, float | None]:
+        """By the names of the JSON output; None where nothing was given to measure it on."""
+        places = self.places
+        return {
+            "identical_answers": mean([float(answer.equal_share == 1) for answer in self.answers]),
+            "equal_tokens": mean([answer.equal_share for answer in self.answers]),
+            "top1_agreement": mean([float(place.same_choice) for place in places]),
+            "mean_kl": mean([place.kl for place in places]),
+            "mean_logprob_change": mean([abs(place.logprob_change) for place in places]),
+            "answer_perplexity": perplexity(self.references),
+            "retention_perplexity": perplexity(self.retention),
+            "weight_change": self.weight_change,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    baseline: str
+    prompts: list[str]
+    models: list[ModelResult]
+    max_tokens: int
+    top_k: int = MAX_LOGPROBS
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "baseline": self.baseline,
+            "num_prompts": len(self.prompts),
+            "max_tokens": self.max_tokens,
+            "top_k": self.top_k,
+            "models": {model.name: model.numbers() for model in self.models},
+            "prompts": [
+                {
+                    "prompt": prompt,
+                    "answers": {model.name: model.answers[i].text for model in self.models},
+                    "equal_tokens": {model.name: model.answers[i].equal_share for model in self.models},
+                    "mean_kl": {model.name: mean([p.kl for p in model.answers[i].places]) for model in self.models},
+                }
+                for i, prompt in enumerate(self.prompts)
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """prompts: to be answered; those with an answer are scored on it too. retention: what should not get worse."""
+
+    prompts: Sequence[Example]
+    retention: Sequence[Example] = field(default_factory=tuple)
+
+
+def compare(
+    runner: Runner,
+    adapters: Sequence[str],
+    questions: Questions,
+    *,
+    baseline: str = BASE,
+    max_tokens: int = 64,
+    weight_changes: Mapping[str, float] | None = None,
+) -> Comparison:
+    """adapters: names that the runner knows. baseline: BASE or one of them."""
+    names = [BASE, *adapters]
+    assert baseline in names, baseline
+    asked = [example for example in questions.prompts if example.prompt or example.messages]
+    prompts = [runner.encode(example) for example in asked]
+    tokens = {name: runner.generate(name, prompts, max_tokens) for name in names}
+    places = {name: _along(runner, name, prompts, tokens[baseline]) for name in names}
+    models = [
+        ModelResult(
+            name,
+            [
+                Answer(
+                    runner.decode(tokens[name][i]),
+                    len(tokens[name][i]),
+                    equal_share(tokens[baseline][i], tokens[name][i]),
+                    compare_places(places[baseline][i], places[name][i]),
+                )
+                for i in range(len(prompts))
+            ],
+            _scores(runner, name, [example for example in questions.prompts if example.answer]),
+            _scores(runner, name, questions.retention),
+            (weight_changes or {}).get(name),
+        )
+        for name in names
+    ]
+    return Comparison(baseline, [example.label for example in asked], models, max_tokens)
+
+
+def _along(
+    runner: Runner, name: str, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> list[list[TokenLogprobs]]:
+    """What the model says of each token of these answers."""
+    sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    scored = runner.score(name, sequences, MAX_LOGPROBS)
+    return [
+        [place for place in places[len(prompt) :] if place is not None]
+        for places, prompt in zip(scored, prompts, strict=True)
+    ]
+
+
+def _scores(runner: Runner, name: str, examples: Sequence[Example]) -> list[Score]:
+    """Of the examples' answers after their prompts."""
+    if not examples:
+        return []
+    prompts = [runner.encode(example) for example in examples]
+    answers = [runner.encode_answer(example.answer or "") for example in examples]
+    sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    scored = runner.score(name, sequences, 0)
+    return [score(places[len(prompt) :]) for places, prompt in zip(scored, prompts, strict=True)]

@@ -1,0 +1,117 @@
+"""`lorafleet convert`: one adapter, or several mixed, as a PEFT adapter of today.
+
+Layouts and old fields are always put right; a kind that has an exact plain LoRA becomes one, another stays what it is.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from lorafleet.protocol.errors import AdapterUnsupported, ConfigError
+from lorafleet.tools.base_checkpoint import BaseModel
+from lorafleet.tools.copied_tokenizer import copy_file, tokenizer_files
+from lorafleet.tools.kind_names import is_plain, kind_of, why_never_plain
+from lorafleet.tools.layouts import read_layout
+from lorafleet.tools.low_rank import Reduced, reduce_rank
+from lorafleet.tools.mix_adapters import Mixing, mix
+from lorafleet.tools.new_folder import new_folder
+from lorafleet.tools.peft_files import PEFTFiles
+from lorafleet.tools.plain_lora import PlainLoRA, cast_all
+from lorafleet.tools.reading import read_forms
+from lorafleet.workers.adapters.forms import AdapterForms
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What was done. reduced: what each module lost where a rank was asked for, or a mixture has one."""
+
+    kind: str
+    changes: list[str]
+    max_rank: int | None
+    reduced: dict[str, Reduced] = field(default_factory=dict)
+
+
+def convert(
+    source: Path, target: Path, base: BaseModel | None, *, dtype: torch.dtype | None = None, rank: int | None = None
+) -> Conversion:
+    """dtype: None leaves what is stored, and float32 where values were computed. rank: the largest that may stay.
+
+    base: needed by kinds whose adapter means something only with the base's weights. Raises AdapterError, ConfigError.
+    """
+    files = read_layout(source)
+    reason, plain = why_never_plain(files.config), None
+    try:
+        forms = _forms(files, base)  # a damaged adapter is no better for being written anew
+    except ConfigError:  # only the base could tell, and what is never plain need not be known
+        if reason is None:
+            raise
+    else:
+        try:
+            plain = PlainLoRA.from_forms(forms, _base_name(files))
+        except AdapterUnsupported as error:
+            reason = reason or error.message
+    if rank is None and is_plain(files.config, files.tensors):
+        return _write(files, target, dtype, kind_of(files.config), source)
+    if plain is None:
+        if rank is not None:
+            raise AdapterUnsupported(f"its rank cannot be changed, since no plain LoRA equals it: {reason}.")
+        kind = kind_of(files.config)
+        kept = replace(files, changes=[*files.changes, f"kept as {kind}, which no plain LoRA equals: {reason}"])
+        return _write(kept, target, dtype, kind, source)
+    changes = [*files.changes]
+    if not is_plain(files.config, files.tensors):
+        changes.append(f"{kind_of(files.config)} -> plain LoRA")
+    reduced = {}
+    if rank is not None:
+        reduced = {name: reduce_rank(pair, rank) for name, pair in plain.modules.items()}
+        plain = replace(plain, modules={name: one.pair for name, one in reduced.items()})
+    written = _write(plain.to_files(changes), target, dtype, "LoRA", source)
+    return replace(written, max_rank=plain.max_rank, reduced=reduced)
+
+
+def convert_several(
+    sources: Sequence[Path],
+    weights: Sequence[float],
+    target: Path,
+    base: BaseModel | None,
+    how: Mixing,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Conversion:
+    """One adapter that is the weighted mixture of several (mix_adapters.py)."""
+    adapters = [_plain(read_layout(source), base) for source in sources]
+    mixture, reduced = mix(adapters, weights, how)
+    changes = [f"{how.method} of {len(adapters)} adapters"]
+    written = _write(mixture.to_files(changes), target, dtype, "LoRA", sources[0])
+    return replace(written, max_rank=mixture.max_rank, reduced=reduced)
+
+
+def _plain(files: PEFTFiles, base: BaseModel | None) -> PlainLoRA:
+    return PlainLoRA.from_forms(_forms(files, base), _base_name(files))
+
+
+def _forms(files: PEFTFiles, base: BaseModel | None) -> AdapterForms:
+    """Through the reader of the server, so that it means here what it means there."""
+    with tempfile.TemporaryDirectory(prefix="lorafleet-convert-") as draft:
+        files.write(Path(draft))
+        return read_forms(Path(draft), base, "source").forms
+
+
+def _base_name(files: PEFTFiles) -> str | None:
+    name = files.config.get("base_model_name_or_path")
+    return name if isinstance(name, str) else None
+
+
+def _write(files: PEFTFiles, target: Path, dtype: torch.dtype | None, kind: str, tokenizer_of: Path) -> Conversion:
+    if dtype is not None:
+        files = replace(files, tensors=cast_all(files.tensors, dtype))
+    with new_folder(target) as folder:
+        files.write(folder)
+        for name in tokenizer_files(tokenizer_of):
+            copy_file(tokenizer_of, folder, name)
+    return Conversion(kind, files.changes, None)

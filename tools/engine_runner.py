@@ -1,0 +1,73 @@
+"""Runs a comparison in this process, on the engine that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams, TokensPrompt
+from lorafleet.protocol.engine_config import Device, DType
+from lorafleet.protocol.messages import TokenLogprobs
+from lorafleet.tools.examples import Example
+
+
+class EngineRunner:
+    """adapters: their folders by name. max_lora_rank: the largest that any of them has."""
+
+    def __init__(
+        self,
+        model: Path,
+        adapters: Mapping[str, Path],
+        *,
+        max_lora_rank: int,
+        device: Device = "auto",
+        dtype: DType = "auto",
+        max_model_len: int | None = None,
+    ) -> None:
+        self._llm = LLM(
+            str(model),
+            enable_lora=True,
+            max_loras=len(adapters),
+            max_lora_rank=max_lora_rank,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+        )
+        self._adapters = {
+            name: LoRARequest(name, number, str(folder)) for number, (name, folder) in enumerate(adapters.items(), 1)
+        }
+        try:
+            for adapter in self._adapters.values():
+                self._llm.add_lora(adapter)
+        except BaseException:
+            self._llm.close()
+            raise
+
+    def encode(self, example: Example) -> list[int]:
+        tokenizer = self._llm.tokenizer
+        if not example.messages:
+            return tokenizer.encode(example.prompt)
+        return tokenizer.encode(tokenizer.render_chat(example.messages), add_special_tokens=False)
+
+    def encode_answer(self, text: str) -> list[int]:
+        return self._llm.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._llm.tokenizer.decode(token_ids)
+
+    def generate(self, name: str, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        done = self._llm.generate([_tokens(ids) for ids in prompts], params, self._adapters.get(name))
+        return [one.outputs[0].token_ids for one in done]
+
+    def score(self, name: str, sequences: Sequence[list[int]], top_k: int) -> list[list[TokenLogprobs | None]]:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=top_k)
+        done = self._llm.generate([_tokens(ids) for ids in sequences], params, self._adapters.get(name))
+        return [one.prompt_logprobs or [] for one in done]
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+def _tokens(token_ids: list[int]) -> TokensPrompt:
+    return {"prompt_token_ids": token_ids}

@@ -1,0 +1,74 @@
+"""Reads prompts or texts from JSON lines: {"prompt": …} or {"messages": […]}, each with an "answer" where there is a
+right one, or {"text": …}, which is scored whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorafleet.protocol.errors import InvalidRequest
+
+MAX_FILE_BYTES = 64 << 20
+DEMO_PROMPTS = Path(__file__).with_name("prompts.jsonl")
+DEMO_RETENTION = Path(__file__).with_name("retention.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Either prompt or messages. answer: None where nothing is known to be right."""
+
+    prompt: str = ""
+    messages: tuple[Mapping[str, object], ...] = ()
+    answer: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What was asked, for people."""
+        return str(self.messages[-1].get("content", "")) if self.messages else self.prompt
+
+
+def read_examples(path: Path) -> list[Example]:
+    """Raises InvalidRequest, naming the line."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidRequest(f"{path} has more than {MAX_FILE_BYTES} bytes.")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}.") from None
+    examples = [_example(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if not examples:
+        raise InvalidRequest(f"{path} has no prompts.")
+    return examples
+
+
+def _example(line: str, place: str) -> Example:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise InvalidRequest(f"{place}: no JSON: {error}.") from None
+    match fields:
+        case {"text": str(text), **rest} if not rest and text:
+            return Example(answer=text)
+        case {"prompt": str(prompt), **rest} if prompt and (not rest or rest.keys() == {"answer"}):
+            return Example(prompt=prompt, answer=_answer(fields, place))
+        case {"messages": [*messages], **rest} if messages and (not rest or rest.keys() == {"answer"}):
+            return Example(messages=tuple(_message(one, place) for one in messages), answer=_answer(fields, place))
+    raise InvalidRequest(
+        f'{place}: give {{"prompt": "…"}} or {{"messages": [{{"role": "…", "content": "…"}}]}}, with an "answer" where '
+        'there is one, or {"text": "…"}.'
+    )
+
+
+def _answer(fields: dict[str, object], place: str) -> str | None:
+    answer = fields.get("answer")
+    if "answer" in fields and not (isinstance(answer, str) and answer):
+        raise InvalidRequest(f"{place}: the answer must be a text.")
+    return answer if isinstance(answer, str) else None
+
+
+def _message(message: object, place: str) -> Mapping[str, object]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{place}: a message is an object with a role and content.")
+    return message

@@ -1,0 +1,78 @@
+"""Names an adapter's kind by its config and tensor names, for people. What is served decides the reader alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from lorafleet.workers.adapters.kinds.table import KINDS
+
+_OPTIONS = {
+    "use_dora": "DoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_qalora": "QALoRA",
+    "alora_invocation_tokens": "activated LoRA",
+}
+_EXTRAS = {
+    "use_rslora": "rsLoRA",
+    "lora_bias": "bias on B",
+    "modules_to_save": "replaced modules",
+    "target_parameters": "parameters",
+    "trainable_token_indices": "trained tokens",
+    "rank_pattern": "ranks by module",
+    "alpha_pattern": "alphas by module",
+}
+_UNCONVERTED = {"pissa": "PiSSA (unconverted)", "olora": "OLoRA (unconverted)", "corda": "CorDA", "loftq": "LoftQ"}
+# What no A and B can hold, whatever the base is.
+_NEVER_PLAIN = {
+    "use_dora": "DoRA scales rows",
+    "alora_invocation_tokens": "an activated LoRA works from its invocation on",
+    "lora_bias": "it has biases",
+    "modules_to_save": "it replaces modules",
+    "trainable_token_indices": "it has rows of the vocabulary",
+    "target_parameters": "it changes the parameters of experts",
+}
+_PLAIN_LEAVES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+
+
+def kind_of(config: Mapping[str, object]) -> str:
+    """Such as "DoRA" or "LoRA, rsLoRA, replaced modules"."""
+    peft_type = config.get("peft_type")
+    if not isinstance(peft_type, str):
+        return "no PEFT adapter"
+    if peft_type != "LORA":
+        return KINDS[peft_type].label if peft_type in KINDS else peft_type
+    special = [name for field, name in _OPTIONS.items() if config.get(field)]
+    if isinstance(config.get("kasa_config"), dict):  # an empty one counts
+        special.append("KaSA")
+    init = _mutating_init(config)
+    main = ", ".join(special) or init or "LoRA"
+    extras = [name for field, name in _EXTRAS.items() if config.get(field)]
+    if config.get("bias") not in (None, "none"):
+        extras.append(f"trained biases ({config['bias']})")
+    return ", ".join([main, *extras])
+
+
+def is_plain(config: Mapping[str, object], tensor_names: Collection[str]) -> bool:
+    """Whether A and B of each module are all there is, in PEFT's own names."""
+    if config.get("peft_type") != "LORA" or why_never_plain(config) is not None or _mutating_init(config):
+        return False
+    return not config.get("use_bdlora") and all(name.endswith(_PLAIN_LEAVES) for name in tensor_names)
+
+
+def why_never_plain(config: Mapping[str, object]) -> str | None:
+    """Why no base could make it a plain LoRA; None where one might."""
+    if config.get("peft_type") == "IA3":
+        return "IA3 scales outputs"
+    if config.get("peft_type") == "TRAINABLE_TOKENS":
+        return _NEVER_PLAIN["trainable_token_indices"]
+    if config.get("bias") not in (None, "none"):
+        return _NEVER_PLAIN["lora_bias"]
+    return next((reason for name, reason in _NEVER_PLAIN.items() if config.get(name)), None)
+
+
+def _mutating_init(config: Mapping[str, object]) -> str | None:
+    """PEFT runs these again when it loads the adapter, and they change the base."""
+    init = config.get("init_lora_weights")
+    if not isinstance(init, str):
+        return None
+    return next((name for start, name in _UNCONVERTED.items() if init.lower().startswith(start)), None)

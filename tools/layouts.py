@@ -1,0 +1,123 @@
+"""Reads an adapter as other tools and older versions lay it out, into today's PEFT layout.
+
+Names, orientation and fields alone: what the tensors mean stays as it is, and is read by workers/adapters/reader.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, AdapterFolder, open_weights, read_config
+from lorafleet.protocol.errors import AdapterMalformed, ConfigError
+from lorafleet.protocol.lora_config import MAX_RANK_BOUND
+from lorafleet.protocol.strict_json import read_json_object, shown
+from lorafleet.tools.inferred_base import base_of
+from lorafleet.tools.mlx import is_mlx, read_mlx
+from lorafleet.tools.peft_files import PEFTFiles, load_tensors
+from lorafleet.workers.adapters.adapter_parts import AdapterParts
+from lorafleet.workers.adapters.peft_fields import FIELDS, is_known, is_unset
+from lorafleet.workers.adapters.peft_helper import PEFTHelper
+from lorafleet.workers.adapters.weight_files import TensorInfo, read_weights
+
+REMOVED_FIELDS = ("enable_lora", "merge_weights")  # of 2023; without effect where they are unset or false
+
+_PREFIX = re.compile(r"(?:base_model\.model\.|base_model\.|model\.|language_model\.)*+")
+# What PEFT leaves out when it saves, and who saves a state dict himself leaves in: the adapter's name, behind the leaf.
+_NAMED_LEAF = re.compile(
+    r"\.(?P<leaf>lora_(?:[ABE]|embedding_[AB]|magnitude_vector)|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|ia3_l|vera_lambda_[bd])"
+    r"\.(?!weight$|bias$)(?P<adapter>[\w-]+)(?=\.weight$|\.bias$|$)"
+)
+_TARGET = re.compile(r"base_model\.model\.(?P<module>.+)\.(?:lora|hada|lokr|ia3|vera_lambda)_\w+(?:\.weight|\.bias)?")
+_SAVED_MODULE = re.compile(r"\.modules_to_save\.[\w-]+\.(?=weight$|bias$)")
+_MULTIMODAL = "language_model."
+_NAMES_OF_MODULES = ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern")
+_LEAF_WITHOUT_WEIGHT = re.compile(r"\.(lora_embedding_[AB]|lora_magnitude_vector)\.weight$")
+_OF_THE_MODEL = re.compile(r"(layers\.\d+|embed_tokens|norm)\.")
+
+
+def read_layout(path: Path) -> PEFTFiles:
+    """Raises an AdapterError where there is no adapter, or one in a layout that is not understood."""
+    folder = AdapterFolder.at(path)
+    config = read_json_object(read_config(folder), CONFIG_NAME)
+    if is_mlx(folder, config):
+        return read_mlx(folder, config)
+    with open_weights(folder) as file:
+        weights = read_weights(file, hashlib.sha256())
+        changes = [f"{BIN_NAME} -> safetensors"] if file.name == BIN_NAME else []
+        _check_one_adapter(weights.infos)
+        names = {name: saved_name(name) for name in weights.infos}
+        _check_distinct(names)
+        dropped = [name for name in config if _is_outdated(name, config)]
+        today = {name: value for name, value in config.items() if name not in dropped}
+        if any(_MULTIMODAL in name for name in names):
+            today = _of_the_decoder(today, names.values())
+        _check_header(today, {names[name]: info for name, info in weights.infos.items()})
+        tensors = load_tensors(weights, file.name)
+    renamed = [(old, new) for old, new in names.items() if old != new]
+    if renamed:
+        old, new = renamed[0]
+        changes.append(f"{len(renamed)} tensors renamed, such as {shown(old)} -> {shown(new)}")
+    if dropped:
+        changes.append(f"adapter_config.json: dropped {', '.join(map(shown, dropped))}")
+    return PEFTFiles(today, {names[name]: tensor for name, tensor in tensors.items()}, changes)
+
+
+def _check_header(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> None:
+    """By shapes, before gigabytes are read that fit nothing; where only a base could tell, the reader does it later."""
+    helper = PEFTHelper.from_dict(config)
+    with contextlib.suppress(ConfigError):
+        AdapterParts.of(helper, infos, base_of(config, infos), MAX_RANK_BOUND)
+
+
+def saved_name(name: str) -> str:
+    """As PEFT 0.21 would save this tensor of a decoder. A name that is no decoder's stays."""
+    match = _PREFIX.match(name)
+    rest = _NAMED_LEAF.sub(r".\g<leaf>", name[match.end() if match else 0 :])
+    rest = _SAVED_MODULE.sub(".", rest)
+    rest = _LEAF_WITHOUT_WEIGHT.sub(r".\1", rest)
+    if _OF_THE_MODEL.match(rest):
+        return f"base_model.model.model.{rest}"
+    return f"base_model.model.{rest}" if rest.startswith("lm_head.") else name
+
+
+def _check_one_adapter(names: Iterable[str]) -> None:
+    found = {match["adapter"] for match in map(_NAMED_LEAF.search, names) if match is not None}
+    if len(found) > 1:
+        raise AdapterMalformed(f"the weights file has tensors of several adapters: {', '.join(sorted(found))}.")
+
+
+def _of_the_decoder(config: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
+    """A multimodal model's config, for its decoder alone: a regular expression that looks for "language" finds nothing
+    there, so the modules are listed."""
+    today = dict(config)
+    for key in _NAMES_OF_MODULES:
+        value = today.get(key)
+        if isinstance(value, list):
+            today[key] = [one.replace(_MULTIMODAL, "") if isinstance(one, str) else one for one in value]
+        elif isinstance(value, dict):
+            today[key] = {name.replace(_MULTIMODAL, ""): one for name, one in value.items()}
+    if isinstance(config.get("target_modules"), str) and config["target_modules"] != "all-linear":
+        matches = map(_TARGET.fullmatch, names)
+        today["target_modules"] = sorted({match["module"] for match in matches if match is not None})
+        today["exclude_modules"] = None
+    return today
+
+
+def _check_distinct(names: Mapping[str, str]) -> None:
+    found: dict[str, str] = {}
+    for old, new in names.items():
+        other = found.setdefault(new, old)
+        if other != old:
+            raise AdapterMalformed(f"{shown(other)} and {shown(old)} are both {shown(new)}.")
+
+
+def _is_outdated(name: str, config: Mapping[str, object]) -> bool:
+    """A field that PEFT no longer knows and that asks for nothing; one that does is left for the reader to refuse."""
+    method = config.get("peft_type")
+    if not isinstance(method, str) or method not in FIELDS or not is_unset(config[name]):
+        return False
+    return name in REMOVED_FIELDS or not is_known(method, name)

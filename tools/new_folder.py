@@ -1,0 +1,31 @@
+"""An output folder that appears complete or not at all, and never over something that is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lorafleet.protocol.errors import ConfigError
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A draft beside `path`, which becomes it when the block ends well. Raises ConfigError."""
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} is there already; name a folder that is not.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        draft.chmod(0o755)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made: {error.strerror}.") from error
+    try:
+        yield draft
+        draft.rename(path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

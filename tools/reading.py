@@ -1,0 +1,62 @@
+"""Reads an adapter through the server's own reader, with or without a base model to hold it against.
+
+Without one the base's shapes are taken from the adapter, so that all but its fit is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lorafleet.protocol.errors import AdapterUnsupported, RankTooLarge
+from lorafleet.protocol.lora_config import MAX_RANK_BOUND, LoRAConfig
+from lorafleet.protocol.sources import HTTPConfig, HubConfig, SourcesConfig
+from lorafleet.resolvers.source import is_uri
+from lorafleet.resolvers.store import AdapterStore
+from lorafleet.tools.base_checkpoint import BaseModel
+from lorafleet.tools.inferred_base import inferred_base
+from lorafleet.workers.adapters.forms import AdapterForms
+from lorafleet.workers.adapters.reader import ReadAdapter, read_adapter
+
+
+@contextmanager
+def adapter_folder(path_or_uri: str) -> Iterator[Path]:
+    """The folder; a URI is fetched into the node's cache first. Whoever runs a tool may fetch from where they say."""
+    if not is_uri(path_or_uri):
+        yield Path(path_or_uri)
+        return
+    scheme, _, rest = path_or_uri.partition("://")
+    http = HTTPConfig(allow=(path_or_uri.rstrip("/") + "/",)) if scheme in ("http", "https") else None
+    repo = "/".join(rest.partition("@")[0].split("/")[:2])
+    store = AdapterStore(SourcesConfig(http=http, hub=HubConfig(allow=(repo,)) if scheme == "hf" else None))
+    try:
+        with store.open(path_or_uri) as folder:
+            yield folder
+    finally:
+        store.stop()
+
+
+def read_forms(folder: Path, base: BaseModel | None, name: str) -> ReadAdapter:
+    """Any rank is taken; a product of Kronecker's that would need a high one keeps its own form, as in a server.
+
+    Raises an AdapterError: what serving would say. ConfigError where the adapter means something only with a base, and
+    none is given.
+    """
+    served_on = inferred_base(folder) if base is None else base.for_reader(torch.float32)
+    for max_rank in (LoRAConfig().max_lora_rank, MAX_RANK_BOUND):
+        with contextlib.suppress(RankTooLarge):
+            return read_adapter(folder, base=served_on, max_rank=max_rank, dtype=torch.float32, name=name)
+    raise AdapterUnsupported(f"adapter {name!r} has a rank over {MAX_RANK_BOUND}.")
+
+
+def largest_rank(forms: AdapterForms) -> int:
+    """Of its low-rank pairs; 1 where it has none."""
+    pairs = [form.low_rank for form in forms.linears.values()]
+    pairs += [form.low_rank for form in (forms.embedding, forms.head) if form is not None]
+    ranks = [pair.rank for pair in pairs if pair is not None]
+    ranks += [stack.rank for form in forms.experts.values() for stack in form.stacks]
+    return max(ranks, default=1)

@@ -1,0 +1,264 @@
+"""Everything an adapter's files hold, sorted by what it is for and checked by shape, before any value is read; and the
+forms that it becomes once the values are there.
+
+What a kind's own tensors mean is kinds/'s; this knows that an adapter of any kind may also have biases, norms,
+embeddings and a head of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
+from lorafleet.protocol.strict_json import shown
+from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name
+from lorafleet.workers.adapters.expert_targets import (
+    STACKED,
+    ExpertTargets,
+    check_experts,
+    check_variant,
+    take_experts,
+)
+from lorafleet.workers.adapters.forms import AdapterForms, LinearForm
+from lorafleet.workers.adapters.kinds.kind import Base, Kind, Target, tensor_shape
+from lorafleet.workers.adapters.kinds.lora import invocation_tokens
+from lorafleet.workers.adapters.kinds.table import KINDS
+from lorafleet.workers.adapters.kinds.vocabulary import (
+    Vocabulary,
+    check_embedding,
+    embedding_form,
+    head_form,
+    take_vocabulary,
+)
+from lorafleet.workers.adapters.peft_helper import PEFTHelper
+from lorafleet.workers.adapters.peft_names import BASE_BIAS, SAVED, SAVED_BIAS, NamedTensors, name_tensors
+from lorafleet.workers.adapters.weight_files import TensorInfo
+from lorafleet.workers.adapters.yield_gil import giving_way
+
+Infos = Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterParts:
+    """targets: linears. experts: by module. biases, norms: the file's tensors by module. ranks: as served, 0 for what
+    has no rank."""
+
+    helper: PEFTHelper
+    kind: Kind
+    base: Base
+    targets: list[Target]
+    experts: dict[str, ExpertTargets]
+    biases: dict[str, str]
+    norms: dict[str, str]
+    vocabulary: Vocabulary
+    ranks: dict[str, int]
+
+    @classmethod
+    def of(cls, helper: PEFTHelper, infos: Infos, base: Base, max_rank: int) -> AdapterParts:
+        """Raises an AdapterError for what is missing, stray, of the wrong shape or not served."""
+        kind = KINDS[helper.method]
+        kind.check_config(helper)
+        named = name_tensors(infos, kind.leaves, kind.shared, kind.label, base.layout, base.named)
+        _check_saved_modules(helper, base)
+        _check_parameters(helper, base)
+        experts = take_experts(helper, named, infos, base, max_rank)
+        targeted = _targeted_linears(helper, named, base)
+        vocabulary = take_vocabulary(helper, named, infos, base, max_rank)
+        _check_invocation(helper, vocabulary, base)
+        norms = _take_norms(helper, named, infos, base)
+        biases = _take_biases(helper, named, infos, base, targeted)
+        targets = []
+        for module in targeted:
+            tensors = named.by_module.get(module)
+            if tensors:
+                shape = base.layout.linears[module]
+                target = Target(module, shape, tensors, named.shared, infos, helper, base, max_rank)
+                target.known_as = targeted[module]
+                targets.append(target)
+                targets[-1].saved_bias = biases.get(module)
+        ranks = {target.module: kind.check(target) for target in giving_way(targets)}
+        for of_layer in experts.values():
+            ranks |= check_experts(of_layer)
+        _check_targets(targeted, named)
+        parts = cls(helper, kind, base, targets, experts, biases, norms, vocabulary, ranks)
+        parts._check_tables()
+        return parts
+
+    def forms(self, values: Mapping[str, Tensor]) -> AdapterForms:
+        """values: of every tensor, by the file's name."""
+        tables = self.vocabulary.tables
+        embedding, head = tables[EMBEDDING], tables[HEAD]
+        self.vocabulary.check_same(values)
+        targets = [*self.targets, *([head.target] if head.target is not None else [])]
+        for target in (*targets, *([embedding.target] if embedding.target is not None else [])):
+            target.values = values
+        for target in giving_way(target for of_layer in self.experts.values() for target in of_layer.targets()):
+            target.values = values
+        made = self.kind.forms(targets) if targets else AdapterForms()
+        linears = dict(made.linears)
+        head_linear = linears.pop(HEAD, None)
+        for module, name in self.biases.items():
+            form = linears.get(module, LinearForm())
+            if form.bias_O is None:
+                linears[module] = LinearForm(form.low_rank, form.kronecker, form.out_scale_O, values[name].float())
+        both = sorted(made.norms.keys() & self.norms.keys())
+        if both:
+            raise AdapterUnsupported(f"{both[0]} is saved whole (modules_to_save), and its readers' inputs are scaled.")
+        return AdapterForms(
+            linears={module: form for module, form in linears.items() if _does_something(form)},
+            embedding=embedding_form(embedding, values, self.base),
+            head=head_form(head, head_linear, values, self.base),
+            norms={**made.norms, **{module: values[name] for module, name in self.norms.items()}},
+            experts={module: of_layer.form() for module, of_layer in giving_way(self.experts.items())},
+            invocation_tokens=invocation_tokens(self.helper) if self.helper.method == "LORA" else (),
+        )
+
+    def _check_tables(self) -> None:
+        tables = self.vocabulary.tables
+        embedding, head = tables[EMBEDDING].target, tables[HEAD].target
+        if embedding is not None:
+            if self.helper.method != "LORA":
+                raise AdapterUnsupported(f"{self.kind.label} on {EMBEDDING} is not served: PEFT 0.21 refuses it too.")
+            self.ranks[EMBEDDING] = check_embedding(embedding)
+        if head is not None:
+            self.ranks[HEAD] = self.kind.check(head)
+
+
+def _check_invocation(helper: PEFTHelper, vocabulary: Vocabulary, base: Base) -> None:
+    """A token that no prompt can have would leave the adapter without any effect."""
+    tokens = invocation_tokens(helper) if helper.method == "LORA" else ()
+    if tokens and max(tokens) >= vocabulary.size:
+        raise AdapterMismatch(
+            f"alora_invocation_tokens has the token {max(tokens)}; {base.named} has tokens 0 to {vocabulary.size - 1}. "
+            "The adapter was made for another model."
+        )
+
+
+def _does_something(form: LinearForm) -> bool:
+    """A module that AdaLoRA has pruned to rank 0 does not."""
+    return any(part is not None for part in (form.low_rank, form.kronecker, form.out_scale_O, form.bias_O))
+
+
+def _check_saved_modules(helper: PEFTHelper, base: Base) -> None:
+    """PEFT would replace a linear, or all that a larger module holds."""
+    if not helper.modules_to_save:
+        return
+    experts = base.layout.experts
+    whole = [peft_name(module) for module in (*base.layout.linears, *(experts.modules if experts is not None else ()))]
+    for module in (*whole, *_containers((*whole, *map(peft_name, base.layout.norms)))):
+        if helper.saves(module):
+            raise AdapterUnsupported(
+                f"modules_to_save replaces {module} whole, which is not served; norms, {EMBEDDING} and {HEAD} are. "
+                "Train LoRA on it."
+            )
+
+
+def _containers(modules: Iterable[str]) -> list[str]:
+    found: dict[str, None] = {}
+    for module in modules:
+        while "." in module:
+            module = module.rpartition(".")[0]
+            found[module] = None
+    return list(found)
+
+
+def _take_norms(helper: PEFTHelper, named: NamedTensors, infos: Infos, base: Base) -> dict[str, str]:
+    norms = {}
+    for module, size in base.layout.norms.items():
+        if not helper.saves(peft_name(module)):
+            continue
+        leaves = named.by_module.get(module, {})
+        if SAVED not in leaves:
+            raise AdapterMalformed(
+                f"adapter_config.json says that {module} is saved (modules_to_save matches the ends of names), and the "
+                "weights file has no tensor for it."
+            )
+        norms[module] = leaves.pop(SAVED)
+        _check_vector(norms[module], infos, size, base)
+    return norms
+
+
+def _take_biases(
+    helper: PEFTHelper, named: NamedTensors, infos: Infos, base: Base, targeted: Collection[str]
+) -> dict[str, str]:
+    if helper.bias == "none":
+        return {}
+    biases = {}
+    wanted = set(targeted)
+    for module in base.layout.linears:
+        if module not in base.layout.biased or (helper.bias != "all" and module not in wanted):
+            continue
+        leaf = BASE_BIAS if module in wanted else SAVED_BIAS
+        leaves = named.by_module.get(module, {})
+        if leaf not in leaves:
+            raise AdapterMalformed(
+                f"adapter_config.json has bias={helper.bias!r}, and the weights file has no {leaf} of {module}."
+            )
+        biases[module] = leaves.pop(leaf)
+        _check_vector(biases[module], infos, base.layout.linears[module][1], base)
+    return biases
+
+
+def _check_vector(name: str, infos: Infos, size: int, base: Base) -> None:
+    if tensor_shape(name, infos) != (size,):
+        raise AdapterMismatch(
+            f"the tensor {shown(name)} has shape {shown(list(infos[name].shape))}; {base.named} has {[size]} there. "
+            "The adapter was made for another model."
+        )
+
+
+def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> dict[str, str]:
+    """By module, what PEFT's patterns know it as. From transformers 5 on a router is no Linear layer, which
+    "all-linear" means, but a parameter that can be named."""
+    targeted: dict[str, str] = {}
+    for module in giving_way(base.layout.linears):
+        names = [name for name in base.layout.peft_names(module) if helper.targets(name)]
+        parameter = f"{peft_name(module)}.weight"
+        if not names and helper.targets_parameter(parameter):
+            names = [parameter]
+            check_variant(helper)
+        if names:
+            targeted[module] = names[-1]
+    routers = [module for module in targeted if base.layout.is_router(module)]
+    if helper.all_linear and not any(router in named.by_module for router in routers):
+        targeted = {module: name for module, name in targeted.items() if module not in routers}
+    return targeted
+
+
+def _check_parameters(helper: PEFTHelper, base: Base) -> None:
+    """PEFT only warns about names that match nothing."""
+    layout = base.layout
+    served = {f"{peft_name(module)}.weight" for module in layout.linears}
+    if layout.experts is not None:
+        served |= {peft_name(f"{module}.{leaf}") for module in layout.experts.modules for leaf in STACKED}
+    others = {f"{peft_name(module)}.weight" for module in (*layout.norms, *TABLES)}
+    for name in helper.names("target_parameters"):
+        ending = (name, f".{name}")
+        matches = [one == name or one.endswith(ending[1]) for one in served]
+        if not any(matches) or any(one == name or one.endswith(ending[1]) for one in others):
+            raise AdapterUnsupported(
+                f"target_parameters has {shown(name)}; {base.named} has parameters of its linears and experts that can "
+                "be targeted so, and that name means none, or others too."
+            )
+
+
+def _check_targets(targeted: Collection[str], named: NamedTensors) -> None:
+    """PEFT only warns about these two, and then serves the base's weights there."""
+    missing = [module for module in targeted if not named.by_module.get(module)]
+    if missing:
+        raise AdapterMalformed(
+            f"adapter_config.json targets {missing[0]} ({len(missing)} modules in all) for which the weights file has "
+            f"no tensors."
+        )
+    wanted = set(targeted)
+    stray = sorted(module for module, leaves in named.by_module.items() if leaves and module not in wanted)
+    if stray:
+        first = next(iter(named.by_module[stray[0]].values()))
+        raise AdapterMalformed(
+            f"the weights file has tensors for {stray[0]} ({len(stray)} modules in all; {shown(first)}), which "
+            f"adapter_config.json does not target (target_modules, exclude_modules, layers_to_transform) and does not "
+            f"save (modules_to_save, bias)."
+        )

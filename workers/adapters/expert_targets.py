@@ -1,0 +1,209 @@
+"""LoRA on the experts of a mixture: which an adapter targets, checked by shape, and the form that they become.
+
+Two layouts. Up to transformers 4 each expert is three Linear layers, "mlp.experts.3.gate_proj", that target_modules
+names. From 5 on all experts of a layer are two parameters, gate_up_proj and down_proj, that target_parameters names:
+PEFT wraps their module once for each, in that order, so the tensors' names tell which is which by how deep they lie,
+"experts.base_layer.lora_A" or "experts.lora_A". There A is [E * r, in] by expert, and B [out, r * E] by rank.
+"""
+
+# E experts · R rank · D in features · O out features · G groups of outputs
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
+from lorafleet.protocol.strict_json import shown
+from lorafleet.workers.adapters.base_layout import ExpertsLayout, peft_name
+from lorafleet.workers.adapters.forms import ExpertsForm, StackedLowRank
+from lorafleet.workers.adapters.kinds import mutated_base
+from lorafleet.workers.adapters.kinds.kind import Base, Target
+from lorafleet.workers.adapters.kinds.lora import KASA, A, B
+from lorafleet.workers.adapters.kinds.pairs import check_pair
+from lorafleet.workers.adapters.peft_helper import PEFTHelper
+from lorafleet.workers.adapters.peft_names import NamedTensors
+from lorafleet.workers.adapters.weight_files import TensorInfo
+from lorafleet.workers.adapters.yield_gil import giving_way
+
+STACKED = ("gate_up_proj", "down_proj")
+
+_VARIANTS = {
+    "use_dora": "DoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "lora_bias": "a bias on lora_B",
+    "velora_config": "VeLoRA",
+}
+
+
+@dataclass(slots=True)
+class ExpertTargets:
+    """Of one layer. stacked: all experts at once, by parameter. single: expert by expert, by projection."""
+
+    stacked: dict[str, Target] = field(default_factory=dict)
+    single: dict[str, list[Target]] = field(default_factory=dict)
+
+    def targets(self) -> Iterator[Target]:
+        yield from self.stacked.values()
+        for targets in self.single.values():
+            yield from targets
+
+    def form(self) -> ExpertsForm:
+        if self.single:
+            return ExpertsForm(_joined(self.single, ("gate_proj", "up_proj")), _joined(self.single, ("down_proj",)))
+        return ExpertsForm(*(_unstacked(self.stacked.get(leaf)) for leaf in STACKED))
+
+
+def take_experts(
+    helper: PEFTHelper, named: NamedTensors, infos: Mapping[str, TensorInfo], base: Base, max_rank: int
+) -> dict[str, ExpertTargets]:
+    """By module, "layers.0.mlp.experts"; their tensors are no longer in `named`. Raises as AdapterParts.of does."""
+    layout = base.layout.experts
+    if layout is None:
+        return {}
+    own = NamedTensors({m: named.by_module.pop(m) for m in list(named.by_module) if layout.has(m)}, named.shared)
+
+    def target(module: str, shape: tuple[int, int], known_as: str) -> Target:
+        return Target(
+            module, shape, own.by_module.pop(module), own.shared, infos, helper, base, max_rank, known_as=known_as
+        )
+
+    found: dict[str, ExpertTargets] = {}
+    for module in sorted(layout.modules):
+        targets = ExpertTargets()
+        for leaf, wrapped in _stacked_modules(helper, module).items():
+            _check_present([wrapped], own)
+            targets.stacked[leaf] = target(wrapped, _stacked_shape(leaf, layout), peft_name(f"{module}.{leaf}"))
+        for leaf, names in _single_modules(helper, module, base, own).items():
+            _check_present(list(names), own)
+            targets.single[leaf] = [target(name, layout.shapes[leaf], known_as) for name, known_as in names.items()]
+        if targets.stacked and targets.single:
+            raise AdapterUnsupported(
+                f"{module} is targeted both as parameters and expert by expert, which PEFT does not know either."
+            )
+        if targets.stacked or targets.single:
+            found[module] = targets
+    if own.by_module:
+        stray = min(own.by_module)
+        raise AdapterMalformed(
+            f"the weights file has tensors for {stray} ({len(own.by_module)} modules in all; "
+            f"{shown(next(iter(own.by_module[stray].values())))}), which adapter_config.json does not target "
+            f"(target_modules, target_parameters)."
+        )
+    if found:
+        check_variant(helper)
+    return found
+
+
+def check_experts(experts: ExpertTargets) -> dict[str, int]:
+    """Ranks, by the names of the projections or parameters."""
+    for target in experts.stacked.values():
+        _check_stacked(target)
+    for targets in experts.single.values():
+        for target in giving_way(targets):
+            target.expect_leaves(A, B)
+            check_pair(target, A, B, target.rank)
+    return {target.peft_name.removeprefix("model."): target.rank for target in experts.targets()}
+
+
+def _stacked_modules(helper: PEFTHelper, module: str) -> dict[str, str]:
+    """Parameter -> the module that PEFT's tensors of it are called by. The first that is wrapped lies deepest."""
+    targeted = [leaf for leaf in STACKED if helper.targets_parameter(peft_name(f"{module}.{leaf}"))]
+    depth = len(targeted)
+    return {leaf: module + ".base_layer" * (depth - 1 - i) for i, leaf in enumerate(targeted)}
+
+
+def _stacked_shape(leaf: str, layout: ExpertsLayout) -> tuple[int, int]:
+    inputs, outputs = layout.shapes["gate_proj" if leaf == "gate_up_proj" else leaf]
+    return inputs, 2 * outputs if leaf == "gate_up_proj" else outputs
+
+
+def _single_modules(helper: PEFTHelper, module: str, base: Base, named: NamedTensors) -> dict[str, dict[str, str]]:
+    """Projection -> each expert's module, with its name in PEFT's patterns.
+
+    Where none of them is in the file and the base's newest transformers class has no such modules, "all-linear" or
+    "gate_proj" did not mean them.
+    """
+    layout = base.layout.experts
+    assert layout is not None
+    found: dict[str, dict[str, str]] = {}
+    for leaf in layout.shapes:
+        names = {}
+        for number in range(layout.count):
+            name = layout.expert(module, number, leaf)
+            known_as = base.layout.peft_names(name)[-1]
+            if helper.targets(known_as):
+                names[name] = known_as
+        by_type = helper.all_linear or not layout.is_mixtral
+        if names and not (by_type and not any(name in named.by_module for name in names)):
+            found[leaf] = names
+    return found
+
+
+def _check_present(modules: Sequence[str], named: NamedTensors) -> None:
+    missing = [module for module in modules if module not in named.by_module]
+    if missing:
+        raise AdapterMalformed(
+            f"adapter_config.json targets {missing[0]} ({len(missing)} experts in all) for which the weights file has "
+            "no tensors."
+        )
+
+
+def check_variant(helper: PEFTHelper) -> None:
+    """Raises for what PEFT cannot do on parameters, and is not served on experts of either layout."""
+    variant = next((name for key, name in _VARIANTS.items() if helper.is_set(key)), None)
+    if variant is None and helper.has_object(KASA):
+        variant = "KaSA"
+    if variant is None and helper.method != "LORA":
+        variant = helper.method
+    if variant is None and mutated_base.is_named(helper):
+        variant = f"init_lora_weights={shown(helper.fields.get('init_lora_weights'))}"
+    if variant is not None:
+        raise AdapterUnsupported(
+            f"{variant} on experts or parameters is not served, plain LoRA is: PEFT 0.21 knows no other there."
+        )
+
+
+def _check_stacked(target: Target) -> None:
+    assert target.base.layout.experts is not None
+    count, rank, (inputs, outputs) = target.base.layout.experts.count, target.rank, target.shape
+    target.expect_leaves(A, B)
+    target.expect(A, count * rank, inputs)
+    target.expect(B, outputs, rank * count)
+
+
+def _unstacked(target: Target | None) -> StackedLowRank | None:
+    if target is None:
+        return None
+    assert target.base.layout.experts is not None
+    count, rank, (inputs, outputs) = target.base.layout.experts.count, target.rank, target.shape
+    scaling = target.helper.scaling_of(target.peft_name, rank)
+    return StackedLowRank(
+        target.value(A).view(count, 1, rank, inputs),
+        target.value(B).view(outputs, rank, count).permute(2, 0, 1),
+        torch.full((count, 1), scaling),
+    )
+
+
+def _joined(single: Mapping[str, list[Target]], leaves: tuple[str, ...]) -> StackedLowRank | None:
+    """One group a projection. What is not targeted, or has a smaller rank than others, is filled up with zeros."""
+    groups = [(g, target) for g, leaf in enumerate(leaves) for target in single.get(leaf, ())]
+    if not groups:
+        return None
+    layout = groups[0][1].base.layout.experts
+    assert layout is not None
+    rank, (inputs, outputs) = max(target.rank for _, target in groups), layout.shapes[leaves[0]]
+    dtype = groups[0][1].value(A).dtype
+    for _, target in groups:
+        dtype = torch.promote_types(dtype, torch.promote_types(target.value(A).dtype, target.value(B).dtype))
+    a_EGRD = torch.zeros(layout.count, len(leaves), rank, inputs, dtype=dtype)
+    b_EGOR = torch.zeros(layout.count, len(leaves), outputs, rank, dtype=dtype)
+    scaling_EG = torch.zeros(layout.count, len(leaves))
+    for g, target in giving_way(groups):
+        expert = int(target.module.split(".")[-2])
+        a_EGRD[expert, g, : target.rank] = target.value(A)
+        b_EGOR[expert, g, :, : target.rank] = target.value(B)
+        scaling_EG[expert, g] = target.helper.scaling_of(target.peft_name, target.rank)
+    return StackedLowRank(a_EGRD, b_EGOR.flatten(1, 2), scaling_EG)

@@ -1,0 +1,34 @@
+"""DoRA: each row of W + s B A is given a trained length m, so y = g * ((W + s B A) x) with g = m / |row|.
+
+The bias is added behind g, and is not scaled.
+Source: arXiv 2402.09353, section 4.3; PEFT 0.21's lora/dora.py.
+"""
+
+# R rank · D in features · O out features
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lorafleet.protocol.errors import AdapterMalformed
+from lorafleet.workers.adapters.forms import LowRank
+from lorafleet.workers.adapters.kinds.kind import on, row_chunks
+
+
+def row_scale(weight_OD: Tensor, pairs: Sequence[LowRank], magnitude_O: Tensor, module: str) -> Tensor:
+    """g: float32 [O] on the CPU. pairs: all that is added to W. Computes where W lies."""
+    device = weight_OD.device
+    factors = [(on(pair.a_RD, device), on(pair.b_OR, device), pair.scaling) for pair in pairs]
+    norms = []
+    for rows in row_chunks(weight_OD):
+        chunk_OD = weight_OD[rows].float()
+        for a_RD, b_OR, scaling in factors:
+            chunk_OD = torch.addmm(chunk_OD, b_OR[rows], a_RD, alpha=scaling)
+        norms.append(torch.linalg.vector_norm(chunk_OD, dim=1))
+    scale_O = magnitude_O.float() / torch.cat(norms).cpu()
+    if not scale_O.isfinite().all():
+        raise AdapterMalformed(f"{module}: a row of the base with its LoRA is zero, which DoRA divides by.")
+    return scale_O

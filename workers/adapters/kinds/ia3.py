@@ -1,0 +1,151 @@
+"""IA3: a vector times what a projection gives, bias included; or, of a feed-forward module, times what it is given.
+
+The engine has no scale of inputs, so that one is moved to where the input comes from: down_proj's to up_proj, o_proj's
+to v_proj, and one that all readers of a norm share to the norm's weight. Where that is not exact, it is refused.
+Source: arXiv 2205.05638; PEFT 0.21's ia3/layer.py.
+"""
+
+# D in features · O out features
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
+from lorafleet.workers.adapters.base_layout import HEAD
+from lorafleet.workers.adapters.forms import AdapterForms, LinearForm
+from lorafleet.workers.adapters.kinds.kind import Base, Kind, Target
+from lorafleet.workers.adapters.peft_helper import PEFTHelper
+
+VECTOR = "ia3_l"
+_ATTENTION_READERS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))  # of the norm before; some families fuse them
+_MLP_READERS = (("gate_proj", "up_proj"), ("gate_up_proj",))
+
+
+def check_config(helper: PEFTHelper) -> None:
+    modules = helper.fields.get("feedforward_modules")
+    if modules is None:
+        raise AdapterMalformed(
+            "feedforward_modules is null, and what IA3 means by that depends on the family. Name the modules, or []."
+        )
+    if not isinstance(modules, str):
+        helper.names("feedforward_modules")
+
+
+def _is_feedforward(target: Target) -> bool:
+    """PEFT's rule: an ending of the name, or one regular expression."""
+    modules = target.helper.fields["feedforward_modules"]
+    if isinstance(modules, str):
+        return target.helper.pattern("feedforward_modules").fullmatch(target.peft_name, target.helper.budget)
+    return target.peft_name.endswith(target.helper.names("feedforward_modules"))
+
+
+def check(target: Target) -> int:
+    target.expect_leaves(VECTOR)
+    inputs, outputs = target.shape
+    target.expect(VECTOR, *((1, inputs) if _is_feedforward(target) else (outputs, 1)))
+    return 0
+
+
+def forms(targets: Sequence[Target]) -> AdapterForms:
+    outputs: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
+    for target in targets:
+        (inputs if _is_feedforward(target) else outputs)[target.module] = target.float32(VECTOR).flatten()
+    base = targets[0].base
+    norms = _move(inputs, outputs, base)
+    by_module = {target.module: target for target in targets}
+    linears = {}
+    for module, scale_O in outputs.items():
+        target = by_module.get(module) or _untargeted(module, targets[0])
+        bias_O = target.bias()
+        linears[module] = LinearForm(out_scale_O=scale_O, bias_O=None if bias_O is None else scale_O * bias_O)
+    return AdapterForms(linears, norms=norms)
+
+
+def _untargeted(module: str, other: Target) -> Target:
+    return Target(module, other.base.layout.linears[module], {}, {}, {}, other.helper, other.base, other.max_rank)
+
+
+def _move(inputs: dict[str, Tensor], outputs: dict[str, Tensor], base: Base) -> dict[str, Tensor]:
+    """Takes the scales of inputs into those of outputs, and returns the changed norms."""
+    norms = {}
+    for module in list(inputs):
+        if module not in inputs:  # went with another reader of its norm
+            continue
+        scale_D = inputs[module]
+        leaf = module.rpartition(".")[2]
+        if leaf == "down_proj":
+            _multiply(outputs, module, ("up_proj", "gate_up_proj"), scale_D, base)
+        elif leaf == "o_proj":
+            _multiply(outputs, module, ("v_proj", "qkv_proj"), _by_kv_head(scale_D, module, base), base)
+        else:
+            norm, readers = _norm_of(module, base)
+            _check_same(module, readers, inputs, scale_D)
+            for reader in readers:
+                del inputs[reader]
+            norms[norm] = _scaled_norm(norm, scale_D, base, module)
+    return norms
+
+
+def _multiply(outputs: dict[str, Tensor], reader: str, names: Sequence[str], scale_O: Tensor, base: Base) -> None:
+    """names: what the reader reads, alone or as the last part of what is fused."""
+    parent = reader.rpartition(".")[0]
+    module = next((f"{parent}.{name}" for name in names if f"{parent}.{name}" in base.layout.linears), None)
+    if module is None:
+        raise AdapterUnsupported(f"IA3 on the inputs of {reader} (feedforward_modules) is not served.")
+    before = base.layout.linears[module][1] - len(scale_O)
+    scale_O = torch.cat([torch.ones(before), scale_O])
+    outputs[module] = outputs[module] * scale_O if module in outputs else scale_O
+
+
+def _by_kv_head(scale_D: Tensor, module: str, base: Base) -> Tensor:
+    """o_proj reads each query head's sum over the values of one KV head."""
+    heads, kv_heads = base.layout.attention_heads
+    groups = scale_D.view(kv_heads, heads // kv_heads, -1)
+    if not torch.equal(groups, groups[:, :1].expand_as(groups)):
+        raise AdapterUnsupported(
+            f"IA3 scales the inputs of {module} differently for query heads that share a KV head, which is not served. "
+            "Train it on v_proj instead."
+        )
+    return groups[:, 0].flatten()
+
+
+def _norm_of(module: str, base: Base) -> tuple[str, tuple[str, ...]]:
+    """The norm that the module reads, and all that read it."""
+    if module == HEAD:
+        return "norm", (HEAD,)
+    parent, _, leaf = module.rpartition(".")
+    layer = parent.rpartition(".")[0]
+    before_mlp = f"{layer}.pre_feedforward_layernorm"
+    if before_mlp not in base.layout.norms:
+        before_mlp = f"{layer}.post_attention_layernorm"
+    for norm, groups in ((f"{layer}.input_layernorm", _ATTENTION_READERS), (before_mlp, _MLP_READERS)):
+        for readers in groups:
+            if leaf in readers:
+                return norm, tuple(f"{parent}.{reader}" for reader in readers)
+    raise AdapterUnsupported(f"IA3 on the inputs of {module} (feedforward_modules) is not served.")
+
+
+def _check_same(module: str, readers: Sequence[str], inputs: Mapping[str, Tensor], scale_D: Tensor) -> None:
+    for reader in readers:
+        if reader not in inputs or not torch.equal(inputs[reader], scale_D):
+            raise AdapterUnsupported(
+                f"IA3 scales the inputs of {module} (feedforward_modules) otherwise than those of {reader}, which "
+                "reads the same norm. That is not served. Train it on down_proj, as IA3 does."
+            )
+
+
+def _scaled_norm(norm: str, scale_D: Tensor, base: Base, module: str) -> Tensor:
+    if norm not in base.layout.norms or base.weights is None:
+        raise AdapterUnsupported(f"IA3 on the inputs of {module} is not served: {norm} is not at hand to take it.")
+    offset = base.layout.norm_offset
+    with base.weights.beside_the_steps():
+        weight_D = base.weights.weight(norm).float().cpu()
+    return (weight_D + offset) * scale_D - offset
+
+
+IA3 = Kind("IA3", (VECTOR,), check, forms, (), check_config)

@@ -1,0 +1,186 @@
+"""What a kind of adapter is to the reader, and one module of an adapter as a kind sees it.
+
+A kind checks a module by its tensors' shapes, before any value is read, and says what rank it is served with; then it
+turns the values into a form. Everything else of an adapter (targets, biases, vocabulary, norms) is the same for all
+kinds, and is not theirs.
+"""
+
+# R rank · D in features · O out features
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
+from lorafleet.protocol.strict_json import shown
+from lorafleet.workers.adapters.base_layout import BaseLayout, peft_name
+from lorafleet.workers.adapters.base_source import BaseWeights
+from lorafleet.workers.adapters.forms import AdapterForms, LinearForm
+from lorafleet.workers.adapters.peft_helper import PEFTHelper
+from lorafleet.workers.adapters.weight_files import FLOAT_DTYPES, TensorInfo
+from lorafleet.workers.adapters.yield_gil import giving_way
+
+CHUNK_VALUES = 1 << 24  # of a base weight at once: bounds what a load takes of the GPU's memory
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """weights: None where there is no source of them, so that adapters computed from them are refused. name: for
+    messages."""
+
+    layout: BaseLayout
+    weights: BaseWeights | None = None
+    name: str = ""
+
+    @property
+    def named(self) -> str:
+        return f"the base model {self.name!r}" if self.name else "the base model"
+
+
+@dataclass(slots=True)
+class Target:
+    """A module that the adapter targets. tensors, shared: the file's names by leaf, of the module and of what all
+    modules share. values: by name, once they are read. saved_bias, saved_weight: the adapter's own in the
+    place of the base's. known_as: what PEFT's patterns know it as, where it is not the module."""
+
+    module: str
+    shape: tuple[int, int]  # (in, out)
+    tensors: Mapping[str, str]
+    shared: Mapping[str, str]
+    infos: Mapping[str, TensorInfo]
+    helper: PEFTHelper
+    base: Base
+    max_rank: int  # that is served
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    saved_bias: str | None = None
+    saved_weight: str | None = None
+    known_as: str = ""
+
+    @property
+    def peft_name(self) -> str:
+        return self.known_as or peft_name(self.module)
+
+    @property
+    def rank(self) -> int:
+        """By the config."""
+        return self.helper.rank_of(self.peft_name)
+
+    def has(self, leaf: str) -> bool:
+        return leaf in self.tensors
+
+    def expect_leaves(self, *leaves: str) -> None:
+        """Raises unless the file has just these tensors for the module."""
+        for leaf in leaves:
+            if leaf not in self.tensors:
+                others = ", ".join(other.removesuffix(".weight") for other in sorted(self.tensors))
+                raise AdapterMalformed(
+                    f"{self.module} has {others} ({shown(next(iter(self.tensors.values())))}) without "
+                    f"{leaf.removesuffix('.weight')}, which adapter_config.json asks for."
+                )
+        stray = next((leaf for leaf in self.tensors if leaf not in leaves), None)
+        if stray is not None:
+            raise AdapterMalformed(
+                f"the tensor {shown(self.tensors[stray])} has no place in what adapter_config.json describes."
+            )
+
+    def shape_of(self, leaf: str) -> tuple[int, ...]:
+        return tensor_shape(self._name(leaf), self.infos)
+
+    def expect(self, leaf: str, *shape: int) -> None:
+        """Raises unless the tensor has this shape."""
+        found = self.shape_of(leaf)
+        if found != shape:
+            raise AdapterMismatch(
+                f"{self.module} has {leaf} {list(found)}; adapter_config.json and {self.base.named}, which has "
+                f"{self.shape[0]} inputs and {self.shape[1]} outputs there, ask for {list(shape)}."
+            )
+
+    def value(self, leaf: str) -> Tensor:
+        return self.values[self._name(leaf)]
+
+    def float32(self, leaf: str) -> Tensor:
+        return self.value(leaf).float()
+
+    def _name(self, leaf: str) -> str:
+        return self.tensors[leaf] if leaf in self.tensors else self.shared[leaf]
+
+    # -- the base -------------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> BaseWeights:
+        if self.base.weights is None:
+            raise AdapterUnsupported(
+                f"{self.module} is computed from the base's weights, which this server does not have whole "
+                "(load_format=dummy under tensor parallelism). Serve a real checkpoint."
+            )
+        return self.base.weights
+
+    def base_weight(self) -> Tensor:
+        """[O, D] as it is served, on whatever device it lies."""
+        if self.saved_weight is not None:
+            return self.values[self.saved_weight]
+        return self.weights.weight(self.module)
+
+    def bias(self) -> Tensor | None:
+        """Float32 on the CPU: the adapter's, or the base's, or None where there is neither."""
+        if self.saved_bias is not None:
+            return self.values[self.saved_bias].float()
+        if self.module not in self.base.layout.biased:
+            return None
+        with self.weights.beside_the_steps():
+            return self.weights.bias(self.module).float().cpu()
+
+
+def tensor_shape(name: str, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+    """Raises for what no kind can take: integers, and what ZeRO-3 leaves of an ungathered tensor."""
+    info = infos[name]
+    if info.shape == (0,):
+        raise AdapterMalformed(
+            f"the tensor {shown(name)} is empty: a DeepSpeed ZeRO-3 run saved it without gathering it first."
+        )
+    if info.dtype not in FLOAT_DTYPES:
+        raise AdapterUnsupported(
+            f"the tensor {shown(name)} is {shown(info.dtype)}; weights in F32, BF16, F16 and F64 are served."
+        )
+    return info.shape
+
+
+Check = Callable[[Target], int]
+Forms = Callable[[Sequence[Target]], AdapterForms]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One PEFT method. leaves: the tensors that a module can have, shared: those beside the modules. check: a module's
+    rank as it is served. forms: of all modules, "lm_head" among them. check_config: beyond what all methods share."""
+
+    label: str
+    leaves: tuple[str, ...]
+    check: Check
+    forms: Forms
+    shared: tuple[str, ...] = ()
+    check_config: Callable[[PEFTHelper], None] = lambda _: None
+
+
+def each(form: Callable[[Target], LinearForm]) -> Forms:
+    """For kinds whose modules do not concern each other."""
+
+    def forms(targets: Sequence[Target]) -> AdapterForms:
+        return AdapterForms({target.module: form(target) for target in giving_way(targets)})
+
+    return forms
+
+
+def row_chunks(weight_OD: Tensor) -> Iterator[slice]:
+    """Rows that may be widened to float64 at once."""
+    rows = max(1, CHUNK_VALUES // weight_OD.shape[1])
+    for start in range(0, weight_OD.shape[0], rows):
+        yield slice(start, start + rows)
+
+
+def on(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, torch.float32)

@@ -1,0 +1,78 @@
+"""VeRA: diag(b) B diag(d) A, where A and B are random and shared by all modules, and b and d are trained.
+
+Each module takes the first columns of A and rows of B. Without save_projection they are not in the file; PEFT makes
+them again by its projection_prng_key, with torch's generator on the CPU, and so does this.
+Source: arXiv 2310.11454; PEFT 0.21's vera/model.py.
+"""
+
+# R rank · D in features · O out features
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lorafleet.protocol.errors import AdapterMalformed
+from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, LowRank
+from lorafleet.workers.adapters.kinds.kind import Kind, Target
+from lorafleet.workers.adapters.kinds.pairs import matrix
+from lorafleet.workers.adapters.peft_helper import PEFTHelper
+from lorafleet.workers.adapters.yield_gil import giving_way
+
+A, B = "vera_A", "vera_B"
+LAMBDA_B, LAMBDA_D = "vera_lambda_b", "vera_lambda_d"
+
+
+def check(target: Target) -> int:
+    target.expect_leaves(LAMBDA_B, LAMBDA_D)
+    inputs, outputs = target.shape
+    target.expect(LAMBDA_B, outputs)
+    target.expect(LAMBDA_D, target.rank)
+    if (A in target.shared) != (B in target.shared) or (A in target.shared) != _saves_projection(target.helper):
+        raise AdapterMalformed("the weights file has vera_A and vera_B just if save_projection is true; here not so.")
+    if A in target.shared:
+        a, b = matrix(target, A), matrix(target, B)
+        if a[0] != target.rank or b[1] != target.rank or a[1] < inputs or b[0] < outputs:
+            raise AdapterMalformed(
+                f"vera_A {list(a)} and vera_B {list(b)} do not cover {target.module}, which needs rank {target.rank}, "
+                f"{inputs} inputs and {outputs} outputs."
+            )
+    return target.rank
+
+
+def _saves_projection(helper: PEFTHelper) -> bool:
+    return "save_projection" not in helper.fields or helper.flag("save_projection")
+
+
+def forms(targets: Sequence[Target]) -> AdapterForms:
+    first = targets[0]
+    if A in first.shared:
+        a_RD, b_OR = first.value(A), first.value(B)
+    else:
+        a_RD, b_OR = _made_again(targets)
+    linears = {}
+    for target in giving_way(targets):
+        inputs, outputs = target.shape
+        own_a_RD = target.float32(LAMBDA_D).unsqueeze(1) * a_RD[:, :inputs].float()
+        own_b_OR = target.float32(LAMBDA_B).unsqueeze(1) * b_OR[:outputs].float()
+        linears[target.module] = LinearForm(LowRank(own_a_RD, own_b_OR))
+    return AdapterForms(linears)
+
+
+def _made_again(targets: Sequence[Target]) -> tuple[Tensor, Tensor]:
+    """PEFT's kaiming_uniform of A, then of B, by one generator; as large as the largest module needs."""
+    key, rank = targets[0].helper.integer("projection_prng_key", 0), targets[0].rank
+    generator = torch.Generator("cpu").manual_seed(key)
+    a_RD = _kaiming(generator, rank, max(target.shape[0] for target in targets))
+    return a_RD, _kaiming(generator, max(target.shape[1] for target in targets), rank)
+
+
+def _kaiming(generator: torch.Generator, rows: int, columns: int) -> Tensor:
+    bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(columns))
+    return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
+
+
+VERA = Kind("VeRA", (LAMBDA_B, LAMBDA_D), check, forms, (A, B))

@@ -1,0 +1,290 @@
+"""What an adapter does to embedding and head: replaces them (modules_to_save, or a resized vocabulary), replaces rows
+of them (trained tokens), adds LoRA to them.
+
+Where the base ties the two, PEFT ties what replaces the base's own weight and trained tokens of the embedding; LoRA and
+modules_to_save only with ensure_weight_tying.
+"""
+
+# V vocabulary of the adapter · R rank · D hidden size · N trained tokens
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterTooLarge, AdapterUnsupported
+from lorafleet.protocol.strict_json import shown
+from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name
+from lorafleet.workers.adapters.forms import LinearForm, LowRank, VocabForm
+from lorafleet.workers.adapters.kinds.dora import row_scale
+from lorafleet.workers.adapters.kinds.kind import Base, Target, on, row_chunks, tensor_shape
+from lorafleet.workers.adapters.kinds.lora import EMBEDDING_A, EMBEDDING_B, MAGNITUDE
+from lorafleet.workers.adapters.kinds.mutated_base import mutates
+from lorafleet.workers.adapters.kinds.trained_tokens import ROWS, token_rows, trained_tokens
+from lorafleet.workers.adapters.peft_helper import PEFTHelper
+from lorafleet.workers.adapters.peft_names import (
+    BASE_COPY,
+    SAVED,
+    SAVED_ORIGINAL,
+    SAVED_TWICE,
+    TOKEN_BASE,
+    TOKEN_ROWS,
+    NamedTensors,
+)
+from lorafleet.workers.adapters.weight_files import TensorInfo
+
+MAX_ADDED_TOKENS = 65_536  # a resized vocabulary has some more tokens than the base's, not many times as many
+
+
+@dataclass(slots=True)
+class Table:
+    """Embedding or head. tensor: what replaces the base's table. is_copy: it may be no more than a copy of it. rows:
+    the tensor of trained tokens. target: where it is targeted itself."""
+
+    tensor: str | None = None
+    is_copy: bool = False
+    tokens: tuple[int, ...] = ()
+    rows: str | None = None
+    target: Target | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """same: tensors that are one in PEFT's model, so that the file must not have two of them."""
+
+    size: int
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    same: tuple[tuple[str, str], ...] = ()
+
+    def check_same(self, values: Mapping[str, Tensor]) -> None:
+        for one, two in self.same:
+            if not torch.equal(values[one], values[two]):
+                raise AdapterMalformed(f"{shown(one)} and {shown(two)} differ, and PEFT has one tensor for both.")
+
+
+def take_vocabulary(
+    helper: PEFTHelper, named: NamedTensors, infos: Mapping[str, TensorInfo], base: Base, max_rank: int
+) -> Vocabulary:
+    """Takes what concerns embedding and head out of `named`, checked by shape. What is left there is stray."""
+    tables = {name: Table() for name in TABLES}
+    tied = base.layout.tied
+    together = tied and helper.flag("ensure_weight_tying")
+    saved = [name for name in TABLES if helper.saves(peft_name(name))]
+    targeted = [name for name in TABLES if _is_targeted(helper, name)]
+    tokens = trained_tokens(helper, tied)
+    if together:
+        saved, targeted = (list(TABLES) if names else [] for names in (saved, targeted))
+    twice: list[tuple[str, str]] = []
+    for name, table in tables.items():
+        leaves = named.by_module.get(name, {})
+        twice += _take_table(name, table, leaves, name in saved)
+        if name in targeted:
+            table.target = _target(name, named, helper, infos, base, max_rank)
+    for name, own in tokens.items():
+        tables[name].tokens = own
+        tables[name].rows = _take_rows(name, named.by_module.get(name, {}), helper, own == tokens.get(EMBEDDING), tied)
+    if together and len(set(tokens.values())) > 1:
+        raise AdapterMalformed("ensure_weight_tying with other trained tokens of the head than of the embedding.")
+    copies = [table.tensor for table in tables.values() if table.tensor and (table.is_copy or together)]
+    same = (copies[0], copies[1]) if tied and len(copies) == 2 else None
+    _share(tables, tied, saved)
+    if tied and HEAD in tokens and tables[HEAD].rows is None:
+        tables[HEAD].rows = tables[EMBEDDING].rows
+    if tied and tables[HEAD].target is not None and tables[HEAD].tensor is None and mutates(helper):
+        raise AdapterUnsupported(
+            f"init_lora_weights or kasa_config changes the base, and on a {HEAD} that is tied to the embedding that is "
+            "not served without what was left of them: save the adapter with save_embedding_layers=True."
+        )
+    vocabulary = Vocabulary(_check_size(tables, infos, base), tables, (*twice, *([] if same is None else [same])))
+    _check_parts(vocabulary, infos, base)
+    return vocabulary
+
+
+def _is_targeted(helper: PEFTHelper, name: str) -> bool:
+    return helper.method != "TRAINABLE_TOKENS" and helper.targets(peft_name(name), is_linear=False)
+
+
+def _take_table(name: str, table: Table, leaves: dict[str, str], is_saved: bool) -> list[tuple[str, str]]:
+    """Returns the tensors that are the table once more."""
+    if is_saved and SAVED not in leaves:
+        raise AdapterMalformed(f"adapter_config.json says that {name} is saved (modules_to_save); the file lacks it.")
+    replacing = [leaves.pop(leaf) for leaf in (SAVED, BASE_COPY, TOKEN_BASE) if leaf in leaves]
+    if len(replacing) > 1:
+        raise AdapterMalformed(f"{shown(replacing[0])} and {shown(replacing[1])} are both the table of {name}.")
+    if replacing:
+        table.tensor, table.is_copy = replacing[0], not is_saved
+    if not is_saved:
+        return []
+    leaves.pop(SAVED_ORIGINAL, None)  # what the table was before training: PEFT has no use for it either
+    return [(replacing[0], leaves.pop(SAVED_TWICE))] if SAVED_TWICE in leaves else []
+
+
+def _target(
+    name: str, named: NamedTensors, helper: PEFTHelper, infos: Mapping[str, TensorInfo], base: Base, max_rank: int
+) -> Target:
+    """Its sizes are set once the vocabulary's is known."""
+    leaves = named.by_module.get(name, {})
+    own = {leaf: leaves.pop(leaf) for leaf in list(leaves) if leaf not in (ROWS, TOKEN_ROWS)}
+    if not own:
+        raise AdapterMalformed(f"adapter_config.json targets {name}, for which the weights file has no tensors.")
+    return Target(name, (0, 0), own, named.shared, infos, helper, base, max_rank)
+
+
+def _take_rows(name: str, leaves: dict[str, str], helper: PEFTHelper, is_same: bool, tied: bool) -> str | None:
+    leaf = ROWS if helper.method == "TRAINABLE_TOKENS" else TOKEN_ROWS
+    if leaf in leaves:
+        return leaves.pop(leaf)
+    if tied and name == HEAD and is_same:  # PEFT saves the embedding's alone
+        return None
+    raise AdapterMalformed(f"adapter_config.json has trained tokens of {name}, and the weights file has no {leaf}.")
+
+
+def _share(tables: Mapping[str, Table], tied: bool, saved: Sequence[str]) -> None:
+    """The base's own weight is one where it is tied: what replaces it replaces it for both."""
+    copies = [table for table in tables.values() if table.is_copy]
+    if tied and len(copies) == 1:
+        for name, table in tables.items():
+            if table.tensor is None and name not in saved:
+                table.tensor, table.is_copy = copies[0].tensor, True
+
+
+def _check_size(tables: Mapping[str, Table], infos: Mapping[str, TensorInfo], base: Base) -> int:
+    """Rows of both tables, which must agree."""
+    layout = base.layout
+    sizes = {}
+    for name, table in tables.items():
+        sizes[name] = layout.vocab_size
+        if table.tensor is None:
+            continue
+        shape = tensor_shape(table.tensor, infos)
+        if len(shape) != 2 or shape[1] != layout.hidden_size or not shape[0]:
+            raise AdapterMismatch(
+                f"the tensor {shown(table.tensor)} has shape {shown(list(shape))}; {base.named} has "
+                f"{layout.vocab_size} tokens of size {layout.hidden_size}. The adapter was made for another model."
+            )
+        if shape[0] > layout.vocab_size + MAX_ADDED_TOKENS:
+            raise AdapterTooLarge(
+                f"the tensor {shown(table.tensor)} has {shape[0]} tokens; {base.named} has {layout.vocab_size}, and an "
+                f"adapter may add at most {MAX_ADDED_TOKENS}."
+            )
+        sizes[name] = shape[0]
+    if sizes[EMBEDDING] != sizes[HEAD]:
+        raise AdapterMalformed(
+            f"the adapter leaves {EMBEDDING} with {sizes[EMBEDDING]} rows and {HEAD} with {sizes[HEAD]}: a resized "
+            "vocabulary must be saved whole (save_embedding_layers=True)."
+        )
+    return sizes[HEAD]
+
+
+def _check_parts(vocabulary: Vocabulary, infos: Mapping[str, TensorInfo], base: Base) -> None:
+    size, hidden = vocabulary.size, base.layout.hidden_size
+    for name, table in vocabulary.tables.items():
+        if table.target is not None:
+            table.target.shape = (size, hidden) if name == EMBEDDING else (hidden, size)
+            table.target.saved_weight = table.tensor
+        if table.rows is not None and tensor_shape(table.rows, infos) != (len(table.tokens), hidden):
+            raise AdapterMismatch(
+                f"the tensor {shown(table.rows)} has shape {shown(list(infos[table.rows].shape))}; adapter_config.json "
+                f"and {base.named} ask for {[len(table.tokens), hidden]}."
+            )
+        if table.tokens and max(table.tokens) >= size:
+            raise AdapterMalformed(f"token {max(table.tokens)} is trained, and the vocabulary has {size} tokens.")
+        if table.tokens and table.target is not None and name == EMBEDDING:
+            raise AdapterUnsupported(f"LoRA and trained tokens on {EMBEDDING} at once: PEFT 0.21 refuses it too.")
+
+
+def check_embedding(target: Target) -> int:
+    """LoRA's own layout of an embedding: A is [r, V] and B [D, r]."""
+    dora = target.helper.flag("use_dora")
+    target.expect_leaves(EMBEDDING_A, EMBEDDING_B, *([MAGNITUDE] if dora else []))
+    tokens, hidden = target.shape
+    for key in ("lora_bias", "use_bdlora", "kasa_config", "alora_invocation_tokens"):
+        if target.helper.is_set(key) or target.helper.has_object(key):
+            raise AdapterUnsupported(f"{key} with LoRA on {EMBEDDING}: PEFT 0.21 refuses it too.")
+    target.expect(EMBEDDING_A, target.rank, tokens)
+    target.expect(EMBEDDING_B, hidden, target.rank)
+    if dora:
+        target.expect(MAGNITUDE, hidden)
+    return target.rank
+
+
+def embedding_form(table: Table, values: Mapping[str, Tensor], base: Base) -> VocabForm | None:
+    form = _replaced(EMBEDDING, table, values, base)
+    target = table.target
+    if target is None:
+        return form
+    a_RV, b_DR = target.value(EMBEDDING_A), target.value(EMBEDDING_B)
+    low_rank = LowRank(a_RV, b_DR, target.helper.scaling_of(target.peft_name, target.rank))
+    if not target.helper.flag("use_dora"):
+        return VocabForm(low_rank, form.table_VD if form is not None else None)
+    with target.weights.beside_the_steps():
+        weight_VD = target.base_weight()
+        scale_D = row_scale(weight_VD.T, [low_rank], target.value(MAGNITUDE), EMBEDDING)
+        rows = LowRank(b_DR.T, a_RV.T, low_rank.scaling)
+        return VocabForm(table_VD=_computed(weight_VD, rows, scale_D, None, _served_dtype(target)))
+
+
+def head_form(table: Table, linear: LinearForm | None, values: Mapping[str, Tensor], base: Base) -> VocabForm | None:
+    """linear: what the kind makes of the head where it is targeted."""
+    form = _replaced(HEAD, table, values, base)
+    if linear is None or table.target is None:
+        return form
+    table_VD, rows = (None, None) if form is None else (form.table_VD, form.rows)
+    if linear.kronecker is None and linear.out_scale_O is None:
+        return VocabForm(linear.low_rank, table_VD, rows, linear.bias_O)
+    if rows is not None:
+        raise AdapterUnsupported(f"trained tokens beside more than a low rank on {HEAD} are not served.")
+    if linear.kronecker is not None:
+        raise AdapterUnsupported(f"a Kronecker product of high rank on {HEAD} is not served.")
+    with table.target.weights.beside_the_steps():
+        weight_VD, dtype = table.target.base_weight(), _served_dtype(table.target)
+        table_VD = _computed(weight_VD, linear.low_rank, None, linear.out_scale_O, dtype)
+    return VocabForm(table_VD=table_VD, bias_V=linear.bias_O)
+
+
+def _served_dtype(target: Target) -> torch.dtype:
+    return target.weights.weight(target.module).dtype
+
+
+def _replaced(name: str, table: Table, values: Mapping[str, Tensor], base: Base) -> VocabForm | None:
+    """What takes the base's place, without LoRA."""
+    table_VD = None if table.tensor is None else values[table.tensor]
+    if table_VD is not None and table.is_copy and _is_base(table_VD, name, base):
+        table_VD = None
+    rows = None if table.rows is None else token_rows(table.tokens, values[table.rows])
+    return None if table_VD is None and rows is None else VocabForm(table_VD=table_VD, rows=rows)
+
+
+def _is_base(table_VD: Tensor, name: str, base: Base) -> bool:
+    """PEFT saves the table of a targeted embedding too; mostly it is the base's own."""
+    if base.weights is None:
+        return False
+    own_VD = base.weights.weight(name)
+    if own_VD.shape != table_VD.shape:
+        return False
+    with base.weights.beside_the_steps():
+        return all(
+            torch.equal(table_VD[rows].to(own_VD.device, own_VD.dtype), own_VD[rows]) for rows in row_chunks(own_VD)
+        )
+
+
+def _computed(
+    weight_VD: Tensor, low_rank: LowRank | None, scale_D: Tensor | None, scale_V: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(W + s B A) with its columns or rows scaled."""
+    device = weight_VD.device
+    chunks = []
+    for rows in row_chunks(weight_VD):
+        chunk_VD = weight_VD[rows].float()
+        if low_rank is not None:
+            b_VR = on(low_rank.b_OR[rows], device)
+            chunk_VD = torch.addmm(chunk_VD, b_VR, on(low_rank.a_RD, device), alpha=low_rank.scaling)
+        if scale_D is not None:
+            chunk_VD = chunk_VD * on(scale_D, device)
+        if scale_V is not None:
+            chunk_VD = chunk_VD * on(scale_V[rows], device).unsqueeze(1)
+        chunks.append(chunk_VD.to(dtype).cpu())
+    return torch.cat(chunks)

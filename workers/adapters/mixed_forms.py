@@ -1,0 +1,61 @@
+"""Several plain LoRAs as one: their ranks side by side.
+
+What a mix adds is the sum of weight_i * scaling_i * B_i A_i, as in PEFT's add_weighted_adapter(combination_type="cat").
+"""
+
+# R LoRA rank · D in features · O out features
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lorafleet.protocol.errors import AdapterUnsupported, RankTooLarge
+from lorafleet.protocol.lora_request import LoRAPart
+from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, LowRank
+
+
+def mix(parts: Sequence[tuple[LoRAPart, AdapterForms]], max_rank: int) -> AdapterForms:
+    """One adapter's forms of several's. Raises AdapterUnsupported naming a part that is more than plain LoRA, and
+    RankTooLarge where the sum of the ranks on one module is over max_rank."""
+    for part, forms in parts:
+        _check_plain(part.lora.lora_name, forms)
+    modules = dict.fromkeys(module for _, forms in parts for module in forms.linears)
+    return AdapterForms({module: LinearForm(_stacked(module, parts, max_rank)) for module in modules})
+
+
+def _check_plain(name: str, forms: AdapterForms) -> None:
+    others = {
+        "changes the embedding": forms.embedding is not None,
+        "changes the head": forms.head is not None,
+        "changes the experts of a mixture": bool(forms.experts),
+        "replaces norms": bool(forms.norms),
+        "works only from its invocation tokens on (aLoRA)": bool(forms.invocation_tokens),
+        "scales or replaces outputs (DoRA, IA3, biases)": any(
+            form.out_scale_O is not None or form.bias_O is not None for form in forms.linears.values()
+        ),
+        "is a Kronecker product (LoKr)": any(form.kronecker is not None for form in forms.linears.values()),
+    }
+    for what, is_so in others.items():
+        if is_so:
+            raise AdapterUnsupported(f"adapter {name!r} {what}, and only plain LoRA can be mixed.", "model")
+
+
+def _stacked(module: str, parts: Sequence[tuple[LoRAPart, AdapterForms]], max_rank: int) -> LowRank:
+    present = [
+        (part, form.low_rank)
+        for part, forms in parts
+        if (form := forms.linears.get(module)) is not None and form.low_rank is not None
+    ]
+    rank = sum(low_rank.rank for _, low_rank in present)
+    if rank > max_rank:
+        ranks = " + ".join(f"{low_rank.rank} ({part.lora.lora_name})" for part, low_rank in present)
+        raise RankTooLarge(
+            f"the mix has rank {ranks} = {rank} on {module}; this server allows lora.max_lora_rank={max_rank}. "
+            f"Raise lora.max_lora_rank to {rank} and restart, or mix adapters of smaller ranks."
+        )
+    # B takes the weights: it is scaled in float32 and rounded once, to the serving dtype.
+    a_RD = torch.cat([low_rank.a_RD.float() for _, low_rank in present])
+    b_OR = torch.cat([low_rank.b_OR.float() * (part.weight * low_rank.scaling) for part, low_rank in present], dim=1)
+    return LowRank(a_RD, b_OR)

@@ -1,0 +1,146 @@
+"""Maps PEFT's tensor names to (module, leaf), and names the feature behind a tensor that has no place.
+
+A module is called as in BaseLayout: "layers.0.self_attn.q_proj"; a leaf is the rest as PEFT 0.21 writes it:
+"lora_A.weight". Prefixes that tools are known to drop, double or insert are understood; two names for one tensor, and
+any name that is not understood, are errors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
+from lorafleet.protocol.strict_json import shown
+from lorafleet.workers.adapters.base_layout import BaseLayout
+from lorafleet.workers.adapters.yield_gil import giving_way
+from lorafleet.workers.bases.text_part import is_of_pictures
+
+MAX_NAME_CHARS = 1024  # PEFT's are about 80
+
+# What an adapter of any kind may have beside its kind's own tensors.
+SAVED = "weight"  # of modules_to_save, or of a base whose embeddings were saved with it
+SAVED_BIAS = "bias"
+BASE_COPY = "base_layer.weight"
+BASE_BIAS = "base_layer.bias"
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
+TOKEN_BASE = "token_adapter.base_layer.weight"
+# Of a resized vocabulary with modules_to_save PEFT writes SAVED, the same again, and what the base had there.
+SAVED_TWICE = "modules_to_save.weight"
+SAVED_ORIGINAL = "original_module.weight"
+_OF_ANY_KIND = (
+    *(TOKEN_BASE, TOKEN_ROWS, BASE_COPY, BASE_BIAS),
+    *(SAVED_TWICE, SAVED_ORIGINAL, SAVED, SAVED_BIAS),
+)
+
+# As PEFT's own model calls it within; both load.
+_ALIASES = {"lora_magnitude_vector.weight": "lora_magnitude_vector"}
+
+# "base_model.model." once is normal; "language_model." is a multimodal checkpoint's name for the same decoder.
+_PREFIX = re.compile(r"(?:base_model\.model\.|model\.|language_model\.)*+")
+
+# What a tensor of no known leaf gives away, tried in this order.
+_FEATURES = (
+    (re.compile(r"lora_magnitude_vector"), "DoRA"),
+    (re.compile(r"lora_embedding_[AB]"), "LoRA on the embedding"),
+    (re.compile(r"lora_E|ranknum"), "AdaLoRA"),
+    (re.compile(r"lora_diag"), "KaSA"),
+    (re.compile(r"hada_"), "LoHa"),
+    (re.compile(r"lokr_"), "LoKr"),
+    (re.compile(r"ia3_l"), "IA3"),
+    (re.compile(r"vblora_"), "VB-LoRA"),
+    (re.compile(r"vera_"), "VeRA"),
+    (re.compile(r"oft_|boft_"), "OFT"),
+    (re.compile(r"prompt_(embeddings|encoder)"), "prompt tuning"),
+    (re.compile(r"trainable_tokens_(delta|indices)"), "trained token embeddings (trainable_token_indices)"),
+    (re.compile(r"\.lora_[ab](\.weight)?$"), "mlx-lm's layout (lora_a, lora_b)"),
+    (re.compile(r"\.lora_[AB]\."), "an adapter with a name in its tensors, or a part of LoRA unknown here"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensors:
+    """The file's names, by module and leaf; shared: of tensors that belong to no module, by leaf."""
+
+    by_module: dict[str, dict[str, str]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+
+
+def name_tensors(
+    names: Iterable[str], leaves: tuple[str, ...], shared: tuple[str, ...], label: str, layout: BaseLayout, base: str
+) -> NamedTensors:
+    """Every tensor of the file. leaves, shared, label: the kind's. base: what messages call the base. Raises for the
+    first that cannot be served."""
+    aliases = [alias for alias, leaf in _ALIASES.items() if leaf in leaves]
+    pattern = _leaf_pattern((*leaves, *aliases, *_OF_ANY_KIND))
+    named = NamedTensors()
+    for name in giving_way(names):
+        if len(name) > MAX_NAME_CHARS:
+            raise AdapterMalformed(f"the tensor {shown(name)} has a name of {len(name)} characters.")
+        common = name.removeprefix("base_model.")
+        if common in shared:
+            _put(named.shared, common, name, "the adapter")
+            continue
+        match = pattern.fullmatch(name)
+        if match is None:
+            raise _refusal(name, label)
+        module = layout.engine_name(engine_name(match["module"]))
+        if not layout.targetable(module):
+            raise _unknown_module(name, module, layout, base)
+        leaf = match["leaf"].replace(".default", "")
+        leaf = _ALIASES.get(leaf, leaf)
+        _put(named.by_module.setdefault(module, {}), leaf, name, module)
+    if not named.by_module:
+        raise AdapterMalformed("the weights file has no tensors, so the adapter would do nothing.")
+    return named
+
+
+def engine_name(module: str) -> str:
+    """A module as the file's names begin with it -> as BaseLayout calls it."""
+    match = _PREFIX.match(module)
+    return module if match is None else module[match.end() :]
+
+
+def _leaf_pattern(leaves: Iterable[str]) -> re.Pattern[str]:
+    """PEFT leaves out its adapter's name; tools that save a state dict themselves leave "default" in."""
+    parts = []
+    for leaf in leaves:
+        head, dot, rest = leaf.partition(".")
+        parts.append(rf"{re.escape(head)}(?:\.default)?{re.escape(dot + rest)}")
+    return re.compile(rf"(?P<module>.+?)\.(?P<leaf>{'|'.join(parts)})")
+
+
+def _put(found: dict[str, str], leaf: str, name: str, owner: str) -> None:
+    other = found.setdefault(leaf, name)
+    if other != name:
+        raise AdapterMalformed(f"{shown(other)} and {shown(name)} are both {leaf.removesuffix('.weight')} of {owner}.")
+
+
+def _refusal(name: str, label: str) -> AdapterMalformed | AdapterUnsupported:
+    return _feature(name) or AdapterMalformed(f"the tensor {shown(name)} is not one that PEFT writes for {label}.")
+
+
+def _feature(name: str) -> AdapterUnsupported | None:
+    for pattern, feature in _FEATURES:
+        if pattern.search(name):
+            return AdapterUnsupported(
+                f"the tensor {shown(name)} is of {feature}, which adapter_config.json does not ask for or which is not "
+                "served there."
+            )
+    return None
+
+
+def _unknown_module(name: str, module: str, layout: BaseLayout, base: str) -> AdapterMismatch | AdapterUnsupported:
+    inside = _feature(f"{module}.")
+    if inside is not None:
+        return inside
+    if layout.is_text_part and is_of_pictures(module):
+        return AdapterUnsupported(
+            f"the tensor {shown(name)} is of the part for pictures; texts alone are served. Train the adapter on the "
+            "language model alone."
+        )
+    return AdapterMismatch(
+        f"the tensor {shown(name)} is for the module {shown(module)}, which {base} does not have; it has "
+        f"{layout.describe()}. The adapter was made for another model."
+    )

@@ -1,0 +1,179 @@
+"""Reads one adapter's files and checks them against the base: its serving form whole, or an error that names the cause.
+
+Composes the readers: adapter_files.py opens, peft_helper.py reads the config, weight_files.py the tensors,
+adapter_parts.py sorts them and kinds/ makes forms of them. Knows nothing of slots or tiers: lora_model.py takes it from
+here.
+"""
+
+# R rank · D in features · O out features
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.protocol.adapter_files import (
+    AdapterFolder,
+    check_same_config,
+    language_digest,
+    new_digest,
+    open_weights,
+    read_config,
+    read_language,
+)
+from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterMalformed, RankTooLarge
+from lorafleet.protocol.strict_json import shown
+from lorafleet.workers.adapters.adapter_parts import AdapterParts
+from lorafleet.workers.adapters.casting import max_magnitude
+from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, VocabForm
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.peft_helper import PEFTHelper
+from lorafleet.workers.adapters.weight_files import LoadedTensors, read_weights
+from lorafleet.workers.adapters.yield_gil import giving_way
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """digest: sha256 (hex) of config, weights and language. read_s: what reading the values took, with the digest.
+    language: of the files of a tokenizer or chat template beside them, its language_digest."""
+
+    forms: AdapterForms
+    digest: str
+    read_s: float
+    language: str = ""
+
+
+def read_adapter(
+    path: str | os.PathLike[str],
+    *,
+    base: Base,
+    max_rank: int,
+    dtype: torch.dtype,
+    name: str,
+    expected_digest: str = "",
+) -> ReadAdapter:
+    """Reads and checks the adapter in the folder `path`.
+
+    base: what it is served on. dtype: the serving dtype, which must hold its values. name: for messages.
+    expected_digest: where it is given, other bytes than those are AdapterChanged.
+    Raises an AdapterError, never half an adapter.
+    """
+    with _about(name):
+        folder = AdapterFolder.at(path)
+        config_bytes = read_config(folder)
+        helper = PEFTHelper.from_bytes(config_bytes)
+        with open_weights(folder) as file:
+            language = read_language(folder)
+            digest = new_digest(config_bytes, file, language)
+            weights = read_weights(file, digest)
+            parts = AdapterParts.of(helper, weights.infos, base, max_rank)
+            _check_rank_limit(parts, name, max_rank)
+            reading = time.perf_counter()
+            loaded = weights.load()
+            read_s = time.perf_counter() - reading
+        check_same_config(folder, config_bytes)
+        _check_digest(digest.hexdigest(), expected_digest)
+        _check_values(loaded, dtype)
+        forms = parts.forms(loaded.by_name)
+        _check_forms(forms, loaded, dtype)
+    return ReadAdapter(forms, digest.hexdigest(), read_s, language_digest(language))
+
+
+def _range_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype whose largest number bounds what can be served: of FP8 weights the scales'."""
+    return torch.float32 if dtype == FP8 else dtype
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Begins each message with the adapter it is about."""
+    try:
+        yield
+    except RankTooLarge:
+        raise
+    except AdapterError as error:
+        raise type(error)(f"adapter {name!r}: {error.message}", error.param) from error
+
+
+def _check_rank_limit(parts: AdapterParts, name: str, limit: int) -> None:
+    module, rank = max(parts.ranks.items(), key=lambda item: item[1], default=("", 0))
+    if rank > limit:
+        own = parts.helper.rank_of(module)
+        served = "" if rank == own else f" as {parts.kind.label} with r={own} is served"
+        raise RankTooLarge(
+            f"adapter {name!r} has rank {rank}{served}; this server allows lora.max_lora_rank={limit}. "
+            f"Raise lora.max_lora_rank to {rank} and restart, or retrain at rank <= {limit}."
+        )
+
+
+def _check_digest(digest: str, expected: str) -> None:
+    if expected and digest != expected:
+        raise AdapterChanged(
+            f"the files have the digest {digest[:12]}…, and the adapter was registered with {expected[:12]}…. "
+            f"Load it again (load_inplace) to serve the new version."
+        )
+
+
+def _check_values(loaded: LoadedTensors, dtype: torch.dtype) -> None:
+    """Finite in the serving dtype. Rounding keeps the order, so the largest value decides for all."""
+    dtype = _range_of(dtype)
+    if loaded.all_values is not None and max_magnitude(loaded.all_values).to(dtype).isfinite():
+        return
+    for name, tensor in loaded.by_name.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        largest = max_magnitude(tensor)
+        if largest.to(dtype).isfinite():
+            continue
+        if not largest.isfinite():
+            raise AdapterMalformed(f"the tensor {shown(name)} has NaN or infinite values.")
+        raise AdapterMalformed(
+            f"the tensor {shown(name)} has values up to {largest.item():.3g}, which overflow {dtype}, the "
+            f"serving dtype. Serve with lora_dtype=bfloat16 or float32."
+        )
+
+
+def _check_forms(forms: AdapterForms, loaded: LoadedTensors, dtype: torch.dtype) -> None:
+    """What was computed must fit the serving dtype too; what is as it was read has been checked."""
+    read = {id(tensor) for tensor in loaded.by_name.values()}
+    limit = torch.finfo(_range_of(dtype)).max
+    for module, experts in forms.experts.items():
+        if any(stack.scaling_EG.abs().max() > limit for stack in experts.stacks):
+            raise AdapterMalformed(f"{module} has a scaling that overflows {dtype}.")
+    for module, weight_D in forms.norms.items():
+        if id(weight_D) not in read and not weight_D.float().isfinite().all():
+            raise AdapterMalformed(f"{module} has values, once computed, that overflow torch.float32.")
+    tables = {"embed_tokens": forms.embedding, "lm_head": forms.head}
+    everything: Mapping[str, LinearForm | VocabForm | None] = {**forms.linears, **tables}
+    for module, form in giving_way(everything.items()):
+        if form is None:
+            continue
+        for part in (form.low_rank, form.kronecker if isinstance(form, LinearForm) else None):
+            if part is not None and abs(part.scaling) > limit:
+                raise AdapterMalformed(f"{module} has the scaling {part.scaling}, which overflows {dtype}.")
+        for tensor in _tensors(form):
+            if id(tensor) not in read and not max_magnitude(tensor).to(_range_of(dtype)).isfinite():
+                raise AdapterMalformed(f"{module} has values, once computed, that overflow {dtype}, the serving dtype.")
+
+
+def _tensors(form: LinearForm | VocabForm) -> Iterator[Tensor]:
+    if form.low_rank is not None:
+        yield form.low_rank.a_RD
+        yield form.low_rank.b_OR
+    if isinstance(form, VocabForm):
+        if form.table_VD is not None:
+            yield form.table_VD
+        if form.bias_V is not None:
+            yield form.bias_V
+        return
+    if form.kronecker is not None:
+        yield form.kronecker.w1
+        yield form.kronecker.w2
+    yield from (vector for vector in (form.out_scale_O, form.bias_O) if vector is not None)

@@ -1,0 +1,100 @@
+"""How the decoder's linears are held: as config.json's quantization_config has them, or as the server is told.
+
+Embedding, head, norms and biases are never quantised, as in bitsandbytes. The tensors are read in
+workers/bases/quantized_tensors.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorafleet.protocol.errors import ConfigError, UnsupportedModel
+from lorafleet.protocol.quantization_methods import Method
+from lorafleet.workers.bases.quantized_tensors import MARK
+from lorafleet.workers.bases.stored_tensors import StoredTensors
+from lorafleet.workers.bases.text_part import text_name
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
+FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+REMEDY = (
+    "Serve the unquantised checkpoint with quantization=nf4 or fp8, which need no conversion, or one that bitsandbytes "
+    "made in 4 bits or llm-compressor in FP8_DYNAMIC."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """stored: the linears that are so in the checkpoint, by module path below the model; the others stay as they are
+    there. None: nothing is, and all linears are quantised as they are read."""
+
+    method: Method
+    stored: frozenset[str] | None
+
+    def of(self, projections: Iterable[str]) -> Method | None:
+        """How the linear that these share is held. Where only some of them are quantised, it is held plain, with their
+        values."""
+        return self.method if self.stored is None or self.stored.issuperset(projections) else None
+
+
+def stored_quantization(config: Mapping[str, Any] | None, folder: Path) -> Quantization | None:
+    """Of config.json's quantization_config. Raises UnsupportedModel for what is not read, with the remedy."""
+    if not config or _quantises_only_kv(config):
+        return None
+    method = config.get("quant_method", "unnamed")
+    if method == "bitsandbytes":
+        if not (config.get("load_in_4bit") or config.get("_load_in_4bit")):
+            raise UnsupportedModel(f"quantization_config: bitsandbytes in 8 bits is not supported. {REMEDY}")
+        return Quantization("nf4", _stored_linears(folder))
+    if method == "compressed-tensors":
+        _check_compressed(config)
+        return Quantization("fp8", _stored_linears(folder))
+    raise UnsupportedModel(f"quantization_config: checkpoints of {method} are not supported. {REMEDY}")
+
+
+def resolved(stored: Quantization | None, asked: Method | None) -> Quantization | None:
+    """asked: what the server is told; None leaves all as the checkpoint has it. Raises ConfigError."""
+    if asked is None or (stored is not None and stored.method == asked):
+        return stored
+    if stored is not None:
+        raise ConfigError(
+            f"quantization={asked}, but the checkpoint is in {stored.method} already. Leave quantization out, or serve "
+            "the unquantised checkpoint.",
+            "quantization",
+        )
+    return Quantization(asked, stored=None)
+
+
+def _stored_linears(folder: Path) -> frozenset[str]:
+    with StoredTensors(folder) as tensors:
+        found = (MARK.fullmatch(name) for name in tensors.names(MARK))
+        return frozenset(text_name(match[1]).removeprefix("model.") for match in found if match is not None)
+
+
+def _quantises_only_kv(config: Mapping[str, Any]) -> bool:
+    """A llm-compressor export that leaves the weights alone and names one scale a layer for K and for V."""
+    if config.get("quant_method") != "compressed-tensors" or config.get("config_groups"):
+        return False
+    if any(config.get(other) for other in ("sparsity_config", "transform_config")):
+        return False
+    return KV_SCHEME.items() <= (config.get("kv_cache_scheme") or {}).items()
+
+
+def _check_compressed(config: Mapping[str, Any]) -> None:
+    groups = list((config.get("config_groups") or {}).values())
+    is_fp8 = bool(groups) and all(
+        FP8_WEIGHTS.items() <= (group.get("weights") or {}).items()
+        and FP8_INPUTS.items() <= (group.get("input_activations") or {}).items()
+        and not group.get("output_activations")
+        for group in groups
+    )
+    kv_scheme = config.get("kv_cache_scheme") or KV_SCHEME
+    others = any(config.get(other) for other in ("sparsity_config", "transform_config"))
+    if not is_fp8 or others or not KV_SCHEME.items() <= kv_scheme.items():
+        raise UnsupportedModel(
+            "quantization_config: of compressed-tensors only weights in FP8 with one scale an output channel and "
+            f"activations scaled by token are supported (FP8_DYNAMIC). {REMEDY}"
+        )

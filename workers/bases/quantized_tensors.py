@@ -1,0 +1,102 @@
+"""A linear's quantised weight in a checkpoint: bitsandbytes' 4 bits, and e4m3 with a scale an output channel.
+
+bitsandbytes keeps W's codes as one column of bytes, the first of two numbers in the upper bits; the blocks' magnitudes,
+which may be 8-bit codes themselves, of another book, with magnitudes of their own and an offset; and what is no tensor
+as JSON in one of bytes.
+"""
+
+# B blocks · N bytes
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Container
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.quant.base_weight import QuantisedMatrix
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.kernels.quant.fp8_weight import FP8Matrix, quantise_rows
+from lorafleet.kernels.quant.nf4 import BLOCK, NF4Matrix, quantise
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.quantization_methods import Method
+
+_STATE = r"quant_state\.bitsandbytes__(?:nf4|fp4)"
+MARK = re.compile(rf"(.*)\.weight(?:\.{_STATE}|_scale)")  # what a quantised linear surely has beside its weight
+BESIDE_WEIGHT = re.compile(rf".*\.weight(?:\.(?:absmax|quant_map|nested_absmax|nested_quant_map|{_STATE})|_scale)")
+Quantise = Callable[[Tensor], QuantisedMatrix]
+QUANTISE: dict[Method, Quantise] = {"nf4": quantise, "fp8": quantise_rows}
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class _State(msgspec.Struct, frozen=True):
+    """bitsandbytes' QuantState, without its tensors."""
+
+    quant_type: Literal["nf4", "fp4"]
+    blocksize: int
+    dtype: DTypeName
+    shape: tuple[int, int]
+    nested_blocksize: int | None = None
+    nested_offset: float = 0.0
+
+
+def quantised_matrix(name: str, names: Container[str], read: Callable[[str], Tensor]) -> NF4Matrix | FP8Matrix | None:
+    """name: of the weight; names: of all tensors; read: gives one, on the device to decode it on. None: it is not
+    quantised. Raises ConfigError for what is damaged."""
+    for kind in ("nf4", "fp4"):
+        if (state := f"{name}.quant_state.bitsandbytes__{kind}") in names:
+            return _four_bits(name, read(state), names, read)
+    if f"{name}_scale" in names:
+        return _e4m3(name, read)
+    return None
+
+
+def _four_bits(name: str, packed_state: Tensor, names: Container[str], read: Callable[[str], Tensor]) -> NF4Matrix:
+    try:
+        state = msgspec.convert(json.loads(bytes(packed_state.tolist())), _State)
+    except (ValueError, TypeError) as error:  # msgspec's too
+        raise ConfigError(f"{name}: its bitsandbytes state cannot be read: {error}", "model") from None
+    if state.blocksize % BLOCK:
+        raise ConfigError(
+            f"{name} is quantised in blocks of {state.blocksize}; multiples of {BLOCK} are supported. "
+            "Quantise it again.",
+            "model",
+        )
+    outputs, inputs = state.shape
+    packed_N = read(name).contiguous().flatten().view(torch.uint8)
+    absmax_B, book = _absmax(name, state, names, read), read(f"{name}.quant_map").float()
+    blocks = -(-outputs * inputs // state.blocksize)
+    if outputs * inputs != 2 * len(packed_N) or absmax_B.shape != (blocks,) or book.shape != (16,):
+        raise ConfigError(
+            f"{name}: {len(packed_N)} bytes, {absmax_B.numel()} magnitudes and a book of {book.numel()} do not make "
+            f"{outputs} x {inputs} numbers in blocks of {state.blocksize}.",
+            "model",
+        )
+    code_OD = torch.stack([packed_N >> 4, packed_N & 15], dim=1).view(outputs, inputs)
+    return NF4Matrix(code_OD, absmax_B, book, getattr(torch, state.dtype), state.blocksize)
+
+
+def _absmax(name: str, state: _State, names: Container[str], read: Callable[[str], Tensor]) -> Tensor:
+    absmax_B = read(f"{name}.absmax")
+    if f"{name}.nested_absmax" not in names:
+        return absmax_B.float()
+    book, outer = read(f"{name}.nested_quant_map").float(), read(f"{name}.nested_absmax").float()
+    size = state.nested_blocksize or 0
+    if absmax_B.dtype != torch.uint8 or book.shape != (256,) or size < 1 or len(outer) != -(-len(absmax_B) // size):
+        raise ConfigError(f"{name}: its nested quantisation is damaged.", "model")
+    return book[absmax_B.int()] * outer.repeat_interleave(size)[: len(absmax_B)] + state.nested_offset
+
+
+def _e4m3(name: str, read: Callable[[str], Tensor]) -> FP8Matrix:
+    weight_OD, scale = read(name), read(f"{name}_scale").float()
+    if weight_OD.dtype != FP8 or weight_OD.ndim != 2 or scale.numel() != len(weight_OD):
+        raise ConfigError(
+            f"{name} is {weight_OD.dtype} {list(weight_OD.shape)} with {scale.numel()} scales; e4m3 with one scale an "
+            "output channel is supported.",
+            "model",
+        )
+    return FP8Matrix(weight_OD, scale.flatten())

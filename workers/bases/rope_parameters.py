@@ -1,0 +1,121 @@
+"""Reads the rope of a model out of its config.json, and refuses by name what is not done.
+
+transformers 4 writes rope_theta and rope_scaling, 5 rope_parameters, which may be nested by kind of layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lorafleet.protocol.errors import ConfigError, UnsupportedModel
+from lorafleet.workers.bases.rope_config import RopeConfig, RopeType
+
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def read_rope(raw: dict[str, Any], head_dim: int, max_positions: int, default_theta: float) -> RopeConfig:
+    """As most families have it: one for all layers and all of a head."""
+    return _rope(raw, _rope_parameters(raw), head_dim, max_positions, default_theta)
+
+
+def rope_by_layer_type(raw: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
+    """Gemma 3's: of layers that see all, and of those with a window."""
+    scaling = raw.get("rope_parameters") or {}
+    if set(scaling) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(f"rope_parameters {sorted(scaling)} are not supported; those by layer type are.")
+    full = {"rope_theta": raw.get("rope_theta", 1_000_000.0)} | (scaling.get("full_attention") or {})
+    sliding = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)} | (scaling.get("sliding_attention") or {})
+    ropes = []
+    for kind in (full | (raw.get("rope_scaling") or {}), sliding):
+        rope = _rope(raw, _rope_parameters({"rope_parameters": kind}), raw["head_dim"], raw["max_position_embeddings"])
+        if rope.depends_on_length:
+            raise UnsupportedModel(f"rope_type={rope.rope_type!r} is not supported for Gemma 3.")
+        ropes.append(rope)
+    return ropes[0], ropes[1]
+
+
+def phi3_rope(raw: dict[str, Any]) -> RopeConfig:
+    """Of the first numbers of a head, with the factors of longrope or without."""
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    partial = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    rotary_dim, positions = int(head_dim * partial), raw["max_position_embeddings"]
+    if rotary_dim % 2:
+        raise UnsupportedModel(
+            f"partial_rotary_factor={partial} of head_dim={head_dim} is odd, which is not supported."
+        )
+    plain = RopeConfig(rotary_dim, _theta(raw, scaling), positions)
+    if kind == "default":
+        return plain
+    if kind not in ("longrope", "su", "yarn"):  # names that one thing has had
+        raise UnsupportedModel(f"rope_type={kind!r} is not supported for Phi-3; longrope is.")
+    factors: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        values = scaling.get(name)
+        if not isinstance(values, list) or len(values) != rotary_dim // 2:
+            raise ConfigError(f"config.json's rope scaling has no {name} with {rotary_dim // 2} numbers.", "model")
+        factors[name] = tuple(map(float, values))
+    trained = _trained_positions(raw, scaling, positions)
+    return replace(
+        plain,
+        rope_type="longrope",
+        factor=float(scaling.get("factor") or positions / trained),
+        original_max_position_embeddings=trained,
+        attention_factor=scaling.get("attention_factor"),
+        **factors,
+    )
+
+
+def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
+    """Of all layers alike, as transformers 4 and 5 write them."""
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    nested = [key for key, value in scaling.items() if isinstance(value, dict)]
+    if nested:
+        raise UnsupportedModel(f"rope parameters by layer type ({', '.join(nested)}) are not supported.")
+    partial = raw.get("partial_rotary_factor") or scaling.get("partial_rotary_factor")
+    if partial not in (None, 1.0):
+        raise UnsupportedModel(f"partial_rotary_factor={partial} is not supported; 1.0 is.")
+    return scaling
+
+
+def _rope(
+    raw: dict[str, Any], scaling: dict[str, Any], rotary_dim: int, max_positions: int, default_theta: float = 10000.0
+) -> RopeConfig:
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModel(f"rope_type={kind!r} is not supported; {', '.join(ROPE_TYPES)} are.")
+    trained = _trained_positions(raw, scaling, max_positions)
+    factor = scaling.get("factor")
+    if factor is None and kind == "yarn":
+        factor = max_positions / trained
+    if factor is None and kind != "default":
+        raise ConfigError(f"config.json's rope scaling {kind!r} has no factor.", "model")
+    optional: dict[str, Any] = {
+        key: float(scaling[key])
+        for key in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        if scaling.get(key) is not None
+    }
+    return RopeConfig(
+        rotary_dim=rotary_dim,
+        theta=_theta(raw, scaling, default_theta),
+        max_position_embeddings=max_positions,
+        rope_type=kind,
+        factor=float(factor or 1.0),
+        original_max_position_embeddings=trained,
+        attention_factor=scaling.get("attention_factor"),
+        mscale=scaling.get("mscale"),
+        mscale_all_dim=scaling.get("mscale_all_dim"),
+        truncate=bool(scaling.get("truncate", True)),
+        **optional,
+    )
+
+
+def _theta(raw: dict[str, Any], scaling: dict[str, Any], default: float = 10000.0) -> float:
+    return float(scaling.get("rope_theta") or raw.get("rope_theta") or default)
+
+
+def _trained_positions(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> int:
+    trained = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    return int(trained or max_positions)

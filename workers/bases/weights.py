@@ -1,0 +1,289 @@
+"""Fills a DecoderModel from a checkpoint's safetensors files, one or sharded, and checks that nothing is missing.
+
+Tensors are copied one at a time into the packed parameters, so that the host never holds the whole model twice; a
+tensor-parallel rank reads its own part of each.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.quant.base_weight import BaseWeight, QuantisedMatrix
+from lorafleet.kernels.quant.fp8_weight import FP8Matrix, FP8Weight
+from lorafleet.kernels.quant.nf4 import NF4Matrix, NF4Weight
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.quantization_methods import Method
+from lorafleet.workers.bases.checkpoint import ModelConfig
+from lorafleet.workers.bases.expert_names import engine_name
+from lorafleet.workers.bases.quantized_tensors import BESIDE_WEIGHT, QUANTISE, quantised_matrix
+from lorafleet.workers.bases.stored_tensors import Stored, StoredTensors
+from lorafleet.workers.bases.text_part import is_of_pictures, text_name
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.layers import RMSNorm
+from lorafleet.workers.models.vocab_table import VocabTable
+
+# Where checkpoints keep what an fp8 KV cache's numbers are multiplied by. kv_scale is both; output_scale its old name.
+KV_SCALE = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\."
+    r"(?:(kv|k|v)_scale|attn\.([kv])_scale|([kv])_proj\.(?:\4_scale|output_scale))"
+)
+Progress = Callable[[int, int], None]  # tensors done, tensors in all
+
+
+def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = None) -> None:
+    """Raises ConfigError naming the tensor for a missing, unknown or misshapen one."""
+    parts = _parts(model)
+    sources = {name: _Source((part,), (name,)) for name, part in parts.items()} | _stacked_experts(model)
+    seen: set[str] = set()
+    with StoredTensors(folder) as tensors:
+        for name in tensors.names():
+            known_as = engine_name(text_name(name) if model.config.is_text_part else name)
+            source = sources.get(known_as)
+            if source is None:
+                if model.config.is_text_part and is_of_pictures(name):
+                    continue
+                if not _ignorable(known_as, model.config) and not KV_SCALE.fullmatch(name):
+                    path = tensors.path_of[name]
+                    raise ConfigError(f"{path} has tensor {name!r}, which {model.config.architecture} does not.")
+                continue
+            stored = _stored(name, tensors, model)
+            shape = stored.get_shape()
+            for part in source.parts:
+                if shape != part.whole_shape:
+                    raise ConfigError(
+                        f"{tensors.path_of[name]}: {name} has shape {shape}; config.json asks for {part.whole_shape}."
+                    )
+                part.fill(stored)
+            seen.update(source.fills)
+            if progress is not None:
+                progress(len(seen), len(parts))
+    missing = sorted(set(parts) - seen)
+    if missing:
+        raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}.", "model")
+
+
+def held_tensors(model: DecoderModel) -> dict[str, Callable[[], Tensor]]:
+    """Gives what this rank holds of every tensor of the checkpoint, by its name, with its values there, in the serving
+    dtype."""
+    return {name: part.values for name, part in _parts(model).items()}
+
+
+def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] | None:
+    """(k_scale, v_scale) of each layer, None where the checkpoint has none. Raises ConfigError for half of them."""
+    scales: dict[tuple[int, str], float] = {}
+    with StoredTensors(folder) as tensors:
+        for name in tensors.names(KV_SCALE):
+            found = KV_SCALE.fullmatch(name)
+            assert found is not None
+            tensor = tensors.tensor(name)
+            scale = tensor.item() if tensor.numel() == 1 else math.nan
+            if not 0 < scale < math.inf:
+                raise ConfigError(
+                    f"{tensors.path_of[name]}: {name} is not one positive number, as the scale of a KV cache must be."
+                )
+            layer, kinds = int(found[1]), found[2] or found[3] or found[4]
+            scales |= {(layer, kind): scale for kind in kinds}
+    wanted = [(layer, kind) for layer in range(num_layers) for kind in "kv"]
+    if not scales:
+        return None
+    if sorted(scales) != wanted:
+        layer, kind = min(set(wanted) ^ set(scales))
+        raise ConfigError(
+            f"{folder} has KV cache scales for some layers only: layer {layer}'s {kind}_scale is the first without a "
+            "counterpart. Export the checkpoint again.",
+            "model",
+        )
+    return [(scales[layer, "k"], scales[layer, "v"]) for layer in range(num_layers)]
+
+
+def fill_randomly(model: DecoderModel) -> None:
+    """Weights that mean nothing and keep activations in range: speed does not depend on them, but for zeros.
+
+    What several ranks hold is the same on each.
+    """
+    generator = torch.Generator(model.norm.weight.device)
+    for name, part in _parts(model).items():
+        if "norm" in name:
+            assert isinstance(part, _Part)
+            part.held.fill_(1.0)
+        else:
+            generator.manual_seed(zlib.crc32(f"{name} {part.places}".encode()))
+            part.fill_randomly(generator)
+
+
+def _ignorable(name: str, config: ModelConfig) -> bool:
+    """What is read with a quantised weight is not asked for by itself."""
+    if config.quantization is not None and config.quantization.stored is not None and BESIDE_WEIGHT.fullmatch(name):
+        return True
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def _stored(name: str, tensors: StoredTensors, model: DecoderModel) -> Stored:
+    """A quantised weight is decoded where the model is."""
+    quantization, device = model.config.quantization, model.norm.weight.device
+    if quantization is not None and quantization.stored is not None:
+        matrix = quantised_matrix(name, tensors.path_of, lambda other: tensors.tensor(other).to(device))
+        if matrix is not None:
+            return matrix
+    return tensors.stored(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What this rank holds of a checkpoint's tensor. held: a parameter, or rows of one; places: where in the whole its
+    rows are, in order. added: to the checkpoint's values, in held's dtype."""
+
+    held: Tensor
+    places: list[tuple[slice, ...]]
+    whole_shape: list[int]
+    added: float = 0.0
+
+    def fill(self, stored: Stored) -> None:
+        at = 0
+        for place in self.places:
+            values = stored[place]
+            self.held[at : at + len(values)].copy_(values)
+            at += len(values)
+        assert at == len(self.held)
+        if self.added:
+            self.held.add_(self.added)
+
+    def fill_randomly(self, generator: torch.Generator) -> None:
+        self.held.normal_(std=0.02, generator=generator)
+
+    def values(self) -> Tensor:
+        return self.held - self.added if self.added else self.held
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantisedPart:
+    """As _Part, rows of a quantised weight from first_row on."""
+
+    weight: NF4Weight | FP8Weight
+    method: Method
+    first_row: int
+    num_rows: int
+    places: list[tuple[slice, ...]]
+    whole_shape: list[int]
+
+    def fill(self, stored: Stored) -> None:
+        """A plain matrix is quantised whole, so that blocks do not depend on what ranks hold."""
+        matrix = self._quantised(stored)
+        at = self.first_row
+        for rows, columns in self.places:
+            self.weight.fill(at, matrix, (rows, columns))
+            at += rows.stop - rows.start
+        assert at == self.first_row + self.num_rows
+
+    def fill_randomly(self, generator: torch.Generator) -> None:
+        columns = self.places[0][1]
+        shape = self.num_rows, columns.stop - columns.start
+        values_OD = torch.empty(shape, dtype=self.weight.dtype, device=generator.device)
+        whole = slice(0, shape[0]), slice(0, shape[1])
+        self.weight.fill(self.first_row, self._quantised(values_OD.normal_(std=0.02, generator=generator)), whole)
+
+    def values(self) -> Tensor:
+        return self.weight.dequantised(slice(self.first_row, self.first_row + self.num_rows))
+
+    def _quantised(self, stored: Stored | Tensor) -> QuantisedMatrix:
+        if isinstance(stored, (NF4Matrix, FP8Matrix)):
+            return stored
+        device = next(self.weight.parameters()).device
+        return QUANTISE[self.method](stored[...].to(device, self.weight.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What one tensor of a file fills: its parts, and which of _parts() are filled by them."""
+
+    parts: tuple[_Part | _QuantisedPart, ...]
+    fills: tuple[str, ...]
+
+
+def _parts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
+    """By the checkpoint tensors' names, those of experts one by one."""
+    config, shard = model.config, model.shard
+
+    def vocabulary(table: VocabTable) -> _Part:
+        place = (shard.vocabulary, slice(0, config.hidden_size))
+        return _Part(table.weight.data[: table.num_tokens], [place], [config.vocab_size, config.hidden_size])
+
+    def norm(norm: RMSNorm) -> _Part:
+        size = norm.weight.shape[0]
+        return _Part(norm.weight.data, [(slice(0, size),)], [size], added=1.0 if config.norm_adds_one else 0.0)
+
+    parts: dict[str, _Part | _QuantisedPart] = {"model.embed_tokens.weight": vocabulary(model.embed_tokens)}
+    if not config.tie_word_embeddings:
+        parts["lm_head.weight"] = vocabulary(model.lm_head)
+    parts |= {f"model.{name}.weight": norm(n) for name, n in model.norms()}
+    shapes = config.linear_shapes()
+    for names, linear in model.packed_linears():
+        biases = () if linear.bias is None else linear.bias.data.split(linear.out_features)
+        row = 0
+        for name, num_rows in zip(names, linear.out_features, strict=True):
+            inputs, outputs = shapes[name]
+            places: list[tuple[slice, ...]] = [(rows, shard.input(name)) for rows in shard.outputs(name)]
+            parts[f"model.{name}.weight"] = _rows(linear.weight, row, num_rows, places, [outputs, inputs])
+            row += num_rows
+        for name, bias in zip(names, biases, strict=linear.bias is not None):
+            parts[f"model.{name}.bias"] = _Part(bias, [(rows,) for rows in shard.outputs(name)], [shapes[name][1]])
+    return parts if config.experts is None else parts | _experts(model)
+
+
+def _rows(
+    weight: BaseWeight, first_row: int, num_rows: int, places: list[tuple[slice, ...]], whole_shape: list[int]
+) -> _Part | _QuantisedPart:
+    if isinstance(weight, (NF4Weight, FP8Weight)):
+        method: Method = "nf4" if isinstance(weight, NF4Weight) else "fp8"
+        return _QuantisedPart(weight, method, first_row, num_rows, places, whole_shape)
+    return _Part(weight.dequantised(slice(first_row, first_row + num_rows)), places, whole_shape)
+
+
+def _experts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
+    """Of every expert its own tensors, as checkpoints on the hub have them."""
+    rows, hidden = model.shard.of_expert, slice(0, model.config.hidden_size)
+    parts: dict[str, _Part | _QuantisedPart] = {}
+    for prefix, held in _held_experts(model):
+        for leaf, (inputs, outputs) in model.config.expert_shapes().items():
+            place = (hidden, rows) if leaf == "down_proj" else (rows, hidden)
+            for expert, weight in enumerate(held[leaf]):
+                parts[f"{prefix}.{expert}.{leaf}.weight"] = _Part(weight, [place], [outputs, inputs])
+    return parts
+
+
+def _stacked_experts(model: DecoderModel) -> dict[str, _Source]:
+    """All experts' tensors in one, as transformers 5 saves them: gate_up_proj [E, 2I, D], down_proj [E, D, I]."""
+    experts = model.config.experts
+    if experts is None:
+        return {}
+    all_experts, rows, hidden = slice(0, experts.count), model.shard.of_expert, slice(0, model.config.hidden_size)
+    size = experts.intermediate_size
+    up_rows = slice(size + rows.start, size + rows.stop)
+    gate_up_shape = [experts.count, 2 * size, hidden.stop]
+    sources: dict[str, _Source] = {}
+    for prefix, held in _held_experts(model):
+        gate_up = (
+            _Part(held["gate_proj"], [(all_experts, rows, hidden)], gate_up_shape),
+            _Part(held["up_proj"], [(all_experts, up_rows, hidden)], gate_up_shape),
+        )
+        down = _Part(held["down_proj"], [(all_experts, hidden, rows)], [experts.count, hidden.stop, size])
+        for stacked, parts in {"gate_up_proj": gate_up, "down_proj": (down,)}.items():
+            leaves = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
+            fills = tuple(f"{prefix}.{e}.{leaf}.weight" for e in range(experts.count) for leaf in leaves)
+            sources[f"{prefix}.{stacked}"] = _Source(parts, fills)
+    return sources
+
+
+def _held_experts(model: DecoderModel) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The name in the checkpoint, and what this rank holds of all experts' projections, [E, out, in]."""
+    for name, mixture in model.mixtures():
+        gate, up = mixture.gate_up_E2ID.data.chunk(2, dim=1)
+        yield f"model.{name}", {"gate_proj": gate, "up_proj": up, "down_proj": mixture.down_EDI.data}

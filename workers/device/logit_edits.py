@@ -1,0 +1,152 @@
+"""Biases, minimal lengths and penalties: what changes logits before tokens are chosen, for all rows of a step at once.
+
+A sequence's ids and values are uploaded once, when it first samples; its tokens are counted on the device
+(token_counts.py). So a row with edits costs the host a few numbers a step, and the step may be launched before the last
+one's tokens are known.
+"""
+
+# B rows of logits · V vocabulary · P rows with penalties · L ids of tokens that they have · K single logits
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.device.host_copy import to_device
+from lorafleet.workers.device.token_counts import IN_PROMPT, TokenCounts
+from lorafleet.workers.schedule.sequence import Sequence
+
+NEVER = float("-inf")
+NO_ROW = -1
+ROWS_AT_ONCE = 64  # whose penalties are computed together: bounds what they take beside the logits
+
+
+@dataclass(slots=True, eq=False)
+class LogitEdits:
+    """What one sequence changes, on the device.
+
+    penalties_3: repetition, presence, frequency; float32. row: of TokenCounts, while the sequence holds it.
+    num_counted: how many of the sequence's tokens the row has.
+    """
+
+    params: SamplingParams
+    bias_ids_K: Tensor | None
+    bias_values_K: Tensor | None
+    stop_ids_K: Tensor | None
+    penalties_3: Tensor | None
+    row: int = NO_ROW
+    num_counted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EditedRow:
+    """index: of the logits. num_generated: tokens of the answer before the one that is chosen now."""
+
+    index: int
+    edits: LogitEdits
+    num_generated: int
+
+
+class LogitEditor:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._counts = TokenCounts(max_num_seqs, vocab_size, device)
+        self._edits: dict[Sequence, LogitEdits] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the counts of tokens."""
+        return self._counts.num_bytes
+
+    def prepare(self, sequence: Sequence) -> LogitEdits | None:
+        """Returns what the sequence changes when it samples next, with all of its tokens counted; None for nothing.
+
+        Whatever this raises concerns this sequence alone. The last step's tokens must have been counted.
+        """
+        if not sequence.params.edits_logits:
+            return None
+        edits = self._edits.get(sequence)
+        if edits is None:
+            edits = self._edits[sequence] = self._upload(sequence)
+        if edits.penalties_3 is not None:
+            self._hold_row(sequence, edits)
+        return edits
+
+    def release(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended."""
+        edits = self._edits.pop(sequence, None)
+        if edits is not None and self._counts.holds(edits.row, sequence):
+            self._counts.release(edits.row)
+
+    def apply(self, logits_BV: Tensor, rows: Many[EditedRow]) -> None:
+        """Changes the logits in place, in vLLM's order: biases, minimal lengths, penalties."""
+        biased = [(row.index, row.edits.bias_ids_K) for row in rows if row.edits.bias_ids_K is not None]
+        if biased:
+            values = [row.edits.bias_values_K for row in rows if row.edits.bias_values_K is not None]
+            logits_BV[self._places(biased)] += torch.cat(values)
+        unstoppable = [
+            (row.index, row.edits.stop_ids_K)
+            for row in rows
+            if row.edits.stop_ids_K is not None and row.num_generated < row.edits.params.min_tokens
+        ]
+        if unstoppable:
+            logits_BV[self._places(unstoppable)] = NEVER
+        penalized = [row for row in rows if row.edits.penalties_3 is not None]
+        for start in range(0, len(penalized), ROWS_AT_ONCE):
+            self._penalize(logits_BV, penalized[start : start + ROWS_AT_ONCE])
+
+    def count(self, token_B: Tensor, rows: Many[EditedRow]) -> None:
+        """Counts the tokens that were chosen."""
+        penalized = [row for row in rows if row.edits.penalties_3 is not None]
+        if penalized:
+            held = [row.edits.row for row in penalized]
+            index_P, row_P = to_device([[row.index for row in penalized], held], torch.int64, self._device)
+            self._counts.add(held, row_P, token_B[index_P])
+        for row in penalized:
+            row.edits.num_counted += 1
+
+    def _upload(self, sequence: Sequence) -> LogitEdits:
+        params = sequence.params
+        bias = params.logit_bias
+        penalties = [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
+        return LogitEdits(
+            params,
+            bias_ids_K=to_device(list(bias), torch.int64, self._device) if bias else None,
+            bias_values_K=to_device(list(bias.values()), torch.float32, self._device) if bias else None,
+            stop_ids_K=self._stop_ids(sequence) if params.min_tokens and sequence.stop_ids else None,
+            penalties_3=to_device(penalties, torch.float32, self._device) if params.penalizes else None,
+        )
+
+    def _stop_ids(self, sequence: Sequence) -> Tensor:
+        return to_device(sorted(sequence.stop_ids), torch.int64, self._device)
+
+    def _hold_row(self, sequence: Sequence, edits: LogitEdits) -> None:
+        if not self._counts.holds(edits.row, sequence):
+            edits.row, edits.num_counted = self._counts.take(sequence), len(sequence.tokens)
+        assert edits.num_counted == len(sequence.tokens), "each chosen token is counted"
+
+    def _places(self, rows: Many[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Rows and columns [K] of the logits that these rows' ids name."""
+        lengths = [len(ids_K) for _, ids_K in rows]
+        index_N, length_N = to_device([[index for index, _ in rows], lengths], torch.int64, self._device)
+        index_K = index_N.repeat_interleave(length_N, output_size=sum(lengths))  # the size is given: no wait for it
+        return index_K, torch.cat([ids_K for _, ids_K in rows])
+
+    def _penalize(self, logits_BV: Tensor, rows: Many[EditedRow]) -> None:
+        """A token that is named twice has the same value written twice."""
+        held = [row.edits.row for row in rows]
+        index_P, row_P = to_device([[row.index for row in rows], held], torch.int64, self._device)
+        penalties = torch.stack([row.edits.penalties_3 for row in rows if row.edits.penalties_3 is not None])
+        repetition_P1, presence_P1, frequency_P1 = penalties.T.unsqueeze(-1)
+        ids_PL, count_PL = self._counts.read(held, row_P)
+        place = (index_P.unsqueeze(1), ids_PL)
+        logits_PL = logits_BV[place]
+        repeated_PL = torch.where(logits_PL > 0, logits_PL / repetition_P1, logits_PL * repetition_P1)
+        logits_PL = torch.where(count_PL > 0, repeated_PL, logits_PL)
+        generated_PL = count_PL & (IN_PROMPT - 1)
+        penalty_PL = generated_PL * frequency_P1 + presence_P1
+        logits_BV[place] = torch.where(generated_PL > 0, logits_PL - penalty_PL, logits_PL)

@@ -1,0 +1,81 @@
+"""What a step reads besides weights and cache: tokens, positions, where keys and values go. One block of device memory
+that never moves, so that captured graphs can read it, filled by one copy a step.
+
+The tokens that the last step sampled are kept in it too: a step that is launched before the host knows them takes them
+from there.
+"""
+
+# T tokens of a step · B rows that sampled · F fields of a token
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorafleet.workers.device.step_plan import FIELDS, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensors:
+    """Views for a step of T tokens, all int64. pool: the last step's samples, then the tokens that the host knows.
+
+    source_T: each token's place in the pool. rope_length_T: as RotaryEmbedding.cos_sin takes it. kv_slot_T: block *
+    block size + offset, where its key and value go.
+    """
+
+    pool: Tensor
+    source_T: Tensor
+    position_T: Tensor
+    rope_length_T: Tensor
+    kv_slot_T: Tensor
+
+    def tokens(self) -> Tensor:
+        """int64 [T]."""
+        return self.pool[self.source_T]
+
+
+class StepInputs:
+    """trash_slot: a KV slot that no sequence is ever given, for the padding of captured steps."""
+
+    def __init__(self, max_num_seqs: int, max_tokens: int, trash_slot: int, device: torch.device) -> None:
+        self.first_known = max_num_seqs  # the first place in the pool behind the last step's samples
+        self._trash_slot = trash_slot
+        self._device_block = torch.zeros(max_num_seqs + FIELDS * max_tokens, dtype=torch.int64, device=device)
+        self._host = torch.zeros(FIELDS * max_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.sampled_B = self._device_block[:max_num_seqs]
+
+    def tensors(self, num_tokens: int) -> InputTensors:
+        start = self.first_known
+        ends = [start + num_tokens * field for field in range(FIELDS + 1)]
+        behind = [self._device_block[begin:end] for begin, end in pairwise(ends[1:])]
+        return InputTensors(self._device_block[: ends[1]], *behind)
+
+    def upload(self, fields_FT: Rows, num_tokens: int) -> None:
+        """num_tokens: with the padding."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        host = self._host[: FIELDS * num_tokens]
+        rows_FT, used = host.view(FIELDS, num_tokens).numpy(), fields_FT.shape[1]
+        rows_FT[:, :used] = fields_FT
+        token_T, source_T, position_T, rope_length_T, kv_slot_T = rows_FT[:, used:]
+        token_T[:] = 0
+        source_T[:] = np.arange(self.first_known + used, self.first_known + num_tokens)
+        position_T[:] = 0
+        rope_length_T[:] = 1
+        kv_slot_T[:] = self._trash_slot
+        start = self.first_known
+        self._device_block[start : start + len(host)].copy_(host, non_blocking=True)
+
+    def mark_copied(self) -> None:
+        """To be called once a step's copies out of pinned memory, the attention plan's too, are queued: the next
+        step's upload() waits for them, which are long over as a rule, before any of that memory is written again."""
+        if self._copied is not None:
+            self._copied.record()
+
+    def fill_with_padding(self, num_tokens: int) -> None:
+        self.upload(np.empty((FIELDS, 0), np.int64), num_tokens)

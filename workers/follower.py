@@ -1,0 +1,176 @@
+"""A rank other than 0: does what rank 0 orders, in that order, and decides nothing.
+
+Its thread is the counterpart of rank 0's engine loop. An exception ends the rank: rank 0 is told, and the replica is
+replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future
+
+import torch
+
+from lorafleet.protocol.addresses import RankAddresses
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import EngineDead, LorafleetError, to_wire
+from lorafleet.workers.slots.loader import AdapterLoader
+from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.slots.packed_adapter import PackedAdapter
+from lorafleet.workers.startup import build_rank
+from lorafleet.workers.step.step_runner import StepRunner
+from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.link import RankSocket
+from lorafleet.workers.tp.rank_messages import (
+    EmptySlot,
+    FillSlot,
+    ForgetShard,
+    LoadShard,
+    Order,
+    RankFailed,
+    RunStep,
+    ShardLoaded,
+    Stop,
+)
+
+log = logging.getLogger(__name__)
+
+WAIT_MS = 200  # how soon a stop from outside is seen
+
+
+class RankWorker:
+    """One GPU's process of a replica, but the first. Raises ConfigError, as GPUWorker does."""
+
+    def __init__(self, config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
+        """Joins the group and loads its part of the model; returns when rank 0 has done so too."""
+        self._loop = FollowerLoop(config, rank, addresses)
+        self._loop.start()
+
+    def check_health(self) -> None:
+        """Raises EngineDead when the loop has ended."""
+        if not self._loop.is_alive():
+            raise EngineDead(f"rank {self._loop.rank} has stopped: {self._loop.failure or 'it was shut down'}")
+
+    def wait(self) -> None:
+        """Until rank 0 has told it to stop, or it fails."""
+        self._loop.join()
+
+    def shutdown(self) -> None:
+        self._loop.stop()
+        self._loop.join(timeout=30)
+
+
+class FollowerLoop(threading.Thread):
+    def __init__(self, config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
+        super().__init__(name="follower-loop", daemon=True)
+        self.rank = rank
+        self.failure: str | None = None
+        self._stopping = False
+        self._socket = RankSocket(addresses, rank)
+        try:
+            built = build_rank(config, rank, addresses)
+        except BaseException as e:
+            self._socket.answer(RankFailed(rank, e.message if isinstance(e, LorafleetError) else repr(e)))
+            self._socket.close()
+            raise
+        self._group: TPGroup = built.group
+        self._steps: StepRunner = built.steps
+        self._block_size = config.block_size
+        self._adapters = None if built.slots is None or built.loader is None else _Shards(built.slots, built.loader)
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def run(self) -> None:
+        try:
+            while not self._stopping:
+                order = self._socket.receive(WAIT_MS)
+                if isinstance(order, Stop):
+                    break
+                if order is not None:
+                    self._obey(order)
+        except Exception as e:
+            self.failure = f"{type(e).__name__}: {e}"
+            log.exception("rank %d ends", self.rank)
+            self._socket.answer(RankFailed(self.rank, self.failure))
+        finally:
+            if self._adapters is not None:
+                self._adapters.close()
+            self._socket.close()
+            if self.failure is None:
+                self._steps.close()
+                self._group.leave()
+
+    def _obey(self, order: Order) -> None:
+        if isinstance(order, RunStep):
+            if self._adapters is not None:
+                self._adapters.await_slots(order.generations)
+            self._steps.follow(order.plan(self._block_size))
+            return
+        assert self._adapters is not None, "orders about adapters come only where LoRA is on"
+        match order:
+            case LoadShard():
+                self._load(order)
+            case FillSlot():
+                self._adapters.fill(order)
+            case EmptySlot():
+                self._adapters.empty(order.slot)
+            case ForgetShard():
+                self._adapters.forget(order.digest)
+
+    def _load(self, order: LoadShard) -> None:
+        assert self._adapters is not None
+        adapters, socket, rank = self._adapters, self._socket, self.rank
+
+        def answer(done: Future[PackedAdapter]) -> None:  # in the loader's thread
+            error = done.exception()
+            if error is None:
+                adapters.keep(done.result())
+                socket.answer(ShardLoaded(rank, order.load_id, digest=done.result().info.digest))
+            else:
+                assert isinstance(error, LorafleetError), error  # the loader raises no others
+                socket.answer(ShardLoaded(rank, order.load_id, error=to_wire(error)))
+
+        adapters.loader.submit(order.lora).add_done_callback(answer)
+
+
+class _Shards:
+    """This rank's parts of adapters: in host memory, as long as rank 0 keeps its own there, and in slots."""
+
+    def __init__(self, slots: LoRAModelManager, loader: AdapterLoader) -> None:
+        self.loader = loader
+        self._slots = slots
+        self._in_host: dict[str, PackedAdapter] = {}
+
+    def keep(self, adapter: PackedAdapter) -> None:
+        """From a loader's thread, before rank 0 is told: the order to fill a slot with it comes later."""
+        self._in_host[adapter.info.digest] = adapter
+
+    def forget(self, digest: str) -> None:
+        self._in_host.pop(digest, None)
+
+    def fill(self, order: FillSlot) -> None:
+        slot = self._slots.slots[order.slot]
+        # Rank 0 filled it because nobody uses it any more, but steps that did may still be queued here.
+        self._slots.mark_quiet(slot)
+        self._slots.activate(self._in_host[order.digest], slot)
+        assert slot.generation == order.generation, (slot, order)
+
+    def empty(self, index: int) -> None:
+        slot = self._slots.slots[index]
+        self._slots.mark_quiet(slot)  # as in fill()
+        self._slots.deactivate(slot)
+
+    def await_slots(self, generations: list[tuple[int, int]]) -> None:
+        """The next step on the current stream reads these slots."""
+        for index, generation in generations:
+            slot = self._slots.slots[index]
+            assert slot.generation == generation and slot.digest is not None, (slot, generation)
+            if slot.ready is not None and not self._slots.is_ready(slot):
+                torch.cuda.current_stream().wait_event(slot.ready)
+
+    def close(self) -> None:
+        self.loader.stop()
+        self._slots.wait_for_copies()
+        self.loader.free()

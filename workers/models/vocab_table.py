@@ -1,0 +1,68 @@
+"""The table of the vocabulary: embedding, head, or both where they are tied. Each rank holds its part of the rows."""
+
+# T tokens · D hidden size · V vocabulary · W rows of a rank, its padding included
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorafleet.kernels.extras.slot_embedding import EmbeddingSlots
+from lorafleet.kernels.lora.lora_batch import LoRABatch
+from lorafleet.workers.models.layers import parameter
+from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.shard import Shard
+
+NEVER = float("-inf")
+
+
+class VocabTable(nn.Module):
+    """weight: [W, D]. The rows from num_tokens on are padding: zeros, so that all ranks have as many.
+
+    slots: what adapters do to the embedding; None until adapters are enabled.
+    """
+
+    def __init__(self, shard: Shard, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.group = group
+        self.vocab_size = shard.whole.vocab_size
+        self.softcap = shard.whole.final_softcap
+        self.first_token = shard.vocabulary.start
+        self.num_tokens = shard.vocabulary.stop - shard.vocabulary.start
+        self.weight = parameter(shard.vocab_per_rank, shard.whole.hidden_size, dtype=dtype, device=device)
+        self.weight[self.num_tokens :].zero_()
+        self.slots: EmbeddingSlots | None = None
+
+    def embed(self, token_T: Tensor, batch: LoRABatch | None) -> Tensor:
+        """[T, D], to be summed over the ranks: a token's row is on one of them, the others have zeros."""
+        if batch is None or self.slots is None:
+            return self._embed(token_T)
+        # Adapters may have tokens that the base does not have.
+        return self.slots.apply(token_T, self._embed(token_T.clamp(max=self.vocab_size - 1)), batch)
+
+    def _embed(self, token_T: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return F.embedding(token_T, self.weight)
+        local_T = token_T - self.first_token
+        row_T = local_T.clamp(0, max(self.num_tokens - 1, 0))
+        elsewhere_T1 = (row_T != local_T).unsqueeze(1)
+        return F.embedding(row_T, self.weight).masked_fill_(elsewhere_T1, 0)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """[T, W] in x's dtype: this rank's columns, those of the padding -inf."""
+        logits_TW = self.project(x_TD)
+        if self.softcap is not None:
+            logits_TW.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.num_tokens < logits_TW.shape[1]:
+            logits_TW[:, self.num_tokens :] = NEVER
+        return logits_TW
+
+    def project(self, x_TD: Tensor) -> Tensor:
+        """[T, W], the padding's columns of no meaning."""
+        return F.linear(x_TD, self.weight)
+
+    def gather(self, logits_TW: Tensor) -> Tensor:
+        """[T, V] on every rank, from each rank's own columns."""
+        gathered_NTW = self.group.all_gather(logits_TW)
+        return gathered_NTW.transpose(0, 1).flatten(1)[:, : self.vocab_size]

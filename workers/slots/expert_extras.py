@@ -1,0 +1,53 @@
+"""Adapters on experts as an ExtraBlock's tensors, for each of a mixture's two linears a record and what it points to;
+and from there back to the torch twin's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.extras.extra_tables import ExtraTables, Int64s
+from lorafleet.kernels.moe.expert_lora import RECORD_FIELDS, ExpertWeights
+from lorafleet.workers.adapters.yield_gil import giving_way
+from lorafleet.workers.slots.base_parts import BaseParts
+from lorafleet.workers.slots.extra_block import ExtraBlock
+from lorafleet.workers.slots.lora_model import LoRAModel
+
+
+def expert_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for i, module in giving_way(enumerate(base.mixtures)):
+        for k, weights in enumerate(model.experts.get(module, ())):
+            if weights is not None:
+                tensors |= _with_record(i, k, weights)
+    return tensors
+
+
+def write_addresses(extra: ExtraBlock, base: BaseParts, tables: ExtraTables, address_V: Int64s) -> None:
+    """Into the rows of ExtraTables.write_slot."""
+    for i in range(len(base.mixtures)):
+        for k in range(2):
+            address_V[tables.expert_row(i, k)] = extra.address(_name(i, k, "record"))
+
+
+def expert_weights(extra: ExtraBlock, mixture: int, linear: int) -> ExpertWeights | None:
+    a, b, scale = (extra.get(_name(mixture, linear, part)) for part in ("a", "b", "scale"))
+    return None if a is None or b is None or scale is None else ExpertWeights(a, b, scale)
+
+
+def _with_record(mixture: int, linear: int, weights: ExpertWeights) -> Mapping[str, Tensor]:
+    """The record first: its offsets are from its own address."""
+    record_F = torch.zeros(RECORD_FIELDS, dtype=torch.int64)
+    parts = {"record": record_F, "a": weights.a_ECD, "b": weights.b_EOR, "scale": weights.scale_EG}
+    tensors = {_name(mixture, linear, part): tensor for part, tensor in parts.items()}
+    offsets = list(ExtraBlock.offsets(tensors).values())
+    record_F[:5] = torch.from_numpy(np.array([*offsets[1:], weights.rank, weights.groups]))
+    return tensors
+
+
+def _name(mixture: int, linear: int, part: str) -> str:
+    return f"experts {mixture} {('gate_up', 'down')[linear]} {part}"

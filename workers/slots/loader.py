@@ -1,0 +1,164 @@
+"""Reads adapters in threads: files, fetched where they lie elsewhere -> checks -> this rank's packed matrices in host
+memory.
+
+Holds nothing that it has read: WorkerLoRAManager, or on the other ranks of a tensor-parallel replica workers/tp/, keeps
+it and decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from lorafleet.protocol.adapter_files import AdapterFolder
+from lorafleet.protocol.errors import LorafleetError
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.resolvers.fetch_metrics import FetchTotals
+from lorafleet.resolvers.store import AdapterStore
+from lorafleet.workers.adapters.forms import AdapterForms
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.mixed_forms import mix
+from lorafleet.workers.adapters.reader import read_adapter
+from lorafleet.workers.slots.lora_model import LoRAModel
+from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.slots.packed_adapter import PackedAdapter, pack
+from lorafleet.workers.slots.pinned_memory import PinnedMemory
+
+log = logging.getLogger(__name__)
+
+LOAD_THREADS = 4
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Waited:
+    """For files to come to this node."""
+
+    seconds: float = 0.0
+
+
+class AdapterLoader:
+    """base: what the adapters are served on. store: fetches what lies elsewhere."""
+
+    def __init__(
+        self,
+        base: Base,
+        config: LoRAConfig,
+        slots: LoRAModelManager,
+        dtype: torch.dtype,
+        device: torch.device,
+        store: AdapterStore,
+    ) -> None:
+        self._store = store
+        self._base = base
+        self._config = config
+        self._parts = slots.base_parts
+        self._extra_memory = slots.extra_memory
+        self._sharding = slots.sharding
+        self._dtype = dtype
+        self._pinned = PinnedMemory() if device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="lora-load")
+
+    def submit(self, lora: LoRARequest) -> Future[PackedAdapter]:
+        """Its error is always a LorafleetError: of the adapter, or of a fault of our own, which is logged."""
+        # What comes over a network waits elsewhere, so that local adapters need not wait for it.
+        return (self._pool if self.is_here(lora) else self._store.pool).submit(self._load, lora)
+
+    def is_here(self, lora: LoRARequest) -> bool:
+        """Whether reading it needs no network."""
+        files = [part.lora for part in lora.parts] or [lora]
+        return all(self._store.is_here(one.lora_path, one.digest) for one in files)
+
+    @property
+    def fetched(self) -> FetchTotals:
+        """What did not lie on this node."""
+        return self._store.metrics.totals
+
+    def stop(self) -> None:
+        """Waits for the loads under way; fetches are given up."""
+        self._store.stop()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def free(self) -> None:
+        """After stop(), and once no copy reads what it has packed."""
+        if self._pinned is not None:
+            self._pinned.close()
+
+    def _load(self, lora: LoRARequest) -> PackedAdapter:
+        """In a pool thread."""
+        waited = _Waited()
+        try:
+            if lora.parts:
+                packed = self._pack(self._mix(lora, waited))
+            else:
+                packed = self._pack(self._read_files(lora, self._read, waited))
+            return replace(packed, times=replace(packed.times, fetch_s=waited.seconds))
+        except LorafleetError:
+            raise
+        except Exception as error:
+            log.exception("adapter %s: loading failed", lora.lora_name)
+            raise LorafleetError(f"adapter {lora.lora_name!r}: loading failed: {error!r}") from error
+
+    def _read_files(self, lora: LoRARequest, read: Callable[[LoRARequest, AdapterFolder], T], waited: _Waited) -> T:
+        """What `read` makes of its folder, which is fetched first where it lies elsewhere."""
+        started, before = time.monotonic(), waited.seconds
+
+        def use(folder: Path) -> T:  # twice where the first bytes were damaged
+            waited.seconds = before + time.monotonic() - started
+            return read(lora, AdapterFolder.at(folder, lora.within))
+
+        return self._store.read(lora.lora_path, lora.digest, use)
+
+    def _read(self, lora: LoRARequest, folder: AdapterFolder) -> LoRAModel:
+        return LoRAModel.from_local_checkpoint(
+            folder,
+            base=self._base,
+            config=self._config,
+            dtype=self._dtype,
+            name=lora.lora_name,
+            expected_digest=lora.digest,
+            sharding=self._sharding,
+        )
+
+    def _mix(self, lora: LoRARequest, waited: _Waited) -> LoRAModel:
+        started = time.perf_counter()
+        parts = [(part, self._read_files(part.lora, self._read_forms, waited)) for part in lora.parts]
+        forms = mix(parts, self._config.max_lora_rank)
+        return LoRAModel.of(forms, lora.digest, self._dtype, lora.lora_name, self._sharding, started)
+
+    def _read_forms(self, lora: LoRARequest, folder: AdapterFolder) -> AdapterForms:
+        return read_adapter(
+            folder,
+            base=self._base,
+            max_rank=self._config.max_lora_rank,
+            dtype=self._dtype,
+            name=lora.lora_name,
+            expected_digest=lora.digest,
+        ).forms
+
+    def _pack(self, model: LoRAModel) -> PackedAdapter:
+        adapter = pack(
+            model,
+            self._parts,
+            self._dtype,
+            self._allocate,
+            lambda num_bytes: self._extra_memory.check(num_bytes, model.name),
+        )
+        if self._pinned is not None:
+            for block in adapter.blocks:
+                self._pinned.pin(block)
+        return adapter
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        if self._pinned is None or size == 0:  # an adapter may have nothing but extras
+            return torch.empty(size, dtype=torch.uint8)
+        return self._pinned.take(size)

@@ -1,0 +1,258 @@
+"""One adapter's weights in host memory, as one rank serves them: its part of each, matrices in the serving dtype and
+vectors in float32.
+
+reader.py brings the whole adapter. Knows nothing of slots or tiers: packed_adapter.py and the managers take it from
+here.
+"""
+
+# R rank · D in features · O out features
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lorafleet.kernels.extras.kronecker import KroneckerPart
+from lorafleet.kernels.moe.expert_lora import ExpertWeights, padded_rank
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.workers.adapters.casting import cast
+from lorafleet.workers.adapters.forms import (
+    AdapterForms,
+    ExpertsForm,
+    Kronecker,
+    LinearForm,
+    LowRank,
+    StackedLowRank,
+)
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.reader import read_adapter
+from lorafleet.workers.adapters.yield_gil import giving_way
+from lorafleet.workers.slots.layer_weights import AffineWeights, LoRALayerWeights
+from lorafleet.workers.slots.quantizing import fp8_scales, to_fp8
+from lorafleet.workers.slots.vocab_weights import (
+    VocabWeights,
+    check_vocabulary,
+    embedding_part,
+    head_part,
+    vocab_bytes,
+    vocab_dtype,
+    vocab_size_of,
+)
+from lorafleet.workers.tp.adapter_sharding import AdapterSharding
+
+# What it has on a mixture's gate_up, and on its down.
+ExpertParts = tuple[ExpertWeights | None, ExpertWeights | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAModel:
+    """modules: "layers.0.self_attn.q_proj" -> its A, B and scaling; affines, kroneckers, norms: likewise; only those
+    that the adapter has. On a rank of a tensor-parallel group they are its part (Kronecker factors and norms are whole
+    on all), and num_bytes still the whole adapter's, as served."""
+
+    name: str
+    digest: str  # sha256 (hex) of config and weights
+    modules: dict[str, LoRALayerWeights]
+    num_bytes: int
+    read_s: float = 0.0  # what reading the values took, with the digest
+    check_s: float = 0.0  # the rest
+    invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA
+    affines: Mapping[str, AffineWeights] = field(default_factory=dict)
+    kroneckers: Mapping[str, KroneckerPart] = field(default_factory=dict)
+    norms: Mapping[str, Tensor] = field(default_factory=dict)  # float32
+    experts: Mapping[str, ExpertParts] = field(default_factory=dict)
+    expert_rank: int = 0  # the largest; theirs are padded
+    embedding: VocabWeights | None = None
+    head: VocabWeights | None = None
+    vocab_size: int | None = None  # None: the base's
+    language: str = ""  # language_digest of its files
+
+    @property
+    def rank(self) -> int:
+        """The largest of the modules' ranks; 0 where the adapter has no A and B."""
+        return max((self.expert_rank, *(layer.rank for layer in self.modules.values())))
+
+    @property
+    def target_modules(self) -> list[str]:
+        """Leaf names, sorted."""
+        tables = {"embed_tokens": self.embedding, "lm_head": self.head}
+        stacked = [
+            leaf
+            for parts in self.experts.values()
+            for leaf, part in zip(("gate_up_proj", "down_proj"), parts, strict=True)
+            if part is not None
+        ]
+        names = (*self.modules, *self.affines, *self.kroneckers, *self.norms, *stacked)
+        names += tuple(name for name, own in tables.items() if own is not None)
+        return sorted({module.rsplit(".", 1)[-1] for module in names})
+
+    @classmethod
+    def from_local_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        base: Base,
+        config: LoRAConfig,
+        dtype: torch.dtype,
+        name: str,
+        expected_digest: str = "",
+        sharding: AdapterSharding | None = None,
+    ) -> LoRAModel:
+        """Reads and checks the adapter in the folder `path`, and casts it to `dtype`, the serving dtype.
+
+        base: what the adapter is served on, whole. name: for messages. expected_digest: where it is given, other bytes
+        than those are AdapterChanged. sharding: None for the whole adapter. What is checked is the whole adapter in any
+        case, so that all ranks come to the same end.
+        Raises an AdapterError, never half an adapter.
+        Blocks on the disk, so call it in a thread; most of its time is spent without the GIL.
+        """
+        started = time.perf_counter()
+        read = read_adapter(
+            path,
+            base=base,
+            max_rank=config.max_lora_rank,
+            dtype=dtype,
+            name=name,
+            expected_digest=expected_digest,
+        )
+        if sharding is not None:
+            check_vocabulary(read.forms, sharding.shard.whole.vocab_size, config, name)
+        own = cls.of(read.forms, read.digest, dtype, name, sharding, started, read.read_s)
+        return replace(own, language=read.language)
+
+    @classmethod
+    def of(
+        cls,
+        forms: AdapterForms,
+        digest: str,
+        dtype: torch.dtype,
+        name: str,
+        sharding: AdapterSharding | None = None,
+        started: float | None = None,
+        read_s: float = 0.0,
+    ) -> LoRAModel:
+        """This rank's part of the forms. started: perf_counter when reading began."""
+        started = time.perf_counter() if started is None else started
+        embedding, head = forms.embedding, forms.head
+        shard, tables_dtype = None if sharding is None else sharding.shard, vocab_dtype(dtype)
+        modules, affines, kroneckers = {}, {}, {}
+        for module, form in giving_way(forms.linears.items()):
+            if form.low_rank is not None:
+                modules[module] = _layer(module, form.low_rank, dtype, sharding)
+            if form.out_scale_O is not None or form.bias_O is not None:
+                affines[module] = _affine(module, form, sharding)
+            if form.kronecker is not None:
+                kroneckers[module] = _kronecker(form.kronecker, dtype)
+        return cls(
+            name,
+            digest,
+            modules,
+            sum(_num_bytes(form, dtype) for form in forms.linears.values())
+            + _norm_bytes(forms)
+            + _expert_bytes(forms, dtype)
+            + vocab_bytes(embedding, tables_dtype)
+            + vocab_bytes(head, tables_dtype),
+            read_s,
+            time.perf_counter() - started - read_s,
+            forms.invocation_tokens,
+            affines,
+            kroneckers,
+            {norm: _vector(weight_D) for norm, weight_D in forms.norms.items()},
+            {module: _experts(form, dtype, sharding) for module, form in giving_way(forms.experts.items())},
+            max((stack.rank for form in forms.experts.values() for stack in form.stacks), default=0),
+            None if embedding is None else embedding_part(embedding, shard, tables_dtype),
+            None if head is None else head_part(head, shard, tables_dtype),
+            vocab_size_of(forms),
+        )
+
+
+def _layer(module: str, low_rank: LowRank, dtype: torch.dtype, sharding: AdapterSharding | None) -> LoRALayerWeights:
+    """This rank's part of a module, in the serving dtype."""
+    a_RD, b_OR, scaling = low_rank.a_RD, low_rank.b_OR, low_rank.scaling
+    own_a, own_b = (a_RD, b_OR) if sharding is None else sharding.part_of(module, a_RD, b_OR)
+    if dtype != FP8:
+        return LoRALayerWeights(cast(own_a, dtype), cast(own_b, dtype), scaling)
+    a_scale_R, b_scale_R = fp8_scales(a_RD, b_OR)
+    rows = slice(0, a_RD.shape[0]) if sharding is None else sharding.layout(module).rows(a_RD.shape[0])
+    return LoRALayerWeights(
+        to_fp8(own_a, a_scale_R[rows].unsqueeze(1)),
+        to_fp8(own_b, b_scale_R),
+        scaling,
+        (a_scale_R * b_scale_R)[rows],
+    )
+
+
+def _affine(module: str, form: LinearForm, sharding: AdapterSharding | None) -> AffineWeights:
+    scale_O, bias_O = form.out_scale_O, form.bias_O
+    if sharding is not None:
+        ranges = sharding.shard.outputs(module)
+        scale_O = None if scale_O is None else torch.cat([scale_O[own] for own in ranges])
+        if bias_O is not None:
+            bias_O = torch.cat([bias_O[own] for own in ranges]) if sharding.adds_bias(module) else None
+    return AffineWeights(
+        None if scale_O is None else _vector(scale_O),
+        None if bias_O is None else _vector(bias_O),
+    )
+
+
+def _vector(values: Tensor) -> Tensor:
+    return cast(values.unsqueeze(0), torch.float32)[0].contiguous()
+
+
+def _kronecker(form: Kronecker, dtype: torch.dtype) -> KroneckerPart:
+    """Of FP8 adapters in bfloat16: their bytes are few."""
+    dtype = torch.bfloat16 if dtype == FP8 else dtype
+    return KroneckerPart(cast(form.w1, dtype), cast(form.w2, dtype), form.scaling)
+
+
+def expert_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of FP8 adapters' A and B on experts: bfloat16."""
+    return torch.bfloat16 if dtype == FP8 else dtype
+
+
+def _experts(form: ExpertsForm, dtype: torch.dtype, sharding: AdapterSharding | None) -> ExpertParts:
+    """Divided as the experts are: gate_up by output, down by input."""
+    gate_up = down = None
+    if form.gate_up is not None:
+        b_EGOR = form.gate_up.b_EOR.unflatten(1, (2, -1))
+        own = slice(None) if sharding is None else sharding.shard.of_expert
+        gate_up = _stacked(form.gate_up, form.gate_up.a_EGRD, b_EGOR[:, :, own].flatten(1, 2), dtype)
+    if form.down is not None:
+        own = slice(None) if sharding is None else sharding.shard.of_expert
+        down = _stacked(form.down, form.down.a_EGRD[..., own], form.down.b_EOR, dtype)
+    return gate_up, down
+
+
+def _stacked(form: StackedLowRank, a_EGRD: Tensor, b_EOR: Tensor, dtype: torch.dtype) -> ExpertWeights:
+    dtype, missing = expert_dtype(dtype), padded_rank(form.rank) - form.rank
+    a_ECD = F.pad(a_EGRD.to(dtype), (0, 0, 0, missing)).flatten(1, 2)
+    return ExpertWeights(a_ECD.contiguous(), F.pad(b_EOR.to(dtype), (0, missing)).contiguous(), form.scaling_EG)
+
+
+def _expert_bytes(forms: AdapterForms, dtype: torch.dtype) -> int:
+    stacks = [stack for form in forms.experts.values() for stack in form.stacks]
+    return sum((stack.a_EGRD.numel() + stack.b_EOR.numel()) * expert_dtype(dtype).itemsize for stack in stacks)
+
+
+def _num_bytes(form: LinearForm, dtype: torch.dtype) -> int:
+    """Of a whole module, as served."""
+    total = sum(v.numel() * torch.float32.itemsize for v in (form.out_scale_O, form.bias_O) if v is not None)
+    if form.low_rank is not None:
+        scale_bytes = torch.float32.itemsize if dtype == FP8 else 0
+        inputs, outputs = form.low_rank.a_RD.shape[1], form.low_rank.b_OR.shape[0]
+        total += form.low_rank.rank * ((inputs + outputs) * dtype.itemsize + scale_bytes)
+    if form.kronecker is not None:
+        itemsize = torch.bfloat16.itemsize if dtype == FP8 else dtype.itemsize
+        total += (form.kronecker.w1.numel() + form.kronecker.w2.numel()) * itemsize
+    return total
+
+
+def _norm_bytes(forms: AdapterForms) -> int:
+    return sum(weight_D.numel() * torch.float32.itemsize for weight_D in forms.norms.values())

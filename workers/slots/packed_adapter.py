@@ -1,0 +1,168 @@
+"""One adapter in the serving layout: a single block of bytes for all its A and B, so that a slot is one copy, and
+another for all else that it has (extra_block.py).
+
+Lives in host memory (pinned where there is a GPU) as the CPU tier's entry. On a CPU the slots use it in place.
+"""
+
+# L packed linears · P slices
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.lora.lora_layout import UNDIVIDED, LoRALayout
+from lorafleet.kernels.lora.packed_lora import (
+    SCALES_ALIGNMENT,
+    AdapterTable,
+    PackedLoRA,
+    SlotWeights,
+    bytes_of_a,
+    scales_offset,
+)
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.protocol.lora_request import AdapterInfo
+from lorafleet.workers.adapters.yield_gil import giving_way
+from lorafleet.workers.slots.base_parts import BaseParts
+from lorafleet.workers.slots.extra_block import ExtraBlock, aligned, copy_into
+from lorafleet.workers.slots.layer_weights import LoRALayerWeights
+from lorafleet.workers.slots.linear_extra_parts import extra_tensors
+from lorafleet.workers.slots.lora_model import LoRAModel
+from lorafleet.workers.slots.vocab_extras import vocab_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """Seconds, one after the other. fetch: until the files were on this node, 0 where they were. read: with the digest.
+    check: names, shapes, values. pack: with the casts."""
+
+    read_s: float
+    check_s: float
+    pack_s: float
+    fetch_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """block: uint8, this rank's part. table: where each packed linear's matrices begin in it. extra: None where the
+    adapter has nothing but A and B."""
+
+    info: AdapterInfo
+    block: Tensor
+    dtype: torch.dtype
+    table: AdapterTable
+    times: LoadTimes
+    extra: ExtraBlock | None = None
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """All host memory."""
+        blocks = [self.block] if self.extra is None else [self.block, self.extra.block]
+        return [block for block in blocks if block.numel()]
+
+    @property
+    def extra_bytes(self) -> int:
+        return 0 if self.extra is None else self.extra.num_bytes
+
+    def weights(
+        self, linear: int, in_features: int, out_features: Sequence[int], layout: LoRALayout = UNDIVIDED
+    ) -> SlotWeights | None:
+        """Views of the block; None where the adapter has nothing for the linear."""
+        offsets, ranks = self.table.offset_LA[linear].tolist(), self.table.rank_LP[linear].tolist()
+        if offsets[0] < 0:
+            return None
+        b = tuple(
+            self._matrix(offset, out, rank) if rank else None
+            for offset, out, rank in zip(offsets[1:], out_features, ranks, strict=False)
+        )
+        scales = tuple(self.table.scale_LP[linear, : len(out_features)].tolist())
+        rows = sum(map(layout.num_rows, ranks))
+        a_RD = self._matrix(offsets[0], rows, in_features)
+        return SlotWeights(a_RD, b, scales, self._row_scale(offsets[0], rows, in_features))
+
+    def _matrix(self, offset: int, rows: int, columns: int) -> Tensor:
+        size = rows * columns * self.dtype.itemsize
+        return self.block[offset : offset + size].view(self.dtype).view(rows, columns)
+
+    def _row_scale(self, offset: int, rows: int, in_features: int) -> Tensor | None:
+        if self.dtype != FP8:
+            return None
+        start, end = offset + scales_offset(rows, in_features), offset + bytes_of_a(rows, in_features, FP8)
+        return self.block[start:end].view(torch.float32)
+
+
+def pack(
+    model: LoRAModel,
+    base: BaseParts,
+    dtype: torch.dtype,
+    allocate: Callable[[int], Tensor],
+    check_extra: Callable[[int], None] | None = None,
+) -> PackedAdapter:
+    """allocate: uint8 of so many bytes. check_extra: raises where the extras need more bytes than there may be."""
+    started = time.perf_counter()
+    linears = [[model.modules.get(name) for name in part.names] for part in base.linears]
+    tensors = extra_tensors(model, base) | vocab_tensors(model.embedding, model.head)
+    if check_extra is not None:
+        check_extra(ExtraBlock.size_of(tensors))
+    table, size = _lay_out(linears, dtype)
+    block = allocate(size)
+    _fill(block, table, linears)
+    extra = ExtraBlock.of(tensors, allocate) if tensors else None
+    info = AdapterInfo(
+        model.digest,
+        model.rank,
+        model.num_bytes,
+        model.target_modules,
+        model.invocation_tokens,
+        model.vocab_size,
+        model.language,
+    )
+    times = LoadTimes(model.read_s, model.check_s, time.perf_counter() - started)
+    return PackedAdapter(info, block, dtype, table, times, extra)
+
+
+def slot_bytes(linears: Sequence[PackedLoRA], rank: int, dtype: torch.dtype) -> int:
+    """The most that an adapter of up to this rank on every projection can need here."""
+    end = 0
+    for linear in linears:
+        # The largest part, not this rank's own of exactly that rank: a smaller rank may divide otherwise.
+        rows = len(linear.out_features) * linear.layout.columns(rank)
+        end = aligned(end + bytes_of_a(rows, linear.in_features, dtype))
+        for out in linear.out_features:
+            end = aligned(end + rank * out * dtype.itemsize)
+    return end
+
+
+def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtype) -> tuple[AdapterTable, int]:
+    """For each linear the slices' A, stacked, then each slice's B. Returns the bytes they need as well."""
+    table = AdapterTable.empty(len(linears))
+    end = 0
+    for i, slices in giving_way(enumerate(linears)):
+        present = [s for s in slices if s is not None]
+        if not present:
+            continue
+        table.offset_LA[i, 0] = end
+        end = aligned(end + bytes_of_a(sum(len(s.a_RD) for s in present), present[0].in_features, dtype))
+        for p, s in enumerate(slices):
+            if s is not None:
+                table.offset_LA[i, 1 + p] = end
+                table.rank_LP[i, p], table.scale_LP[i, p] = s.rank, s.scaling
+                end = aligned(end + s.b_OR.numel() * dtype.itemsize)
+    return table, end
+
+
+def _fill(block: Tensor, table: AdapterTable, linears: Sequence[list[LoRALayerWeights | None]]) -> None:
+    for offsets, slices in zip(table.offset_LA.tolist(), linears, strict=True):
+        present = [(s, b_start) for s, b_start in zip(slices, offsets[1:], strict=False) if s is not None]
+        a_end = offsets[0]
+        for s, b_start in present:
+            a_end = copy_into(block, a_end, s.a_RD)
+            copy_into(block, b_start, s.b_OR)
+        scale_end = -(-a_end // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
+        for s, _ in present:
+            if s.row_scale_R is not None:
+                scale_end = copy_into(block, scale_end, s.row_scale_R)

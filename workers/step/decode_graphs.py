@@ -1,0 +1,162 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds, for batches in which every sequence computes one token.
+
+There is a graph for each of a dense set of batch sizes: without adapters, so that base steps pay nothing for them, and
+with, for few and for many tiles of adapters' tokens, and one that has the launches of Kronecker products too. A step
+takes the smallest that fits; rows without a sequence compute on block `trash` and are ignored. Attention plans and
+adapter tables are refilled in place before a replay. A graph begins by taking the last step's tokens and ends by
+leaving its own, greedily chosen, where the next one finds them. All graphs share one memory pool, since one runs at a
+time.
+"""
+
+# B rows of the graph · W this rank's part of the vocabulary
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.lora.lora_batch import BASE_SLOT, LoRABatch, count_tiles
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, KVCache
+from lorafleet.workers.device.sampler import greedy_of_ranks
+from lorafleet.workers.device.step_inputs import StepInputs
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.slots.model_manager import LoRAModelManager
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """num_rows: of the graph. hidden_BD: the model's output, logits_BW: DecoderModel.logits of it; valid, as the tokens
+    are, until the next step."""
+
+    num_rows: int
+    graph: torch.cuda.CUDAGraph
+    attention: AttentionBackend
+    lora: LoRABatch | None
+    hidden_BD: Tensor
+    logits_BW: Tensor
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes, dense enough that padding costs little: steps of a quarter of the size at most."""
+    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, most + 1, 32), most}
+    return sorted(size for size in sizes if size <= most)
+
+
+class DecodeGraphs:
+    """Raises what capturing raises. trash: a KV block that no sequence is ever given."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        caches: list[KVCache],
+        attention: AttentionBackend,
+        inputs: StepInputs,
+        sizes: Sequence[int],
+        trash: int,
+        loras: LoRAModelManager | None,
+        max_context: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._device = device
+        self._inputs = inputs
+        self._trash = trash
+        self._loras = loras
+        self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures: the allocator keeps memory, and cuBLAS its workspace, for each stream.
+        self._side = torch.cuda.Stream(device)
+        self._graphs: dict[tuple[int, int], DecodeGraph] = {}  # by batch size and LoRA tiles, 0 without
+        self._with_kronecker: dict[int, DecodeGraph] = {}  # by batch size
+        started = time.monotonic()
+        with torch.inference_mode():
+            self._capture_all(attention, sizes, max_context)
+        count = len(self._graphs) + len(self._with_kronecker)
+        log.info("decode: %d CUDA graphs in %.1f s", count, time.monotonic() - started)
+
+    def _capture_all(self, attention: AttentionBackend, sizes: Sequence[int], max_context: int) -> None:
+        for size in sorted(sizes, reverse=True):  # the largest first: the others fit into its memory
+            backend = attention.for_graph(size, max_context)
+            if backend is None:
+                return
+            self._graphs[size, 0] = self._capture(size, backend, None)
+            if self._loras is not None:
+                for num_tiles in self._loras.tile_counts(size):
+                    lora = self._loras.static_batch(size, num_tiles)
+                    self._graphs[size, num_tiles] = self._capture(size, backend, lora)
+                lora = self._loras.static_batch(size, self._loras.tile_counts(size)[-1], takes_kronecker=True)
+                self._with_kronecker[size] = self._capture(size, backend, lora)
+
+    def find(self, lora_slots: list[int]) -> DecodeGraph | None:
+        """The one with the fewest rows, then the fewest tiles, that fits; None where none is large enough.
+
+        lora_slots: of each sequence, or BASE_SLOT.
+        """
+        size = min((size for size, _ in self._graphs if size >= len(lora_slots)), default=None)
+        if size is None:
+            return None
+        if all(slot == BASE_SLOT for slot in lora_slots):
+            return self._graphs[size, 0]
+        if self._loras is not None and self._loras.adds_kronecker(lora_slots):
+            return self._with_kronecker[size]
+        needed = count_tiles(lora_slots, size)
+        return self._graphs[size, min(tiles for at, tiles in self._graphs if at == size and tiles >= needed)]
+
+    def run(
+        self, decode: DecodeGraph, batch: AttentionBatch, lora_slots: list[int], slot_ranks: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The model's output and DecoderModel.logits of it, a row a sequence; greedy tokens are in
+        StepInputs.sampled_B. The inputs are uploaded.
+
+        lora_slots: of each sequence, or BASE_SLOT. slot_ranks: of every slot, LoRAModelManager.ranks.
+        """
+        num_seqs = len(lora_slots)
+        padding = [1] * (decode.num_rows - num_seqs)
+        decode.attention.plan(
+            AttentionBatch(
+                query_lens=batch.query_lens + padding,
+                context_lens=batch.context_lens + padding,
+                block_tables=[*batch.block_tables, *([self._trash] for _ in padding)],
+            )
+        )
+        if decode.lora is not None:
+            decode.lora.fill(lora_slots, slot_ranks)
+        self._inputs.mark_copied()
+        decode.graph.replay()
+        return decode.hidden_BD[:num_seqs], decode.logits_BW[:num_seqs]
+
+    def _capture(self, size: int, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
+        attention.plan(AttentionBatch([1] * size, [1] * size, [[self._trash]] * size))
+        self._inputs.fill_with_padding(size)
+        inputs = self._inputs.tensors(size)
+
+        def forward() -> tuple[Tensor, Tensor]:
+            hidden_BD: Tensor = self._model(
+                inputs.tokens(),
+                inputs.position_T,
+                inputs.rope_length_T,
+                inputs.kv_slot_T,
+                self._caches,
+                attention,
+                lora,
+            )
+            # In the model's dtype: a copy to float32, which the largest one does not need, takes 100 us at 256 rows.
+            logits_BW = self._model.logits(hidden_BD)
+            self._inputs.sampled_B[:size].copy_(greedy_of_ranks(logits_BW, self._model.group))
+            return hidden_BD, logits_BW
+
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._side):
+            forward()  # compiles kernels and makes library handles, which a capture must not
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread: NCCL has one that asks for events meanwhile, which a capture would otherwise not bear.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+            hidden_BD, logits_BW = forward()
+        return DecodeGraph(size, graph, attention, lora, hidden_BD, logits_BW)

@@ -1,0 +1,127 @@
+"""From the scheduler's chunks to a StepPlan: all that the ranks need of them, in rows of numbers."""
+
+# T tokens of the step · F fields of a token
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from lorafleet.kernels.lora.lora_batch import BASE_SLOT
+from lorafleet.workers.attention.attention_backend import AttentionBatch
+from lorafleet.workers.device.step_plan import FIELDS, Rows, StepPlan
+from lorafleet.workers.schedule.scheduler import Chunk
+from lorafleet.workers.schedule.sequence import UNKNOWN
+
+SCORED_ROWS = 128  # rows of logits that are computed at once for prompt logprobs; startup.py reserves memory for them
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSpan:
+    """Rows of a step, first_row and those after it, that predict these tokens of one chunk's prompt."""
+
+    chunk: int
+    first_row: int
+    tokens: list[int]
+
+
+def plan_step(
+    chunks: Sequence[Chunk],
+    row_of: Mapping[str, int],
+    first_known: int,
+    block_size: int,
+    slot_ranks: list[int],
+) -> StepPlan:
+    """row_of: of each request that the last step sampled for, where the host has not read its token yet.
+    first_known: the first place in the pool of tokens that the host knows, see StepInputs."""
+    ends = list(accumulate(chunk.num_tokens for chunk in chunks))
+    sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+    return StepPlan(
+        fields_FT=_fields(chunks, row_of, first_known, block_size),
+        attention=AttentionBatch(
+            query_lens=[chunk.num_tokens for chunk in chunks],
+            context_lens=[chunk.sequence.num_computed + chunk.num_tokens for chunk in chunks],
+            block_tables=[chunk.sequence.blocks.table for chunk in chunks if chunk.sequence.blocks is not None],
+        ),
+        slots=[_slot(chunk) for chunk in chunks],
+        base_lens=[_num_base(chunk) for chunk in chunks],
+        sampling=[end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples],
+        is_greedy=all(
+            seq.params.greedy
+            and not seq.params.edits_logits
+            and seq.params.logprobs is None
+            and seq.params.structured_outputs is None
+            for seq in sampling
+        ),
+        prompts=[(span.first_row, len(span.tokens)) for span in scored_spans(chunks)],
+        slot_ranks=slot_ranks,
+    )
+
+
+def _slot(chunk: Chunk) -> int:
+    slot = chunk.sequence.slot
+    return BASE_SLOT if slot is None or _num_base(chunk) == chunk.num_tokens else slot
+
+
+def _num_base(chunk: Chunk) -> int:
+    """Of its tokens, those before the sequence's adapter begins to work."""
+    sequence = chunk.sequence
+    return min(max(sequence.first_adapted - sequence.num_computed, 0), chunk.num_tokens)
+
+
+def scored_spans(chunks: Sequence[Chunk]) -> list[ScoredSpan]:
+    """The prompt tokens whose logprobs are asked for, in spans whose logits fit into memory beside all else."""
+    spans: list[ScoredSpan] = []
+    first_row = 0
+    for i, chunk in enumerate(chunks):
+        tokens = _predicted_tokens(chunk)
+        starts = range(0, len(tokens), SCORED_ROWS)
+        spans += [ScoredSpan(i, first_row + start, tokens[start : start + SCORED_ROWS]) for start in starts]
+        first_row += chunk.num_tokens
+    return spans
+
+
+def _predicted_tokens(chunk: Chunk) -> list[int]:
+    """The prompt tokens that the chunk's tokens predict, where their logprobs are asked for.
+
+    The token at position p predicts the one at p + 1; the last one predicts the answer.
+    """
+    seq = chunk.sequence
+    if not seq.wants_prompt_logprobs:
+        return []
+    after = seq.tokens[seq.num_computed + 1 : seq.num_computed + chunk.num_tokens + 1]
+    return after[: seq.num_prompt - seq.num_computed - 1]
+
+
+def _fields(chunks: Sequence[Chunk], row_of: Mapping[str, int], first_known: int, size: int) -> Rows:
+    num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    rows_FT: Rows = np.empty((FIELDS, num_tokens), np.int64)
+    token_T, source_T, position_T, rope_length_T, kv_slot_T = rows_FT
+    source_T[:] = np.arange(first_known, first_known + num_tokens)
+    singles: list[tuple[int, ...]] = []
+    at = 0
+    for chunk in chunks:
+        seq = chunk.sequence
+        assert seq.blocks is not None
+        start, end, table = seq.num_computed, seq.num_computed + chunk.num_tokens, seq.blocks.table
+        last = seq.tokens[end - 1]
+        source = row_of[seq.request_id] if last == UNKNOWN else first_known + at + chunk.num_tokens - 1
+        if chunk.num_tokens == 1:  # nearly all chunks; numpy would take several times as long for each
+            length = max(seq.num_rotated, end)
+            singles.append((at, last, source, start, length, table[start // size] * size + start % size))
+        else:
+            span = slice(at, at + chunk.num_tokens)
+            positions = np.arange(start, end)
+            token_T[span] = seq.tokens[start:end]
+            source_T[at + chunk.num_tokens - 1] = source
+            position_T[span] = positions
+            rope_length_T[span] = np.maximum(positions + 1, seq.num_rotated)
+            kv_slot_T[span] = np.asarray(table)[positions // size] * size + positions % size
+        at += chunk.num_tokens
+    if singles:
+        where, *fields = np.array(singles).T
+        rows_FT[:, where] = fields
+    return rows_FT

@@ -1,0 +1,190 @@
+"""Steps with prompts as CUDA graphs: everything between two layers' attention is one graph, so a step of 32 layers
+takes 33 launches and 32 calls of the attention, whose work depends on the step's mix of lengths.
+
+There are graphs for a set of token counts, each without adapters and with; a step takes the smallest that fits, and its
+padding writes to block `trash`. Larger steps run without graphs: on the device they take longer than their launches
+do on the host. All graphs share one memory pool, since one runs at a time.
+"""
+
+# T tokens of the graph · H query heads · D head size (attention) or hidden size
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.lora.lora_batch import LoRABatch, prompt_tile_tokens
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.device.step_inputs import StepInputs
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.slots.model_manager import LoRAModelManager
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+log = logging.getLogger(__name__)
+
+MOST_TOKENS = 2048  # with adapters, the launches of a step of so many take as long as the step
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """out: the queries of the attention that follows, or the model's output; valid until the next piece runs."""
+
+    graph: torch.cuda.CUDAGraph
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillGraph:
+    num_tokens: int
+    pieces: list[_Piece]
+    lora: LoRABatch | None
+
+
+def graph_token_counts(most: int) -> list[int]:
+    """Up to MOST_TOKENS; steps of a quarter of the count at most. GEMMs compute whole tiles of 64 or 128 anyway."""
+    most = min(most, MOST_TOKENS)
+    counts = {16, 32, 64, 128, 192, 256, *range(384, 1024, 128), *range(1024, MOST_TOKENS + 1, 256), most}
+    return sorted(count for count in counts if count <= most)
+
+
+class PrefillGraphs:
+    """Raises what capturing raises."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        caches: list[KVCache],
+        attention: AttentionBackend,
+        spec: AttentionSpec,
+        inputs: StepInputs,
+        token_counts: Sequence[int],
+        loras: LoRAModelManager | None,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._attention = attention
+        self._inputs = inputs
+        self._device = spec.device
+        # One for all captures: the allocator keeps memory, and cuBLAS its workspace, for each stream.
+        self._side = torch.cuda.Stream(spec.device)
+        self._pool = torch.cuda.graph_pool_handle()
+        shape = (max(token_counts), spec.num_heads, spec.head_dim)
+        self._attended_THD = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        self._graphs: dict[tuple[int, bool], PrefillGraph] = {}
+        started = time.monotonic()
+        with torch.inference_mode():
+            for count in sorted(token_counts, reverse=True):  # the largest first: the others fit into its memory
+                self._graphs[count, False] = self._capture(count, None)
+                if loras is not None:
+                    tile_tokens = prompt_tile_tokens(count)
+                    lora = loras.static_batch(count, loras.tile_counts(count, tile_tokens)[-1], tile_tokens)
+                    self._graphs[count, True] = self._capture(count, lora)
+        torch.cuda.empty_cache()
+        log.info("prefill: graphs of %d steps in %.1f s", len(self._graphs), time.monotonic() - started)
+
+    def find(self, num_tokens: int, with_lora: bool) -> PrefillGraph | None:
+        """The smallest that fits, None where none is large enough."""
+        fitting = [count for count, lora in self._graphs if count >= num_tokens and lora == with_lora]
+        return self._graphs[min(fitting), with_lora] if fitting else None
+
+    def run(self, prefill: PrefillGraph, batch: AttentionBatch, lora_slots: list[int], slot_ranks: list[int]) -> Tensor:
+        """The model's output [T of the step, D], valid until the next step. The inputs are uploaded.
+
+        lora_slots: of each token, or BASE_SLOT. slot_ranks: of every slot, LoRAModelManager.ranks.
+        """
+        num_tokens = len(lora_slots)
+        if prefill.lora is not None:
+            prefill.lora.fill(lora_slots, slot_ranks)
+        first, *later = prefill.pieces
+        first.graph.replay()
+        self._attention.plan(batch)  # on the host, while the first piece runs
+        self._inputs.mark_copied()
+        out = first.out
+        for layer, piece in enumerate(later):
+            self._attention.attend(layer, out[:num_tokens], self._attended_THD[:num_tokens])
+            piece.graph.replay()
+            out = piece.out
+        return out[:num_tokens]
+
+    def _capture(self, num_tokens: int, lora: LoRABatch | None) -> PrefillGraph:
+        self._inputs.fill_with_padding(num_tokens)
+        inputs = self._inputs.tensors(num_tokens)
+        torch.cuda.synchronize(self._device)
+
+        def forward(cuts: _Cuts) -> Tensor:
+            out_TD: Tensor = self._model(
+                inputs.tokens(),
+                inputs.position_T,
+                inputs.rope_length_T,
+                inputs.kv_slot_T,
+                self._caches,
+                cuts,
+                lora,
+            )
+            return out_TD
+
+        cuts = _Cuts(self._attended_THD[:num_tokens], self._pool)
+        with torch.cuda.stream(self._side):
+            forward(cuts)  # compiles kernels and makes library handles, which a capture must not
+            cuts.begin()
+            cuts.end(forward(cuts))
+        torch.cuda.synchronize(self._device)
+        return PrefillGraph(num_tokens, cuts.pieces, lora)
+
+
+class _Cuts:
+    """Stands in for the attention while a step is captured: each call ends one graph and begins the next."""
+
+    def __init__(self, attended_THD: Tensor, pool: _POOL_HANDLE) -> None:
+        self.pieces: list[_Piece] = []
+        self._attended_THD = attended_THD
+        self._pool = pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Only this thread: NCCL has one that asks for events meanwhile, which a capture would otherwise not bear.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self, out: Tensor) -> None:
+        assert self._graph is not None
+        self._graph.capture_end()
+        self.pieces.append(_Piece(self._graph, _borrowed(out)))
+        self._graph = None
+
+    def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:  # noqa: ARG002  all cut alike
+        if self._graph is not None:
+            self.end(q_THD)
+            self.begin()
+        return self._attended_THD
+
+    def plan(self, batch: AttentionBatch) -> None:  # noqa: ARG002  a capture is of any batch
+        raise AssertionError("the real backend plans, when the graphs run")
+
+    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  there is none
+        return None
+
+
+class _Memory:
+    def __init__(self, tensor: Tensor) -> None:
+        as_bytes = tensor.view(torch.uint8)
+        self.__cuda_array_interface__ = {
+            "shape": tuple(as_bytes.shape),
+            "typestr": "|u1",
+            "data": (as_bytes.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, not kept from the pool: a tensor would take it from the pieces that follow, layer by layer."""
+    assert tensor.is_contiguous()
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
