@@ -119,7 +119,7 @@ def measure_activation(bench: Bench, rank: int, adapters: list[LoRARequest]) -> 
         returned = time.perf_counter()
         slot = bench.loras.slots.find(lora.digest)
         assert slot is not None and slot.adapter is not None
-        while not bench.loras.slots.is_ready(slot):
+        while not slot.is_ready:
             pass
         ready.append((time.perf_counter() - before) * 1e3)
         loop.append((returned - before) * 1e3)
@@ -231,7 +231,7 @@ def measure_disk(bench: Bench, rank: int, path: Path, cold: bool) -> FromDisk:
         bench.turn()  # starts the copy
         slot = bench.loras.slots.find(lora.digest)
         assert slot is not None and slot.adapter is not None
-        while not bench.loras.slots.is_ready(slot):
+        while not slot.is_ready:
             bench.turn()
         ready = time.perf_counter()
         while not bench.turn():

@@ -68,7 +68,7 @@ class Engine:
         self._under_way: _UnderWay | None = None
         self.hello = hello
         self.scheduler = scheduler
-        self.loras: WorkerLoRAManager | None = scheduler.loras
+        self.loras: WorkerLoRAManager | None = runner.loras
         self.runner = runner
         self._structured = structured
         self._admission = Admission(
@@ -82,7 +82,7 @@ class Engine:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._step_metrics = StepMetrics()
-        self._fixed_memory = fixed_memory(runner.steps, None if scheduler.loras is None else scheduler.loras.slots)
+        self._fixed_memory = fixed_memory(runner.steps, None if self.loras is None else self.loras.slots)
 
     @property
     def has_work(self) -> bool:

@@ -167,7 +167,7 @@ class _Shards:
         for index, generation in generations:
             slot = self._slots.slots[index]
             assert slot.generation == generation and slot.digest is not None, (slot, generation)
-            if slot.ready is not None and not self._slots.is_ready(slot):
+            if slot.ready is not None and not slot.is_ready:
                 torch.cuda.current_stream().wait_event(slot.ready)
 
     def close(self) -> None:

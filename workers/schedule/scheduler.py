@@ -25,12 +25,11 @@ from operator import itemgetter
 
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.bases.rope_config import RopeConfig
+from lorafleet.workers.schedule.adapter_slots import AdapterSlots, Slot
 from lorafleet.workers.schedule.fair_queue import FairQueue
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.slots.activation import first_adapted
-from lorafleet.workers.slots.model_manager import Slot
-from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 
 BASE_SALT = ""  # of keys and values without an adapter
 PREFETCH_SCAN = 1024  # adapters looked at that may be loaded ahead
@@ -52,7 +51,7 @@ class Scheduler:
     def __init__(
         self,
         kv: KVCacheManager,
-        loras: WorkerLoRAManager | None,
+        loras: AdapterSlots | None,
         rope: RopeConfig,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -241,7 +240,7 @@ class Scheduler:
             slot = self.loras.slots.find(head.lora.digest)
             if slot is None:
                 claimed |= self.loras.claims(head.lora.digest, claimed, head.tenant)
-            elif slot.index not in claimed and self.loras.slots.is_ready(slot):
+            elif slot.index not in claimed and slot.is_ready:
                 return head
         return None
 
@@ -306,7 +305,7 @@ class Scheduler:
         slot = self.loras.slot_for(lora)
         if slot is None:
             claimed |= self.loras.claims(lora.digest, claimed, sequence.tenant)
-        if slot is None or slot.index in claimed or not self.loras.slots.is_ready(slot):
+        if slot is None or slot.index in claimed or not slot.is_ready:
             blocked.add(lora.digest)
             return None
         return slot
@@ -335,7 +334,7 @@ class Scheduler:
             sequence.num_cached = cached
         if slot is not None:
             assert self.loras is not None
-            self.loras.slots.hold(slot, sequence.tenant)
+            self.loras.slots.hold(slot.index, sequence.tenant)
             sequence.slot = slot.index
         self.running.append(sequence)
         return True

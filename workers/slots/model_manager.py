@@ -56,6 +56,13 @@ class Slot:
     quiet: torch.cuda.Event | None = None
     extra: ExtraBlock | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether no copy into it is under way."""
+        if self.ready is not None and self.ready.query():
+            self.ready = None
+        return self.ready is None
+
 
 class LoRAModelManager:
     """sharding: which part of every adapter this rank's slots hold."""
@@ -152,11 +159,6 @@ class LoRAModelManager:
         """Of the adapters in slots, those among them whose copies are under way."""
         return self._of_digest.keys()
 
-    def is_ready(self, slot: Slot) -> bool:
-        if slot.ready is not None and slot.ready.query():
-            slot.ready = None
-        return slot.ready is None
-
     @property
     def ranks(self) -> list[int]:
         """Of each slot, the largest rank over all modules; 0 where it is empty."""
@@ -171,8 +173,9 @@ class LoRAModelManager:
     def unpin(self, slot: Slot) -> None:
         slot.pinned = False
 
-    def hold(self, slot: Slot, tenant: str = "") -> None:
+    def hold(self, slot_index: int, tenant: str = "") -> None:
         """tenant: whose sequence uses the slot; "" is that of all without one."""
+        slot = self.slots[slot_index]
         assert slot.adapter is not None
         slot.holders += 1
         if not slot.pinned:
@@ -202,7 +205,7 @@ class LoRAModelManager:
         )
 
     def _usable(self, keep: Sequence[str]) -> list[Slot]:
-        return [s for s in self.slots if s.holders == 0 and not s.pinned and s.digest not in keep and self.is_ready(s)]
+        return [s for s in self.slots if s.holders == 0 and not s.pinned and s.digest not in keep and s.is_ready]
 
     def _losers(self, tenant: str, slots: list[Slot]) -> list[Slot]:
         """Of these slots, the empty ones and those that the tenant may have emptied for one more adapter."""
@@ -254,7 +257,7 @@ class LoRAModelManager:
         return drained or usable[:1]
 
     def activate(self, adapter: PackedAdapter, slot: Slot, tenant: str = "") -> None:
-        """Starts to fill the slot; it may be used once is_ready(slot). There is room for its extras: has_room().
+        """Starts to fill the slot; it may be used once slot.is_ready. There is room for its extras: has_room().
         tenant: whose request waits for it."""
         assert slot.holders == 0 and not slot.pinned
         assert adapter.block.numel() <= self._stride

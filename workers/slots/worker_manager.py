@@ -295,7 +295,7 @@ class WorkerLoRAManager:
         """Those that have ended since the last step, with their times as steps see them."""
         for copy in list(self._copies):
             given_away = copy.slot.generation != copy.generation
-            if given_away or self.slots.is_ready(copy.slot):
+            if given_away or copy.slot.is_ready:
                 self._copies.remove(copy)
                 if not given_away:
                     self._moves.append(AdapterMove(copy.name, "cpu", "gpu", time.monotonic() - copy.started_s))

@@ -113,11 +113,8 @@ class SlotsForAll:
     def claims(self, _: str, __: set[int], ___: str) -> set[int]:
         return self.claimed
 
-    def is_ready(self, _: Slot) -> bool:
-        return True
-
-    def hold(self, slot: Slot, _: str) -> None:
-        slot.holders += 1
+    def hold(self, index: int, _: str) -> None:
+        self.of[list(self.of)[index]].holders += 1
 
     def let_go(self, index: int) -> None:
         self.of[list(self.of)[index]].holders -= 1

@@ -61,7 +61,7 @@ def activate(slots: Slots, adapter: PackedAdapter, wait: bool = True) -> Slot:
     slots.manager.activate(adapter, slot)
     if wait:
         slots.manager.wait_for_copies()
-        assert slots.manager.is_ready(slot)
+        assert slot.is_ready
     return slot
 
 
@@ -78,18 +78,18 @@ def test_a_slot_gets_the_adapters_bytes_and_its_table_row(slots):
 def test_a_slot_is_not_overwritten_before_the_steps_that_read_it_have_ended(slots):
     slot = activate(slots, slots.adapter("old"))
     other = activate(slots, slots.adapter("other"))
-    slots.manager.hold(other)
-    slots.manager.hold(slot)
+    slots.manager.hold(other.index)
+    slots.manager.hold(slot.index)
     old = slots.content(slot).cpu()
     torch.cuda._sleep(LONG)
     seen_by_the_step = slots.content(slot).clone()
     slots.manager.let_go(slot.index)
     new = slots.adapter("new")
     assert activate(slots, new, wait=False) is slot
-    assert not slots.manager.is_ready(slot)
+    assert not slot.is_ready
     torch.cuda.synchronize()
     assert torch.equal(seen_by_the_step.cpu(), old)
-    assert slots.manager.is_ready(slot) and slot.generation == 1
+    assert slot.is_ready and slot.generation == 1
     assert torch.equal(slots.content(slot).cpu(), new.block)
 
 
@@ -109,7 +109,7 @@ def test_extras_stay_until_the_steps_that_read_them_have_ended(slots):
     memory.limit = size
     slot = activate(slots, adapter)
     assert slot.extra is not None and torch.equal(slot.extra.block.cpu(), adapter.extra.block)
-    slots.manager.hold(slot)
+    slots.manager.hold(slot.index)
     torch.cuda._sleep(LONG)
     seen_by_the_step = slot.extra.block.clone()
     slots.manager.let_go(slot.index)

@@ -1,0 +1,63 @@
+"""What the scheduler asks of the adapters and their slots; workers/slots/ answers it.
+
+It is apart from workers/slots/, so that a scheduler can be read, imported and tested without the memory of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Protocol
+
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+
+
+class ResidentAdapter(Protocol):
+    @property
+    def info(self) -> AdapterInfo: ...
+
+
+class Slot(Protocol):
+    """A place for one adapter's weights on the GPU."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def adapter(self) -> ResidentAdapter | None:
+        """Whose weights are in the slot, or being copied into it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step that is launched now may use the slot: no copy into it is under way."""
+
+
+class SlotTable(Protocol):
+    @property
+    def digests(self) -> Container[str]:
+        """The digests of all adapters that have a slot."""
+
+    def find(self, digest: str) -> Slot | None:
+        """The adapter's slot."""
+
+    def hold(self, slot_index: int, tenant: str) -> None:
+        """Counts one more sequence, of this tenant, that uses the slot: its content stays until let_go()."""
+
+    def let_go(self, slot_index: int) -> None:
+        """Counts one sequence fewer."""
+
+
+class AdapterSlots(Protocol):
+    @property
+    def slots(self) -> SlotTable: ...
+
+    def prefetch(self, wanted: Sequence[LoRARequest], tenants: Mapping[str, str]) -> None:
+        """Starts to bring these adapters nearer to the GPU, the first before the others.
+
+        tenants: the tenant that waits for each, by the digest of the adapter.
+        """
+
+    def slot_for(self, lora: LoRARequest) -> Slot | None:
+        """The adapter's slot, filled or being filled; None where it has none."""
+
+    def claims(self, digest: str, claimed: set[int], tenant: str) -> set[int]:
+        """Indices of slots, beyond those claimed for others, that should drain for an adapter that has none."""
