@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ADAPTERS := $(foreach name,shout json pirate,$(name)=demo/adapters/$(name))
 
-.PHONY: install demo test fuzz lint bench clean
+.PHONY: install demo test fuzz lint docs bench clean
 
 install: $(INSTALLED)
 
@@ -38,10 +38,14 @@ lint: install
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
+# the documentation as a site in site/; a broken link is an error
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: install
 	$(BIN)/python benchmarks/http_frontend.py
 	$(BIN)/python benchmarks/cpu_engine.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -97,7 +97,8 @@ def all_options(command: Any) -> set[str]:
 
 def test_files_that_the_text_names_are_there() -> None:
     path = re.compile(
-        r"\b(?:cluster|workers|kernels|resolvers|client|configs|examples|benchmarks|demo|tests)/[\w/.-]+\.\w+"
+        r"\b(?:api|client|cluster|kernels|offline|protocol|resolvers|sandbox|tools|workers"
+        r"|configs|examples|benchmarks|demo|tests)/[\w/.-]+\.\w+"
     )
     for name, page in BY_NAME.items():
         for named in path.findall(re.sub(r"https?://\S+", "", page.read_text())):
