@@ -1,6 +1,6 @@
-"""What the front needs from behind it: an engine and a catalogue of adapters.
+"""Declares what the front needs from the layers below it: an engine and a catalog of adapters.
 
-The engine client is protocol/transport.py's; the catalogue is cluster/serve/adapter_lookup.py's.
+protocol/transport.py implements the engine client, and cluster/serve/adapter_lookup.py implements the catalog.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ class EngineClient(Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """As last heard."""
+        """The statistics that the engine reported last."""
         ...
 
     @property
     def dead(self) -> str | None:
-        """Why the engine stopped; None while it runs."""
+        """The reason why the engine stopped, or None while it runs."""
         ...
 
     def listen_to_moves(self, listener: Callable[[AdapterMove], None]) -> None:
-        """Gets every move of an adapter between tiers from now on, and those before it if nobody listened then."""
+        """Calls the listener for every move of an adapter between tiers, including moves before this call."""
         ...
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
-        """Closing or cancelling it aborts the sequence. The engine's errors are raised as LorafleetError."""
+        """Yields the outputs of one sequence. Closing or canceling the generator aborts the sequence.
+
+        The engine's errors are raised as LorafleetError.
+        """
         ...
 
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo: ...
@@ -42,46 +45,54 @@ class EngineClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StorageLimits:
-    """What a tenant may keep. None: no limit. num_bytes: of all versions, in the serving dtype."""
+    """The storage limits of a tenant. None means no limit."""
 
-    adapters: int | None = None
-    num_bytes: int | None = None
+    adapters: int | None = None  # Number of adapters.
+    num_bytes: int | None = None  # Bytes of all versions together, in the serving dtype.
 
 
 class AdapterCatalog(Protocol):
-    """Base model names never come here."""
+    """The adapters by their full names. It is never asked for a name of the base model."""
 
     async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
-        """The first adapters whose full names are greater than `after` and less than `end`, in order."""
+        """Returns the first adapters, by full name, whose names are greater than `after` and less than `end`."""
         ...
 
     @property
     def list_version(self) -> object | None:
-        """Another one whenever listed() may answer otherwise than before; None if that is not known now."""
+        """A value that changes whenever the results of listed() may change, or None while this is unknown."""
         ...
 
     async def known(self, name: str) -> LoRARequest | None:
-        """None where only a resolver might know it."""
+        """Returns the adapter, or None if only a resolver might know the name."""
         ...
 
     async def resolve(self, name: str, key: str | None = None, group: str = "") -> LoRARequest:
-        """key: where versions share a name, the same key draws the same one. group: whose turn it takes where the name
-        must be looked for elsewhere.
+        """Returns the adapter of this name, and looks for it elsewhere if the catalog does not have it.
 
-        Raises ModelNotFound, AdapterError where the adapter exists but cannot be served, and QueueFull where too many
-        names of the group are being looked for.
+        Args:
+            key: Selects one of several versions that share the name. The same key selects the same version.
+            group: The tenant or adapter under which a search elsewhere is scheduled.
+
+        Raises ModelNotFound, AdapterError if the adapter exists but cannot be served, and QueueFull if too many
+        searches of the group are waiting.
         """
         ...
 
     async def add(
         self, name: str, path: str, *, load_inplace: bool, limits: StorageLimits, within: str | None
     ) -> LoRARequest:
-        """Acts on every replica. limits: of the tenant that the name says. within: the folder that a local path must
-        lie in when it is read; None: anywhere.
+        """Adds the adapter on every replica.
 
-        Raises AdapterExists, InvalidAdapterName and every other AdapterError."""
+        Args:
+            load_inplace: Allows a new version of an adapter that exists.
+            limits: Storage limits of the tenant in the name.
+            within: The folder that a local path must lie in when it is read. None allows any folder.
+
+        Raises AdapterExists, InvalidAdapterName and every other AdapterError.
+        """
         ...
 
     async def remove(self, name: str) -> None:
-        """Acts on every replica. Raises ModelNotFound."""
+        """Removes the adapter from every replica. Raises ModelNotFound."""
         ...

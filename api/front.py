@@ -1,6 +1,6 @@
-"""What every route works with: the configuration, the tokenizer, the engine and the adapters of one replica.
+"""Holds what all routes share: the configuration, tokenizer, engine and adapters of one replica.
 
-Also says which model a name means. Knows nothing of request bodies.
+It also resolves the model that a request names. It knows nothing about request bodies.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class FrontConfig:
-    served_model_names: tuple[str, ...]  # the first is the id of the base model, the others are aliases
-    model_path: str  # shown as the base model's `root`
-    allow_runtime_lora_updating: bool = False  # opens /v1/load_lora_adapter and /v1/unload_lora_adapter
-    chat_template: str | None = None  # Jinja source; None: the tokenizer's own
-    tool_call_parser: ToolCallFormat = "auto"  # how models write their calls; auto: as each one's template tells
-    pooling: Pooling = "last"  # of embeddings, where a request does not say
-    queue_timeout_s: float | None = None  # how long a request may wait to start where it does not say; None: ever
-    origins: Origins = field(default_factory=Origins)  # which pages may use a server without keys
-    max_body_bytes: int = MAX_BODY_BYTES  # of a request; a larger one is refused with 413
-    generation_defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # see below
-    replica_id: str = ""  # the label of this front's metrics
-    created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970, shown by /v1/models
+    served_model_names: tuple[str, ...]  # The first is the ID of the base model, the others are aliases.
+    model_path: str  # Shown as `root` of the base model.
+    allow_runtime_lora_updating: bool = False  # Opens /v1/load_lora_adapter and /v1/unload_lora_adapter.
+    chat_template: str | None = None  # Jinja source; None uses the tokenizer's template.
+    tool_call_parser: ToolCallFormat = "auto"  # How models write calls; auto detects it from the template.
+    pooling: Pooling = "last"  # Default for embeddings.
+    queue_timeout_s: float | None = None  # Default time that a request may wait to start; None: no limit.
+    origins: Origins = field(default_factory=Origins)  # Web pages that may use a server without API keys.
+    max_body_bytes: int = MAX_BODY_BYTES  # Larger requests are rejected with 413.
+    # Default sampling parameters, see read_generation_defaults().
+    generation_defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    replica_id: str = ""  # Label of this replica in metrics.
+    created: int = field(default_factory=lambda: int(time.time()))  # Seconds since 1970, shown by /v1/models.
 
     @property
     def base_id(self) -> str:
@@ -64,19 +65,14 @@ class FrontConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One request's model, for the caller that named it. `name` is as the client wrote it, so that its answer carries
-    the same name.
+    """The model of one request, for the caller that named it."""
 
-    language: what it is written in. fetched: its adapter was brought to this node while the request waited for it.
-    fallback_reason: why the base answers in the place of an adapter that cannot be read.
-    """
-
-    name: str
-    lora: LoRARequest | None
-    language: Language
+    name: str  # As the client wrote it, because the answer must repeat it.
+    lora: LoRARequest | None  # None: the base model.
+    language: Language  # Its tokenizer, chat template and output format.
     caller: Caller
-    fetched: bool = False
-    fallback_reason: str | None = None
+    fetched: bool = False  # Its adapter was copied to this node while the request waited.
+    fallback_reason: str | None = None  # Why the base model answers in place of an adapter that cannot be read.
 
     @property
     def tokenizer(self) -> AnyTokenizer:
@@ -84,15 +80,23 @@ class ServedModel:
 
     @property
     def turn_group(self) -> str:
-        """Whose turn it takes where many share few processes."""
+        """The tenant or adapter under which its work in shared threads and processes is scheduled."""
         return turn_group(self.caller.tenant, self.lora)
 
 
 class Front:
-    """scrape: the metrics of all replicas; None where there is only this one. Many at once share one. fetched_since:
-    whether an adapter, by its digest, was brought to this node since then (time.monotonic). languages: None reads them
-    where they lie. gate: knows whom a request comes from. quotas: what callers may ask for; None limits nobody.
-    tenants: whose adapters are whose. meter: told of every sequence. audit: writes down every administrator's call."""
+    """The state and the helpers that the routes of one replica share.
+
+    Args:
+        scrape: Returns the metrics of all replicas; None if there is only this one. Concurrent calls share one run.
+        fetched_since: Returns whether the adapter with this digest was copied to this node since a time.monotonic().
+        languages: Reads adapters' tokenizers and templates; None reads them from their own paths.
+        gate: Authenticates callers.
+        quotas: Limits what callers may request; None limits nobody.
+        tenants: Knows which tenant owns which adapter names.
+        meter: Records the usage of every sequence.
+        audit: Records every administrative call.
+    """
 
     def __init__(
         self,
@@ -134,7 +138,7 @@ class Front:
         engine.listen_to_moves(self.metrics.count_move)
 
     def shows_paths_to(self, caller: Caller) -> bool:
-        """Where nobody needs a key, nobody has secrets either."""
+        """Returns whether the caller may see paths on the server. Without API keys, everyone may."""
         if caller.is_operator:
             return True
         try:
@@ -149,7 +153,7 @@ class Front:
 
     @property
     def context_len(self) -> int:
-        """What prompt and answer of one request may have together, in tokens."""
+        """The maximum number of tokens that the prompt and the answer of one request may have together."""
         return min(self.engine.hello.max_model_len, self.engine.hello.kv_cache_tokens)
 
     def vocab_size(self, model: ServedModel) -> int:
@@ -157,12 +161,12 @@ class Front:
         return self.engine.hello.vocab_size if own is None else own.size
 
     async def tokenizer_file(self, model: ServedModel) -> TokenizerFile:
-        """For the engine's grammars."""
+        """Returns a file of the model's tokenizer for the engine's grammars, and writes it if it does not exist yet."""
         known = self._tokenizer_files.known(model.tokenizer)
         return known if known is not None else await asyncio.to_thread(self._tokenizer_files.of, model.tokenizer)
 
     def tool_format(self, model: ServedModel) -> KnownFormat | None:
-        """How the model writes its calls; None where that is not known."""
+        """Returns the format in which the model writes tool calls, or None if it is unknown."""
         if self.config.tool_call_parser != "auto":
             return FORMATS.get(self.config.tool_call_parser)
         return detect(self._tool_template(model))
@@ -176,7 +180,7 @@ class Front:
         return self.config.chat_template or self.tokenizer.tool_template or ""
 
     def close(self) -> None:
-        """Ends the processes that render adapters' templates, and the threads that read their tokenizers."""
+        """Stops the threads and processes that tokenize, render templates and do long work."""
         self.tokenizing.close()
         self.long_work.close()
         self._languages.close()
@@ -184,21 +188,26 @@ class Front:
 
     @property
     def dead(self) -> str | None:
-        """Why the engine stopped; None while it runs."""
+        """The reason why the engine stopped, or None while it runs."""
         return self.engine.dead
 
     def catalog_of(self, caller: Caller) -> CallersCatalog:
-        """All that the caller may use or change."""
+        """Returns the adapters that the caller may use or change."""
         return CallersCatalog(self.catalog, self.tenants, caller)
 
     async def model(
         self, caller: Caller, name: str | None, key: str | None = None, lora_weights: Sequence[float] | None = None
     ) -> ServedModel:
-        """A base name, an adapter's name, several joined by "+", or SGLang's `base:adapter`; no name means the base
-        model, as in vLLM.
+        """Returns the model that a request names.
 
-        key: where versions share a name, requests with one key get the same version; None draws one. lora_weights: of
-        a mix, see adapter_mix.py. Raises ModelNotFound, or AdapterError where the adapter exists but cannot be served.
+        Args:
+            name: A base name, an adapter's name, several joined by "+", or SGLang's `base:adapter`. None means the
+                base model, as in vLLM.
+            key: Selects one of several versions that share a name: the same key selects the same version. None
+                selects one at random.
+            lora_weights: The weights of a mix, see adapter_mix.py.
+
+        Raises ModelNotFound, or AdapterError if the adapter exists but cannot be served.
         """
         try:
             return await self._model(caller, name, key, lora_weights)
@@ -245,7 +254,7 @@ class Front:
         bases = self.config.served_model_names
         base = next((base for base in bases if name.startswith(base + ":")), None)
         names = (name if base is None else name.removeprefix(base + ":")).split(adapter_mix.SIGN)
-        adapter_mix.check_count(len(names))  # before anything is looked up
+        adapter_mix.check_count(len(names))  # This bounds the lookups below.
         loras = []
         for part in names:
             if part in bases:
@@ -266,16 +275,16 @@ class Front:
         return await catalog.resolve(name, key)
 
     def label(self, model: ServedModel) -> str:
-        """The model's name in metrics."""
+        """Returns the model's label in metrics."""
         return self.config.base_id if model.lora is None else self.metrics.adapters.label(model.lora.lora_name)
 
     def count_sequence(self, model: ServedModel) -> str:
-        """label(), of one more sequence."""
+        """Counts one more sequence of the model and returns its label in metrics."""
         return self.config.base_id if model.lora is None else self.metrics.adapters.count(model.lora.lora_name)
 
 
 def read_generation_defaults(model_path: str | Path) -> Mapping[str, float]:
-    """The sampling defaults that the model's authors chose, as vLLM's `--generation-config auto` reads them."""
+    """Reads the sampling defaults that the model's authors chose, as vLLM's `--generation-config auto` does."""
     path = Path(model_path) / "generation_config.json"
     try:
         content = json.loads(path.read_text())

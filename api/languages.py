@@ -1,4 +1,7 @@
-"""Finds what each adapter's requests are written in, once for each digest, in threads of its own."""
+"""Finds each adapter's language: its tokenizer, chat template and output format.
+
+A language is read once for each digest, in threads of this module. api/text/ reads and represents it.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import tenant_of
 from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
 
-NUM_THREADS = 8  # adapters that lie elsewhere are fetched first, and wait for their network
-MAX_LANGUAGES_READ = 2  # at a time; a file of a tokenizer may have 64 MiB
-MAX_LANGUAGES_WAITING = 128  # to be read, of one tenant
+NUM_THREADS = 8  # More than are read at a time, because remote adapters are fetched first and wait for the network.
+MAX_LANGUAGES_READ = 2  # Languages read at a time; a tokenizer file may have 64 MiB.
+MAX_LANGUAGES_WAITING = 128  # Languages of one tenant that may wait to be read.
 
-# An adapter's folder on this node, by URI and digest, until the end of the block.
+# Returns an adapter's folder on this node, by URI and digest. The folder is available until the end of the block.
 OpenFiles = Callable[[str, str], AbstractContextManager[Path]]
 
 
@@ -35,7 +38,7 @@ def open_local(path: str, digest: str) -> AbstractContextManager[Path]:  # noqa:
 
 
 class AdapterLanguages:
-    """Owns the processes that read and run adapters' tokenizers and templates."""
+    """The languages of all adapters. Owns the processes that read and run their tokenizers and templates."""
 
     def __init__(self, tokenizer: Tokenizer, engine: EngineClient, open_files: OpenFiles = open_local) -> None:
         hello = engine.hello
@@ -50,8 +53,11 @@ class AdapterLanguages:
         self._under_way: dict[str, asyncio.Task[Language]] = {}
 
     async def of(self, lora: LoRARequest, group: str) -> Language:
-        """group: whose turn it takes. Raises AdapterError where its files cannot be read, InvalidRequest for a mix of
-        several languages, and QueueFull where too many of the group wait."""
+        """Returns the adapter's language; `group` is the tenant or adapter under which reading it is scheduled.
+
+        Raises AdapterError if its files cannot be read, InvalidRequest for a mix of several languages, and QueueFull
+        if too many languages of the group wait to be read.
+        """
         if lora.parts:
             found = [await self.of(part.lora, group) for part in lora.parts]
             if not all(language.does_as(found[0]) for language in found):
@@ -72,8 +78,10 @@ class AdapterLanguages:
         return await asyncio.shield(task)
 
     async def check(self, lora: LoRARequest, info: AdapterInfo) -> None:
-        """Reads the language of an adapter that was just loaded, so that it is the load that is rejected. Raises as
-        of() does."""
+        """Reads the language of an adapter that was just loaded, so that a faulty one is rejected at loading.
+
+        Raises the same errors as of().
+        """
         if info.language:
             tenant = tenant_of(lora.lora_name)
             await self.of(msgspec.structs.replace(lora, digest=info.digest), turn_group(tenant, lora))
@@ -87,7 +95,7 @@ class AdapterLanguages:
         try:
             language = await self._read(lora, group)
         except AdapterError:
-            # The engine may have it in memory still, and knows whether it came with a language of its own.
+            # The engine may still have the adapter in memory and knows whether it has a language of its own.
             info = await self._engine.load_adapter(lora)
             if info.language or info.vocab_size is not None:
                 raise
@@ -97,7 +105,10 @@ class AdapterLanguages:
         return language
 
     async def _read(self, lora: LoRARequest, group: str) -> Language:
-        """Fetching waits for the network, and takes no turn; reading costs processor time and memory, and does."""
+        """Fetches the adapter's files and reads its language.
+
+        Only reading is scheduled by group, because it costs processor time and memory. Fetching waits for the network.
+        """
         run = asyncio.get_running_loop().run_in_executor
         files = self._open_files(lora.lora_path, lora.digest)
         folder = await run(self._pool, files.__enter__)

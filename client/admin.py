@@ -3,7 +3,7 @@
     with AdminClient("http://127.0.0.1:8000", key) as client:
         client.push("sql", "./trained/sql", replicas=2)
 
-Needs no Ray and no torch. What each call does is said in docs/adapters.md.
+It needs neither Ray nor torch. docs/adapters.md describes each call.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lorafleet.client.results import Adapter, AdapterPage, Prefetched, Quality, 
 URL_VARIABLE = "LORAFLEET_URL"
 KEY_VARIABLE = "LORAFLEET_ADMIN_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_S = 600.0  # a push waits until replicas have loaded the adapter
-REMOVE_S = 60.0  # how long `remove` waits for requests in flight
+TIMEOUT_S = 600.0  # A push waits until replicas have loaded the adapter.
+REMOVE_S = 60.0  # Time that `remove` waits for requests in flight.
 PAGE = 100
 CHUNK_BYTES = 1 << 20
 
@@ -37,9 +37,14 @@ AnswerT = TypeVar("AnswerT")
 
 
 class AdminClient:
-    """url, key: else from LORAFLEET_URL and LORAFLEET_ADMIN_KEY. transport: httpx's, for proxies or certificates.
+    """A client for the administration of a server.
 
-    Every call raises APIStatusError with the server's words, or APIConnectionError.
+    Every call raises APIStatusError with the server's message, or APIConnectionError.
+
+    Args:
+        url: Defaults to LORAFLEET_URL.
+        key: Defaults to LORAFLEET_ADMIN_KEY.
+        transport: A transport of httpx, for proxies or certificates.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class AdminClient:
         self._http.close()
 
     def list(self, after: str = "") -> Iterator[Adapter]:
-        """All adapters in the order of their names, from behind `after`; asks for the next page when it is needed."""
+        """Yields all adapters after `after` in the order of their names; requests the next page when it is needed."""
         while True:
             page = self.page(after, PAGE)
             yield from page.data
@@ -79,15 +84,16 @@ class AdminClient:
         return self._send(calls.show(name))
 
     def push(self, name: str, folder: str | os.PathLike[str], **options: Unpack[PushOptions]) -> Adapter:
-        """A new adapter, or a new version of one, from a folder of this machine, whose files are uploaded."""
+        """Uploads a new adapter, or a new version of an adapter, from a folder of this machine."""
         return self._send(calls.upload(name, Path(folder), options))
 
     def push_from(self, name: str, source: str, **options: Unpack[PushOptions]) -> Adapter:
-        """source: a path or URI that the server reads."""
+        """Adds a new adapter, or a new version of an adapter, from a path or URI that the server reads."""
         return self._send(calls.push(name, source, options))
 
     def alias(self, name: str, to: int | Mapping[int, float], alias: str | None = None) -> Adapter:
-        """to: a version, or weights by version. alias: another name than the adapter's own."""
+        """Points an alias to a version, or to several versions with weights. `alias` defaults to the adapter's own
+        name."""
         return self._send(calls.alias(name, to, alias))
 
     def unalias(self, name: str, alias: str) -> Adapter:
@@ -112,7 +118,7 @@ class AdminClient:
         return self._send(calls.remove(name, wait_s))
 
     def quality(self) -> QualityList:
-        """The last run of every set of quality probes."""
+        """Returns the last run of every set of quality probes."""
         return self._send(calls.quality())
 
     def run_quality(self, model: str) -> Quality:
@@ -120,7 +126,7 @@ class AdminClient:
         return self._send(calls.run_quality(model, accept=False))
 
     def accept_quality(self, model: str) -> Quality:
-        """Runs them, and what comes out is the new baseline."""
+        """Runs a model's quality probes now and makes the result the new baseline."""
         return self._send(calls.run_quality(model, accept=True))
 
     def _send(self, call: Call[AnswerT]) -> AnswerT:
@@ -138,7 +144,7 @@ class AdminClient:
 
 
 class AsyncAdminClient:
-    """AdminClient, awaited."""
+    """The asyncio version of AdminClient."""
 
     def __init__(
         self,
@@ -246,7 +252,7 @@ def _path(call: Call[Any]) -> str:
 
 
 def _json(call: Call[Any]) -> dict[str, Any]:
-    """What is not given is not sent."""
+    """Returns the body as JSON, without values that are None."""
     if call.body is None:
         return {}
     return {"json": {name: value for name, value in call.body.items() if value is not None}}

@@ -1,5 +1,7 @@
-"""Each call of /v1/adapters and /v1/quality as data, for the clients of admin.py to send. cluster/admin/admin_api.py
-and cluster/quality/routes.py have the other side."""
+"""Each call of /v1/adapters and /v1/quality as data, which the clients in admin.py send.
+
+The server's side is in cluster/admin/admin_api.py and cluster/quality/routes.py.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +19,26 @@ AnswerT = TypeVar("AnswerT", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[AnswerT]):
-    """path: below /v1/adapters, or /v1/quality where `of` says so. body: sent as JSON. folder: its files are sent as a
-    tar."""
+    """One HTTP call and the type of its answer."""
 
     answer: type[AnswerT]
     method: str
-    path: str = ""
+    path: str = ""  # Below /v1/adapters, or below /v1/quality depending on `of`.
     query: Mapping[str, str] = field(default_factory=dict)
-    body: Mapping[str, Any] | None = None
-    folder: Path | None = None
+    body: Mapping[str, Any] | None = None  # Sent as JSON.
+    folder: Path | None = None  # Its files are sent as a tar.
     of: Literal["adapters", "quality"] = "adapters"
 
 
 class PushOptions(TypedDict, total=False):
-    """replicas: that must have loaded it before the call returns (1). activate: the name's requests go to this version
-    from now on (True). pin: keep it in slots of so many replicas. tenant: that will own it, where the operator pushes.
-    metadata: noted with the version."""
+    """Options for adding an adapter or a version."""
 
-    replicas: int
-    activate: bool
-    pin: int | None
-    tenant: str | None
+    replicas: int  # Number of replicas that must load the adapter before the call returns. Default: 1.
+    activate: bool  # Whether the name's requests use this version from now on. Default: True.
+    pin: int | None  # Number of replicas that pin the adapter in a slot.
+    tenant: str | None  # Tenant that will own the adapter, if the operator pushes it.
     base_model_name: str | None
-    metadata: dict[str, str]
+    metadata: dict[str, str]  # Stored with the version.
 
 
 def page(after: str, limit: int) -> Call[AdapterPage]:

@@ -1,8 +1,8 @@
-"""What goes wrong between a client and a server, under openai-python's names.
+"""Errors between a client and a server, with openai-python's names.
 
 APIError
-├── APIConnectionError   no answer came
-└── APIStatusError       the server refused, in its own words
+├── APIConnectionError   no answer arrived
+└── APIStatusError       the server rejected the call; the message is its own
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 
 class APIError(Exception):
-    """message: for people, with what to do about it."""
+    """Base of all client errors. The message is for people and gives a remedy."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -20,11 +20,15 @@ class APIError(Exception):
 
 
 class APIConnectionError(APIError):
-    """The server was not reached, or its answer broke off: whether a change was made is not known."""
+    """An error that means that the server was not reached or its answer broke off. It is unknown whether a change was
+    made."""
 
 
 class APIStatusError(APIError):
-    """code: what a program may go by, such as "model_not_found"; param: the field at fault, where it is one's."""
+    """An error response of the server.
+
+    `code` is for programs, such as "model_not_found". `param` is the field at fault, if there is one.
+    """
 
     def __init__(
         self, message: str, *, status_code: int, type: str | None, param: str | None, code: str | None
@@ -48,10 +52,10 @@ class _ErrorBody(msgspec.Struct):
 
 
 def status_error(response: httpx.Response) -> APIStatusError:
-    """Of a response that has been read."""
+    """Returns the error for a response that has been read."""
     try:
         error = msgspec.json.decode(response.content, type=_ErrorBody).error
-    except (msgspec.DecodeError, UnicodeDecodeError):  # something before the server answered
+    except (msgspec.DecodeError, UnicodeDecodeError):  # a proxy answered instead of the server
         error = _Error(response.text[:500] or response.reason_phrase)
     return APIStatusError(
         error.message, status_code=response.status_code, type=error.type, param=error.param, code=error.code

@@ -1,4 +1,4 @@
-"""An adapter's folder as the tar that an upload is: the files that serving reads, and nothing else of it."""
+"""Packs an adapter's folder into a tar for an upload: only the files that serving reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAM
 
 
 def pack(folder: Path, packed: IO[bytes]) -> int:
-    """Returns the number of bytes, and leaves the file at its beginning. Raises FileNotFoundError."""
+    """Writes the tar and returns its number of bytes; the file is then at its beginning. Raises FileNotFoundError."""
     weights = next((name for name in (SAFETENSORS_NAME, BIN_NAME) if (folder / name).exists()), None)
     if weights is None or not (folder / CONFIG_NAME).exists():
         raise FileNotFoundError(

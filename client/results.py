@@ -1,4 +1,4 @@
-"""What the server answers, typed. Fields that a later server adds are passed over."""
+"""The typed answers of the server. Fields that a later server adds are ignored."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ Split = dict[str, float]  # version -> weight
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True):
-    """source: where it came from, for people. location: the folder that replicas read, where the catalogue has no copy.
-    num_bytes: in the serving dtype."""
+    """One immutable version of an adapter."""
 
     number: int
     digest: str
-    source: str
+    source: str  # Its origin, for people.
     rank: int
-    num_bytes: int
-    created_s: float  # since 1970
-    location: str = ""
+    num_bytes: int  # Size in the serving dtype.
+    created_s: float  # Seconds since 1970.
+    location: str = ""  # Folder that replicas read if the catalogue has no copy.
     base_model_name: str | None = None
     metadata: dict[str, str] = {}
 
 
 class Move(msgspec.Struct, frozen=True):
-    """What an alias stands for since at_s, seconds since 1970."""
+    """A change of an alias to a new split."""
 
-    at_s: float
+    at_s: float  # Seconds since 1970.
     split: Split
 
 
 class Alias(msgspec.Struct, frozen=True):
-    """history: the present split is its last."""
+    """The split of an alias, and the changes that led to it."""
 
     split: Split
-    history: list[Move]
+    history: list[Move]  # The last entry is the present split.
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -62,38 +61,37 @@ class Removed(msgspec.Struct, frozen=True):
 
 
 class Prefetched(msgspec.Struct, frozen=True):
-    """replicas: those that have it now."""
+    """The result of a prefetch."""
 
     id: str
-    replicas: list[str]
+    replicas: list[str]  # Replicas that have the adapter now.
 
 
 class Verified(msgspec.Struct, frozen=True):
     id: str
-    verified: list[int]  # numbers of versions
+    verified: list[int]  # Numbers of versions.
 
 
 class QualityMeasures(msgspec.Struct, frozen=True):
-    """Of a model beside its baseline; docs/quality.md says what each is. Perplexities: None without completions."""
+    """Measures of a model compared with its baseline; docs/quality.md explains each."""
 
     agreement: float
-    drift: float  # nats
-    kl: float  # nats
-    perplexity: float | None
-    baseline_perplexity: float | None
+    drift: float  # In nats.
+    kl: float  # In nats.
+    perplexity: float | None  # None without completions.
+    baseline_perplexity: float | None  # None without completions.
 
 
 class Quality(msgspec.Struct, frozen=True):
-    """How a model stands on its probes. error: of the last try, at tried_s; the rest is of the last run that did not
-    fail, at at_s. Digests are of the adapter's versions, "" of the base."""
+    """The result of a model's quality probes. Times are in seconds since 1970."""
 
     id: str
     object: Literal["quality"]
-    tried_s: float  # since 1970, as the others
-    error: str
-    at_s: float | None
-    digest: str
-    baseline_digest: str
+    tried_s: float  # Time of the last try.
+    error: str  # Error of the last try.
+    at_s: float | None  # Time of the last run without a failure, from which the other fields are.
+    digest: str  # Digest of the adapter's version; "" for the base.
+    baseline_digest: str  # The same for the baseline.
     baseline_at_s: float | None
     measures: QualityMeasures | None
 

@@ -1,6 +1,6 @@
-"""What a user may set, from YAML (`args:`) or the command line: parsed once, here, into frozen dataclasses.
+"""Defines the options that users set in YAML (`args:`) or as flags, and parses them once, into frozen objects.
 
-The command line (cluster/cli/cli.py) is made from the fields of AppArgs, so that the two cannot differ.
+The command line (cluster/cli/cli.py) is generated from the fields of AppArgs, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lorafleet.protocol.quantization_methods import Method
 from lorafleet.protocol.sources import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
 from lorafleet.resolvers.source import is_uri
 
-ALIASES = {  # SGLang's names
+ALIASES = {  # SGLang's name: our name
     "lora_paths": "lora_modules",
     "max_loras_per_batch": "max_loras",
     "tp": "tensor_parallel_size",
@@ -56,7 +56,7 @@ API_KEYS_VARIABLE = "LORAFLEET_API_KEYS"
 
 
 class LoRAModule(BaseModel):
-    """One adapter served from the start."""
+    """An adapter that is served from the start."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -77,7 +77,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _parse_module(value: Any) -> Any:
-    """`name=path` and JSON text as a dict; what is a dict already stays."""
+    """Parses `name=path` or JSON text into a dict. Returns a value that is not text unchanged."""
     if not isinstance(value, str):
         return value
     if _is_json(value):
@@ -91,7 +91,7 @@ def _parse_module(value: Any) -> Any:
 
 
 def _parse_source(shorthand: str) -> BeforeValidator:
-    """JSON text as a dict; other text as the one field that matters most."""
+    """Returns a validator that parses JSON text into a dict; other text is the value of the field `shorthand`."""
 
     def parse(value: Any) -> Any:
         if not isinstance(value, str):
@@ -104,7 +104,8 @@ def _parse_source(shorthand: str) -> BeforeValidator:
 
 
 def _absolute(value: Any) -> Any:
-    """A path, which replicas open with another working directory. Keys may also be given as they are."""
+    """Makes a path absolute, since replicas run in another working directory. Returns API keys given as text
+    unchanged."""
     return str(Path(value).absolute()) if isinstance(value, str) and not is_key_text(value) else value
 
 
@@ -123,7 +124,7 @@ Module = Annotated[LoRAModule, BeforeValidator(_parse_module)]
 
 
 class AppArgs(BaseModel):
-    """Arguments of lorafleet.cluster.serve.app:build. The names are vLLM's where vLLM has them."""
+    """The arguments of lorafleet.cluster.serve.app:build. They have vLLM's names where vLLM has the same option."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -406,7 +407,7 @@ class AppArgs(BaseModel):
         return self.served_model_name or [self.model]
 
     def directory_place(self) -> dict[str, Any]:
-        """Of DirectoryPlace, all but the application's name."""
+        """Returns all fields of DirectoryPlace except the application's name."""
         return {
             "model": self.model,
             "catalog_uri": self.catalog_uri,
@@ -426,7 +427,7 @@ class AppArgs(BaseModel):
 
     @property
     def resolver_templates(self) -> dict[str, str]:
-        """The URIs that names are made into, by resolver."""
+        """The URI templates of the configured resolvers, by the resolver's name."""
         s3, http, hub = self.lora_resolver_s3, self.lora_resolver_http, self.lora_resolver_hub
         templates: dict[str, str | None] = {
             "s3": None if s3 is None else s3.uri,
@@ -445,7 +446,7 @@ class AppArgs(BaseModel):
         return [*folder, *self.resolver_templates]
 
     def engine_config(self) -> EngineConfig:
-        """Raises ConfigError where a value is out of its bounds."""
+        """Returns the engine's configuration. Raises ConfigError if a value is out of bounds."""
         own = {field.name for field in dataclasses.fields(EngineConfig)} & set(type(self).model_fields)
         return EngineConfig(
             lora=self._lora_config(), sources=self.sources, **{name: getattr(self, name) for name in own}
@@ -460,7 +461,7 @@ class AppArgs(BaseModel):
 
 
 def parse_args(values: dict[str, Any]) -> AppArgs:
-    """AppArgs.model_validate, with a ConfigError that a person can read in place of pydantic's report."""
+    """Validates the values as AppArgs. Raises ConfigError with a readable message in place of pydantic's report."""
     try:
         return AppArgs.model_validate(values)
     except ValidationError as error:
@@ -468,7 +469,8 @@ def parse_args(values: dict[str, Any]) -> AppArgs:
 
 
 def check_paths(args: AppArgs) -> None:
-    """For a server on this machine: raises ConfigError for the mistakes that can be told before anything is started."""
+    """Checks the arguments of a server on this machine. Raises ConfigError for mistakes that can be found before
+    anything is started."""
     _require(Path(args.model) / "config.json", f"model {args.model!r} is not a local Hugging Face folder")
     for module in (one for one in args.lora_modules if not is_uri(one.path)):
         _require(Path(module.path) / "adapter_config.json", f"adapter {module.name!r} cannot be served")
@@ -484,7 +486,7 @@ def check_paths(args: AppArgs) -> None:
 
 
 def check_otel(args: AppArgs) -> None:
-    """On the machine where a replica runs. Raises ConfigError where traces are on and cannot be sent."""
+    """Raises ConfigError if traces are on but cannot be sent. Call it on the machine where a replica runs."""
     if args.otlp_traces_endpoint is None:
         return
     try:

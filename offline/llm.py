@@ -1,5 +1,6 @@
-"""Offline use, as vLLM's: LLM(model=..., enable_lora=True).generate(prompts, params, lora_request=...). No Ray, no
-sockets: the same engine, driven by the calling thread.
+"""Offline use with vLLM's interface: LLM(model=..., enable_lora=True).generate(prompts, params, lora_request=...).
+
+There is no Ray and no socket: the calling thread drives the same engine.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ Prompt = str | TokensPrompt
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """logprobs: one entry a token. stop_reason: the stop string or stop token id; None for eos and length."""
+    """One sample of a prompt's answer."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[TokenLogprobs] | None = None  # One entry per token.
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+    stop_reason: str | int | None = None  # Stop string or stop token id; None for eos and length.
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """fallback_reason: why the base model answered in the adapter's place (on_lora_load_failure="base")."""
+    """The result for one prompt."""
 
     request_id: str
     prompt: str | None
@@ -64,13 +65,14 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     lora_request: LoRARequest | None = None
+    # The reason why the base model answered in the adapter's place (on_lora_load_failure="base").
     fallback_reason: str | None = None
     finished: bool = True
 
 
 @dataclass(slots=True)
 class _Pending:
-    """One sample on its way: where its tokens go."""
+    """A sample that is being generated, and the place for its tokens."""
 
     result: RequestOutput
     completion: CompletionOutput
@@ -78,8 +80,11 @@ class _Pending:
 
 
 class LLM:
-    """model: a local Hugging Face folder. The other arguments are EngineConfig's and LoRAConfig's; LoRA's own have an
-    effect with enable_lora=True only, and are refused without it."""
+    """An engine for offline use. `model` is a local Hugging Face folder.
+
+    The other arguments are those of EngineConfig and LoRAConfig. Arguments of LoRAConfig require enable_lora=True and
+    are rejected without it.
+    """
 
     def __init__(
         self,
@@ -150,14 +155,12 @@ class LLM:
             raise
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_files = TokenizerFiles()
-        self._templates, self._encoders = (
-            TemplateSandbox(),
-            Encoders(),
-        )  # of adapters; no process runs before it is needed
+        # For adapters' templates and tokenizers; no process runs before it is needed.
+        self._templates, self._encoders = TemplateSandbox(), Encoders()
         self._model = Path(model)
         self._adapters: dict[tuple[int, str], LoRARequest] = {}
         self._sources = config.sources
-        self._languages: dict[str, Language] = {}  # by digest, of adapters that have one of their own
+        self._languages: dict[str, Language] = {}  # by digest, for adapters that have one of their own
         self._ids = itertools.count()
 
     @property
@@ -172,9 +175,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """One result a prompt, in order. A list of parameters or adapters has one entry a prompt.
+        """Returns one result per prompt, in order. A list of parameters or adapters must have one entry per prompt.
 
-        Raises InvalidRequest or AdapterError before anything runs, the engine's own errors while it runs.
+        Raises InvalidRequest or AdapterError before anything runs, and the engine's own errors while it runs.
         """
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         params = _one_each(sampling_params or SamplingParams(), len(prompts), "sampling_params")
@@ -194,15 +197,15 @@ class LLM:
         return results
 
     def add_lora(self, lora_request: LoRARequest) -> None:
-        """Reads the adapter into CPU memory now; later requests with the same id and path use these very weights."""
+        """Reads the adapter into CPU memory now; later requests with the same id and path use exactly these weights."""
         self._resolve(lora_request)
 
     def mix_loras(self, loras: Sequence[LoRARequest], weights: Sequence[float] | None = None) -> LoRARequest:
-        """A request for the sum of several plain LoRAs, each times its weight (1 where none are given)."""
+        """Returns a request for the weighted sum of several plain LoRAs. Each weight is 1 if none are given."""
         return mixed([self._resolve(lora) for lora in loras], weights)
 
     def remove_lora(self, lora_int_id: int) -> None:
-        """Forgets the adapter; the next request with this id reads its files anew."""
+        """Removes the adapter; the next request with this id reads its files again."""
         for key in [key for key in self._adapters if key[0] == lora_int_id]:
             digest = self._adapters.pop(key).digest
             if self._engine.loras is not None and all(a.digest != digest for a in self._adapters.values()):
@@ -212,7 +215,7 @@ class LLM:
         return list(self._adapters.values())
 
     def pin_lora(self, lora_int_id: int) -> None:
-        """Keeps an adapter that was used before in a slot. Raises AdapterError where no slot would be left."""
+        """Pins a previously used adapter in a slot. Raises AdapterError if no slot would remain for others."""
         for (number, _), lora in self._adapters.items():
             if number == lora_int_id and self._engine.loras is not None:
                 loaded = self._engine.loras.pin(lora)
@@ -229,7 +232,7 @@ class LLM:
             self._ranks.close()
 
     def _resolve(self, lora: LoRARequest) -> LoRARequest:
-        """The request with its digest, from the first reading of its files."""
+        """Returns the request with its digest. Its files are read at the first call only."""
         key = (lora.lora_int_id, lora.lora_path)
         if key not in self._adapters:
             loading = self._engine.load_adapter(lora)

@@ -1,8 +1,8 @@
-"""Opens the files of an adapter's folder, and names what is wrong with them; reading their content is others' work.
+"""Opens the files of an adapter's folder and reports what is wrong with them. Other modules interpret their content.
 
-Nothing outside the folder is read, nothing but regular files, and nothing larger than the limits. A symlink may stay
-in the folder, or lead to the blobs of the Hugging Face cache entry that the folder is a snapshot of. Where a file lies
-is asked of the opened file itself, so whoever swaps a folder or a link in between gains nothing by it.
+Only regular files inside the folder are read, up to a size limit. A symlink may stay in the folder or lead to the
+blobs of the Hugging Face cache entry that the folder is a snapshot of. The location is checked on the opened file
+itself, so swapping a folder or a link in between has no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lorafleet.protocol.strict_json import shown
 CONFIG_NAME = "adapter_config.json"
 SAFETENSORS_NAME = "adapter_model.safetensors"
 BIN_NAME = "adapter_model.bin"
-# What an adapter's requests are written in, where it brings that: api/text/adapter_language.py. And the most bytes.
+# Optional tokenizer and chat template files of an adapter (api/text/adapter_language.py), with their size limits.
 LANGUAGE_NAMES = {
     "chat_template.jinja": 1 << 20,
     "generation_config.json": 1 << 20,
@@ -34,18 +34,21 @@ LANGUAGE_NAMES = {
 }
 
 MAX_CONFIG_BYTES = 1 << 20
-MAX_WEIGHTS_BYTES = 16 << 30  # rank 64 on every projection of a 405B in float32 is 7.1 GB
-MAX_BIN_BYTES = 2 << 30  # read whole before its shapes are known
-CHUNK_BYTES = 4 << 20  # read, then hashed while it is still in the CPU's cache
-TICK_S = 0.02  # two writes within one tick of the kernel's clock have one time; its ticks are 10 ms at most
-_FILES_CLOCK = 5  # CLOCK_REALTIME_COARSE, which Python has no name for: Linux takes the times of files from it
-_OTHER_CLOCK_NS = 10**9  # a file that is so far ahead has its time from another machine
+MAX_WEIGHTS_BYTES = 16 << 30  # Rank 64 on every projection of a 405B model takes 7.1 GB in float32.
+MAX_BIN_BYTES = 2 << 30  # The whole file is read before its shapes are known.
+CHUNK_BYTES = 4 << 20  # Each chunk is hashed while it is still in the CPU's cache.
+TICK_S = 0.02  # Two writes within one tick of the kernel's clock get the same time; a tick is 10 ms at most.
+_FILES_CLOCK = 5  # CLOCK_REALTIME_COARSE, for which Python has no name. Linux takes file times from it.
+_OTHER_CLOCK_NS = 10**9  # A file time that is further ahead than this comes from another machine.
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """A folder that exists, by its real path. Every file that it opens lies below that path, whatever became of the
-    folder meanwhile: who has checked the path has checked all that is read."""
+    """A folder that exists, identified by its real path.
+
+    Every file that it opens lies below that path, even if the folder is replaced later. So a caller that has checked
+    the path has checked everything that is read.
+    """
 
     path: Path
 
@@ -54,8 +57,10 @@ class AdapterFolder:
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], within: str | None = None) -> AdapterFolder:
-        """within: the real path of a folder that it must lie in. Raises AdapterMissing, or AdapterChanged where it lies
-        elsewhere."""
+        """Returns the folder at the path. `within` is the real path of a folder that it must lie in.
+
+        Raises AdapterMissing where there is no folder, and AdapterChanged where it lies outside `within`.
+        """
         folder = path if isinstance(path, AdapterFolder) else cls._found(os.fspath(path))
         if within is not None and not folder.path.is_relative_to(within):
             raise AdapterChanged(f"the folder {shown(os.fspath(path))} is a symlink that leads out of {shown(within)}.")
@@ -77,7 +82,7 @@ class AdapterFolder:
         return os.path.lexists(self.path / name)
 
     def open(self, name: str, max_bytes: int) -> OpenFile:
-        # O_PATH opens nothing yet, so nothing happens to a device or a FIFO; but it holds on to the file that is there.
+        # O_PATH pins the file without opening its content, so it has no effect on a device or a FIFO.
         try:
             found = os.open(self.path / name, os.O_PATH | os.O_CLOEXEC)
         except OSError:
@@ -102,7 +107,10 @@ class AdapterFolder:
             raise AdapterMalformed(f"{name} is a symlink that leaves the adapter's folder.")
 
     def _blobs(self) -> list[Path]:
-        """Where the links of a Hugging Face cache entry lead: models--org--name/{snapshots/<revision>/…, blobs/}."""
+        """Returns the folders that links of a Hugging Face cache entry may lead to.
+
+        The layout is models--org--name/{snapshots/<revision>/…, blobs/}.
+        """
         entries = [
             p.parent for p in self.path.parents if p.name == "snapshots" and p.parent.name.startswith("models--")
         ]
@@ -111,7 +119,7 @@ class AdapterFolder:
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A regular file, and what its inode said when it was opened."""
+    """A regular file and the state of its inode when it was opened."""
 
     name: str
     stream: BinaryIO
@@ -122,7 +130,7 @@ class OpenFile:
         return self.opened.st_size
 
     def read_into(self, target: memoryview, digest: hashlib._Hash) -> None:
-        """Fills target, and adds exactly the bytes it got to digest."""
+        """Fills target from the file and adds exactly these bytes to digest."""
         for start in range(0, len(target), CHUNK_BYTES):
             chunk = target[start : start + CHUNK_BYTES]
             got = 0
@@ -141,9 +149,12 @@ class OpenFile:
             raise AdapterMalformed(f"{self.name} cannot be read: {error.strerror}.") from None
 
     def check_unchanged(self) -> None:
-        """Call it after the last read: a file that was written meanwhile may be half old and half new."""
+        """Raises AdapterChanged if the file was written since it was opened.
+
+        Call it after the last read: a file that was written meanwhile may be half old and half new.
+        """
         now = os.fstat(self.stream.fileno())
-        # The time of the inode's change too: that of the content can be set to what it was.
+        # The ctime is compared too, because a writer can set the mtime back.
         if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != (
             self.opened.st_size,
             self.opened.st_mtime_ns,
@@ -162,12 +173,13 @@ class OpenFile:
 
 
 def _settled(name: str, fd: int) -> os.stat_result:
-    """The file's state, from which every later write can be told: if need be after a tick of the clock."""
+    """Returns the file's state, from which every later write can be detected; waits for the next clock tick if
+    necessary."""
     state = os.fstat(fd)
     age_s = time.time() - state.st_ctime_ns * 1e-9
     if 0 <= age_s < TICK_S:
         time.sleep(TICK_S - age_s)
-    # Where a host gives its processors to others, a tick may be late.
+    # A tick may be late on a host that shares its processors.
     while 0 <= state.st_ctime_ns - time.clock_gettime_ns(_FILES_CLOCK) < _OTHER_CLOCK_NS:
         time.sleep(0.001)
     if os.fstat(fd).st_ctime_ns != state.st_ctime_ns:
@@ -176,7 +188,7 @@ def _settled(name: str, fd: int) -> os.stat_result:
 
 
 def _opened(name: str, found: int) -> int:
-    """The very file that `found`, of O_PATH, stands for; its name is not looked up again."""
+    """Opens the same file that the O_PATH descriptor `found` refers to, without looking up its name again."""
     try:
         return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -198,12 +210,12 @@ def read_config(folder: AdapterFolder) -> bytes:
 
 
 def read_language(folder: AdapterFolder) -> dict[str, bytes]:
-    """Of LANGUAGE_NAMES those that are there, by name; most adapters have none."""
+    """Reads the files of LANGUAGE_NAMES that exist, by name; most adapters have none."""
     return {name: _read_small(folder, name, most) for name, most in LANGUAGE_NAMES.items() if folder.has(name)}
 
 
 def language_digest(language: Mapping[str, bytes]) -> str:
-    """Of what read_language() found; "" for nothing."""
+    """Returns the digest of the files that read_language() found, or "" if there are none."""
     digest = hashlib.sha256()
     for name, content in sorted(language.items()):
         digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "little") + content)
@@ -219,8 +231,8 @@ def _read_small(folder: AdapterFolder, name: str, max_bytes: int) -> bytes:
 
 
 def check_same_config(folder: AdapterFolder, config: bytes) -> None:
-    """Call it once the weights are read: a folder that was replaced meanwhile would give one version's config with the
-    other's weights."""
+    """Raises AdapterChanged if the config is no longer the one given. Call it after the weights are read: a folder
+    replaced meanwhile would combine one version's config with another's weights."""
     if read_config(folder) != config:
         raise AdapterChanged(
             f"{CONFIG_NAME} changed while the weights were read. Write adapters elsewhere, then rename."
@@ -228,7 +240,7 @@ def check_same_config(folder: AdapterFolder, config: bytes) -> None:
 
 
 def open_weights(folder: AdapterFolder) -> OpenFile:
-    """safetensors wins where both are there, as in PEFT."""
+    """Opens the weights file. As in PEFT, safetensors is preferred where both formats exist."""
     for name, max_bytes in ((SAFETENSORS_NAME, MAX_WEIGHTS_BYTES), (BIN_NAME, MAX_BIN_BYTES)):
         if folder.has(name):
             return folder.open(name, max_bytes)
@@ -240,8 +252,11 @@ def open_weights(folder: AdapterFolder) -> OpenFile:
 
 
 def new_digest(config: bytes, weights: OpenFile, language: Mapping[str, bytes]) -> hashlib._Hash:
-    """sha256 of the config, of what read_language() found, and of the weights, which the caller adds. Lengths keep them
-    apart. So another tokenizer or chat template makes another adapter, and one without has the digest it always had."""
+    """Returns a sha256 of the config and of the files of read_language(); the caller adds the weights.
+
+    Lengths separate the parts. An adapter with another tokenizer or chat template has another digest. Without such
+    files, the digest is that of config and weights alone.
+    """
     digest = hashlib.sha256(b"lorafleet adapter 1\0")
     digest.update(len(config).to_bytes(8, "little") + config)
     for name, content in sorted(language.items()):
@@ -251,7 +266,7 @@ def new_digest(config: bytes, weights: OpenFile, language: Mapping[str, bytes]) 
 
 
 def read_through(config: bytes, language: Mapping[str, bytes], weights: OpenFile, copy: BinaryIO | None = None) -> str:
-    """The digest, of weights that nobody needs in memory; what is read goes into copy too."""
+    """Returns the digest of weights that are not needed in memory. What is read is also written to `copy`, if given."""
     digest = new_digest(config, weights, language)
     buffer = memoryview(read_buffer(CHUNK_BYTES))
     for start in range(0, weights.size, CHUNK_BYTES):
@@ -263,13 +278,16 @@ def read_through(config: bytes, language: Mapping[str, bytes], weights: OpenFile
 
 
 def read_buffer(num_bytes: int) -> mmap.mmap:
-    """Pages that go back to the system with the last reference. With glibc's malloc each thread that ever read a file
-    keeps as many: once one such block was freed, it takes the next ones from heaps that it does not give back."""
+    """Allocates pages that return to the system with their last reference.
+
+    With glibc's malloc, every thread that ever read a file would retain as much memory: once one such block is freed,
+    the next ones come from heaps that glibc does not give back.
+    """
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def folder_digest(path: Path) -> str:
-    """As an adapter's load computes it (lora_model.py). Raises AdapterError."""
+    """Returns the digest that loading the adapter computes (lora_model.py). Raises AdapterError."""
     folder = AdapterFolder.at(path)
     config, language = read_config(folder), read_language(folder)
     with open_weights(folder) as weights:

@@ -1,7 +1,8 @@
-"""A request for several plain LoRAs served as one, unmerged, each with its weight; mixed_forms.py makes what is served.
+"""Builds the request for several plain LoRAs that are served as one, unmerged, each with its weight.
 
-A mix has a digest of its own, of its parts' digests and weights, so that slots, prefixes and reports know it as they
-know an adapter; in whatever order the parts are named, it is the same.
+A mix has a digest of its own, computed from the digests and weights of its parts, so that slots, prefixes and reports
+can treat it as an adapter. The order in which the parts are named does not matter. mixed_forms.py builds the served
+form.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import MAX_MIXED, MIX_WEIGHT
 from lorafleet.protocol.lora_request import LoRAPart, LoRARequest
 
-SIGN = "+"  # between the names; no adapter's own name has it
+SIGN = "+"  # Separates the names; no adapter's own name contains it.
 
 
 def check_count(num_parts: int) -> None:
@@ -25,7 +26,10 @@ def check_count(num_parts: int) -> None:
 
 
 def mixed(loras: Sequence[LoRARequest], weights: Sequence[float] | None) -> LoRARequest:
-    """weights: one each; None is 1 for each. Raises InvalidRequest."""
+    """Returns the request for the mix of these adapters. `weights` has one weight per adapter; None means 1 for each.
+
+    Raises InvalidRequest.
+    """
     check_count(len(loras))
     weights = [1.0] * len(loras) if weights is None else weights
     if len(weights) != len(loras):

@@ -1,4 +1,5 @@
-"""Where the ranks of one replica meet. Free of torch, for whoever starts the ranks."""
+"""Addresses at which the ranks of one replica connect. It does not import torch, so the process that starts the ranks
+need not either."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankAddresses:
-    """folder: private, for the sockets of orders and answers and the file of TPGroup.join; short, since a Unix socket's
-    path holds 107 bytes at most. Once used it is used up."""
+    """Addresses for one start of the ranks; they cannot be used a second time."""
 
     size: int
+    # Private folder for the sockets of orders and answers and for the file of TPGroup.join. It must be short, since a
+    # Unix socket's path holds 107 bytes at most.
     folder: str
 
     @property

@@ -1,4 +1,4 @@
-"""Reads config.json and its like, and numbers in it."""
+"""Reads config.json and similar files, and the numbers in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one GPUWorker is told at its start, frozen. YAML and command lines are parsed in cluster/config.py."""
+"""The frozen configuration with which a GPUWorker starts. YAML and command lines are parsed in cluster/config.py."""
 
 from __future__ import annotations
 
@@ -20,36 +20,42 @@ OnLoadFailure = Literal["error", "base"]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    model: str  # local Hugging Face folder: config.json, *.safetensors, tokenizer.json
-    device: Device = "auto"  # auto: cuda where there is a GPU, else cpu
-    dtype: DType = "auto"  # auto: the checkpoint's own
-    load_format: LoadFormat = "safetensors"  # dummy: random weights in config.json's shape, to measure speed with
-    max_model_len: int | None = None  # tokens of prompt and answer; None: the model's limit, or the KV cache's if less
-    block_size: int = 16  # tokens a KV block
-    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations, adapters and KV cache
-    kv_cache_tokens: int | None = None  # size of the KV cache; None: what is left on a GPU, 65536 or less on a CPU
-    # How linears are held; None: as the checkpoint has them. nf4 for the smallest base, fp8 for the fastest.
+    model: str  # Local Hugging Face folder with config.json, *.safetensors and tokenizer.json.
+    device: Device = "auto"  # auto: cuda if there is a GPU, else cpu.
+    dtype: DType = "auto"  # auto: the checkpoint's dtype.
+    load_format: LoadFormat = "safetensors"  # dummy: random weights in the shapes of config.json, to measure speed.
+    # Tokens of prompt and answer. None: the model's limit, or the size of the KV cache if that is smaller.
+    max_model_len: int | None = None
+    block_size: int = 16  # Tokens per KV block.
+    gpu_memory_utilization: float = 0.9  # Share of the GPU's memory for weights, activations, adapters and KV cache.
+    # Size of the KV cache in tokens. None: the memory that remains on a GPU, at most 65536 tokens on a CPU.
+    kv_cache_tokens: int | None = None
+    # Quantization of the linear layers. None: as in the checkpoint. nf4 is the smallest, fp8 the fastest.
     quantization: Method | None = None
-    kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's; fp8: e4m3, twice the tokens, less exact
-    max_num_seqs: int = 256  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step; raise it for throughput, at the price of memory
-    # Tokens in a step that decodes beside prompts, half of them at least left for prompts. Lower it to shorten the gaps
-    # between streamed tokens while prompts arrive, raise it to answer new requests sooner.
+    # auto: the model's dtype. fp8: e4m3, which holds twice the tokens and is less exact.
+    kv_cache_dtype: KVCacheDType = "auto"
+    max_num_seqs: int = 256  # Sequences in one step.
+    max_num_batched_tokens: int = 2048  # Tokens in one step; raise it for throughput, at the price of memory.
+    # Tokens in a step that mixes decoding with prompts; at least half of them are left for prompts. Lower it to
+    # shorten the gaps between streamed tokens while prompts arrive; raise it to answer new requests sooner.
     max_num_mixed_tokens: int = 512
-    # Requests are refused with 429 while this many sequences wait beyond max_num_seqs; None: none is.
+    # Requests are rejected with 429 while this many sequences wait beyond max_num_seqs. None: no bound.
     max_queued_requests: int | None = None
-    # And while so many tokens of prompts would wait with theirs; None: no bound. Raise it if prompts are long.
+    # Requests are rejected with 429 if they would bring the waiting prompts above this many tokens. None: no bound.
+    # Raise it if prompts are long.
     max_queued_tokens: int | None = None
     enable_prefix_caching: bool = True
     attention_backend: AttentionName = "auto"
-    async_scheduling: bool | None = None  # launch a step before the last one's tokens are known; None: on a GPU
-    enforce_eager: bool = False  # no CUDA graphs; to find faults with
-    tensor_parallel_size: int = 1  # GPUs (or CPU processes) that share one model; raise it where it does not fit one
-    lora: LoRAConfig | None = None  # None: no adapters
-    sources: SourcesConfig = field(default_factory=SourcesConfig)  # where adapters may come from, but local folders
-    on_lora_load_failure: OnLoadFailure = "error"  # base: answer from the base model, and say so in the response
-    cpu_threads: int | None = None  # torch's intra-op threads; None: torch's own choice
-    seed: int = 0  # seeds the requests that name none
+    # Launch a step before the tokens of the last one are known. None: on GPUs only.
+    async_scheduling: bool | None = None
+    enforce_eager: bool = False  # Disables CUDA graphs, for debugging.
+    # GPUs (or CPU processes) that share one model; raise it if the model does not fit on one.
+    tensor_parallel_size: int = 1
+    lora: LoRAConfig | None = None  # None: adapters are disabled.
+    sources: SourcesConfig = field(default_factory=SourcesConfig)  # Sources of adapters besides local folders.
+    on_lora_load_failure: OnLoadFailure = "error"  # base: answer from the base model and report it in the response.
+    cpu_threads: int | None = None  # torch's intra-op threads. None: torch's default.
+    seed: int = 0  # Seed for requests that give none.
 
     def __post_init__(self) -> None:
         counts = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens")

@@ -5,37 +5,37 @@
     │   └── UnsupportedModel     the checkpoint needs something this engine does not do
     ├── InvalidRequest           the request is wrong; `param` names the field
     │   ├── ContextOverflow      prompt and max_tokens do not fit the context or the KV cache
-    │   ├── BodyTooLarge         the HTTP body is larger than the server takes
+    │   ├── BodyTooLarge         the HTTP body is larger than the server accepts
     │   ├── BodyTimeout          the HTTP body did not arrive in time
-    │   └── UnsupportedMediaType the HTTP body is not said to be JSON
-    ├── ModelNotFound            no such base model or adapter
+    │   └── UnsupportedMediaType the HTTP body is not declared as JSON
+    ├── ModelNotFound            there is no such base model or adapter
     ├── Forbidden                the server was not started with this feature
-    ├── Unauthorized             no key, or a wrong one
-    ├── AdapterError             something about one adapter
-    │   ├── AdapterMissing       no adapter files where the path points
+    ├── Unauthorized             the API key is missing or wrong
+    ├── AdapterError             one adapter cannot be used
+    │   ├── AdapterMissing       the path holds no adapter files
     │   ├── AdapterMalformed     the files are damaged or contradict each other
-    │   ├── AdapterUnsupported   a PEFT feature that is not served; the message names it
-    │   ├── AdapterMismatch      well-formed, but made for another base model
-    │   ├── RankTooLarge         rank over lora.max_lora_rank
+    │   ├── AdapterUnsupported   it needs a PEFT feature that is not served; the message names it
+    │   ├── AdapterMismatch      it is well-formed, but made for another base model
+    │   ├── RankTooLarge         its rank is over lora.max_lora_rank
     │   ├── AdapterChanged       the bytes under the path are not the ones that were registered
-    │   ├── AdapterTooLarge      more bytes than the configuration lets one adapter have
-    │   ├── AdapterUnavailable   where it lies does not answer, refuses us or is too slow: try again later
+    │   ├── AdapterTooLarge      it is larger than the configuration allows
+    │   ├── AdapterUnavailable   its source does not answer, denies access or is too slow: try again later
     │   ├── AdapterExists        the name is taken
-    │   └── InvalidAdapterName   empty, too long, path parts, control characters, the base's own name
-    ├── Overloaded               try again later; `retry_after_s` says when
-    │   ├── QueueFull            too many requests wait already
+    │   └── InvalidAdapterName   it is empty, too long or the base's own, or has path parts or control characters
+    ├── Overloaded               the request may succeed later; `retry_after_s` says when
+    │   ├── QueueFull            too many requests are queued already
     │   ├── DirectoryUnavailable the adapter directory does not answer
-    │   ├── QuotaExceeded        the caller's key or tenant has used up what it may ask for
-    │   └── QueueTimeout         the request could not start in the time that it had
-    ├── StoreError               the catalogue's store does not answer, or refuses
-    │   ├── StoreRefused         the store has certainly not done a write
+    │   ├── QuotaExceeded        the caller's key or tenant has used up its quota
+    │   └── QueueTimeout         the request could not start before its timeout
+    ├── StoreError               the catalogue's store does not answer, or rejects the call
+    │   ├── StoreRefused         the store has certainly not carried out a write
     │   ├── OutcomeUnknown       a change may or may not be in the catalogue's log
-    │   └── CatalogueDamaged     an object of the catalogue is lost or has other bytes than were written
-    ├── LogUnwritable            the audit or usage log cannot be written, and nothing may be done unlogged
+    │   └── CatalogueDamaged     an object of the catalogue is lost, or its bytes differ from what was written
+    ├── LogUnwritable            the audit or usage log cannot be written, and unlogged actions are not allowed
     └── EngineDead               the engine loop stopped; the replica is being replaced
 
-Errors cross the process boundary as (class name, message, param, …): see to_wire and from_wire. The HTTP status of each
-is in api/answer/error_responses.py.
+Errors cross the process boundary as (class name, message, param, …): see to_wire and from_wire.
+api/answer/error_responses.py maps each class to an HTTP status.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ import msgspec
 
 
 class LorafleetError(Exception):
-    """Base of all. The message is for the user: it gives the value, the bound and the remedy."""
+    """Base of all errors. The message is for the user: it gives the value, the bound and the remedy."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -148,7 +148,9 @@ class Overloaded(LorafleetError):
         super().__init__(message, param)
         self.retry_after_s = retry_after_s  # None: waiting does not help.
 
-    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, float | None]]:  # type: ignore[override]  # wider
+    def __reduce__(  # type: ignore[override]  # wider
+        self,
+    ) -> tuple[type[LorafleetError], tuple[str, str | None, float | None]]:
         return type(self), (self.message, self.param, self.retry_after_s)
 
 
@@ -165,7 +167,7 @@ class DirectoryUnavailable(Overloaded):
 
 
 class QuotaExceeded(Overloaded):
-    """headers: of the answer, OpenAI's x-ratelimit ones."""
+    """An error with headers for the HTTP response, OpenAI's x-ratelimit ones."""
 
     def __init__(
         self,
@@ -177,7 +179,9 @@ class QuotaExceeded(Overloaded):
         super().__init__(message, param, retry_after_s)
         self.headers = headers
 
-    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, float | None, dict[str, str]]]:  # type: ignore[override]  # wider
+    def __reduce__(  # type: ignore[override]  # wider
+        self,
+    ) -> tuple[type[LorafleetError], tuple[str, str | None, float | None, dict[str, str]]]:
         return type(self), (self.message, self.param, self.retry_after_s, dict(self.headers))
 
 
@@ -209,7 +213,7 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     message: str
     param: str | None = None
-    retry_after_s: float | None = None  # of Overloaded
+    retry_after_s: float | None = None  # Only set for Overloaded.
 
 
 def _subclasses(cls: type[LorafleetError]) -> dict[str, type[LorafleetError]]:
@@ -220,12 +224,12 @@ def _subclasses(cls: type[LorafleetError]) -> dict[str, type[LorafleetError]]:
 
 
 def fault_of(error: Exception) -> LorafleetError:
-    """What the client of one request is told about a fault of ours that ended that request alone."""
+    """Returns the error that a client receives where an internal fault ended its request alone."""
     return LorafleetError(f"The engine failed at this request ({type(error).__name__}); the server's log says why.")
 
 
 def encodable(message: str) -> str:
-    """A message may quote a path or a text with halves of characters, which cannot be encoded."""
+    """Escapes lone surrogates, which a message may quote from a path or a text and which cannot be encoded."""
     return message.encode(errors="backslashreplace").decode()
 
 
@@ -236,7 +240,7 @@ def to_wire(error: LorafleetError) -> WireError:
 
 @functools.cache
 def _errors_by_name() -> dict[str, type[LorafleetError]]:
-    """Those of this module: all of them are made before the first error crosses to another process."""
+    """Returns the classes of this module by name; all are defined before the first error crosses to another process."""
     return _subclasses(LorafleetError)
 
 

@@ -1,5 +1,7 @@
-"""prometheus_client's histogram for many values at a time, and without its locks: one thread counts, and what it has
-counted travels as plain numbers."""
+"""A histogram like prometheus_client's that takes many values per call and needs no locks.
+
+One thread counts, and its counts travel to other processes as plain numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ Bounds = tuple[float, ...]
 
 
 class Distribution(msgspec.Struct, frozen=True, array_like=True):
-    """How many values fell under each bound and not under the one before, those above the last at the end; no counts
-    stand for no values. total: their sum."""
+    """The number of values in each bucket of a histogram, and their sum."""
 
+    # Values up to each bound and above the previous one; the last count is for values above all bounds. An empty list
+    # means no values.
     counts: list[int] = []
-    total: float = 0.0
+    total: float = 0.0  # Sum of the values.
 
 
 class Histogram:
-    """A value belongs to the first bound that it does not exceed."""
+    """Counts each value in the bucket of the first bound that it does not exceed."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 
@@ -35,7 +38,7 @@ class Histogram:
         self._total += value
 
     def add(self, other: Distribution) -> None:
-        """Of the same bounds."""
+        """Adds the counts of a distribution that has the same bounds."""
         for i, count in enumerate(other.counts):
             if count:
                 self._counts[i] += count
@@ -53,6 +56,7 @@ def distribution_of(values: Iterable[float], bounds: Bounds) -> Distribution:
 
 
 def buckets(told: Distribution, bounds: Bounds) -> tuple[list[tuple[str, float]], float]:
-    """As prometheus_client wants them: each bound with the number of values up to it, and their sum."""
+    """Returns what prometheus_client expects: each bound with the number of values up to it, and the sum of the
+    values."""
     counts = told.counts or [0] * (len(bounds) + 1)
     return list(zip([*map(str, bounds), "+Inf"], map(float, accumulate(counts)), strict=True)), told.total

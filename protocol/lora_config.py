@@ -1,6 +1,6 @@
-"""How much of the machine adapters may take, and what of PEFT is allowed.
+"""Bounds on the resources that adapters may take, and the PEFT features that are allowed.
 
-Passed explicitly; never read from a global.
+The configuration is passed explicitly and never read from a global.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 LoRADType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
-MAX_LORAS_BOUND = 4096  # a slot has a row in the device tables of every linear even while it is empty
+MAX_LORAS_BOUND = 4096  # Even an empty slot has a row in the device tables of every linear.
 MAX_EXTRA_VOCAB_BOUND = 1 << 24
-MAX_RANK_BOUND = 4096  # a rank beyond the hidden size is of no use; the kernels' tiles are sized by it
+MAX_RANK_BOUND = 4096  # A rank beyond the hidden size is of no use; the kernels' tiles are sized by the rank.
 
-# What can be done instead of setting a field that has no effect.
+# The alternative to each field that has no effect.
 _WITHOUT_EFFECT = {
     "bias_enabled": "adapters with biases are served without it. Leave it false.",
     "long_lora_scaling_factors": "the length of the context and the angles of all keys are the base's here, not each "
@@ -31,23 +31,28 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
-    """vLLM's field names. A field that has no effect yet is refused when it is set, so that nobody relies on it."""
+    """Configuration of adapters, with vLLM's field names. A field that has no effect yet is rejected when it is set,
+    so that nobody relies on it."""
 
-    max_loras: int = 8  # adapters resident per GPU; raise it if the swap rate is high
-    max_lora_rank: int = 64  # largest rank accepted; a slot costs what its adapter's own rank costs
-    max_cpu_loras: int | None = None  # adapters kept in host memory; None is 2 x max_loras; raise it if disk is slow
-    # Of A and B when served; auto is the base's. fp8 (e4m3, with scales) halves an adapter's memory and what a step
-    # reads of it, and is less exact.
+    max_loras: int = 8  # Adapters resident per GPU; raise it if adapters are swapped often.
+    max_lora_rank: int = 64  # Largest accepted rank; a slot takes memory for its adapter's actual rank only.
+    # Adapters cached in host memory. None: 2 x max_loras. Raise it if the disk is slow.
+    max_cpu_loras: int | None = None
+    # Serving dtype of A and B; auto is the base's. fp8 (e4m3, with scales) halves an adapter's memory and the bytes
+    # that a step reads of it, and is less exact.
     lora_dtype: LoRADType = "auto"
-    # Under tensor parallel: divide also the matrix that is whole on every GPU otherwise, A by LoRA rank or B by output.
-    # A device then holds 1/N of an adapter, for one small exchange more a linear. On one device it changes nothing.
-    # None: on GPUs, where it is as fast (benchmarks/tensor_parallel.py), and not on CPUs, whose collectives are slow.
+    # Under tensor parallelism, also divide the matrix that every GPU otherwise holds whole: A by LoRA rank, or B by
+    # output. Each device then holds 1/N of an adapter, at the price of one more small exchange per linear. On one
+    # device it has no effect. None: enabled on GPUs, where it is as fast (benchmarks/tensor_parallel.py), and
+    # disabled on CPUs, whose collectives are slow.
     fully_sharded_loras: bool | None = None
-    # On each GPU, for what adapters in slots have besides A and B: vectors, norms, vocabulary tables, LoRA on experts.
-    # Taken as they need it, from what gpu_memory_utilization leaves. Raise it if such an adapter is refused or waits.
+    # Memory per GPU for the parts of adapters in slots other than A and B: vectors, norms, vocabulary tables, LoRA on
+    # experts. It is allocated on demand from what gpu_memory_utilization leaves. Raise it if such an adapter is
+    # rejected or waits.
     extra_memory_gib: float = 4.0
     bias_enabled: bool = False
-    # The most tokens that an adapter may add to the base's vocabulary; None: as many as extra_memory_gib has room for.
+    # Largest number of tokens that an adapter may add to the base's vocabulary. None: limited by extra_memory_gib
+    # only.
     lora_extra_vocab_size: int | None = None
     long_lora_scaling_factors: tuple[float, ...] | None = None
 
@@ -80,7 +85,7 @@ class LoRAConfig:
 
     @property
     def cpu_loras(self) -> int:
-        """max_cpu_loras with its default filled in."""
+        """The value of max_cpu_loras with its default filled in."""
         return 2 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     def is_fully_sharded(self, device: torch.device) -> bool:
@@ -89,7 +94,7 @@ class LoRAConfig:
     def serving_dtype(self, base: torch.dtype) -> torch.dtype:
         if self.lora_dtype == "auto":
             return base
-        import torch  # here, so that reading a configuration does not cost torch's import
+        import torch  # imported here, so that reading a configuration does not import torch
 
         return {
             "float32": torch.float32,

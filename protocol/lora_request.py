@@ -1,4 +1,5 @@
-"""How a request names its adapter inside a replica. Knows nothing of HTTP names or files' contents."""
+"""The description of a request's adapter inside a replica. It knows nothing of HTTP names or of the contents of
+files."""
 
 from __future__ import annotations
 
@@ -6,50 +7,48 @@ import msgspec
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """One version of one adapter.
+    """One version of one adapter."""
 
-    lora_name: public name, used in messages, logs and metrics only.
-    lora_int_id: positive; for callers that number adapters themselves (vLLM's field). Identity here is the digest.
-    lora_path: local folder with adapter_config.json and the weights, or their URI (resolvers/store.py), which every
-        node can open.
-    digest: sha256 (hex) of config and weights, once they have been read; "" before. Where it is given, bytes under
-        lora_path with another digest are refused (AdapterChanged).
-    base_model_name: the base the adapter was registered for, shown as `parent`; None means the served base.
-    within: real path of the folder that a local lora_path must lie in when it is read; None: anywhere. A symlink may
-        have been swapped since whoever asked was allowed to have it read.
-    parts: of a mix of several adapters (adapter_mix.py), which has no files of its own.
-    """
-
-    lora_name: str
+    lora_name: str  # Public name, used in messages, logs and metrics only.
+    # Positive. vLLM's field, for callers that number adapters themselves; adapters are identified by digest here.
     lora_int_id: int
+    # Local folder with adapter_config.json and the weights, or a URI of them (resolvers/store.py) that every node can
+    # open.
     lora_path: str
+    # sha256 (hex) of config, weights and language files, or "" before they have been read. If it is given, bytes
+    # under lora_path with another digest are rejected (AdapterChanged).
     digest: str = ""
+    # Base for which the adapter was registered, shown as `parent`. None: the served base.
     base_model_name: str | None = None
+    # Parts of a mix of several adapters (adapter_mix.py), which has no files of its own.
     parts: tuple[LoRAPart, ...] = ()
+    # Real path of the folder in which a local lora_path must lie when it is read; None: anywhere. It is checked again
+    # at that time, because a symlink may have been swapped since access was granted.
     within: str | None = None
 
 
 class LoRAPart(msgspec.Struct, frozen=True):
-    """Of a mix: an adapter, itself no mix, and what its part of the sum is multiplied by."""
+    """An adapter of a mix and its weight in the sum. The adapter is not a mix itself."""
 
     lora: LoRARequest
     weight: float
 
 
 def turn_group(tenant: str | None, lora: LoRARequest | None) -> str:
-    """Whose turn a request takes where many share few processes: its tenant's; or its adapter's, where it has none."""
+    """Returns the group of a request for fair scheduling of shared processes: its tenant, or without a tenant its
+    adapter."""
     if tenant:
         return f"tenant {tenant}"
     return "" if lora is None else f"adapter {lora.digest or lora.lora_name}"
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """What a worker found out about an adapter when it read and checked it."""
+    """The properties of an adapter that a worker determines when it reads and checks the adapter."""
 
     digest: str
-    rank: int  # the largest of its modules' ranks
-    num_bytes: int  # of all its matrices in the serving dtype, over however many GPUs they are divided
-    target_modules: list[str]  # leaf names, sorted: ["k_proj", "q_proj"]
-    invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA, workers/slots/activation.py
-    vocab_size: int | None = None  # where it has a vocabulary of its own; None: the base's
-    language: str = ""  # language_digest of the files of a tokenizer or chat template beside it
+    rank: int  # Largest rank of its modules.
+    num_bytes: int  # Size of all its matrices in the serving dtype, summed over the GPUs that share them.
+    target_modules: list[str]  # Leaf names, sorted: ["k_proj", "q_proj"].
+    invocation_tokens: tuple[int, ...] = ()  # Token ids that activate an activated LoRA (workers/slots/activation.py).
+    vocab_size: int | None = None  # Size of its own vocabulary. None: it uses the base's.
+    language: str = ""  # language_digest of its tokenizer and chat template files.

@@ -1,6 +1,7 @@
-"""What crosses between a replica and its GPUWorker, as msgpack: one ClientBatch and one StepBatch a step at most.
+"""The messages between a replica and its GPUWorker, encoded as msgpack: at most one ClientBatch and one StepBatch per
+step.
 
-Plain data without behaviour. protocol/transport.py carries it; workers/engine.py makes and takes it.
+They are plain data without behavior. protocol/transport.py carries them; workers/engine.py creates and consumes them.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from lorafleet.protocol.histogram import Distribution
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
 
-# What is wanted of a prompt in the place of an answer: the last token's hidden state, or the mean of all.
+# The embedding of a prompt: the hidden state of its last token, or the mean over all tokens.
 Pooling = Literal["last", "mean"]
 FinishReason = Literal["stop", "length", "abort", "error"]
-# Where an adapter is nearest: in a slot, in host memory, in files of this node, or elsewhere, to be fetched.
+# The nearest place of an adapter: a slot, host memory, files of this node, or elsewhere, from where it must be fetched.
 Tier = Literal["gpu", "cpu", "disk", "remote"]
 
 Id = TypeVar("Id", str, int)
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """What an adapter has in the place of the base's: ids 0 to size - 1, and those that end an answer."""
+    """An adapter's own vocabulary: ids 0 to size - 1, and the ids that end an answer."""
 
     size: int
     eos_token_ids: list[int]
 
 
 class TokenizerFile(msgspec.Struct, frozen=True):
-    """Where the worker finds a tokenizer of the front's, for structured output."""
+    """A file from which the worker reads one of the front's tokenizers, for structured output."""
 
     path: str
     digest: str
@@ -39,108 +40,93 @@ class TokenizerFile(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
-    """One sequence to generate. `params.n` is 1 here: the front makes one request per sample.
-
-    vocabulary: the adapter's own, which AdapterInfo and its tokenizer's files give; None: the base's. language: that of
-    the files that the prompt was tokenized by (AdapterInfo.language). tokenizer: where params.structured_outputs is
-    given. group: what all sequences of one client's request have in common; "" for one that is alone. group_sequences,
-    group_tokens: how many sequences those are, and how many tokens their prompts have together. queue_timeout_s:
-    how long it may wait to start; None: as long as it takes. cache_salt: only requests with the same one share keys and
-    values. tenant: who takes turns with other tenants; "" is that of all callers without one. traced: its outputs tell
-    its times. priority: among those that wait for one adapter, the lower is the sooner. pooling: an embedding is wanted
-    and no answer; params.max_tokens is 1 then.
-    """
+    """One sequence to generate."""
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams  # `params.n` is 1 here: the front sends one request per sample.
     lora: LoRARequest | None = None
+    # The adapter's own, from AdapterInfo and its tokenizer's files. None: the base's.
     vocabulary: Vocabulary | None = None
-    language: str = ""
-    group: str = ""
-    group_sequences: int = 1
-    group_tokens: int = 0
-    tokenizer: TokenizerFile | None = None
-    queue_timeout_s: float | None = None
-    priority: int = 0
+    language: str = ""  # AdapterInfo.language of the files that the prompt was tokenized with.
+    group: str = ""  # Shared by all sequences of one client request; "" for a single sequence.
+    group_sequences: int = 1  # Number of sequences in the group.
+    group_tokens: int = 0  # Tokens in all prompts of the group together.
+    tokenizer: TokenizerFile | None = None  # Set if params.structured_outputs is.
+    queue_timeout_s: float | None = None  # Longest time that it may wait to start. None: no limit.
+    priority: int = 0  # Among requests that wait for one adapter, lower values start sooner.
+    # If set, an embedding is returned instead of an answer; params.max_tokens is 1 then.
     pooling: Pooling | None = None
-    cache_salt: str = ""
-    tenant: str = ""
-    traced: bool = False
+    cache_salt: str = ""  # Only requests with the same salt share keys and values.
+    tenant: str = ""  # Tenants are scheduled in turns; all callers without a tenant count as "".
+    traced: bool = False  # If set, the outputs include SequenceTimes.
 
 
 class SequenceTimes(msgspec.Struct, array_like=True):
-    """Of one sequence, monotonic, which all processes of a machine share: queued, its adapter found in a slot (0 where
-    it needs none, or had it from the start), first in a step, its first token, its last. 0: not yet."""
+    """Timestamps of one sequence on the monotonic clock, which all processes of a machine share. 0 means not yet."""
 
-    queued_s: float = 0.0
-    adapter_s: float = 0.0
-    started_s: float = 0.0
-    first_s: float = 0.0
-    ended_s: float = 0.0
+    queued_s: float = 0.0  # When it was queued.
+    adapter_s: float = 0.0  # When its adapter was in a slot; 0 if it needs none or had it from the start.
+    started_s: float = 0.0  # When it was first part of a step.
+    first_s: float = 0.0  # When it got its first token.
+    ended_s: float = 0.0  # When it got its last token.
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Of one position: the token there, its logprob and rank (1 = most likely), and the k best, best first."""
+    """The log probabilities at one position: those of the token there and of the k best tokens."""
 
     token_id: int
     logprob: float
-    rank: int
-    top_ids: list[int]
+    rank: int  # 1 = most likely.
+    top_ids: list[int]  # The k best, best first.
     top_logprobs: list[float]
 
 
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one step gave one sequence. The last one has a finish_reason.
-
-    embedding: float32, of a request with a pooling, which has no tokens.
-    stop_token_id: the eos or stop_token_ids entry that ended it; it is in token_ids too.
-    prompt_logprobs: once, with the first token; None stands for the first prompt token, which has no predecessor.
-    queue_s, tier, lora_rank: once, with the first token: how long the sequence waited to start, where its adapter was
-    when it was queued ("" of the base), and that adapter's rank (0 of the base).
-    times: with the first token and the last, where the request is traced.
-    fallback_reason: set when on_lora_load_failure=base answered in the failed adapter's place: why it failed.
-    """
+    """The output of one step for one sequence. The last one has a finish_reason."""
 
     request_id: str
     token_ids: list[int] = []
-    embedding: bytes = b""
+    embedding: bytes = b""  # float32; only for a request with pooling, which has no tokens.
     logprobs: list[TokenLogprobs] | None = None
+    # Sent once, with the first token. The first prompt token has None, because it has no predecessor.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
+    stop_token_id: int | None = None  # The eos or stop_token_ids entry that ended the sequence; token_ids includes it.
     error: WireError | None = None
+    # The reason why the adapter failed, if on_lora_load_failure=base answered in its place.
     fallback_reason: str | None = None
-    queue_s: float = 0.0
+    queue_s: float = 0.0  # Time that the sequence waited to start; sent once, with the first token.
+    # Tier of the adapter when the sequence was queued, "" for the base; sent once, with the first token.
     tier: Tier | Literal[""] = ""
-    lora_rank: int = 0
-    times: SequenceTimes | None = None
+    lora_rank: int = 0  # Rank of the adapter, 0 for the base; sent once, with the first token.
+    times: SequenceTimes | None = None  # Sent with the first and the last token if the request is traced.
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """Read and check the adapter, keep it in the CPU tier; answered by an AdapterReply."""
+    """Command to read and check the adapter and to cache it in the CPU tier; an AdapterReply answers it."""
 
     call_id: int
     lora: LoRARequest
 
 
 class DropAdapter(msgspec.Struct, tag=True):
-    """Forget the adapter's weights in every tier as soon as no request uses them."""
+    """Command to delete the adapter's weights from every tier as soon as no request uses them."""
 
     call_id: int
     digest: str
 
 
 class PinAdapter(msgspec.Struct, tag=True):
-    """Load the adapter and keep it in a slot; answered when it is loaded."""
+    """Command to load the adapter and to pin it in a slot; it is answered when the adapter is loaded."""
 
     call_id: int
     lora: LoRARequest
 
 
 class UnpinAdapter(msgspec.Struct, tag=True):
-    """Let the slot go to others again."""
+    """Command to make the slot available to other adapters again."""
 
     call_id: int
     digest: str
@@ -156,34 +142,34 @@ class AdapterReply(msgspec.Struct):
 
 
 class AdapterMove(msgspec.Struct, frozen=True):
-    """An adapter came one tier nearer (remote to disk, disk to cpu, cpu to gpu), or was dropped and has left the tier
-    where it was nearest, for "none": from the order on, with the wait for its requests in flight.
+    """A change of an adapter's nearest tier.
 
-    lora_name: "" of one that was dropped. error: why a load failed, an error's class name; "" where it did not.
+    An adapter comes one tier nearer (remote to disk, disk to cpu, cpu to gpu), or a dropped adapter has left its
+    nearest tier. In the second case target is "none", and the time counts from the command and includes the wait for
+    requests in flight.
     """
 
-    lora_name: str
+    lora_name: str  # "" for an adapter that was dropped.
     source: Tier
     target: Tier | Literal["none"]
     seconds: float
-    error: str = ""
+    error: str = ""  # Class name of the error that made a load fail; "" after a success.
 
 
 class GPUSteps(msgspec.Struct, frozen=True, array_like=True):
-    """Those that were timed on the GPU, of one kind: "decode" or "prefill", with adapters or without, with up to so
-    many tokens. count, seconds: of all of them."""
+    """The steps of one kind that were timed on the GPU."""
 
-    kind: str
-    adapters: bool
-    tokens: int
-    count: int
-    seconds: float
+    kind: str  # "decode" or "prefill".
+    adapters: bool  # Whether the steps used adapters.
+    tokens: int  # Upper bound of tokens per step, a power of two.
+    count: int  # Number of these steps.
+    seconds: float  # Total duration of these steps.
 
 
 class StepStats(msgspec.Struct, frozen=True):
-    """Of all steps so far; see step_metrics.py, which has the bounds of the distributions. seconds: by kind."""
+    """Statistics of all steps so far; step_metrics.py defines the bounds of the distributions."""
 
-    seconds: dict[str, Distribution] = {}
+    seconds: dict[str, Distribution] = {}  # By kind of step.
     tokens: Distribution = Distribution()
     sequences: Distribution = Distribution()
     base_tokens: int = 0
@@ -197,59 +183,59 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     num_running: int = 0
     num_waiting: int = 0
-    running_tokens: int = 0  # of the running sequences: prompts and what is answered so far
+    running_tokens: int = 0  # Tokens of the running sequences: prompts and answers so far.
     waiting_tokens: int = 0
     kv_blocks_total: int = 0
     kv_blocks_free: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
-    prefix_cache_queries_total: int = 0  # prompt tokens looked up
-    prefix_cache_hits_total: int = 0  # of them, found
+    prefix_cache_queries_total: int = 0  # Prompt tokens that were looked up.
+    prefix_cache_hits_total: int = 0  # Prompt tokens that were found.
     preemptions_total: int = 0
-    refused_total: dict[str, int] = {}  # by the bound that they hit: requests, tokens, deadline
+    refused_total: dict[str, int] = {}  # By the bound that was hit: requests, tokens, deadline.
     steps_total: int = 0
     steps: StepStats = StepStats()
-    memory_bytes: dict[str, int] = {}  # by kind, see memory.py; over all GPUs of the replica
+    memory_bytes: dict[str, int] = {}  # By kind, see memory.py; summed over all GPUs of the replica.
     lora_slots_total: int = 0
     lora_slots_used: int = 0
-    lora_slots_idle: int = 0  # empty, or no running sequence needs what they hold
+    lora_slots_idle: int = 0  # Empty, or holding an adapter that no running sequence needs.
     lora_slots_pinned: int = 0
-    lora_adapters_wanted: int = 0  # by running and waiting requests
+    lora_adapters_wanted: int = 0  # Adapters that running and waiting requests need.
     lora_cpu_adapters: int = 0
-    lora_loads_total: int = 0  # disk to CPU
+    lora_loads_total: int = 0  # Disk to CPU.
     lora_load_failures_total: int = 0
     lora_load_seconds_total: float = 0.0
-    lora_fetches_total: int = 0  # from another place to this node's disk
+    lora_fetches_total: int = 0  # From a remote source to this node's disk.
     lora_fetch_failures_total: int = 0
     lora_fetched_bytes_total: int = 0
-    lora_activations_total: int = 0  # CPU to slot
-    lora_evictions_total: int = 0  # from slots
+    lora_activations_total: int = 0  # CPU to slot.
+    lora_evictions_total: int = 0  # From slots.
     lora_cpu_evictions_total: int = 0
-    lora_slot_bytes: int = 0  # of the adapters in slots, over all GPUs of the replica
-    lora_cpu_bytes: int = 0  # of those in host memory
-    waiting_adapters: list[str] = []  # digests that waiting requests need, the next turn's first
-    resident_slots: list[str] = []  # digests in GPU slots, by slot; "" where one is empty
-    resident_cpu: list[str] = []  # digests in CPU memory
+    lora_slot_bytes: int = 0  # Adapters in slots, summed over all GPUs of the replica.
+    lora_cpu_bytes: int = 0  # Adapters in host memory.
+    waiting_adapters: list[str] = []  # Digests that waiting requests need, in scheduling order.
+    resident_slots: list[str] = []  # Digests in GPU slots, by slot; "" for an empty slot.
+    resident_cpu: list[str] = []  # Digests in CPU memory.
 
 
 class Sealed(msgspec.Struct, Generic[Id], frozen=True, array_like=True):
-    """An EngineRequest or an AdapterCall that is encoded by itself, see sealing.py. id: its request_id or call_id."""
+    """An EngineRequest or an AdapterCall that is encoded separately from its batch; see sealing.py."""
 
-    id: Id
+    id: Id  # Its request_id or call_id.
     body: msgspec.Raw
 
 
 class ClientBatch(msgspec.Struct):
-    """Replica to worker. `sequence` counts up; the worker repeats it in StepBatch.acknowledged."""
+    """A message from the replica to the worker."""
 
-    sequence: int
+    sequence: int  # Counts up; the worker repeats it in StepBatch.acknowledged.
     requests: list[Sealed[str]] = []
     aborts: list[str] = []
     adapter_calls: list[Sealed[int]] = []
 
 
 class StepBatch(msgspec.Struct):
-    """Worker to replica, once a step. sent_s: monotonic."""
+    """A message from the worker to the replica, sent once per step."""
 
     acknowledged: int
     outputs: list[TokenOutput] = []
@@ -257,15 +243,15 @@ class StepBatch(msgspec.Struct):
     adapter_moves: list[AdapterMove] = []
     stats: EngineStats | None = None
     fatal: str | None = None
-    sent_s: float = 0.0
+    sent_s: float = 0.0  # Monotonic time.
 
 
 class EngineHello(msgspec.Struct, frozen=True):
-    """What a replica learns from its worker when it starts."""
+    """The properties of a worker that its replica receives at the start."""
 
     vocab_size: int
     max_model_len: int
     kv_cache_tokens: int
     eos_token_ids: list[int]
     hidden_size: int = 0
-    falls_back_to_base: bool = False  # where an adapter fails to load
+    falls_back_to_base: bool = False  # Whether the base answers if an adapter fails to load.

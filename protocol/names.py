@@ -1,11 +1,13 @@
-"""Which names an adapter may have, wherever the name comes from: a request, the command line, a catalogue, a folder.
+"""The rules for adapter names from every origin: a request, the command line, a catalogue, a folder.
 
-A name is made of segments, parted by "/" as in "org/adapter"; each is ASCII letters, digits and "._-@", and begins with
-a letter, a digit or "_". So a name is never a way out of a folder, hidden, an option of a command line, or a look-alike
-of another; ":" is left to "base:adapter", "+" to mixing adapters, "=" and "," to lists on the command line.
+A name consists of segments separated by "/", as in "org/adapter". Each segment is made of ASCII letters, digits and
+"._-@", and begins with a letter, a digit or "_". So a name can never leave a folder, be hidden, be an option of a
+command line, or look like another name. ":" is reserved for "base:adapter", "+" for mixing adapters, "=" and "," for
+lists on the command line.
 
-An adapter that belongs to a tenant has "~tenant/" before its name wherever names of all tenants meet: in the catalogue,
-in logs and metrics. No client can ask for a name that begins so: each speaks of its own adapters by their bare names.
+An adapter that belongs to a tenant has the prefix "~tenant/" wherever the names of all tenants meet: in the
+catalogue, in logs and metrics. No client can request a name with this prefix: each client uses the bare names of its
+own adapters.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from lorafleet.protocol.errors import InvalidAdapterName
 from lorafleet.protocol.strict_json import shown
 
 MAX_NAME_CHARS = 256
-OWNED = "~"  # Sorts behind every name that is nobody's.
-PAST_ALL = "\x7f"  # Sorts behind every full name.
+OWNED = "~"  # Sorts after every name without a tenant.
+PAST_ALL = "\x7f"  # Sorts after every full name.
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _FULL = re.compile(rf"{OWNED}([a-z0-9][a-z0-9_-]{{0,63}})/([A-Za-z0-9_][A-Za-z0-9._@/-]*)")
@@ -26,7 +28,8 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]*")
 
 
 def check_adapter_name(name: str, base_names: Collection[str] = ()) -> None:
-    """Raises InvalidAdapterName. base_names: what the base model itself is served as."""
+    """Raises InvalidAdapterName if the name is not allowed. `base_names` are the names under which the base model is
+    served."""
     if not name:
         raise InvalidAdapterName("the adapter's name is empty.", "lora_name")
     if len(name) > MAX_NAME_CHARS:
@@ -42,7 +45,7 @@ def check_adapter_name(name: str, base_names: Collection[str] = ()) -> None:
 
 
 def check_full_name(name: str, base_names: Collection[str] = ()) -> None:
-    """Of an adapter that may be a tenant's."""
+    """Checks the name of an adapter that may belong to a tenant. Raises InvalidAdapterName."""
     tenant = tenant_of(name)
     if tenant is not None:
         check_tenant(tenant)
@@ -63,7 +66,7 @@ def full_name(tenant: str | None, name: str) -> str:
 
 
 def past_names_of(tenant: str) -> str:
-    """Sorts behind all full names of the tenant, and before all that sort behind them."""
+    """Returns a text that sorts after all full names of the tenant, and before everything that follows them."""
     return f"{OWNED}{tenant}{chr(ord('/') + 1)}"
 
 
@@ -76,8 +79,8 @@ def bare_name(full: str) -> str:
 
 
 def in_the_words_of(tenant: str | None, text: str) -> str:
-    """A message with full names in it, for a caller of that tenant: its own adapters by their bare names, nobody
-    else's by any."""
+    """Rewrites the full names in a message for a caller of that tenant: its own adapters get their bare names, and
+    those of other tenants are hidden."""
     return _FULL.sub(lambda found: found[2] if found[1] == tenant else "(not yours)", text)
 
 

@@ -1,6 +1,6 @@
-"""Holds what the engine has generated for one sequence until the front takes it.
+"""Buffers the engine's outputs for one sequence until the front takes them.
 
-A front that is behind takes several steps' outputs at once: they are joined as they arrive, so that its work for each
+A front that is behind takes the outputs of several steps at once. They are joined as they arrive, so its work per
 sequence does not grow with the number of steps that it is behind.
 """
 
@@ -13,7 +13,7 @@ from lorafleet.protocol.messages import TokenOutput
 
 
 class OutputStream:
-    """One sequence's outputs, for one consumer in the same event loop."""
+    """The outputs of one sequence, for one consumer in the same event loop."""
 
     def __init__(self) -> None:
         self._waiting: TokenOutput | None = None
@@ -22,7 +22,7 @@ class OutputStream:
 
     @property
     def has_failed(self) -> bool:
-        """Whether no output will come any more, because the sequence or the engine has failed."""
+        """Whether the sequence or the engine has failed, so that no more output will arrive."""
         return self._failure is not None
 
     def put(self, output: TokenOutput) -> None:
@@ -33,7 +33,7 @@ class OutputStream:
         self._came.set()
 
     def fail(self, error: LorafleetError) -> None:
-        """Makes get() raise this error once everything that came before it has been taken."""
+        """Makes get() raise this error once every earlier output has been taken."""
         self._failure = self._failure or error
         self._came.set()
 

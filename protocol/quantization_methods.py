@@ -1,5 +1,5 @@
-"""The ways of quantising a base, by name; apart from quantized_tensors.py, so that reading a command line need not wait
-for torch."""
+"""The names of the methods that quantize a base. They are separate from quantized_tensors.py, so that parsing a
+command line does not import torch."""
 
 from __future__ import annotations
 

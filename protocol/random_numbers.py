@@ -1,7 +1,7 @@
 """Random numbers that are a function of their arguments alone.
 
-No generator has a state that the rest of a batch could move, so a request draws the same numbers whatever runs beside
-it, and again after it was preempted.
+There is no generator state that the rest of a batch could advance. So a request draws the same numbers whatever runs
+beside it, and draws them again after a preemption.
 Source: SplitMix64, Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
 """
 
@@ -20,7 +20,7 @@ def uniform(seed: int, position: int) -> float:
 def child_seed(seed: int, index: int) -> int:
     """Returns the seed of one of several samples, in int64. Sample 0 has the seed itself.
 
-    The seed is mixed twice before the index comes in, and once more than in uniform(): so the children of neighboring
+    The seed is mixed twice before the index is added, once more than in uniform(). So the children of neighboring
     seeds have nothing in common, and no child is a number that the parent draws.
     """
     if index == 0:
@@ -30,7 +30,7 @@ def child_seed(seed: int, index: int) -> int:
 
 
 def named_seed(seed: int, name: str) -> int:
-    """Returns another seed for each name, in int64."""
+    """Returns a different seed for each name, in int64."""
     return child_seed(seed, int.from_bytes(sha256(name.encode()).digest()[:8]))
 
 

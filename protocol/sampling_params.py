@@ -1,4 +1,4 @@
-"""What a caller may ask of sampling: names, defaults and bounds. The arithmetic is in workers/device/sampler.py."""
+"""The sampling parameters of a request: names, defaults and bounds. The arithmetic is in workers/device/sampler.py."""
 
 from __future__ import annotations
 
@@ -14,34 +14,30 @@ from lorafleet.protocol.structured_spec import StructuredOutputs
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """vLLM's SamplingParams, as far as this engine honours them; an unknown name is a TypeError.
-
-    top_k: 0 or -1 considers every token. seed: the same seed, prompt and adapter give the same tokens whatever else
-    is in the batch. stop: the text ends before the first of them. max_tokens: None means up to the context's end.
-    logprobs: k asks for the sampled token's logprob and the k best, of the raw model distribution (before penalties
-    and temperature, as in vLLM and transformers). prompt_logprobs: the same for each prompt token but the first.
-    structured_outputs: what the whole answer must match (protocol/structured_spec.py).
-    """
+    """vLLM's SamplingParams, as far as this engine honors them. An unknown name is a TypeError."""
 
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0 or -1 considers every token.
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    seed: int | None = None  # The same seed, prompt and adapter give the same tokens, whatever else is in the batch.
+    stop: str | list[str] | None = None  # The text ends before the first of them.
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16
+    max_tokens: int | None = 16  # None: up to the end of the context.
     min_tokens: int = 0
+    # k returns the logprob of the sampled token and of the k best. They are taken from the raw model distribution,
+    # before penalties and temperature, as in vLLM and transformers.
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # The same for each prompt token but the first.
     skip_special_tokens: bool = True
+    # Format that the whole answer must match (protocol/structured_spec.py).
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -55,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 "min_tokens",
             )
         if self.structured_outputs is not None and self.min_tokens:
-            # A grammar may leave nothing but the end of the answer.
+            # A grammar may allow nothing but the end of the answer.
             raise InvalidRequest("`min_tokens` cannot be kept beside structured output; leave it out.", "min_tokens")
         self._check_stops()
         _check_count("logit_bias", self.logit_bias, limits.MAX_LOGIT_BIAS)
@@ -90,24 +86,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def penalizes(self) -> bool:
-        """Whether the logits depend on the tokens so far."""
+        """Whether the logits depend on the previous tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def of_sample(self, sample: int) -> SamplingParams:
-        """The parameters of one of `n` samples: each has a seed of its own, mixed from the request's and its index."""
+        """Returns the parameters of one of `n` samples. Each sample has its own seed, mixed from the request's seed
+        and its index."""
         if self.n == 1:
             return self
         seed = None if self.seed is None else child_seed(self.seed, sample)
         return msgspec.structs.replace(self, n=1, seed=seed)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequest where a token id named here does not exist."""
+        """Raises InvalidRequest if a token id in these parameters does not exist."""
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
         check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
 
 
 def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Raises InvalidRequest where one of the ids of the field `name` does not exist."""
+    """Raises InvalidRequest if one of the ids of the field `name` does not exist."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequest(

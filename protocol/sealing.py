@@ -1,6 +1,6 @@
-"""Encodes each request and each adapter call by itself, before it joins the batch that carries it to the worker.
+"""Encodes each request and each adapter call separately, before it joins the batch for the worker.
 
-So a value that cannot be encoded or decoded fails the request that holds it and no other: the batch around it consists
+A value that cannot be encoded or decoded therefore fails only the request that holds it. The batch around it consists
 of numbers, of ids that have been encoded once, and of bytes.
 """
 
@@ -21,7 +21,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def seal(message_id: Id, message: EngineRequest | AdapterCall) -> Sealed[Id]:
-    """Raises InvalidRequest where a value cannot be encoded, such as an integer beyond 64 bits or half a character."""
+    """Encodes the message separately. Raises InvalidRequest if a value cannot be encoded, such as an integer beyond
+    64 bits or a lone surrogate."""
     try:
         return Sealed(message_id, msgspec.Raw(_encoder.encode(message)))
     except (OverflowError, ValueError, TypeError, RecursionError) as error:
@@ -29,7 +30,8 @@ def seal(message_id: Id, message: EngineRequest | AdapterCall) -> Sealed[Id]:
 
 
 def unseal(sealed: Sealed[Id], decoder: msgspec.msgpack.Decoder[Message]) -> Message:
-    """decoder: REQUEST or CALL. Raises InvalidRequest where a value is of another type or out of its bounds."""
+    """Decodes the message with `decoder`, which is REQUEST or CALL. Raises InvalidRequest if a value has the wrong
+    type or is out of bounds."""
     try:
         return decoder.decode(sealed.body)
     except msgspec.MsgspecError as error:

@@ -1,6 +1,6 @@
-"""Where adapters may be fetched from, and how much that may cost: one frozen dataclass for each kind of source.
+"""The configuration of adapter sources and their limits: one frozen dataclass for each kind of source.
 
-cluster/config.py fills them from YAML and the command line; every field is checked here, once.
+cluster/config.py fills them from YAML and the command line. Every field is checked here, once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ TIMEOUT_S = 300.0
 MAX_BYTES = 4 << 30
 CACHE_BYTES = 64 << 30
 
-_STRICT = {"extra": "forbid"}  # what pydantic makes of an unknown key
+_STRICT = {"extra": "forbid"}  # pydantic rejects unknown keys.
 
 
 @dataclass(frozen=True, slots=True)
 class S3Config:
-    """Credentials are found as AWS's tools find theirs: environment, profile, instance role."""
+    """Settings for adapters in S3. Credentials are found as AWS's tools find theirs: environment, profile, instance
+    role."""
 
     __pydantic_config__: ClassVar[Mapping[str, str]] = _STRICT
 
-    uri: str | None = None  # "s3://bucket/prefix/{base_model_name}/{lora_name}"; None: only whole s3:// URIs are served
-    endpoint_url: str | None = None  # of a server that is not AWS
+    # "s3://bucket/prefix/{base_model_name}/{lora_name}". None: only complete s3:// URIs are served.
+    uri: str | None = None
+    endpoint_url: str | None = None  # URL of a server other than AWS.
     region: str | None = None
-    profile: str | None = None  # of ~/.aws/config
-    anonymous: bool = False  # for public buckets: requests are not signed
-    timeout_s: float = TIMEOUT_S  # for one adapter, from asking to having it
-    max_bytes: int = MAX_BYTES  # of one adapter's files together; a larger one is refused before it is read
+    profile: str | None = None  # Profile in ~/.aws/config.
+    anonymous: bool = False  # For public buckets: requests are not signed.
+    timeout_s: float = TIMEOUT_S  # For one adapter, from the request to the last byte.
+    max_bytes: int = MAX_BYTES  # Total size of one adapter's files; a larger adapter is rejected before it is read.
 
     def __post_init__(self) -> None:
         _check_limits("s3", self.timeout_s, self.max_bytes)
@@ -46,12 +48,12 @@ class S3Config:
 
 @dataclass(frozen=True, slots=True)
 class HTTPConfig:
-    """Nothing is asked for outside the allowed prefixes, by redirects neither."""
+    """Settings for adapters over HTTP. Nothing outside the allowed prefixes is requested, not even after a redirect."""
 
     __pydantic_config__: ClassVar[Mapping[str, str]] = _STRICT
 
-    uri: str | None = None  # "https://host/adapters/{lora_name}"; None: only whole URIs are served
-    allow: tuple[str, ...] = ()  # URL prefixes, each ending in "/"; where there is none, the fixed beginning of uri
+    uri: str | None = None  # "https://host/adapters/{lora_name}". None: only complete URIs are served.
+    allow: tuple[str, ...] = ()  # URL prefixes, each ending in "/". If empty, the fixed beginning of uri is allowed.
     timeout_s: float = TIMEOUT_S
     max_bytes: int = MAX_BYTES
 
@@ -78,14 +80,15 @@ class HTTPConfig:
 
 @dataclass(frozen=True, slots=True)
 class HubConfig:
-    """The token is huggingface_hub's own: HF_TOKEN, or what `hf auth login` has stored."""
+    """Settings for adapters on the Hugging Face hub. The token is huggingface_hub's own: HF_TOKEN, or the one that
+    `hf auth login` has stored."""
 
     __pydantic_config__: ClassVar[Mapping[str, str]] = _STRICT
 
-    allow: tuple[str, ...]  # repos, "org/name" or with wildcards "org/*"; no other is asked for
-    repo: str = "{lora_name}"  # which repo an adapter's name means; what follows "org/name" is a folder in it
-    revision: str = "main"  # branch, tag or commit
-    endpoint: str | None = None  # of another hub; default: HF_ENDPOINT, or huggingface.co
+    allow: tuple[str, ...]  # Repos, "org/name" or with wildcards "org/*". No other repo is requested.
+    repo: str = "{lora_name}"  # Repo for an adapter's name; anything after "org/name" is a folder in it.
+    revision: str = "main"  # Branch, tag or commit.
+    endpoint: str | None = None  # URL of another hub. Default: HF_ENDPOINT, or huggingface.co.
     timeout_s: float = TIMEOUT_S
     max_bytes: int = MAX_BYTES
 
@@ -98,13 +101,13 @@ class HubConfig:
 
 @dataclass(frozen=True, slots=True)
 class SourcesConfig:
-    """What a process of a node needs to open an adapter wherever it lies."""
+    """The settings that a process of a node needs to open an adapter from any source."""
 
     s3: S3Config = field(default_factory=S3Config)
     http: HTTPConfig | None = None
     hub: HubConfig | None = None
-    cache_dir: str | None = None  # on a local disk, the same for all processes of a node; default: ~/.cache/lorafleet
-    cache_bytes: int = CACHE_BYTES  # the least recently used adapters go first
+    cache_dir: str | None = None  # On a local disk, shared by all processes of a node. Default: ~/.cache/lorafleet.
+    cache_bytes: int = CACHE_BYTES  # The least recently used adapters are evicted first.
 
     def __post_init__(self) -> None:
         if self.cache_bytes < 1:

@@ -1,8 +1,9 @@
-"""Counts what the engine's steps were made of and how long they took. A step costs one look at the clock, four places
-in sorted bounds and a few additions, however many tokens it has; nothing here touches the device.
+"""Counts the tokens, sequences and durations of the engine's steps. A step costs one reading of the clock, three
+searches in sorted bounds and a few additions, however many tokens it has. Nothing here touches the device.
 
-The adapters' share of a step cannot be timed in one: their kernels run beside and inside the base's. So two things are
-told: how many of the tokens used an adapter, and, on a GPU, the times of steps with and without (gpu_step_clock.py).
+The adapters' share of one step cannot be timed, because their kernels run beside and inside the base's. So two things
+are reported instead: the number of tokens that used an adapter, and, on a GPU, the times of steps with and without
+adapters (gpu_step_clock.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal
 from lorafleet.protocol.histogram import Bounds, Histogram
 from lorafleet.protocol.messages import GPUSteps, StepStats
 
-StepKind = Literal["decode", "prefill"]  # one token of each sequence; or prompts too
+StepKind = Literal["decode", "prefill"]  # decode: one token of each sequence; prefill: prompts too.
 
 STEP_S: Bounds = (
     *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125),
@@ -26,12 +27,12 @@ STEP_SEQUENCES: Bounds = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 51
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """num_adapter_tokens: of num_tokens, those that used an adapter."""
+    """The contents of one step."""
 
     kind: StepKind
     num_sequences: int
     num_tokens: int
-    num_adapter_tokens: int
+    num_adapter_tokens: int  # Those of num_tokens that used an adapter.
 
 
 class StepMetrics:
@@ -46,8 +47,10 @@ class StepMetrics:
         self._ended_s = 0.0
 
     def ended(self, shape: StepShape, began_s: float) -> None:
-        """began_s: of time.perf_counter, when the step was begun; under a step that was under way then, it counts from
-        that one's end."""
+        """Records a step that has just ended. `began_s` is its start by time.perf_counter.
+
+        If the previous step was still running at that time, the duration counts from the end of that step.
+        """
         now = time.perf_counter()
         self._seconds[shape.kind].observe(now - max(began_s, self._ended_s))
         self._ended_s = now

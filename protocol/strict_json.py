@@ -1,7 +1,7 @@
-"""Reads JSON written by strangers: one object, each key once, finite numbers, bounded depth.
+"""Reads JSON from untrusted sources: one object, unique keys, finite numbers, bounded depth.
 
-Python's json keeps the last of two equal keys and takes NaN; another reader of the same bytes would see another config.
-Also holds `shown`, which quotes a stranger's value in an error message without letting it fill the log.
+Python's json keeps the last of two equal keys and accepts NaN, so another reader of the same bytes would see another
+config. `shown` quotes an untrusted value in an error message without letting it fill the log.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ MAX_SHOWN_CHARS = 120
 
 
 def shown(value: object) -> str:
-    """repr, cut: it escapes control characters and lone surrogates, so that the message can always be sent."""
+    """Returns a shortened repr. It escapes control characters and lone surrogates, so the message can always be
+    sent."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
 
 
 def read_json_object(data: bytes, file_name: str) -> dict[str, object]:
-    """The object in `data`; AdapterMalformed, naming `file_name` and the cause, where there is none."""
+    """Returns the object in `data`. Raises AdapterMalformed, naming `file_name` and the cause, if there is none."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -31,7 +32,7 @@ def read_json_object(data: bytes, file_name: str) -> dict[str, object]:
         raise AdapterMalformed(f"{file_name} is not valid JSON: {error.msg} at character {error.pos}.") from None
     except RecursionError:
         raise AdapterMalformed(f"{file_name} is nested too deeply.") from None
-    except ValueError as error:  # ours below, and an integer of more digits than Python converts
+    except ValueError as error:  # raised below, or by an integer of more digits than Python converts
         raise AdapterMalformed(f"{file_name} is not acceptable JSON: {error}.") from None
     if not isinstance(value, dict):
         raise AdapterMalformed(f"{file_name} holds a JSON {type(value).__name__}; it must hold an object.")

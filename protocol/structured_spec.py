@@ -1,7 +1,7 @@
-"""What an answer must look like, as a request says it: plain data that crosses to the engine in SamplingParams.
+"""The format that a request demands of its answer: plain data that crosses to the engine in SamplingParams.
 
-Made by the functions here, which check shape and size; whether a grammar can be served is found out where it is
-compiled, workers/structured/grammar_program.py.
+The functions here create it and check shape and size. Whether a grammar can be served is found out when
+workers/structured/grammar_program.py compiles it.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ from lorafleet.protocol.limits import (
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tagged"]
 
-ADAPTERS_DEFAULT = "lorafleet.json: response_format"  # where an adapter's folder says what its answers look like
+# The entry in an adapter's folder that gives the format of its answers.
+ADAPTERS_DEFAULT = "lorafleet.json: response_format"
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """The whole answer must match. Two that are equal but for `param` compile to the same.
-
-    source: the schema's JSON text, whose order of properties the answer follows; the regex; the choices as a JSON list;
-    the grammar in Lark or GBNF; "" of json_object; of tagged the JSON of [Lark, [[rule, schema, where, any_whitespace],
-    …]]: text that may have JSON of several schemas in it, each a rule of the Lark.
-    any_whitespace: of JSON: whether the model may lay it out; False: no blank outside of texts.
-    param: the request's field that asked for it, which errors name.
-    """
+    """A format that the whole answer must match. Two that differ only in `param` compile to the same grammar."""
 
     kind: Kind
+    # json_schema: the schema's JSON text; the answer follows its order of properties.
+    # json_object: "".
+    # regex: the expression.
+    # choice: the choices as a JSON list.
+    # grammar: the grammar in Lark or GBNF.
+    # tagged: text that may contain JSON of several schemas, each of them a rule of the Lark grammar. The source is the
+    #     JSON of [Lark, [[rule, schema, where, any_whitespace], …]].
     source: str = ""
-    any_whitespace: bool = True
-    param: str = "structured_outputs"
+    any_whitespace: bool = True  # For JSON: whether the model may add whitespace. False: no blanks outside of strings.
+    param: str = "structured_outputs"  # The request's field that asked for the format, for error messages.
 
 
 class JsonPart(msgspec.Struct, frozen=True, array_like=True):
-    """where: the request's field that has the schema, which errors name."""
+    """A JSON schema that is a rule of a tagged grammar."""
 
     rule: str
     schema: dict[str, Any] | bool
-    where: str
+    where: str  # The request's field that has the schema, for error messages.
     any_whitespace: bool = True
 
 
 def json_schema(schema: object, param: str, *, any_whitespace: bool = True) -> StructuredOutputs:
-    """schema: parsed, or as text; true and false are schemas too."""
+    """Returns the format for a schema, which is given as a parsed value or as text. true and false are schemas too."""
     if isinstance(schema, str):
         _check_size(schema, param)
         try:
@@ -66,12 +67,13 @@ def json_schema(schema: object, param: str, *, any_whitespace: bool = True) -> S
 
 
 def closed(schema: object) -> object:
-    """Whoever names properties and does not say whether there may be others is taken to mean that there may not."""
+    """Forbids additional properties in every object schema that names properties and does not say whether others are
+    allowed."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            return schema  # json_schema() says what is wrong with it
+            return schema  # json_schema() reports the error
     check_depth(schema, "structured_outputs.json")
     return _closed(schema)
 
@@ -88,12 +90,13 @@ def _closed(schema: object) -> object:
 
 
 def json_object(param: str, *, any_whitespace: bool = True) -> StructuredOutputs:
-    """Any JSON object."""
+    """Returns the format of any JSON object."""
     return StructuredOutputs("json_object", "", any_whitespace, param)
 
 
 def response_format(given: object, param: str) -> StructuredOutputs | None:
-    """OpenAI's: {"type": "json_schema", "json_schema": {"name": …, "schema": …}}, json_object, or text: None."""
+    """Returns the format for OpenAI's `response_format`: json_object, or {"type": "json_schema", "json_schema":
+    {"name": …, "schema": …}}. Returns None for the type text."""
     if not isinstance(given, dict):
         raise InvalidRequest(f"`{param}` must be an object with a `type`.", param)
     kind = given.get("type")
@@ -112,7 +115,7 @@ def response_format(given: object, param: str) -> StructuredOutputs | None:
 
 
 def as_response_format(given: StructuredOutputs) -> dict[str, object]:
-    """What response_format() made it of."""
+    """Returns the argument that response_format() turns into this format."""
     if given.kind == "json_object":
         return {"type": "json_object"}
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": json.loads(given.source)}}
@@ -123,7 +126,7 @@ def regex(pattern: str, param: str) -> StructuredOutputs:
 
 
 def choice(choices: Sequence[str], param: str) -> StructuredOutputs:
-    """One of the texts, to the letter."""
+    """Requires the answer to be exactly one of the texts."""
     if not choices or not all(isinstance(one, str) and one for one in choices):
         raise InvalidRequest(f"`{param}` must be a list of at least one text, none of them empty.", param)
     if len(choices) > MAX_CHOICES:
@@ -133,12 +136,12 @@ def choice(choices: Sequence[str], param: str) -> StructuredOutputs:
 
 
 def grammar(text: str, param: str) -> StructuredOutputs:
-    """In Lark (its start rule is `start`) or GBNF (`root`)."""
+    """Returns the format for a grammar in Lark (its start rule is `start`) or GBNF (`root`)."""
     return StructuredOutputs("grammar", _check_text(text, param), param=param)
 
 
 def tagged(lark: str, parts: Sequence[JsonPart], param: str) -> StructuredOutputs:
-    """lark: without the parts' rules."""
+    """Returns the format for a Lark grammar that lacks the rules of the parts."""
     for part in parts:
         _json_of(part.schema, part.where)
     source = json.dumps([lark, msgspec.to_builtins(parts)], ensure_ascii=False)
@@ -161,7 +164,7 @@ def _check_keys(given: dict[str, object], known: Sequence[str], param: str) -> N
 
 
 def _check_words(text: object, param: str, most_chars: int) -> None:
-    """Of what only people read."""
+    """Checks a text that only people read."""
     if text is not None and not isinstance(text, str):
         raise InvalidRequest(f"`{param}` must be a text.", param)
     if text is not None and len(text) > most_chars:
@@ -185,7 +188,7 @@ def _check_size(text: str, param: str) -> str:
 
 
 def check_depth(value: object, param: str) -> None:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest if the value is nested too deeply."""
     level: list[object] = [value]
     for _ in range(MAX_JSON_DEPTH):
         level = [inner for one in level for inner in _inner(one)]

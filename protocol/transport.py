@@ -1,9 +1,11 @@
-"""Carries messages between a replica and its GPUWorker: zmq over ipc, msgpack, two processes, one machine. The worker
-answers whom it heard last; a client says first that it is there. Not a PAIR: until that has noticed that one client has
-left, it turns the next one away and loses what it has sent.
+"""Carries messages between a replica and its GPUWorker: zmq over ipc, msgpack, two processes, one machine.
 
-At most one message a step in each direction: the client sends its next batch when the worker has acknowledged the last
-one, and gathers what comes meanwhile; the worker acknowledges once a step. What both say is in protocol/messages.py.
+The worker answers the client that it received from last, and a client announces itself first. A PAIR socket would not
+do: until it has noticed that one client has left, it rejects the next one and loses its messages.
+
+There is at most one message per step in each direction. The client collects requests and sends its next batch when
+the worker has acknowledged the last one. The worker acknowledges once per step. The messages are defined in
+protocol/messages.py.
 """
 
 from __future__ import annotations
@@ -43,19 +45,20 @@ from lorafleet.protocol.output_stream import OutputStream
 from lorafleet.protocol.sealing import seal
 
 HELLO = b""
-UNACKNOWLEDGED_S = 10.0  # how long a worker that sends other messages may leave a batch unacknowledged
+UNACKNOWLEDGED_S = 10.0  # Longest time that a worker that sends other messages may leave a batch unacknowledged.
 
 log = logging.getLogger(__name__)
 
 
 class WorkerSocket:
-    """The worker's end. wake() may be called from any thread, everything else from the engine loop's."""
+    """The worker's end of the connection. Any thread may call wake(); only the engine loop's thread may call the
+    rest."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._client: bytes | None = None  # the one that was heard last
-        self._socket.setsockopt(zmq.LINGER, 1000)  # ms: the message that says why the worker ends must arrive
+        self._client: bytes | None = None  # the client that sent the last message
+        self._socket.setsockopt(zmq.LINGER, 1000)  # ms: the message that says why the worker ends must be delivered
         self._socket.set_hwm(0)
         self._socket.bind(address)
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -68,11 +71,11 @@ class WorkerSocket:
         self._encoder = msgspec.msgpack.Encoder()
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: a wake is pending; closed: nobody sleeps
+        with contextlib.suppress(BlockingIOError, OSError):  # full: a wake is pending; closed: no thread waits
             self._wake_sender.send(b"\0")
 
     def receive(self, wait_ms: int) -> list[ClientBatch]:
-        """What has arrived; waits up to wait_ms, or until wake(), where nothing has."""
+        """Returns the batches that have arrived. If there are none, waits up to wait_ms, or until wake()."""
         ready = dict(self._poller.poll(wait_ms))
         if self._wake_receiver.fileno() in ready:
             self._wake_receiver.recv(4096)
@@ -86,7 +89,8 @@ class WorkerSocket:
                 batches += self._decoded(message)
 
     def _decoded(self, message: bytes) -> list[ClientBatch]:
-        """Nothing where the message cannot be read: the client notices that it is not acknowledged, and fails."""
+        """Returns the batch, or nothing if the message cannot be read: the client then misses the acknowledgment and
+        fails."""
         try:
             return [self._decoder.decode(message)]
         except msgspec.MsgspecError:
@@ -94,7 +98,8 @@ class WorkerSocket:
             return []
 
     def send(self, batch: StepBatch) -> None:
-        """Dropped where nobody is connected: the replica has gone, and its requests with it."""
+        """Sends the batch to the client. Drops it if none is connected: then the replica has gone, and its requests
+        with it."""
         if self._client is not None:
             self._socket.send_multipart((self._client, self._encoder.encode(batch)), zmq.NOBLOCK)
 
@@ -106,9 +111,9 @@ class WorkerSocket:
 
 
 class EngineClient:
-    """The replica's end, in its asyncio loop.
+    """The replica's end of the connection, in its asyncio loop.
 
-    unacknowledged_s: how long a worker that sends other messages may leave a batch unacknowledged.
+    A worker that sends other messages may leave a batch unacknowledged for `unacknowledged_s` seconds.
     """
 
     def __init__(self, address: str, hello: EngineHello, unacknowledged_s: float = UNACKNOWLEDGED_S) -> None:
@@ -125,20 +130,20 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepBatch)
         self._streams: dict[str, OutputStream] = {}
-        self.tokens_asked: Counter[str] = Counter()  # prompts and answers, by digest; whoever reads it may clear it
+        self.tokens_asked: Counter[str] = Counter()  # prompts and answers, by digest; its reader may clear it
         self._in_flight: Counter[str] = Counter()  # by digest
         self._drained: dict[str, asyncio.Event] = {}
         self._calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
         self._sequence = 0
         self._next_call = 0
         self._gathering = ClientBatch(0)
-        self._unsent: dict[str, Sealed[str]] = {}  # those of the batch that gathers, by id, in their order
+        self._unsent: dict[str, Sealed[str]] = {}  # requests of the batch in preparation, by id, in order
         self._unacknowledged = False
         self._sent_s = 0.0  # monotonic, of the last batch
-        self._num_late = 0  # messages that the worker sent long after that batch, without acknowledging it
+        self._num_late = 0  # messages sent long after that batch that do not acknowledge it
         self._flush_planned = False
         self._dead: EngineDead | None = None
-        self._moves_before: list[AdapterMove] = []  # before somebody listened
+        self._moves_before: list[AdapterMove] = []  # before there was a listener
         self._on_adapter_move: Callable[[AdapterMove], None] = self._moves_before.append
         self._stats_came = asyncio.Event()
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
@@ -151,34 +156,35 @@ class EngineClient:
 
     @property
     def dead(self) -> str | None:
-        """Why nothing can be generated any more; None while the worker lives."""
+        """The reason why nothing can be generated any more; None while the worker lives."""
         return None if self._dead is None else self._dead.message
 
     @property
     def num_streams(self) -> int:
-        """Sequences whose last token has not come."""
+        """The number of sequences whose last token has not arrived."""
         return len(self._streams)
 
     @property
     def num_batches(self) -> int:
-        """Sent."""
+        """The number of batches that were sent."""
         return self._sequence
 
     @property
     def stats_age_s(self) -> float:
-        """Since `stats` came. The worker tells them ten times a second while it works, and once a second at least."""
+        """The time since `stats` arrived. A working worker sends them ten times a second, an idle one at least once a
+        second."""
         return time.monotonic() - self._stats_s
 
     async def next_stats(self) -> EngineStats:
-        """Waits for those that come next; for one caller."""
+        """Waits for the next stats. Only one caller may wait at a time."""
         self._stats_came.clear()
         await self._stats_came.wait()
         return self.stats
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
-        """Ends after the output with a finish_reason. Closing it earlier aborts the sequence within a step.
+        """Yields outputs up to the one with a finish_reason. Closing it earlier aborts the sequence within a step.
 
-        Raises the LorafleetError that the engine refused the request with, or EngineDead.
+        Raises the LorafleetError with which the engine rejected the request, or EngineDead.
         """
         self._check_alive()
         sealed = seal(request.request_id, request)
@@ -207,17 +213,17 @@ class EngineClient:
                 self._abort(request.request_id)
 
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
-        """Reads and checks the adapter into the worker's CPU tier. Raises AdapterError saying what is wrong."""
+        """Reads and checks the adapter into the worker's CPU tier. Raises AdapterError with the cause."""
         info = await self._call(LoadAdapter(self._call_id(), lora))
         assert info is not None
         return info
 
     async def drop_adapter(self, digest: str) -> None:
-        """The worker forgets the adapter; a slot in use is freed when its last sequence ends."""
+        """Removes the adapter from the worker; a slot in use is freed when its last sequence ends."""
         await self._call(DropAdapter(self._call_id(), digest))
 
     async def pin_adapter(self, lora: LoRARequest) -> AdapterInfo:
-        """The worker loads the adapter, and keeps it in a slot. Raises AdapterError."""
+        """Loads the adapter and pins it in a slot. Raises AdapterError."""
         info = await self._call(PinAdapter(self._call_id(), lora))
         assert info is not None
         return info
@@ -226,12 +232,12 @@ class EngineClient:
         await self._call(UnpinAdapter(self._call_id(), digest))
 
     async def drained(self, digest: str) -> None:
-        """Until no request for the adapter is without its whole answer."""
+        """Waits until no request for the adapter is in flight."""
         while digest in self._in_flight:
             await self._drained.setdefault(digest, asyncio.Event()).wait()
 
     def listen_to_moves(self, listener: Callable[[AdapterMove], None]) -> None:
-        """Gets every move of an adapter, those first that have ended before."""
+        """Passes every adapter move to the listener, beginning with those that ended before this call."""
         for move in self._moves_before:
             listener(move)
         self._moves_before.clear()
@@ -271,7 +277,8 @@ class EngineClient:
             self._plan_flush()
 
     def _plan_flush(self) -> None:
-        """At the end of this turn of the loop, so that requests that arrive together travel together."""
+        """Schedules a flush at the end of the current loop iteration, so that requests that arrive together travel
+        together."""
         if not self._unacknowledged and not self._flush_planned:
             self._flush_planned = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -291,14 +298,15 @@ class EngineClient:
         batch.sequence = self._sequence + 1
         batch.requests = list(self._unsent.values())
         message = self._encoder.encode(batch)
-        # No high-water mark: the send is queued at once, and its future is done.
+        # There is no high-water mark, so the send is queued at once and its future is done.
         self._socket.send(message)
         self._sequence += 1
         self._gathering, self._unsent = ClientBatch(0), {}
         self._unacknowledged, self._sent_s, self._num_late = True, time.monotonic(), 0
 
     async def _receive(self) -> None:
-        """Whatever ends this ends every stream and call: nobody waits for answers that nobody reads."""
+        """Receives batches until the connection ends. Then it ends every stream and call, so that no caller waits in
+        vain."""
         try:
             while self._dead is None:
                 self._take_in(self._decoder.decode(await self._socket.recv()))
@@ -328,8 +336,11 @@ class EngineClient:
         self._check_acknowledged(batch)
 
     def _check_acknowledged(self, batch: StepBatch) -> None:
-        """The worker reads all that has come before each step. So the second message that it sends long after a batch
-        was sent must acknowledge that batch; the first may end a step that began before."""
+        """Fails if the worker does not acknowledge the last batch in time.
+
+        The worker reads all arrived messages before each step. So the second message that it sends long after a batch
+        was sent must acknowledge that batch; the first may end a step that began before.
+        """
         self._num_late += self._unacknowledged and batch.sent_s - self._sent_s > self._unacknowledged_limit_s
         if self._num_late >= 2:
             self.fail(f"the worker has not read what it was sent {batch.sent_s - self._sent_s:.0f} s ago")
@@ -344,7 +355,7 @@ class EngineClient:
             caller.set_result(reply.info)
 
     def fail(self, reason: str) -> None:
-        """Ends every stream and call, and all later ones, with EngineDead. The first reason counts."""
+        """Ends every stream and call, and all later ones, with EngineDead. Only the first reason counts."""
         if self._dead is not None:
             return
         self._dead = EngineDead(reason)
@@ -356,7 +367,7 @@ class EngineClient:
 
 
 def ipc_address(folder: str) -> str:
-    """An address in a private folder. The path of a Unix socket holds 107 bytes at most."""
+    """Returns an address in a private folder. The path of a Unix socket holds 107 bytes at most."""
     path = os.path.join(folder, "engine.sock")
     assert len(path.encode()) <= 107, path
     return f"ipc://{path}"

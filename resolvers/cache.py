@@ -1,11 +1,12 @@
-"""A node's adapters on its local disk, shared by all its processes: each under its digest, complete or absent.
+"""A node's adapters on its local disk, shared by all its processes. Each lies under its digest, complete or absent.
 
-    adapters/<digest>/    config and weights; its modification time is when it was last wanted
+    adapters/<digest>/    config and weights; its modification time is that of the last use
     sources/<key>         a link to the adapter that a source held in one version
-    drafts/<random>/      being written, locked by its writer; what nobody holds any more is the rest of a crash
-    locks/                of sources that are being fetched, and of the room
+    drafts/<random>/      a folder being written, locked by its writer; an unlocked one is left over from a crash
+    locks/                locks of sources that are being fetched, and of the cache's room
 
-A file takes its room before its bytes come. What is being read is locked by its readers and never evicted.
+A file's room is reserved before its bytes come. An adapter that is being read is locked by its readers and never
+evicted.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
     num_adapters: int
-    num_bytes: int  # with what is being written
+    num_bytes: int  # includes files that are being written
 
 
 class AdapterCache:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.evictions = 0  # by this process
+        self.evictions = 0  # adapters that this process evicted
         self._adapters, self._sources, self._drafts, self._locks = (
             folder / name for name in ("adapters", "sources", "drafts", "locks")
         )
@@ -54,7 +55,7 @@ class AdapterCache:
         return bool(_DIGEST.fullmatch(digest)) and (self._adapters / digest).is_dir()
 
     def digest_of(self, key: str) -> str | None:
-        """Of what this version of a source held, where that is still here."""
+        """Returns the digest of the adapter in this version of a source, or None if the cache does not have it."""
         try:
             digest = (self._sources / key).readlink().name
         except OSError:
@@ -63,7 +64,7 @@ class AdapterCache:
 
     @contextlib.contextmanager
     def reading(self, digest: str) -> Iterator[Path | None]:
-        """Its folder, which stays until the end of the block; None where it is not here."""
+        """Yields the adapter's folder, which stays until the block ends, or None if it is not in the cache."""
         folder = self._adapters / digest
         if not self.holds(digest):
             yield None
@@ -75,13 +76,13 @@ class AdapterCache:
 
     @contextlib.contextmanager
     def alone(self, source: str, deadline: Deadline) -> Iterator[None]:
-        """One process of the node at a time fetches a source."""
+        """Holds the lock of a source, so that one process of the node at a time fetches it."""
         with locked(self._locks / _name(source), deadline):
             yield
 
     @contextlib.contextmanager
     def draft(self, sizes: Mapping[str, int], deadline: Deadline) -> Iterator[Path]:
-        """A folder with files of these sizes, to be filled and published; gone after the block."""
+        """Yields a folder with files of these sizes, to be filled and published. It is gone after the block."""
         with locked(self._locks / "room", deadline):
             self._make_room(sum(sizes.values()))
             folder = Path(tempfile.mkdtemp(dir=self._drafts))
@@ -98,7 +99,10 @@ class AdapterCache:
             lock.close()
 
     def publish(self, draft: Path, key: str | None) -> str:
-        """Makes a filled draft an adapter of the cache, for good; returns its digest. key: of its source's version."""
+        """Makes a filled draft an adapter of the cache, durably, and returns its digest.
+
+        `key` identifies the version of its source.
+        """
         digest = folder_digest(draft)
         for file in draft.iterdir():
             sync(file)
@@ -107,7 +111,7 @@ class AdapterCache:
         try:
             draft.rename(target)
         except OSError:
-            if not target.is_dir():  # where it is, another source had the same bytes
+            if not target.is_dir():  # if it exists, another source had the same bytes
                 raise
         sync(self._adapters)
         if key is not None:
@@ -117,7 +121,7 @@ class AdapterCache:
         return digest
 
     def discard_if_rotten(self, digest: str) -> bool:
-        """Removes an adapter whose bytes are not the ones that were written; True if they were not."""
+        """Returns whether an adapter's bytes differ from the ones that were written; if so, tries to remove it."""
         folder = self._adapters / digest
         try:
             if folder_digest(folder) == digest:
@@ -128,7 +132,10 @@ class AdapterCache:
         return True
 
     def remove(self, digest: str) -> None:
-        """Of an adapter that is served no more; one that is being read goes with the next that needs room."""
+        """Removes an adapter that is no longer served.
+
+        If it is being read, it stays until a later fetch needs room.
+        """
         if self.holds(digest):
             self._remove(self._adapters / digest)
 
@@ -137,7 +144,7 @@ class AdapterCache:
         return CacheCounts(len(adapters), sum(adapters) + sum(_bytes_in(one) for one in _folders(self._drafts)))
 
     def _make_room(self, wanted: int) -> None:
-        """Under the lock of the room."""
+        """Evicts adapters until `wanted` bytes fit. The caller holds the lock of the room."""
         if wanted > self.max_bytes:
             raise AdapterTooLarge(f"{wanted} bytes do not fit the adapter cache. Raise lora_cache_bytes.")
         for draft in _folders(self._drafts):
@@ -162,11 +169,11 @@ class AdapterCache:
             )
 
     def _remove(self, folder: Path) -> bool:
-        """False where somebody reads it."""
+        """Removes the folder; returns False if a process is reading it."""
         with holding_folder(folder, shared=False) as held:
             if not held:
                 return False
-            gone = Path(tempfile.mkdtemp(dir=self._drafts))  # out of sight at once, whatever happens while it goes
+            gone = Path(tempfile.mkdtemp(dir=self._drafts))  # hides it at once, whatever happens during the removal
             folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
             return True
@@ -188,7 +195,7 @@ def _folders(parent: Path) -> list[Path]:
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:  # it may be on its way out
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:  # another process may be removing it
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 total += entry.stat(follow_symlinks=False).st_size

@@ -1,4 +1,4 @@
-"""What a source says of a file's content, compared with the bytes that came."""
+"""Checksums that a source gives for a file's content, and their comparison with the bytes that came."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ _MULTIPART = re.compile(r"[0-9a-f]{32}-([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """value: hex. git: sha1 of "blob <size>\\0" and the content, as git names files. multipart: S3's ETag of an upload
-    in parts, the md5 of the parts' md5s and "-<number of parts>"; part_bytes: the sizes that its parts may have."""
+    """A checksum of a file's content, as its source gives it.
+
+    There are four kinds:
+
+    - sha256 and md5 are hashes of the content.
+    - git is the sha1 of "blob <size>\\0" and the content, as git names files.
+    - multipart is S3's ETag of an upload in parts: the md5 of the parts' md5s, then "-<number of parts>".
+    """
 
     kind: Literal["sha256", "md5", "git", "multipart"]
-    value: str
-    part_bytes: tuple[int, ...] = ()
+    value: str  # in hex
+    part_bytes: tuple[int, ...] = ()  # for multipart: the sizes that the parts may have
 
 
 class Checker:
-    """Takes a file's bytes in order."""
+    """Compares a file's bytes, which are given in order, with a checksum."""
 
     def __init__(self, checksum: Checksum, size: int) -> None:
         self._wanted = checksum.value
@@ -65,7 +71,7 @@ class _Multipart:
                 self._end_part()
 
     def hexdigest(self) -> str:
-        """Once, at the end."""
+        """Returns the ETag of the content. It can be called only once, at the end."""
         if self._in_part:
             self._end_part()
         whole = hashlib.md5(b"".join(self._parts), usedforsecurity=False)
@@ -78,10 +84,10 @@ class _Multipart:
 
 
 def of_etag(etag: str, size: int, part_bytes: int | None) -> Checksum | None:
-    """What S3's ETag of an object without KMS encryption says; None where it is nothing that can be compared.
+    """Returns the checksum that S3's ETag of an object without KMS encryption gives, or None if it cannot be compared.
 
-    part_bytes: of the first part, where the server tells. Older servers do not: then each common size that gives as
-    many parts is tried.
+    part_bytes is the size of the first part, if the server reports it. Older servers do not: then each common size
+    that gives the same number of parts is tried.
     """
     if _MD5.fullmatch(etag):
         return Checksum("md5", etag)

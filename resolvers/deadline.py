@@ -1,4 +1,4 @@
-"""How long a fetch may still take. Every wait of a fetch asks here, so that a slow source and a stop both end it."""
+"""The time that a fetch has left. Every wait of a fetch asks for it, so a slow source and a stop both end the fetch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 
 from lorafleet.protocol.errors import AdapterUnavailable
 
-SOCKET_S = 20.0  # longest silence of a connection before it is given up and tried again
+SOCKET_S = 20.0  # longest silence of a connection before it is closed and tried again
 STOP_POLL_S = 0.2
 
 
 class Deadline:
-    """what: for the message. stop: set from outside to end the fetch at once."""
+    """The end of one fetch. `what` describes the fetch in messages; setting `stop` from outside ends it at once."""
 
     def __init__(self, timeout_s: float, what: str, stop: threading.Event) -> None:
         self._timeout_s = timeout_s
@@ -21,7 +21,7 @@ class Deadline:
         self._ends_s = time.monotonic() + timeout_s
 
     def left_s(self) -> float:
-        """Positive. AdapterUnavailable once there is no time left."""
+        """Returns the seconds that are left, more than 0. Raises AdapterUnavailable if there is no time left."""
         if self._stop.is_set():
             raise AdapterUnavailable(f"{self._what} was stopped: the process is ending.")
         left = self._ends_s - time.monotonic()
@@ -32,7 +32,7 @@ class Deadline:
         return left
 
     def socket_s(self) -> float:
-        """For the next wait on a connection."""
+        """Returns the timeout in seconds for the next wait on a connection."""
         return min(SOCKET_S, self.left_s())
 
     def sleep(self, seconds: float) -> None:
@@ -42,7 +42,7 @@ class Deadline:
         self.left_s()
 
     def until(self, stop: threading.Event) -> Deadline:
-        """The same end, with another event that stops it: for the parts of one download."""
+        """Returns a deadline with the same end that another event stops. The parts of one download use it."""
         other = Deadline(self._timeout_s, self._what, stop)
         other._ends_s = self._ends_s
         return other

@@ -1,7 +1,6 @@
-"""Brings a remote file's bytes to the disk: in parts side by side, each going on where it was interrupted.
+"""Brings a remote file's bytes to the disk, in parallel parts. Each part continues where it was interrupted.
 
-Knows neither where the bytes come from (source.py) nor what they mean; whether they are the right ones is checked once
-all are there.
+This module knows neither where the bytes come from (source.py) nor their meaning. They are checked once all have come.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lorafleet.resolvers.source import Interrupted, RemoteFile, Source
 
 PART_BYTES = 8 << 20
 PARALLEL_PARTS = 8
-ATTEMPTS = 6  # in a row without a byte, before a source is given up: about 12 s of waiting
+ATTEMPTS = 6  # attempts in a row without a byte before a source is given up: about 12 s of waiting
 FIRST_BACKOFF_S = 0.2
 LOG_S = 5.0
 
@@ -32,15 +31,17 @@ logger = logging.getLogger("lorafleet.resolvers")
 
 
 class Told(Protocol):
-    """Who counts: fetch_metrics.py."""
+    """Receives a download's progress and counts it. fetch_metrics.py implements it."""
 
     def received(self, num_bytes: int) -> None: ...
     def retried(self) -> None: ...
 
 
 def download(source: Source, file: RemoteFile, target: Path, deadline: Deadline, told: Told) -> None:
-    """Fills target, which has the file's size already, and checks it. AdapterUnavailable, AdapterChanged or
-    AdapterMalformed where that does not come off."""
+    """Fills `target`, which already has the file's size, and checks its content.
+
+    Raises AdapterUnavailable, AdapterChanged or AdapterMalformed if that fails.
+    """
     step = PART_BYTES if file.in_ranges else max(file.size, 1)
     parts = [(start, min(start + step, file.size)) for start in range(0, file.size, step)]
     ended = threading.Event()
@@ -63,7 +64,7 @@ def download(source: Source, file: RemoteFile, target: Path, deadline: Deadline,
 
 
 def _await_all(work: list[Future[None]], deadline: Deadline) -> None:
-    """Raises the first error; looks at the deadline meanwhile, since a stop from outside is seen there only."""
+    """Raises the parts' first error. Meanwhile checks the deadline, since only it reports a stop from outside."""
     left = set(work)
     while left:
         done, left = wait(left, timeout=min(0.2, deadline.left_s()), return_when=FIRST_EXCEPTION)
@@ -101,7 +102,7 @@ def _download_part(
 
 
 def _backoff_s(failures: int) -> float:
-    """Doubled each time, and spread, so that the processes of a cluster do not come back all at once."""
+    """Returns a delay that doubles each time, and is random so that a cluster's processes do not retry together."""
     return FIRST_BACKOFF_S * (1 << (failures - 1)) * random.uniform(0.5, 1.5)
 
 
@@ -129,7 +130,7 @@ def _verify(file: RemoteFile, path: Path) -> None:
 
 
 class _Progress:
-    """Of one file; called from its parts' threads."""
+    """The progress of one file. The threads of its parts call it."""
 
     def __init__(self, file: RemoteFile, told: Told) -> None:
         self._file = file

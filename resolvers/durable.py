@@ -1,4 +1,4 @@
-"""What is written must outlive a crash of the machine."""
+"""Writes that must survive a crash of the machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """To the disk: a file's bytes, or the names in a folder."""
+    """Writes a file's bytes, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

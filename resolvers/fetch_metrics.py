@@ -1,4 +1,4 @@
-"""What one process has fetched, for Prometheus. Labels are the kinds of sources, so there are few."""
+"""Prometheus metrics of what one process has fetched. The labels are the kinds of sources, so there are few."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from prometheus_client.registry import Collector
 
 from lorafleet.resolvers.cache import AdapterCache
 
-REMEMBERED = 1000  # adapters, by when they were fetched
+REMEMBERED = 1000  # number of adapters whose fetch times are stored
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class FetchTotals(NamedTuple):
-    """Over all sources."""
+    """The counts of one process over all sources."""
 
     fetched: int = 0
     failed: int = 0
@@ -27,11 +27,11 @@ class FetchTotals(NamedTuple):
 
 
 class FetchMetrics(Collector):
-    """cache: None while nothing has needed it."""
+    """The metrics of one process's fetches. cache() returns None until the process has needed the cache."""
 
     def __init__(self, cache: Callable[[], AdapterCache | None]) -> None:
         self.totals = FetchTotals()
-        self._fetched_s: dict[str, float] = {}  # by digest, the last one last
+        self._fetched_s: dict[str, float] = {}  # time of the fetch by digest, the latest last
         self._cache = cache
         self._lock = threading.Lock()
         self._registry = CollectorRegistry()
@@ -56,7 +56,7 @@ class FetchMetrics(Collector):
         )
 
     def expect(self, source: str) -> None:
-        """Shown with zeros before it is asked, so that rates begin with its first failure."""
+        """Creates the source's metrics with zeros before it is asked, so that rates begin with its first failure."""
         for outcome in ("fetched", "cached", "absent", "failed"):
             self._outcomes.labels(source, outcome)
         for metric in (self._bytes, self._retries, self._seconds):
@@ -66,11 +66,14 @@ class FetchMetrics(Collector):
         return ToldOfSource(self._bytes.labels(source), self._retries.labels(source))
 
     def fetched_since(self, digest: str, since_s: float) -> bool:
-        """since_s: of time.monotonic. Not known of adapters that a thousand others came behind."""
+        """Returns whether the adapter was fetched since since_s, a time of time.monotonic.
+
+        Only the last thousand adapters are known; for older ones the answer is False.
+        """
         return self._fetched_s.get(digest, -math.inf) >= since_s
 
     def ended(self, source: str, outcome: str, seconds: float, digest: str, num_bytes: int) -> None:
-        """digest, num_bytes: of the adapter, where it was fetched."""
+        """Counts the end of a fetch. digest and num_bytes describe the adapter if it was fetched."""
         with self._lock:
             if outcome == "fetched":
                 self._fetched_s.pop(digest, None)
@@ -103,7 +106,7 @@ class FetchMetrics(Collector):
 
 
 class ToldOfSource:
-    """What a download reports to."""
+    """Counts the progress of downloads from one source."""
 
     def __init__(self, num_bytes: Counter, retries: Counter) -> None:
         self._bytes = num_bytes

@@ -1,7 +1,7 @@
 """Finds adapters in one folder: <directory>/<lora_name>/adapter_config.json.
 
-Names stay inside the folder, also through symlinks. Only adapters that name the served base, or none, are found;
-whether their weights fit is checked when they are loaded.
+Names cannot lead out of the folder, not even through symlinks. Only adapters that name the served base, or no base,
+are found. Whether their weights fit is checked when they are loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class FilesystemResolver:
-    """directory: of adapters; it must exist. base_model_names: further names of the served base, such as its path."""
+    """Finds adapters in a folder.
+
+    Args:
+        directory: Folder of adapters; it must exist.
+        base_model_names: Further names of the served base, such as its path.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], base_model_names: Collection[str] = ()) -> None:
         path = Path(directory)
@@ -45,7 +50,7 @@ class FilesystemResolver:
         try:
             config = read_config(folder)
         except AdapterMissing:
-            return None  # a folder, such as "org" of "org/adapter", but no adapter
+            return None  # a folder that is no adapter, such as "org" of "org/adapter"
         except AdapterError as error:
             raise type(error)(f"adapter {lora_name!r}: {error.message}", error.param) from error
         if not is_for_base(config, lora_name, base_model_name, self._base_model_names):
@@ -69,5 +74,8 @@ class FilesystemResolver:
 
 
 def adapter_int_id(lora_name: str) -> int:
-    """Positive and the same in every process; identity is the digest, so a collision does no harm."""
+    """Returns a positive number that is the same in every process.
+
+    Adapters are identified by their digest, so a collision does no harm.
+    """
     return zlib.crc32(lora_name.encode()) or 1

@@ -21,7 +21,7 @@ class HTTPSource:
         self._reader = RangeReader(self._is_allowed)
 
     def find(self, uri: str, deadline: Deadline) -> list[RemoteFile]:
-        """A folder on a web server cannot be listed: its files are asked for by name."""
+        """Finds the adapter's files by asking for each name, since a folder on a web server cannot be listed."""
         folder = uri.rstrip("/") + "/"
         if not self._is_allowed(folder):
             raise Forbidden(
@@ -47,15 +47,18 @@ class HTTPSource:
         self._reader.close()
 
     def _file(self, url: str, name: str, described: Described) -> RemoteFile:
-        # Without a validator, two parts may be of two versions, and nobody would notice.
+        # Without a validator, two parts might come from two versions without notice.
         in_ranges = described.in_ranges and bool(described.validator)
         return RemoteFile(name, url, described.size, described.validator, described.checksum, in_ranges)
 
     def _is_allowed(self, url: str) -> bool:
-        """By the beginning of the URL as it is written; so nothing may be in it that a server reads otherwise."""
+        """Returns whether the URL begins, as it is written, with an allowed prefix.
+
+        A URL that a server might read differently is therefore not allowed.
+        """
         try:
             parts = urlsplit(url)
-        except ValueError:  # such as a bracket that stays open
+        except ValueError:  # such as a bracket that is not closed
             return False
         path = unquote(parts.path)
         if parts.username is not None or parts.query or parts.fragment or "\\" in path or "%" in path:

@@ -1,7 +1,7 @@
 """Adapters in repos of the Hugging Face hub that the configuration allows.
 
-huggingface_hub finds the repo's commit and what its files must hash to; the bytes come as from any web server, so that
-deadline, size limit and resumption are the same. What is fetched is one commit, whatever happens to its branch.
+huggingface_hub finds the repo's commit and the hashes of its files. The bytes come as from any web server, so that
+deadline, size limit and resumption are the same. A fetch reads one commit, whatever happens to its branch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class HubSource:
-    """URIs: hf://org/name, hf://org/name/folder, each with @revision at its end or the configured one."""
+    """Reads adapters at URIs hf://org/name and hf://org/name/folder.
+
+    Each URI may end with @revision; otherwise the configured revision is used.
+    """
 
     def __init__(self, config: HubConfig) -> None:
         self.timeout_s = config.timeout_s
@@ -37,7 +40,7 @@ class HubSource:
         repo, folder, revision = split(uri)
         if not any(fnmatch.fnmatchcase(repo, pattern) for pattern in self._config.allow):
             raise Forbidden(f"{repo} is not a repo that lora_resolver_hub allows ({', '.join(self._config.allow)}).")
-        from huggingface_hub import HfApi  # here: only those pay for it who use a hub
+        from huggingface_hub import HfApi  # imported here, so that only users of a hub pay for it
 
         api = HfApi(endpoint=self._config.endpoint)
         commit, files = _list(api, repo, revision or self._config.revision, deadline)
@@ -53,7 +56,7 @@ class HubSource:
         return found
 
     def read(self, file: RemoteFile, start: int, end: int, deadline: Deadline) -> Generator[bytes, None, None]:
-        # A commit's file never changes, so there is no need of a validator.
+        # A commit's file never changes, so it needs no validator.
         return self._ranges().read(
             file.location, start, end, file.size, "", in_ranges=file.in_ranges, deadline=deadline
         )
@@ -68,12 +71,12 @@ class HubSource:
 
         with self._lock:
             if self._reader is None:
-                self._reader = RangeReader(lambda _: True, build_hf_headers())  # a hub keeps its files elsewhere
+                self._reader = RangeReader(lambda _: True, build_hf_headers())  # a hub stores its files elsewhere
             return self._reader
 
 
 def _list(api: HfApi, repo: str, revision: str, deadline: Deadline) -> tuple[str, list[RepoSibling]]:
-    """The commit, and its files; none where there is no such repo, or none that we may see."""
+    """Returns the commit and its files. There are no files if the repo does not exist, or if we may not see it."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -89,7 +92,7 @@ def _list(api: HfApi, repo: str, revision: str, deadline: Deadline) -> tuple[str
         raise AdapterUnavailable(f"hf://{repo} is gated, and this cluster's HF_TOKEN has no access to it.") from error
     except RepositoryNotFoundError:
         return "", []
-    except HFValidationError as error:  # It was not asked for, and never will be.
+    except HFValidationError as error:  # the hub was not asked for it, and never will be
         raise InvalidRequest(f"hf://{repo} is not the name of a repo: {error}", "lora_path") from None
     except RevisionNotFoundError:
         raise AdapterUnavailable(f"hf://{repo} has no revision {revision!r}.") from None
@@ -100,9 +103,9 @@ def _list(api: HfApi, repo: str, revision: str, deadline: Deadline) -> tuple[str
         raise AdapterUnavailable(f"hf://{repo}: the hub answers HTTP {status}.") from None
     except OfflineModeIsEnabled:
         raise AdapterUnavailable(f"hf://{repo}: HF_HUB_OFFLINE is set; unset it to ask the hub.") from None
-    except Exception as error:  # of the HTTP library that huggingface_hub happens to use
+    except Exception as error:  # errors of the HTTP library that huggingface_hub happens to use
         raise Interrupted(f"{type(error).__name__}: {error}") from None
-    if info.id != repo:  # Hubs find repos in other letters' case and by former names: one adapter has one name.
+    if info.id != repo:  # Hubs ignore case and know former names, but one adapter has one name.
         return "", []
     if info.sha is None:
         raise AdapterUnavailable(f"hf://{repo}: the hub does not say which commit {revision!r} is.")
@@ -116,7 +119,7 @@ def _checksum(file: RepoSibling) -> Checksum | None:
 
 
 def split(uri: str) -> tuple[str, str, str]:
-    """Repo, folder in it, revision; the last two may be empty."""
+    """Splits a URI into the repo, the folder in it and the revision; the last two may be empty."""
     path, _, revision = uri.removeprefix("hf://").partition("@")
     parts = path.strip("/").split("/")
     if len(parts) < 2 or any(part in ("", ".", "..") for part in parts):

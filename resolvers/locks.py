@@ -1,6 +1,6 @@
-"""Locks between the processes of a node, and the threads of each: flock on a folder or on a file of its own.
+"""Locks between the processes of a node, and between the threads of each: flock on a folder or on a lock file.
 
-The kernel lets go of them when their holder dies, so that nothing stays locked after a crash.
+The kernel releases them when their holder dies, so that nothing stays locked after a crash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ POLL_S = 0.05
 
 @contextlib.contextmanager
 def holding_folder(path: Path, *, shared: bool) -> Iterator[bool]:
-    """Whether the folder could be locked at once: False where another holds it, or where it is gone."""
+    """Yields whether the folder could be locked at once: False if another process holds it, or if it is gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -32,7 +32,8 @@ def holding_folder(path: Path, *, shared: bool) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def locked(path: Path, deadline: Deadline) -> Iterator[None]:
-    """Holds the lock file alone, and removes it afterwards. AdapterUnavailable where the deadline comes first."""
+    """Holds the lock file exclusively, and removes it afterwards. Raises AdapterUnavailable if the deadline comes
+    first."""
     fd = _open_lock(path)
     try:
         while not (_try_lock(fd, fcntl.LOCK_EX) and _is_at(fd, path)):
@@ -61,7 +62,7 @@ def _try_lock(fd: int, operation: int) -> bool:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether the path still is what was opened: a lock on something removed locks nobody out."""
+    """Returns whether the path still names the opened file: a lock on a removed file excludes no other process."""
     mine = os.fstat(fd)
     try:
         there = path.stat()

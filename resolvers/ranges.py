@@ -1,6 +1,6 @@
-"""Ranges of files over HTTP: what a server says of a file, and its bytes, as long as it is the same file.
+"""Ranges of files over HTTP: a server's description of a file, and the file's bytes, as long as it is the same file.
 
-Redirects are followed one by one, each allowed or not by the caller; credentials stay with the host they are for.
+Redirects are followed one by one, and the caller allows or rejects each. Credentials are sent to their own host only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_REDIRECTS = 5
 MISSING = {404, 410}
 BUSY = {408, 425, 429}
 
-_NUMBER = r"([0-9]{1,18})"  # Python refuses to read numbers of thousands of digits.
+_NUMBER = r"([0-9]{1,18})"  # Python refuses to parse numbers with thousands of digits.
 _CONTENT_RANGE = re.compile(rf"bytes {_NUMBER}-{_NUMBER}/{_NUMBER}")
 _LENGTH = re.compile(_NUMBER)
 _SHA256 = re.compile(r"sha-256=:([A-Za-z0-9+/=]+):")
@@ -33,25 +33,25 @@ _SHA256 = re.compile(r"sha-256=:([A-Za-z0-9+/=]+):")
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """validator: a strong ETag, else the date of the last change, else ""."""
+    """A server's description of a file."""
 
     size: int
-    validator: str
+    validator: str  # a strong ETag, else the date of the last change, else ""
     in_ranges: bool
     checksum: Checksum | None
 
 
 class RangeReader:
-    """allowed: of a URL that the server redirects to."""
+    """Reads files in ranges. `allowed` says whether a URL that a server redirects to may be followed."""
 
     def __init__(self, allowed: Callable[[str], bool], headers: Mapping[str, str] | None = None) -> None:
-        # No compression: ranges count the bytes that are sent. No proxy or .netrc but what HTTPS_PROXY says.
+        # No compression, since ranges count the bytes that are sent. No proxy or .netrc but what HTTPS_PROXY says.
         self._headers = {"accept-encoding": "identity", "user-agent": "lorafleet", **(headers or {})}
         self._allowed = allowed
         self._client = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=16))
 
     def describe(self, url: str, deadline: Deadline) -> Described | None:
-        """None where the server has no such file."""
+        """Returns the server's description of the file, or None if the server has no such file."""
         with self._get(url, {"range": "bytes=0-0", "want-repr-digest": "sha-256=1"}, deadline) as answer:
             if answer.status_code in MISSING:
                 return None
@@ -69,7 +69,10 @@ class RangeReader:
     def read(
         self, url: str, start: int, end: int, size: int, validator: str, *, in_ranges: bool, deadline: Deadline
     ) -> Generator[bytes, None, None]:
-        """validator: what describe() said; other bytes than those are AdapterChanged."""
+        """Yields the bytes [start, end) of the file.
+
+        `validator` is the one that describe() returned. Raises AdapterChanged if the file is another one by now.
+        """
         headers = {"range": f"bytes={start}-{end - 1}"} if in_ranges else {}
         if validator:
             headers["if-match" if validator.startswith('"') else "if-unmodified-since"] = validator
@@ -82,7 +85,7 @@ class RangeReader:
             if validator and _validator(answer) != validator:
                 raise AdapterChanged(f"{url} changed while it was read.")
             with _errors():
-                yield from answer.iter_raw()  # as it comes: what is gathered into larger chunks is lost by a cut
+                yield from answer.iter_raw()  # chunks as they come: a broken connection would lose larger ones
 
     def close(self) -> None:
         self._client.close()
@@ -168,7 +171,7 @@ def _validator(answer: httpx.Response) -> str:
 
 
 def _checksum(answer: httpx.Response) -> Checksum | None:
-    """RFC 9530."""
+    """Returns the sha256 of the header Repr-Digest (RFC 9530), or None if there is no valid one."""
     found = _SHA256.search(answer.headers.get("repr-digest", ""))
     if found is None:
         return None

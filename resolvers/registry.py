@@ -1,7 +1,7 @@
-"""Which resolvers there are, and in which order they are asked.
+"""The resolvers, and the order in which they are asked.
 
 A resolver is registered by hand, or found as an installed plugin: an entry point of the group "lorafleet.resolvers"
-that makes one without arguments. Sharing downloads and remembering misses is the caller's.
+that makes a resolver without arguments. Sharing downloads and caching misses is left to the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENTRY_POINT_GROUP = "lorafleet.resolvers"
 
 
 class LoRAResolverRegistry:
-    """Resolvers by name, asked in the order of their registration: the first hit wins."""
+    """The resolvers by name, asked in the order of their registration: the first hit wins."""
 
     def __init__(self) -> None:
         self.metrics = ResolverMetrics()
@@ -37,11 +37,14 @@ class LoRAResolverRegistry:
         return self._resolvers[name]
 
     def supported(self) -> list[str]:
-        """Names, in the order in which they are asked."""
+        """Returns the resolvers' names, in the order in which they are asked."""
         return list(self._resolvers)
 
     def load_plugins(self, names: Sequence[str]) -> None:
-        """Registers the installed plugins of these names, in this order; ConfigError names one that cannot be."""
+        """Registers the installed plugins of these names, in this order.
+
+        Raises ConfigError, which names the plugin, if one cannot be registered.
+        """
         for name in names:
             self.register(name, _load(name))
 
@@ -72,7 +75,7 @@ def _load(name: str) -> LoRAResolver:
     make = _entry_point(name)
     try:
         resolver = make.load()()
-    except Exception as error:  # whatever a stranger's package raises on import
+    except Exception as error:  # a third-party package may raise anything on import
         raise ConfigError(f"the LoRA resolver {name!r} ({make.value}) cannot be loaded: {error!r}.") from error
     if not isinstance(resolver, LoRAResolver):
         raise ConfigError(f"the LoRA resolver {name!r} ({make.value}) has no resolve_lora(base_model_name, lora_name).")

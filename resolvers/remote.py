@@ -1,7 +1,7 @@
 """Finds adapters at a URI made from their name: in S3, on a web server, on a hub.
 
-They are given back under that URI and their digest, not under a path: so every node can open them, and none takes
-other bytes for them.
+An adapter is returned with that URI and its digest, not with a path. So every node can open it, and none mistakes
+other bytes for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from lorafleet.resolvers.trained_base import is_for_base
 
 
 class RemoteResolver:
-    """template: a URI with {lora_name} and, where wanted, {base_model_name}. base_model_names: further names of the
-    served base, such as its path."""
+    """Finds adapters at remote URIs.
+
+    Args:
+        template: A URI with {lora_name} and, optionally, {base_model_name}.
+        base_model_names: Further names of the served base, such as its path.
+    """
 
     def __init__(self, template: str, store: AdapterStore, base_model_names: Collection[str] = ()) -> None:
         self._template = template
@@ -30,7 +34,7 @@ class RemoteResolver:
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         check_adapter_name(lora_name)
         if "@" in lora_name and self._template.startswith("hf://"):
-            return None  # the revision is the operator's to choose: anybody may open a pull request on a hub
+            return None  # the operator chooses the revision, since anybody may open a pull request on a hub
         uri = self._template.format(base_model_name=base_model_name.strip("/"), lora_name=lora_name)
 
         def accept(config: bytes) -> bool:
@@ -39,7 +43,7 @@ class RemoteResolver:
         try:
             find = functools.partial(self._store.find, uri, accept=accept)
             digest = await asyncio.get_running_loop().run_in_executor(self._store.pool, find)
-        except (Forbidden, InvalidRequest):  # a name that leads nowhere that is allowed is a name that nobody has
+        except (Forbidden, InvalidRequest):  # a name whose URI is not allowed names no adapter
             return None
         if digest is None:
             return None

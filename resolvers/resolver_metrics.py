@@ -1,4 +1,4 @@
-"""What resolvers were asked, for Prometheus: by resolver, whose names the configuration gives, never by adapter."""
+"""Prometheus metrics of the requests to resolvers. Labels are the resolvers' configured names, never adapters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ResolverMetrics(Collector):
         )
 
     def expect(self, resolver: str) -> None:
-        """Shown with zeros before it is asked, so that rates begin with its first failure."""
+        """Creates the resolver's metrics with zeros before it is asked, so that rates begin with its first failure."""
         for outcome in OUTCOMES:
             self._lookups.labels(resolver, outcome)
         self._seconds.labels(resolver)

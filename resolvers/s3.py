@@ -1,7 +1,7 @@
-"""Adapters in an S3 bucket: s3fs lists, boto3 reads ranges of one version of an object.
+"""Adapters in an S3 bucket: s3fs lists them, and boto3 reads ranges of one version of an object.
 
-A server may refuse us because of credentials that have been replaced since; so clients are made anew after a refusal,
-and what the profile or the environment says then counts.
+A server may reject us because our credentials have been replaced. So the clients are created anew after a rejection,
+and use what the profile or the environment says by then.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lorafleet.resolvers.download import PARALLEL_PARTS
 from lorafleet.resolvers.source import Interrupted, RemoteFile, wanted_names
 
 CONNECT_S = 5.0
-CHUNK_BYTES = 1 << 17  # what a cut may lose
+CHUNK_BYTES = 1 << 17  # the most that a broken connection loses
 BUSY = {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "ServiceUnavailable", "InternalError", "Throttling"}
 REFUSED = {401, 403}
-_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[^/]+")  # The library takes these, and the ARN of an access point.
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[^/]+")  # The library accepts these, and the ARN of an access point.
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class S3Source:
         fs = self._clients().fs
         with self._errors(uri, deadline):
             try:
-                # fs.ls, with a limit: its own has none
+                # This is fs.ls with a time limit, which fs.ls itself does not have.
                 listed = sync(
                     fs.loop, fs._ls, f"{bucket}/{prefix}", detail=True, refresh=True, timeout=deadline.left_s()
                 )
@@ -83,7 +83,10 @@ class S3Source:
         return [one for one in listed if one["type"] == "file"]
 
     def _checksum(self, bucket: str, key: str, etag: str, size: int, deadline: Deadline) -> Checksum | None:
-        """The best that the server knows: sha256 of its own, in `x-amz-meta-sha256`, or the ETag's md5."""
+        """Returns the best checksum that the server knows, or None if it has none.
+
+        This is the server's own sha256, the sha256 in `x-amz-meta-sha256`, or the ETag's md5.
+        """
         location = f"s3://{bucket}/{key}"
         asked = {"Bucket": bucket, "Key": key, "IfMatch": f'"{etag}"'}
         with self._errors(location, deadline):
@@ -94,7 +97,7 @@ class S3Source:
             if "sha256" in head["Metadata"]:
                 return Checksum("sha256", head["Metadata"]["sha256"].lower())
             if head.get("ServerSideEncryption", "AES256") != "AES256":
-                return None  # the ETag is no md5 then
+                return None  # then the ETag is not an md5
             first = self._clients().boto.head_object(**asked, PartNumber=1) if "-" in etag else {}
             return checksum.of_etag(etag, size, first["ContentLength"] if "PartsCount" in first else None)
 
@@ -106,7 +109,7 @@ class S3Source:
 
     @contextlib.contextmanager
     def _errors(self, what: str, deadline: Deadline) -> Iterator[None]:
-        """The libraries' errors as ours."""
+        """Converts the libraries' errors to ours."""
         from botocore import exceptions as boto
         from fsspec.exceptions import FSTimeoutError
         from urllib3.exceptions import HTTPError
@@ -129,7 +132,7 @@ class S3Source:
             self._refused(what, cause)
         except (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError) as error:
             raise Interrupted(_first_line(error)) from None
-        except boto.BotoCoreError as error:  # an answer that is not S3's, a bucket that can have no such name
+        except boto.BotoCoreError as error:  # such as an answer that is not S3's, or an invalid bucket name
             raise AdapterUnavailable(f"{what}: {_first_line(error)}.") from None
 
     def _refused(self, what: str, error: Any) -> None:
@@ -149,7 +152,7 @@ class S3Source:
 
 
 def split(uri: str) -> tuple[str, str]:
-    """Bucket, and key without slashes around it."""
+    """Splits a URI into the bucket and the key, without slashes around the key."""
     bucket, _, key = uri.removeprefix("s3://").partition("/")
     key = key.strip("/")
     if not _BUCKET.fullmatch(bucket) or not key or any(part in ("", ".", "..") for part in key.split("/")):
@@ -158,7 +161,7 @@ def split(uri: str) -> tuple[str, str]:
 
 
 def _make_clients(config: S3Config) -> _Clients:
-    import boto3  # here: half a second, which only those pay who use S3
+    import boto3  # imported here, so that only users of S3 pay half a second for it
     import s3fs
     from botocore import UNSIGNED
     from botocore.config import Config
@@ -167,7 +170,7 @@ def _make_clients(config: S3Config) -> _Clients:
     timeouts: dict[str, Any] = {
         "connect_timeout": min(CONNECT_S, config.timeout_s),
         "read_timeout": min(SOCKET_S, config.timeout_s),
-        "retries": {"total_max_attempts": 1},  # download.py tries again, from where it stopped
+        "retries": {"total_max_attempts": 1},  # download.py retries from where the read stopped
     }
     signature = {"signature_version": UNSIGNED} if config.anonymous else {}
     try:

@@ -1,6 +1,6 @@
-"""What a remote source of adapters is: something that lists an adapter's files, and reads them in ranges.
+"""The interface of a remote source of adapters, which lists an adapter's files and reads them in ranges.
 
-s3.py, http.py and hub.py are the sources; download.py does with any of them what a download needs.
+s3.py, http.py and hub.py are the sources. download.py does the rest of a download with any of them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,14 @@ def is_uri(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """One version of one file.
+    """One version of one file of an adapter."""
 
-    name: in the adapter's folder. location: the source's own word for where it is. version: equal only where the bytes
-    are (an ETag, a commit); "" where the source has no such thing. in_ranges: whether a part can be asked for, so that
-    parts come side by side and an interrupted one goes on where it stopped.
-    """
-
-    name: str
-    location: str
+    name: str  # name in the adapter's folder
+    location: str  # the place of the file, as the source writes it
     size: int
-    version: str
+    version: str  # an ETag or a commit, equal only if the bytes are equal; "" if the source has no such thing
     checksum: Checksum | None
+    # Whether a part can be requested. Then parts come in parallel, and an interrupted one continues where it stopped.
     in_ranges: bool = True
 
 
@@ -43,29 +39,35 @@ class Interrupted(Exception):
 
 
 class Source(Protocol):
-    """Its errors are LorafleetErrors, or Interrupted for what is worth another try."""
+    """A remote source of adapters. It raises LorafleetErrors, or Interrupted if another attempt may succeed."""
 
     timeout_s: float
     max_bytes: int
 
     def find(self, uri: str, deadline: Deadline) -> list[RemoteFile]:
-        """As wanted_names has them; [] where the folder has no adapter_config.json. Forbidden where the
-        configuration does not allow the URI."""
+        """Returns the files that wanted_names selects, or [] if the folder has no adapter_config.json.
+
+        Raises Forbidden if the configuration does not allow the URI.
+        """
         ...
 
     def read(self, file: RemoteFile, start: int, end: int, deadline: Deadline) -> Generator[bytes, None, None]:
-        """Bytes [start, end) of that very version; AdapterChanged where it is gone. It may end early: the caller
-        counts. Without in_ranges, start is 0 and end the file's size."""
+        """Yields the bytes [start, end) of exactly that version; raises AdapterChanged if it is gone.
+
+        The bytes may end early, so the caller counts them. Without in_ranges, start is 0 and end is the file's size.
+        """
         ...
 
     def close(self) -> None:
-        """Its connections."""
+        """Closes the source's connections."""
         ...
 
 
 def wanted_names(names: Sequence[str], uri: str) -> list[str]:
-    """The config, the weights that the loader would take, and what the adapter's requests are written in, of the names
-    in a folder; [] where it is no adapter's."""
+    """Selects from the names in a folder the config, the weights that the loader would choose, and LANGUAGE_NAMES.
+
+    Returns [] if the folder is not an adapter's. Raises AdapterMissing if it has a config but no weights.
+    """
     if CONFIG_NAME not in names:
         return []
     for weights in (SAFETENSORS_NAME, BIN_NAME):

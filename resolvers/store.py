@@ -1,10 +1,10 @@
-"""Any adapter of the configured sources as a folder on this node: by its URI, or by its digest where it is known.
+"""Any adapter of the configured sources as a folder on this node: by its URI, or by its digest if that is known.
 
-    store.fetch("s3://bucket/sql")             brings it to the node's cache: its digest
-    with store.open(uri, digest) as folder:    keeps it there while it is read
+    store.fetch("s3://bucket/sql")             brings it to the node's cache and returns its digest
+    with store.open(uri, digest) as folder:    holds it there while it is read
 
-Blocks: call it from threads, such as those of its pool. Several processes may use one
-cache; each adapter is downloaded once a node.
+The calls block, so call them from threads, such as those of the store's pool. Several processes may use one cache;
+each adapter is downloaded once per node.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from lorafleet.resolvers.hub import HubSource
 from lorafleet.resolvers.s3 import S3Source
 from lorafleet.resolvers.source import Interrupted, RemoteFile, Source, is_uri
 
-FETCH_THREADS = 16  # adapters that one process waits for at a time
-CHANGES = 3  # downloads begun before a source that changes meanwhile is given up
+FETCH_THREADS = 16  # adapters that one process fetches at a time
+CHANGES = 3  # downloads that are started before a source that changes meanwhile is given up
 
 T = TypeVar("T")
 Accept = Callable[[bytes], bool]
@@ -68,22 +68,22 @@ class AdapterStore:
 
     @property
     def cache(self) -> AdapterCache:
-        """Made when it is first needed: who serves local folders only needs none."""
+        """The node's cache, created when it is first needed. A server of local folders needs none."""
         with self._lock:
             if self._cache is None:
                 self._cache = AdapterCache(self._config.cache_path, self._config.cache_bytes)
             return self._cache
 
     def forget(self, digest: str) -> None:
-        """Of an adapter that is served no more; any of the node's processes may have fetched it."""
+        """Removes an adapter that is no longer served; any of the node's processes may have fetched it."""
         if self._config.cache_path.is_dir():
             self.cache.remove(digest)
 
     def fetch(self, uri: str, digest: str = "") -> str:
-        """Its digest. Where one is given, an adapter with another one is AdapterChanged.
+        """Brings an adapter to the node's cache and returns its digest.
 
-        Raises AdapterMissing, AdapterUnavailable, AdapterTooLarge, AdapterMalformed, and Forbidden for a URI that the
-        configuration does not allow.
+        Raises AdapterChanged if a digest is given and the adapter has another one, Forbidden for a URI that the
+        configuration does not allow, and AdapterMissing, AdapterUnavailable, AdapterTooLarge or AdapterMalformed.
         """
         found = self.find(uri, digest)
         if found is None:
@@ -95,10 +95,13 @@ class AdapterStore:
         return found
 
     def find(self, uri: str, digest: str = "", accept: Accept = lambda _: True) -> str | None:
-        """As fetch; None where there is no adapter, or where accept refuses its config: then no more is downloaded."""
+        """Fetches an adapter like fetch(), but returns None if there is none, or if `accept` rejects its config.
+
+        After a rejected config, nothing more is downloaded.
+        """
         if digest and self.cache.holds(digest):
             return digest
-        scheme, source = self._source(uri)  # before the cache has a lock of that name
+        scheme, source = self._source(uri)  # rejects a bad URI before the cache gets a lock of that name
         deadline = Deadline(source.timeout_s, f"fetching {uri}", self._stop)
         fetch = _Fetch(uri, source, self.cache, deadline, self.metrics, scheme)
         with self.cache.alone(uri, deadline):
@@ -106,7 +109,7 @@ class AdapterStore:
 
     @contextlib.contextmanager
     def open(self, uri: str, digest: str = "") -> Iterator[Path]:
-        """The adapter's folder, complete and here until the end of the block. A local path is given back as it is."""
+        """Yields the adapter's folder, complete and present until the block ends. A local path is yielded as it is."""
         if not is_uri(uri):
             yield Path(uri)
             return
@@ -118,7 +121,10 @@ class AdapterStore:
         raise AdapterUnavailable(f"{uri} is evicted as soon as it is fetched. Raise lora_cache_bytes.")
 
     def read(self, uri: str, digest: str, use: Callable[[Path], T]) -> T:
-        """What `use` makes of the folder. Bytes that rotted on this node's disk are fetched anew, once."""
+        """Calls `use` on the adapter's folder and returns the result.
+
+        Bytes that rotted on this node's disk are fetched again, once.
+        """
         try:
             with self.open(uri, digest) as folder:
                 return use(folder)
@@ -132,11 +138,11 @@ class AdapterStore:
             return use(folder)
 
     def is_here(self, uri: str, digest: str) -> bool:
-        """Whether reading it needs no network."""
+        """Returns whether the adapter can be read without the network."""
         return not is_uri(uri) or bool(digest and self.cache.holds(digest))
 
     def stop(self) -> None:
-        """Ends the fetches under way, soon; later ones fail."""
+        """Ends the running fetches soon; later ones fail."""
         self._stop.set()
         self.pool.shutdown(wait=True, cancel_futures=True)
         for source in set(self._sources.values()):
@@ -160,7 +166,7 @@ class AdapterStore:
 
 
 class _Fetch:
-    """One adapter's way from its source into the cache, while no other process of the node does the same."""
+    """One adapter's way from its source into the cache. No other process of the node fetches it at the same time."""
 
     def __init__(
         self, uri: str, source: Source, cache: AdapterCache, deadline: Deadline, metrics: FetchMetrics, scheme: str
@@ -249,7 +255,7 @@ class _Fetch:
 
 
 def _key(uri: str, files: list[RemoteFile]) -> str | None:
-    """Of this version of the source; None where its versions cannot be told apart."""
+    """Returns the key of this version of the source, or None if its versions cannot be distinguished."""
     if not all(file.version for file in files):
         return None
     versions = json.dumps([uri, [(file.name, file.size, file.version) for file in files]])

@@ -1,4 +1,4 @@
-"""Whether an adapter's config names the base that is served."""
+"""Checks whether an adapter's config names the base that is served."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 def is_for_base(config: bytes, lora_name: str, base_model_name: str, base_model_names: Collection[str]) -> bool:
-    """An adapter that names no base fits every one. base_model_names: further names of the served base, such as its
-    path. Raises AdapterError, naming the adapter, where the config cannot be read."""
+    """Returns whether the adapter fits the served base. An adapter that names no base fits every one.
+
+    base_model_names are further names of the served base, such as its path. Raises AdapterError, naming the adapter,
+    if the config cannot be read.
+    """
     try:
         trained_on = _trained_on(config)
     except AdapterError as error:
@@ -37,7 +40,7 @@ def _trained_on(config: bytes) -> str | None:
 
 
 def _is_same_base(trained_on: str, served: Collection[str]) -> bool:
-    """By whole name, or by last part: "meta-llama/Llama-3.1-8B" trained, "/models/Llama-3.1-8B" served."""
+    """Compares whole names, or their last parts: "meta-llama/Llama-3.1-8B" trained, "/models/Llama-3.1-8B" served."""
     return trained_on in served or _last_part(trained_on) in {_last_part(name) for name in served}
 
 

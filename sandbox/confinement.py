@@ -1,4 +1,4 @@
-"""The limits that a sandboxed program sets on itself before it reads anything that a stranger wrote."""
+"""Limits that a sandboxed program sets on itself before it reads any untrusted data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NICENESS = 5  # a program that uses its whole limit must not slow the engine beside it
+NICENESS = 5  # A program that uses its whole limit must not slow down the engine beside it.
 
 
 def confine(memory_bytes: int) -> None:
-    """Allows memory_bytes beside what the process has already, and no files, processes or core dumps."""
+    """Allows memory_bytes beyond the process's present memory, and no files, processes or core dumps."""
     bound_memory(memory_bytes)
     os.nice(NICENESS)
     for limit, value in (
@@ -24,18 +24,19 @@ def confine(memory_bytes: int) -> None:
 
 
 def bound_memory(memory_bytes: int) -> None:
-    """Allows memory_bytes beside what the process has already."""
+    """Allows memory_bytes beyond the process's present memory."""
     MemoryBound().set(memory_bytes)
 
 
 class MemoryBound:
-    """Sets the bound of this process's memory; made before confine(), also after it, when no file can be opened."""
+    """The memory limit of this process. It must be created before confine(), because it opens a file; set() also
+    works after it."""
 
     def __init__(self) -> None:
         self._statm = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115  # open for as long as this lives
 
     def set(self, memory_bytes: int) -> None:
-        """Allows memory_bytes beside what the process has now."""
+        """Allows memory_bytes beyond the process's present memory."""
         self._statm.seek(0)
         present_bytes = int(self._statm.read(64).split()[0]) * resource.getpagesize()
         hard_bytes = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -45,9 +46,10 @@ class MemoryBound:
 
 @contextmanager
 def cpu_limit(cpu_s: float) -> Iterator[None]:
-    """Ends the process with SIGPROF when the block has used cpu_s seconds of processor time, even within one long call.
+    """Ends the process with SIGPROF when the block has used cpu_s seconds of processor time, even within one long
+    call.
 
-    The clock counts only this process, so that a busy machine does not end a harmless job.
+    The clock counts only this process, so a busy machine does not end a harmless job.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)

@@ -1,16 +1,17 @@
-"""Messages between a server's process and a sandboxed one: a length, then as many bytes. Both ends use this file."""
+"""Messages between a server's process and a sandboxed process: a length, then as many bytes. Both ends use this
+file."""
 
 from __future__ import annotations
 
 import socket
 import struct
 
-LENGTH = struct.Struct("<Q")  # precedes each message
+LENGTH = struct.Struct("<Q")  # Precedes each message.
 _PART_BYTES = 1 << 20
 
 
 def framed(message: bytes) -> bytes:
-    """The bytes that carry the message."""
+    """Returns the message with its length in front."""
     return LENGTH.pack(len(message)) + message
 
 
@@ -20,7 +21,7 @@ def send(sock: socket.socket, message: bytes) -> None:
 
 
 def receive(sock: socket.socket) -> bytes | None:
-    """The next message; None once the other end has closed the socket."""
+    """Returns the next message, or None once the other end has closed the socket."""
     head = _exactly(sock, LENGTH.size)
     return None if head is None else _exactly(sock, LENGTH.unpack(head)[0])
 

@@ -1,8 +1,8 @@
-"""Whose turn it is where many clients share a few processes or threads.
+"""Fair scheduling of jobs from many clients on a few processes or threads.
 
-Jobs wait in groups: a tenant's, or an adapter's where there are no tenants. The groups take turns, no group may have
-more than its share running while there is more than one place, and each group's queue is bounded. So a client waits for
-its own jobs, and for at most one job of each other group that came before.
+Jobs wait in groups: one per tenant, or one per adapter where there are no tenants. The groups take turns. If there is
+more than one place, no group may occupy all of them. Each group's queue is bounded. So a client waits for its own
+jobs, and for at most one earlier job of each other group.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
-_MEAN_WEIGHT = 0.1  # of the newest job, in the mean time that a job takes
+_MEAN_WEIGHT = 0.1  # Weight of the newest job in the mean duration of jobs.
 
 
 @dataclass(frozen=True, slots=True)
 class TurnLimits:
-    running: int  # Jobs at a time.
+    running: int  # Jobs that run at a time.
     waiting: int  # Jobs of one group that may wait; further ones are rejected.
     waiting_in_all: int = 1024  # Jobs of all groups together that may wait.
 
     @property
     def running_of_one(self) -> int:
-        """Places that one group may take: never the last one."""
+        """The number of places that one group may take: never the last one."""
         return max(1, self.running - 1)
 
 
 class NoRoom(Exception):
-    """The group's queue is full. The message gives the numbers."""
+    """An error that means that a queue is full. The message gives the numbers."""
 
 
 class TurnQueue(Generic[Job]):
-    """The order of jobs, without anything that runs them."""
+    """The order of the waiting jobs. It does not run them."""
 
     def __init__(self, limits: TurnLimits) -> None:
         self._limits = limits
@@ -48,7 +48,7 @@ class TurnQueue(Generic[Job]):
         return self._num_waiting
 
     def put(self, group: str, job: Job) -> None:
-        """Raises NoRoom."""
+        """Adds a job to the group's queue. Raises NoRoom if a queue is full."""
         num_of_group = len(self._waiting.get(group, ()))
         if num_of_group >= self._limits.waiting:
             raise NoRoom(f"{num_of_group} of its jobs wait already, and at most {self._limits.waiting} may")
@@ -58,7 +58,7 @@ class TurnQueue(Generic[Job]):
         self._num_waiting += 1
 
     def take(self) -> tuple[str, Job] | None:
-        """The job whose turn it is; done() must follow. None where nobody waits, or all places are taken."""
+        """Returns the next job and its group; done() must follow. Returns None if no job may start now."""
         if self._running.total() >= self._limits.running:
             return None
         group = next((g for g in self._waiting if self._running[g] < self._limits.running_of_one), None)
@@ -78,7 +78,7 @@ class TurnQueue(Generic[Job]):
             del self._running[group]
 
     def remove(self, group: str, job: Job) -> bool:
-        """Takes back a job that waits. False where it does not wait."""
+        """Removes a waiting job from the queue. Returns False if it is not waiting."""
         jobs = self._waiting.get(group)
         if jobs is None or job not in jobs:
             return False
@@ -90,7 +90,7 @@ class TurnQueue(Generic[Job]):
 
 
 class Turns:
-    """Lets coroutines of one event loop run in the order of a TurnQueue."""
+    """Runs coroutines of one event loop in the order of a TurnQueue."""
 
     def __init__(self, limits: TurnLimits) -> None:
         self._limits = limits
@@ -99,12 +99,12 @@ class Turns:
 
     @property
     def retry_after_s(self) -> float:
-        """How long what waits now will take, as far as earlier jobs tell."""
+        """The expected time in seconds until the waiting jobs are done, estimated from earlier jobs."""
         return min(60.0, max(1.0, len(self._queue) * self._mean_s / self._limits.running))
 
     @asynccontextmanager
     async def turn(self, group: str) -> AsyncIterator[None]:
-        """Waits for a turn of the group, which lasts until the end of the block. Raises NoRoom."""
+        """Waits for the group's turn, which lasts until the end of the block. Raises NoRoom."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.put(group, granted)
         self._grant()
@@ -128,5 +128,5 @@ class Turns:
     def _grant(self) -> None:
         while (taken := self._queue.take()) is not None:
             _, granted = taken
-            if not granted.done():  # else its client has just left, and turn() gives the place back
+            if not granted.done():  # otherwise its client has just left, and turn() frees the place
                 granted.set_result(None)

@@ -1,7 +1,7 @@
 """Sends messages to a sandboxed process without ever waiting for it.
 
-A process that is stopped, or slow, leaves its socket full. What the socket does not take at once is kept here and sent
-by a thread. The caller bounds what it adds, by num_unsent_bytes.
+A process that is stopped or slow leaves its socket full. Bytes that the socket does not accept at once are stored
+here, and a thread sends them. The caller must bound what it adds, by num_unsent_bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Outbox:
         self._sender.start()
 
     def send(self, message: bytes) -> None:
-        """Does nothing once either end has closed the socket: whoever reads from it notices that."""
+        """Sends the message, or does nothing once either end has closed the socket: the reader of the socket notices
+        that."""
         frame = framed(message)
         with self._changed:
             if self._is_closed:
@@ -37,14 +38,14 @@ class Outbox:
                 self._changed.notify()
 
     def close(self) -> None:
-        """The socket must have been shut down, or else this waits for the process."""
+        """Stops the sending thread. Shut down the socket first, or else this waits for the process."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
         self._sender.join()
 
     def _send_now(self, frame: bytes) -> int:
-        """Returns the number of bytes that the socket has taken."""
+        """Returns the number of bytes that the socket has accepted."""
         try:
             return self._socket.send(frame, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -63,7 +64,7 @@ class Outbox:
                 self.num_unsent_bytes -= len(frame)
 
     def _next(self) -> bytes | None:
-        """Waits for a frame, and leaves it where it is, so that no later one overtakes it. None once closed."""
+        """Waits for a frame. Leaves it in the queue, so that no later frame overtakes it. Returns None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._unsent or self._is_closed)
             return None if self._is_closed else self._unsent[0]

@@ -1,7 +1,7 @@
-"""One sandboxed process, as the server's process sees it: it is started, asked, and ended when it exceeds a limit.
+"""The server's side of one sandboxed process: starts it, sends it jobs, and ends it when it exceeds a limit.
 
 The process runs a program of this project with an empty environment and one socket. The program confines itself
-(confinement.py) before it reads what a stranger wrote. Which process serves which job is the callers' matter.
+(confinement.py) before it reads untrusted data. The callers decide which process does which job.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ import lorafleet
 from lorafleet.sandbox.framing import LENGTH
 from lorafleet.sandbox.program import SETTINGS
 
-# -I keeps the server's folder, environment and user site out of the process; this adds back the folder of lorafleet.
+# -I excludes the server's folder, environment and user site; this adds the folder of lorafleet again.
 _RUN = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_module(sys.argv[2], run_name='__main__')"
-_END_S = 1.0  # how long a process may take to be gone once its socket is closed
+_END_S = 1.0  # Longest time that a process may take to exit once its socket is closed.
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
     cpu_s: float  # Processor time of one job.
-    wall_s: float  # Time of one job; longer than cpu_s, for machines whose processors are busy.
-    memory_bytes: int  # Memory beside what the program has before its first job.
-    answer_bytes: int  # Largest answer that is read.
+    wall_s: float  # Elapsed time of one job; longer than cpu_s, for machines whose processors are busy.
+    memory_bytes: int  # Memory beyond what the program uses before its first job.
+    answer_bytes: int  # Size of the largest answer that is read.
 
 
 class SandboxEnded(Exception):
-    """The process is gone or must go. The message says why, in words for the client."""
+    """An error that means that the process has ended or must be ended. The message gives the reason, in words for the
+    client."""
 
 
 def command_of(program: str) -> list[str]:
-    """The command that runs a module of lorafleet in an isolated interpreter."""
+    """Returns the command that runs a module of lorafleet in an isolated interpreter."""
     return [sys.executable, "-I", "-c", _RUN, str(Path(lorafleet.__file__).parents[1]), program]
 
 
@@ -50,8 +51,10 @@ def start_program(
     pass_fds: Sequence[int] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The process, and the socket whose other end is its standard input. Nothing of this process's environment, which
-    may hold keys, reaches it."""
+    """Starts the program in a process. Returns it with the socket whose other end is its standard input.
+
+    The process gets nothing of this process's environment, which may hold keys.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -73,11 +76,11 @@ def start_program(
 
 @dataclass(slots=True)
 class SandboxProcess:
-    """Threads must not share it."""
+    """One process and its socket. Threads must not share it."""
 
     command: Sequence[str]
     limits: SandboxLimits
-    settings: Mapping[str, object] = field(default_factory=dict)  # what the program is told beside its limits
+    settings: Mapping[str, object] = field(default_factory=dict)  # Settings of the program besides its limits.
     pass_fds: Sequence[int] = ()
     num_jobs: int = field(default=0, init=False)
     _socket: socket.socket = field(init=False)
@@ -105,7 +108,7 @@ class SandboxProcess:
             raise self._how_it_ended() from None
 
     def end(self) -> None:
-        """Leaves no process and no zombie."""
+        """Kills the process and leaves no zombie."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
@@ -125,6 +128,6 @@ class SandboxProcess:
             self._process.wait(_END_S)
         if self._process.returncode == -signal.SIGPROF:
             return SandboxEnded(f"it took more than {self.limits.cpu_s:g} s of processor time")
-        if self._process.returncode == -signal.SIGABRT:  # how Rust ends where it is given no memory
+        if self._process.returncode == -signal.SIGABRT:  # how Rust ends when it gets no memory
             return SandboxEnded(f"it needs more than {self.limits.memory_bytes >> 20} MiB of memory")
         return SandboxEnded("it ended the process that was to read it")

@@ -1,4 +1,4 @@
-"""The main loop of a sandboxed program: confine the process, then answer one message after another."""
+"""The main loop of a sandboxed program: it confines the process, then answers one message after another."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from lorafleet.sandbox.confinement import confine, cpu_limit
 from lorafleet.sandbox.framing import receive, send
 
-SETTINGS = "LORAFLEET_SANDBOX"  # the environment variable with the program's settings as JSON
+SETTINGS = "LORAFLEET_SANDBOX"  # Environment variable with the program's settings as JSON.
 
 
 def settings() -> dict[str, Any]:
-    """What SandboxProcess was given for this program."""
+    """Returns the settings that SandboxProcess was given for this program."""
     found: dict[str, Any] = json.loads(os.environ[SETTINGS])
     return found
 
@@ -27,5 +27,5 @@ def serve(answer: Callable[[bytes], bytes]) -> None:
     while (message := receive(server)) is not None:
         with cpu_limit(limits["cpu_s"]):
             found = answer(message)
-        del message  # the next one must not have to fit beside it
+        del message  # frees its memory before the next message arrives
         send(server, found)

@@ -1,4 +1,4 @@
-"""Remembers for a while what had to be ended, so that it is rejected without another try."""
+"""Records jobs that had to be ended, so that they are rejected for a while without another try."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ MAX_SHUNNED = 1024
 
 
 class Shunned:
-    """Threads may share it. Keys hold the group that asked: what one tenant provokes is not held against others."""
+    """Recently ended jobs by group and digest. Threads may share it. The key includes the group, so that a failure
+    caused by one tenant does not affect others."""
 
     def __init__(self, shun_s: float = SHUN_S) -> None:
         self._shun_s = shun_s
@@ -25,7 +26,7 @@ class Shunned:
                 self._until.popitem(last=False)
 
     def why(self, group: str, digest: str) -> str | None:
-        """Why it is not tried now; None where it may be."""
+        """Returns the reason why the job is not tried now, or None if it may be tried."""
         with self._lock:
             until_s, why = self._until.get((group, digest), (0.0, ""))
         if until_s <= time.monotonic():

@@ -1,4 +1,5 @@
-"""The base model as the tools need it: its shapes, and its weights one at a time from the checkpoint's files."""
+"""Gives the tools the base model: its shapes, and its weights one at a time from the checkpoint's files. Adapters are
+read against it by workers/adapters/."""
 
 from __future__ import annotations
 
@@ -29,23 +30,24 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """tensors: of all files, by name, in the files' order."""
+    """A base model whose weights are read on demand."""
 
     folder: Path
     config: ModelConfig
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor]  # By name, in the order of the files.
     _open: Mapping[Path, Any]
 
     @classmethod
     def of_config(cls, folder: Path) -> BaseModel:
-        """With no tensors: its weights may not be there yet, and are only read for adapters that are computed from
-        them."""
+        """Returns a base without tensors, since its weights may not exist yet. They are read only for adapters that
+        are computed from them."""
         return cls(folder, read_model_config(folder), {}, {})
 
     @classmethod
     @contextmanager
     def opened(cls, folder: Path) -> Iterator[BaseModel]:
-        """Raises ConfigError, and UnsupportedModel for what the engine does not serve."""
+        """Opens the checkpoint's files until the block ends. Raises ConfigError, and UnsupportedModel for a model
+        that the engine does not serve."""
         config = read_model_config(folder)
         with ExitStack() as stack:
             files = {path: stack.enter_context(_opened(path)) for path in checkpoint_files(folder)}
@@ -55,7 +57,7 @@ class BaseModel:
             yield cls(folder, config, tensors, files)
 
     def for_reader(self, dtype: torch.dtype) -> Base:
-        """As adapters are read against it. dtype: in which its weights are taken."""
+        """Returns the base in the form that the adapter reader needs, with weights of this dtype."""
         weights = FileWeights(self.folder, dtype, self.config.tie_word_embeddings, self.config.quantization)
         return Base(BaseLayout.of(self.config), weights, self.folder.name)
 

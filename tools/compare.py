@@ -1,7 +1,8 @@
-"""Runs prompts through a base and its adapters, and holds each of them against one of them, the baseline.
+"""Runs prompts through a base and its adapters, and compares each of these models with one of them, the baseline.
 
-Answers are greedy. What the models say of each other is measured along the baseline's own answers, so that all of them
-are asked the same: after a first difference two free answers have nothing to do with each other.
+Answers are greedy. The models' logprobs are compared along the baseline's answers, so that all models predict the
+same tokens: after a first difference, two free answers are unrelated. A Runner runs the models, and
+comparison_report.py shows the result.
 """
 
 from __future__ import annotations
@@ -26,30 +27,31 @@ from lorafleet.tools.measures import (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One model's on one prompt. places: of the baseline's answer."""
+    """One model's answer to one prompt."""
 
     text: str
     num_tokens: int
-    equal_share: float
-    places: list[Place]
+    equal_share: float  # Share of tokens that equal the baseline's, up to the first difference.
+    places: list[Place]  # One for each token of the baseline's answer.
 
 
 @dataclass(frozen=True, slots=True)
 class ModelResult:
-    """answers: one a prompt. references, retention: of the given answers and texts."""
+    """All results of one model."""
 
     name: str
-    answers: list[Answer]
-    references: list[Score]
-    retention: list[Score]
-    weight_change: float | None = None
+    answers: list[Answer]  # One for each prompt.
+    references: list[Score]  # Scores of the answers that were given with the prompts.
+    retention: list[Score]  # Scores of the retention texts.
+    weight_change: float | None = None  # Relative to the baseline adapter, see drift.py.
 
     @property
     def places(self) -> list[Place]:
         return [place for answer in self.answers for place in answer.places]
 
     def numbers(self) -> dict[str, float | None]:
-        """By the names of the JSON output; None where nothing was given to measure it on."""
+        """Returns the measures by their names in the JSON output. A measure is None if nothing was given to measure
+        it on."""
         places = self.places
         return {
             "identical_answers": mean([float(answer.equal_share == 1) for answer in self.answers]),
@@ -92,10 +94,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """prompts: to be answered; those with an answer are scored on it too. retention: what should not get worse."""
+    """The prompts and texts of a comparison."""
 
-    prompts: Sequence[Example]
-    retention: Sequence[Example] = field(default_factory=tuple)
+    prompts: Sequence[Example]  # Prompts to answer. If one comes with an answer, that is scored too.
+    retention: Sequence[Example] = field(default_factory=tuple)  # Texts on which models should not get worse.
 
 
 def compare(
@@ -107,7 +109,13 @@ def compare(
     max_tokens: int = 64,
     weight_changes: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """adapters: names that the runner knows. baseline: BASE or one of them."""
+    """Compares the base and its adapters with the baseline.
+
+    Args:
+        adapters: Names that the runner knows.
+        baseline: BASE, or one of the adapters.
+        weight_changes: The adapters' weight changes from the baseline, which this function only copies.
+    """
     names = [BASE, *adapters]
     assert baseline in names, baseline
     asked = [example for example in questions.prompts if example.prompt or example.messages]
@@ -138,7 +146,7 @@ def compare(
 def _along(
     runner: Runner, name: str, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[list[TokenLogprobs]]:
-    """What the model says of each token of these answers."""
+    """Returns the model's logprobs for each token of these answers."""
     sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     scored = runner.score(name, sequences, MAX_LOGPROBS)
     return [
@@ -148,7 +156,7 @@ def _along(
 
 
 def _scores(runner: Runner, name: str, examples: Sequence[Example]) -> list[Score]:
-    """Of the examples' answers after their prompts."""
+    """Scores the examples' answers, each after its prompt."""
     if not examples:
         return []
     prompts = [runner.encode(example) for example in examples]

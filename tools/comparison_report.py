@@ -1,6 +1,8 @@
-"""A comparison as one HTML file: tables, plots and answers, without scripts and without anything from outside.
+"""Writes a comparison as one HTML file with tables, plots and answers, or as a table for a terminal. compare.py
+measures it.
 
-What the models wrote is a stranger's text: all of it is escaped, and the page forbids itself to load anything.
+The file has no scripts and nothing from outside. The models' answers are untrusted: all text is escaped, and the
+page's policy forbids it to load anything.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ def to_html(comparison: Comparison, title: str) -> str:
 
 
 def text_table(comparison: Comparison) -> str:
-    """For a terminal, with the columns that were measured."""
+    """Formats the columns that were measured as a table for a terminal."""
     keys = _measured(comparison)
     rows = [["", *(COLUMNS[key][0] for key in keys)]]
     rows += [[model.name, *(_shown(model.numbers()[key], key) for key in keys)] for model in comparison.models]

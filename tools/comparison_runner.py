@@ -1,4 +1,5 @@
-"""What a comparison asks of whatever runs the models: this process's own engine, or a server."""
+"""Defines what a comparison needs from whatever runs the models: this process's own engine (engine_runner.py) or a
+server (server_runner.py)."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ BASE = "base"
 
 
 class Runner(Protocol):
-    """Models are named as in the comparison: BASE, or an adapter's name there. Errors are LorafleetErrors."""
+    """Runs the models of a comparison. A model's name is BASE, or an adapter's name in the comparison. Errors are
+    LorafleetErrors."""
 
     def encode(self, example: Example) -> list[int]:
-        """The prompt's tokens, through the base's chat template for messages; of a text alone what stands before it."""
+        """Returns the prompt's tokens. Messages go through the base's chat template. For a text without a prompt,
+        these are only the tokens that precede it."""
         ...
 
     def encode_answer(self, text: str) -> list[int]: ...
@@ -23,11 +26,12 @@ class Runner(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def generate(self, name: str, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
-        """Greedy answers."""
+        """Returns the tokens of a greedy answer to each prompt."""
         ...
 
     def score(self, name: str, sequences: Sequence[list[int]], top_k: int) -> list[list[TokenLogprobs | None]]:
-        """Each token's logprob given those before it, with the k best there; None for the first."""
+        """Returns each token's logprob given the tokens before it, with the k best tokens there. It is None for the
+        first token."""
         ...
 
     def close(self) -> None: ...

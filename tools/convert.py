@@ -1,6 +1,6 @@
-"""`lorafleet convert`: one adapter, or several mixed, as a PEFT adapter of today.
+"""Converts one adapter, or a mixture of several, to a PEFT adapter of today (`lorafleet convert`).
 
-Layouts and old fields are always put right; a kind that has an exact plain LoRA becomes one, another stays what it is.
+Layouts and old fields are always corrected. A kind that has an exact plain LoRA becomes one; another stays as it is.
 """
 
 from __future__ import annotations
@@ -28,26 +28,32 @@ from lorafleet.workers.adapters.forms import AdapterForms
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was done. reduced: what each module lost where a rank was asked for, or a mixture has one."""
+    """The result of a conversion."""
 
     kind: str
     changes: list[str]
-    max_rank: int | None
+    max_rank: int | None  # Largest rank of the result; None if its matrices were not recomputed.
+    # What each module lost, if a rank was requested or the mixture has one.
     reduced: dict[str, Reduced] = field(default_factory=dict)
 
 
 def convert(
     source: Path, target: Path, base: BaseModel | None, *, dtype: torch.dtype | None = None, rank: int | None = None
 ) -> Conversion:
-    """dtype: None leaves what is stored, and float32 where values were computed. rank: the largest that may stay.
+    """Converts one adapter and writes it to `target`, a new folder.
 
-    base: needed by kinds whose adapter means something only with the base's weights. Raises AdapterError, ConfigError.
+    Args:
+        base: Needed by kinds whose adapter has a meaning only with the base's weights.
+        dtype: The dtype of the result. None keeps stored values as they are; computed values are float32.
+        rank: The largest rank that may stay.
+
+    Raises AdapterError and ConfigError.
     """
     files = read_layout(source)
     reason, plain = why_never_plain(files.config), None
     try:
-        forms = _forms(files, base)  # a damaged adapter is no better for being written anew
-    except ConfigError:  # only the base could tell, and what is never plain need not be known
+        forms = _forms(files, base)  # This rejects a damaged adapter, which rewriting would not repair.
+    except ConfigError:  # Only the base could tell; for a kind that is never plain, it need not.
         if reason is None:
             raise
     else:
@@ -83,7 +89,7 @@ def convert_several(
     *,
     dtype: torch.dtype | None = None,
 ) -> Conversion:
-    """One adapter that is the weighted mixture of several (mix_adapters.py)."""
+    """Writes one adapter that is the weighted mixture of several (mix_adapters.py)."""
     adapters = [_plain(read_layout(source), base) for source in sources]
     mixture, reduced = mix(adapters, weights, how)
     changes = [f"{how.method} of {len(adapters)} adapters"]
@@ -96,7 +102,7 @@ def _plain(files: PEFTFiles, base: BaseModel | None) -> PlainLoRA:
 
 
 def _forms(files: PEFTFiles, base: BaseModel | None) -> AdapterForms:
-    """Through the reader of the server, so that it means here what it means there."""
+    """Reads the files with the server's reader, so that they mean the same here as there."""
     with tempfile.TemporaryDirectory(prefix="lorafleet-convert-") as draft:
         files.write(Path(draft))
         return read_forms(Path(draft), base, "source").forms

@@ -1,4 +1,5 @@
-"""The files of a tokenizer that lies beside a model or in an adapter's folder, copied as data: nothing of them runs."""
+"""Copies the files of a tokenizer from a model's or an adapter's folder. They are copied as data: no code in them
+runs."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ MAX_BYTES = 256 << 20
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """Those that are there."""
+    """Returns the names of the tokenizer files that the folder has."""
     return [name for name in TOKENIZER_FILES if AdapterFolder.at(folder).has(name)]
 
 
 def copy_file(source: Path, target: Path, name: str) -> None:
-    """Raises AdapterMalformed for what is no regular file of that folder, or too large."""
+    """Copies one file of a folder. Raises AdapterMalformed if it is not a regular file there, or too large."""
     with AdapterFolder.at(source).open(name, MAX_BYTES) as file:
         data = bytearray(file.size)
         file.read_into(memoryview(data), hashlib.sha256())

@@ -1,4 +1,4 @@
-"""Runs a comparison in this process, on the engine that serves."""
+"""Runs a comparison in this process, on the same engine that serves. server_runner.py runs one on a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from lorafleet.tools.examples import Example
 
 
 class EngineRunner:
-    """adapters: their folders by name. max_lora_rank: the largest that any of them has."""
+    """A Runner on an engine in this process.
+
+    Args:
+        model: Folder of the base model.
+        adapters: The adapters' folders, by their names in the comparison.
+        max_lora_rank: The largest rank that any of the adapters has.
+    """
 
     def __init__(
         self,

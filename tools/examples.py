@@ -1,5 +1,8 @@
-"""Reads prompts or texts from JSON lines: {"prompt": …} or {"messages": […]}, each with an "answer" where there is a
-right one, or {"text": …}, which is scored whole."""
+"""Reads prompts or texts from JSON lines.
+
+A line is {"prompt": …} or {"messages": […]}, with an "answer" if a right one is known, or {"text": …}, which is
+scored as a whole.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,20 @@ DEMO_RETENTION = Path(__file__).with_name("retention.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Either prompt or messages. answer: None where nothing is known to be right."""
+    """A prompt to answer, or a text to score."""
 
-    prompt: str = ""
+    prompt: str = ""  # Empty if there are messages, or for a text.
     messages: tuple[Mapping[str, object], ...] = ()
-    answer: str | None = None
+    answer: str | None = None  # The right answer, or the text to score; None if no right answer is known.
 
     @property
     def label(self) -> str:
-        """What was asked, for people."""
+        """The question as people read it."""
         return str(self.messages[-1].get("content", "")) if self.messages else self.prompt
 
 
 def read_examples(path: Path) -> list[Example]:
-    """Raises InvalidRequest, naming the line."""
+    """Reads a file of JSON lines. Raises InvalidRequest, which names the line."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InvalidRequest(f"{path} has more than {MAX_FILE_BYTES} bytes.")

@@ -1,4 +1,5 @@
-"""What an adapter adds to each expert of a mixture, and under which names checkpoints keep the experts."""
+"""Computes what an adapter adds to each expert of a mixture, and finds the names under which a checkpoint stores the
+experts. merging.py adds the deltas to the weights."""
 
 # E experts · G groups of outputs · R rank · D in features · O out features
 
@@ -14,7 +15,7 @@ from lorafleet.workers.bases.expert_names import mixtral_name
 
 
 def expert_delta(stack: StackedLowRank, expert: int) -> Tensor:
-    """[O, D] in float32."""
+    """Returns what the stack adds to one expert's weight, as [O, D] in float32."""
     a_GRD, scaling_G = stack.a_EGRD[expert].float(), stack.scaling_EG[expert].tolist()
     parts = stack.b_EOR[expert].float().chunk(len(a_GRD))
     return torch.cat([s * (b_OR @ a_RD) for s, b_OR, a_RD in zip(scaling_G, parts, a_GRD, strict=True)])
@@ -25,7 +26,8 @@ def num_experts(form: ExpertsForm) -> int:
 
 
 def stored_name(name: str, stored: Collection[str]) -> str:
-    """Of a tensor that the engine calls so: Mixtral's checkpoints have their own names."""
+    """Returns the checkpoint's name for a tensor that the engine calls `name`. Mixtral's checkpoints use their own
+    names."""
     if name in stored or ".mlp." not in name:
         return name
     own = mixtral_name(name)

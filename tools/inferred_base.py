@@ -1,4 +1,5 @@
-"""A base as an adapter's own tensors need it, to read the adapter without one: all but its fit is checked then."""
+"""Infers a base from an adapter's own tensors, so that the adapter can be read without one. This checks everything
+except whether the adapter fits a real base."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ from lorafleet.workers.adapters.weight_files import TensorInfo, read_weights
 Shape = tuple[int, ...]
 Leaves = Mapping[str, Shape]
 
-MAX_TOKENS = 1 << 20  # several times the largest vocabulary in use
+MAX_TOKENS = 1 << 20  # Several times the largest vocabulary in use.
 
 _TENSOR = re.compile(
-    r"(?P<module>.+?)\.(?P<leaf>(?:lora|hada|lokr|gralora|delora|vera|ia3|hra|miss|vblora|token_adapter|trainable|base_layer)[_.].*"
+    r"(?P<module>.+?)\.(?P<leaf>(?:lora|hada|lokr|gralora|delora|vera|ia3|hra|miss|vblora"
+    r"|token_adapter|trainable|base_layer)[_.].*"
     r"|weight|bias)"
 )
 _ADAPTER_NAME = re.compile(r"\.default(?=\.|$)")
@@ -34,7 +36,7 @@ _ALL_EXPERTS = re.compile(r".+\.experts(\.base_layer)?")
 
 
 class NoWeights:
-    """In the place of a base's weights."""
+    """Replaces a base's weights. Raises ConfigError if an adapter needs them."""
 
     def weight(self, module: str) -> NoReturn:
         raise ConfigError(f"{module} of this adapter is computed from the base's weights; name the base with --model.")
@@ -47,18 +49,19 @@ class NoWeights:
 
 
 def tensor_infos(folder: Path) -> Mapping[str, TensorInfo]:
-    """By the names in the file."""
+    """Returns the dtype and shape of each tensor, by its name in the file."""
     with open_weights(AdapterFolder.at(folder)) as file:
         return read_weights(file, hashlib.sha256()).infos
 
 
 def inferred_base(folder: Path) -> Base:
-    """Raises ConfigError where the tensors do not tell the base's shapes."""
+    """Returns a base that fits the adapter in the folder. Raises ConfigError if the tensors do not determine the
+    base's shapes."""
     return base_of(read_json_object(read_config(AdapterFolder.at(folder)), CONFIG_NAME), tensor_infos(folder))
 
 
 def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Base:
-    """As inferred_base, of what is not in files yet."""
+    """Returns the same as inferred_base, for a config and tensors that are not in files yet."""
     if config.get("use_bdlora"):
         raise ConfigError(
             "blocks of a BD-LoRA do not tell how large the base's modules are; name the base with --model."
@@ -79,13 +82,13 @@ def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Ba
         if module not in (EMBEDDING, HEAD, *norms) and module.startswith("layers.")
     }
     vocab_size, hidden_size = _vocabulary(leaves)
-    if vocab_size > MAX_TOKENS:  # before anything of such a table is read
+    if vocab_size > MAX_TOKENS:  # Checked before such a table is read.
         raise AdapterTooLarge(
             f"the adapter's tables have {vocab_size} tokens; without a base at most {MAX_TOKENS} are believed. Name "
             "the base with --model."
         )
-    # An adapter of biases has saved all that there are. Else any linear may have one: who wants to know it, is told to
-    # name the base.
+    # An adapter that trains biases has saved all of them. Otherwise any linear may have one, and reading it raises
+    # NoWeights' error, which says to name the base.
     saved = frozenset(m for m in linears if _has(leaves[m], "base_layer.bias", 1) or _has(leaves[m], "bias", 1))
     biased = frozenset(linears) if config.get("bias", "none") == "none" else saved
     layout = BaseLayout(
@@ -101,8 +104,8 @@ def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Ba
 
 
 def _is_tied(helper: PEFTHelper, leaves: Mapping[str, Leaves]) -> bool:
-    """Whether embedding or head has a change that adapter_config.json asks of the other alone: PEFT ties changes where
-    the base ties the tables."""
+    """Returns whether the embedding or the head has a change that adapter_config.json requests only for the other
+    one. PEFT ties changes if the base ties the tables."""
     tokens = trained_tokens(helper, tied=False)
     for table in TABLES:
         own = leaves.get(table, {})
@@ -114,12 +117,12 @@ def _is_tied(helper: PEFTHelper, leaves: Mapping[str, Leaves]) -> bool:
 
 
 def _shape_of(module: str, leaves: Leaves) -> tuple[int, int]:
-    """(inputs, outputs)."""
+    """Returns (inputs, outputs) of a linear module."""
     for a, b in (("lora_A", "lora_B"), ("delora_A", "delora_B"), ("hada_w1_b", "hada_w1_a")):
         if _has(leaves, a, 2) and _has(leaves, b, 2):
             return leaves[a][1], leaves[b][0]
         if (a in leaves) != (b in leaves):
-            return 1, 1  # the reader says what is missing
+            return 1, 1  # The reader reports what is missing.
     if _has(leaves, "gralora_A", 3) and _has(leaves, "gralora_B", 3):
         return leaves["gralora_A"][0] * leaves["gralora_A"][1], leaves["gralora_B"][0] * leaves["gralora_B"][2]
     factors = [_factor_shape(leaves, name) for name in ("lokr_w1", "lokr_w2")]
@@ -129,7 +132,8 @@ def _shape_of(module: str, leaves: Leaves) -> tuple[int, int]:
 
 
 def _factor_shape(leaves: Leaves, name: str) -> Shape | None:
-    """Of one factor of LoKr, whole or itself a product."""
+    """Returns the shape of one factor of LoKr, which is stored whole or as a product of two matrices. None if it is
+    missing."""
     if _has(leaves, name, 2):
         return leaves[name]
     if _has(leaves, f"{name}_a", 2) and _has(leaves, f"{name}_b", 2):
@@ -138,7 +142,8 @@ def _factor_shape(leaves: Leaves, name: str) -> Shape | None:
 
 
 def _vocabulary(leaves: Mapping[str, Leaves]) -> tuple[int, int]:
-    """(rows, hidden size) by what there is for embedding and head; zeros where there is nothing."""
+    """Returns (rows, hidden size) from the tensors of the embedding and the head. A number that they do not tell is
+    zero."""
     embedding, head = leaves.get(EMBEDDING, {}), leaves.get(HEAD, {})
     if _has(embedding, "lora_embedding_A", 2) and _has(embedding, "lora_embedding_B", 2):
         return embedding["lora_embedding_A"][1], embedding["lora_embedding_B"][0]
@@ -161,6 +166,7 @@ def _hidden_size(linears: Mapping[str, tuple[int, int]]) -> int:
 
 
 def _has(leaves: Leaves, leaf: str, dims: int) -> bool:
-    """A tensor with so many dimensions, none of them empty: what else is wrong, the reader says."""
+    """Returns whether there is a tensor with so many dimensions, none of them empty. The reader reports all other
+    faults."""
     shape = leaves.get(leaf)
     return shape is not None and len(shape) == dims and 0 not in shape

@@ -1,6 +1,7 @@
-"""`lorafleet inspect`: what an adapter's folder holds, what it would cost, and whether a base would take it.
+"""Reports what an adapter's folder contains, what it would cost, and whether a base would accept it (`lorafleet
+inspect`).
 
-Every verdict is the server's own reader's. Nothing is repaired and nothing is written.
+Every verdict comes from the server's own reader. Nothing is repaired or written.
 """
 
 from __future__ import annotations
@@ -40,51 +41,50 @@ _TABLES = ("base_model.model.model.embed_tokens.", "base_model.model.lm_head.")
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """On one base. refusal: what the server would answer, and its class; None where it would load.
-
-    bytes_per_gpu: of each tensor-parallel rank, in the serving dtype.
-    """
+    """The result of loading an adapter on one base."""
 
     base: str
-    refusal: str | None = None
-    error: str | None = None
-    bytes_per_gpu: list[int] = field(default_factory=list)
-    dtype: str = ""
+    refusal: str | None = None  # The server's error message; None if the adapter would load.
+    error: str | None = None  # The class of the error.
+    bytes_per_gpu: list[int] = field(default_factory=list)  # Size on each tensor-parallel rank, in `dtype`.
+    dtype: str = ""  # The serving dtype.
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What could be found out; None where the files are too damaged to tell.
-
-    shapes: (inputs, outputs) that a base must have, by a module's last name. vocabulary: rows of embedding and head in
-    the files. bytes_on_one_gpu: in dtype. refusal: by the reader alone, without a base. needs_base: what it cannot say
-    without one.
-    """
+    """Everything that could be found out about an adapter. A field is None if the files are too damaged to tell."""
 
     path: str
     kind: str | None
     files: dict[str, int]
     digest: str | None = None
     base_name: str | None = None
-    ranks: dict[int, int] = field(default_factory=dict)
-    targets: dict[str, int] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)  # Number of low-rank pairs of each rank.
+    targets: dict[str, int] = field(default_factory=dict)  # Number of modules, by the last part of their names.
     num_layers: int = 0
+    # (inputs, outputs) that a base must have, by the last part of the module's name.
     shapes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    dtypes: dict[str, int] = field(default_factory=dict)
+    dtypes: dict[str, int] = field(default_factory=dict)  # Number of tensors of each dtype.
     num_values: int = 0
-    vocabulary: dict[str, int] = field(default_factory=dict)
+    vocabulary: dict[str, int] = field(default_factory=dict)  # Rows of the embedding and the head in the files.
     tokenizer: list[str] = field(default_factory=list)
-    bytes_on_one_gpu: int | None = None
+    bytes_on_one_gpu: int | None = None  # Size in `dtype`.
     dtype: str = ""
-    refusal: str | None = None
-    error: str | None = None
-    needs_base: str | None = None
+    refusal: str | None = None  # The reader's error message without a base; None if it accepts the adapter.
+    error: str | None = None  # The class of the error.
+    needs_base: str | None = None  # What the reader cannot tell without a base.
     fits: list[Fit] = field(default_factory=list)
 
 
 def inspect_folder(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Inspection:
-    """name: of the adapter, in messages. dtype: in which it would be served. Raises AdapterMissing where there is no
-    folder; all else is in the result."""
+    """Inspects an adapter without a base.
+
+    Args:
+        name: The adapter's name in messages.
+        dtype: The dtype in which it would be served.
+
+    Raises AdapterMissing if there is no folder. All other faults are part of the result.
+    """
     folder = AdapterFolder.at(path)
     found = Inspection(name, None, _files(folder.path), tokenizer=tokenizer_files(folder.path))
     try:
@@ -108,7 +108,7 @@ def inspect_folder(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -
 
 
 def fit(path: Path, name: str, base: BaseModel, config: LoRAConfig, tp: int, *, fully_sharded: bool) -> Fit:
-    """Loads it as each of `tp` ranks would."""
+    """Loads the adapter on a base as each of `tp` ranks would, and returns the sizes or the error."""
     base_dtype = base.config.dtype or stored_dtype(base.folder)
     dtype = config.serving_dtype(base_dtype)
     sizes = []
@@ -134,11 +134,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Regular files with their sizes, through links too."""
+    """Returns the regular files with their sizes in bytes. Links are followed."""
     found = {}
     with os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # a link that leads nowhere, or in a circle
+            with contextlib.suppress(OSError):  # A link may lead nowhere, or in a circle.
                 if entry.is_file():
                     found[entry.name] = entry.stat().st_size
     return dict(sorted(found.items())[:MAX_FILES_LISTED])
@@ -193,7 +193,7 @@ def _tensor_bytes(held: object) -> int:
 
 
 def _tensors(held: object) -> list[Tensor]:
-    """All that a dataclass of tensors holds."""
+    """Returns all tensors inside a dataclass, a mapping or a sequence."""
     if isinstance(held, Tensor):
         return [held]
     if isinstance(held, Mapping):

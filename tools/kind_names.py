@@ -1,4 +1,4 @@
-"""Names an adapter's kind by its config and tensor names, for people. What is served decides the reader alone."""
+"""Names an adapter's kind for people, by its config and tensor names. Only the reader decides what is served."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXTRAS = {
     "alpha_pattern": "alphas by module",
 }
 _UNCONVERTED = {"pissa": "PiSSA (unconverted)", "olora": "OLoRA (unconverted)", "corda": "CorDA", "loftq": "LoftQ"}
-# What no A and B can hold, whatever the base is.
+# Changes that no A and B can hold on any base, by the config field that requests them.
 _NEVER_PLAIN = {
     "use_dora": "DoRA scales rows",
     "alora_invocation_tokens": "an activated LoRA works from its invocation on",
@@ -35,14 +35,14 @@ _PLAIN_LEAVES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora
 
 
 def kind_of(config: Mapping[str, object]) -> str:
-    """Such as "DoRA" or "LoRA, rsLoRA, replaced modules"."""
+    """Returns a name such as "DoRA" or "LoRA, rsLoRA, replaced modules"."""
     peft_type = config.get("peft_type")
     if not isinstance(peft_type, str):
         return "no PEFT adapter"
     if peft_type != "LORA":
         return KINDS[peft_type].label if peft_type in KINDS else peft_type
     special = [name for field, name in _OPTIONS.items() if config.get(field)]
-    if isinstance(config.get("kasa_config"), dict):  # an empty one counts
+    if isinstance(config.get("kasa_config"), dict):  # An empty one counts.
         special.append("KaSA")
     init = _mutating_init(config)
     main = ", ".join(special) or init or "LoRA"
@@ -53,14 +53,14 @@ def kind_of(config: Mapping[str, object]) -> str:
 
 
 def is_plain(config: Mapping[str, object], tensor_names: Collection[str]) -> bool:
-    """Whether A and B of each module are all there is, in PEFT's own names."""
+    """Returns whether the adapter has nothing but A and B of each module, under PEFT's own names."""
     if config.get("peft_type") != "LORA" or why_never_plain(config) is not None or _mutating_init(config):
         return False
     return not config.get("use_bdlora") and all(name.endswith(_PLAIN_LEAVES) for name in tensor_names)
 
 
 def why_never_plain(config: Mapping[str, object]) -> str | None:
-    """Why no base could make it a plain LoRA; None where one might."""
+    """Returns why the adapter cannot be a plain LoRA on any base, or None if it might be one on some base."""
     if config.get("peft_type") == "IA3":
         return "IA3 scales outputs"
     if config.get("peft_type") == "TRAINABLE_TOKENS":
@@ -71,7 +71,8 @@ def why_never_plain(config: Mapping[str, object]) -> str | None:
 
 
 def _mutating_init(config: Mapping[str, object]) -> str | None:
-    """PEFT runs these again when it loads the adapter, and they change the base."""
+    """Returns the name of an initialization that PEFT repeats when it loads the adapter, and that changes the base.
+    None if there is none."""
     init = config.get("init_lora_weights")
     if not isinstance(init, str):
         return None

@@ -1,6 +1,7 @@
-"""Reads an adapter as other tools and older versions lay it out, into today's PEFT layout.
+"""Reads adapters in the layouts of other tools and older versions, and converts them to today's PEFT layout.
 
-Names, orientation and fields alone: what the tensors mean stays as it is, and is read by workers/adapters/reader.py.
+Only names, orientation and config fields change. The tensors keep their meaning, which workers/adapters/reader.py
+reads.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from lorafleet.workers.adapters.peft_fields import FIELDS, is_known, is_unset
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.weight_files import TensorInfo, read_weights
 
-REMOVED_FIELDS = ("enable_lora", "merge_weights")  # of 2023; without effect where they are unset or false
+REMOVED_FIELDS = ("enable_lora", "merge_weights")  # Fields of 2023, without effect if unset or false.
 
 _PREFIX = re.compile(r"(?:base_model\.model\.|base_model\.|model\.|language_model\.)*+")
-# What PEFT leaves out when it saves, and who saves a state dict himself leaves in: the adapter's name, behind the leaf.
+# Matches the adapter's name after the leaf. PEFT removes it when it saves; a state dict that a user saves still has it.
 _NAMED_LEAF = re.compile(
-    r"\.(?P<leaf>lora_(?:[ABE]|embedding_[AB]|magnitude_vector)|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|ia3_l|vera_lambda_[bd])"
+    r"\.(?P<leaf>lora_(?:[ABE]|embedding_[AB]|magnitude_vector)"
+    r"|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|ia3_l|vera_lambda_[bd])"
     r"\.(?!weight$|bias$)(?P<adapter>[\w-]+)(?=\.weight$|\.bias$|$)"
 )
 _TARGET = re.compile(r"base_model\.model\.(?P<module>.+)\.(?:lora|hada|lokr|ia3|vera_lambda)_\w+(?:\.weight|\.bias)?")
@@ -40,7 +42,7 @@ _OF_THE_MODEL = re.compile(r"(layers\.\d+|embed_tokens|norm)\.")
 
 
 def read_layout(path: Path) -> PEFTFiles:
-    """Raises an AdapterError where there is no adapter, or one in a layout that is not understood."""
+    """Reads the adapter in a folder. Raises an AdapterError if there is none, or if its layout is unknown."""
     folder = AdapterFolder.at(path)
     config = read_json_object(read_config(folder), CONFIG_NAME)
     if is_mlx(folder, config):
@@ -67,14 +69,16 @@ def read_layout(path: Path) -> PEFTFiles:
 
 
 def _check_header(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> None:
-    """By shapes, before gigabytes are read that fit nothing; where only a base could tell, the reader does it later."""
+    """Checks the shapes before gigabytes of unusable tensors are read. If only the base could tell, the reader checks
+    later."""
     helper = PEFTHelper.from_dict(config)
     with contextlib.suppress(ConfigError):
         AdapterParts.of(helper, infos, base_of(config, infos), MAX_RANK_BOUND)
 
 
 def saved_name(name: str) -> str:
-    """As PEFT 0.21 would save this tensor of a decoder. A name that is no decoder's stays."""
+    """Returns the name under which PEFT 0.21 would save this tensor of a decoder. A name that is not a decoder's does
+    not change."""
     match = _PREFIX.match(name)
     rest = _NAMED_LEAF.sub(r".\g<leaf>", name[match.end() if match else 0 :])
     rest = _SAVED_MODULE.sub(".", rest)
@@ -91,8 +95,8 @@ def _check_one_adapter(names: Iterable[str]) -> None:
 
 
 def _of_the_decoder(config: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
-    """A multimodal model's config, for its decoder alone: a regular expression that looks for "language" finds nothing
-    there, so the modules are listed."""
+    """Returns a multimodal model's config for its decoder alone. A regular expression that looks for "language" would
+    find nothing in a decoder, so the modules are listed instead."""
     today = dict(config)
     for key in _NAMES_OF_MODULES:
         value = today.get(key)
@@ -116,7 +120,8 @@ def _check_distinct(names: Mapping[str, str]) -> None:
 
 
 def _is_outdated(name: str, config: Mapping[str, object]) -> bool:
-    """A field that PEFT no longer knows and that asks for nothing; one that does is left for the reader to refuse."""
+    """Returns whether PEFT no longer knows this field and its value has no effect. A field that has an effect is left
+    for the reader to reject."""
     method = config.get("peft_type")
     if not isinstance(method, str) or method not in FIELDS or not is_unset(config[name]):
         return False

@@ -1,6 +1,7 @@
-"""Arithmetic on low-rank pairs that never makes the [out, in] matrix they stand for.
+"""Computes with low-rank pairs and never makes the [out, in] matrix that they stand for.
 
-All in float64: the factors are small, and singular values of a float32 product would lose half of their digits.
+All arithmetic is in float64: the factors are small, and singular values of a float32 product would lose half of their
+digits.
 """
 
 # R rank · N rank kept · D in features · O out features
@@ -19,11 +20,11 @@ from lorafleet.workers.adapters.forms import Kronecker, LowRank
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """norm: Frobenius, of the whole delta. lost: of what was cut off."""
+    """A pair whose rank may have been reduced."""
 
     pair: LowRank
-    norm: float
-    lost: float
+    norm: float  # Frobenius norm of the whole delta.
+    lost: float  # Frobenius norm of what was cut off.
 
     @property
     def relative_error(self) -> float:
@@ -31,7 +32,8 @@ class Reduced:
 
 
 def reduce_rank(pair: LowRank, rank: int) -> Reduced:
-    """The nearest pair of that rank in the Frobenius norm (Eckart-Young). One that is no larger stays as it is."""
+    """Returns the nearest pair of that rank in the Frobenius norm (Eckart-Young). A pair whose rank is no larger does
+    not change."""
     if pair.rank <= rank:
         return Reduced(pair, frobenius(pair), 0.0)
     u_OR, s_R, v_RD = svd_of_product(pair)
@@ -40,14 +42,15 @@ def reduce_rank(pair: LowRank, rank: int) -> Reduced:
 
 
 def no_larger_than_the_matrix(pair: LowRank) -> LowRank:
-    """A pair of more ranks than the matrix has rows or columns, as LoHa and LoKr may be, says the same with fewer."""
+    """Reduces a pair whose rank exceeds the matrix's rows or columns, as LoHa's and LoKr's may. The product stays the
+    same."""
     most = min(pair.a_RD.shape[1], pair.b_OR.shape[0])
     return pair if pair.rank <= most else reduce_rank(pair, most).pair
 
 
 def svd_of_product(pair: LowRank) -> tuple[Tensor, Tensor, Tensor]:
-    """U [O, K], S [K], V [K, D] of scaling * B A with K the smallest of R, O and D: QR of both factors, and the SVD of
-    the small matrix between."""
+    """Returns U [O, K], S [K] and V [K, D] of scaling * B A, where K is the smallest of R, O and D. It takes the QR
+    of both factors, and the SVD of the small matrix between them."""
     q_b_OK, r_b_KR = torch.linalg.qr(pair.b_OR.double())
     q_a_DK, r_a_KR = torch.linalg.qr(pair.a_RD.double().T)
     u, s_K, v = torch.linalg.svd(pair.scaling * (r_b_KR @ r_a_KR.T), full_matrices=False)
@@ -55,7 +58,8 @@ def svd_of_product(pair: LowRank) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def from_kronecker(form: Kronecker, rank: int | None = None) -> LowRank:
-    """Exact without a rank; else the nearest of that rank. The SVD of w1 (x) w2 is the Kronecker product of theirs."""
+    """Returns an exact pair if `rank` is None, otherwise the nearest pair of that rank. The SVD of w1 (x) w2 is the
+    Kronecker product of the SVDs of w1 and w2."""
     u1, s1, v1 = torch.linalg.svd(form.w1.double(), full_matrices=False)
     u2, s2, v2 = torch.linalg.svd(form.w2.double(), full_matrices=False)
     products = torch.outer(_without_noise(s1, form.w1), _without_noise(s2, form.w2))
@@ -70,26 +74,26 @@ def from_kronecker(form: Kronecker, rank: int | None = None) -> LowRank:
 
 
 def _without_noise(values: Tensor, matrix: Tensor) -> Tensor:
-    """What rounding to float32 leaves of a product of lower rank is no rank."""
+    """Replaces singular values that are only rounding errors of float32 by zero, so that they do not count as rank."""
     least = values[0] * torch.finfo(torch.float32).eps * math.sqrt(max(matrix.shape))
     return torch.where(values > least, values, 0.0)
 
 
 def frobenius(pair: LowRank) -> float:
-    """|scaling * B A|: the trace of (B^T B)(A A^T)."""
+    """Returns |scaling * B A|, computed from the trace of (B^T B)(A A^T)."""
     a_RD, b_OR = pair.a_RD.double(), pair.b_OR.double()
     square = ((b_OR.T @ b_OR) * (a_RD @ a_RD.T)).sum().item()
     return abs(pair.scaling) * math.sqrt(max(square, 0.0))
 
 
 def difference(one: LowRank | None, other: LowRank | None) -> LowRank:
-    """one - other, by stacking ranks; None is no change."""
+    """Returns one - other by stacking ranks. None stands for no change."""
     parts = [(pair, sign) for pair, sign in ((one, 1.0), (other, -1.0)) if pair is not None]
     return stacked([LowRank(pair.a_RD, pair.b_OR, sign * pair.scaling) for pair, sign in parts])
 
 
 def stacked(pairs: Sequence[LowRank]) -> LowRank:
-    """Their sum, of the sum of their ranks."""
+    """Returns the sum of the pairs. Its rank is the sum of their ranks."""
     a_RD = torch.cat([pair.scaling * pair.a_RD.double() for pair in pairs])
     return LowRank(a_RD, torch.cat([pair.b_OR.double() for pair in pairs], 1))
 
@@ -100,6 +104,6 @@ def total_error(reduced: Sequence[Reduced]) -> float:
 
 
 def _balanced(u_ON: Tensor, s_N: Tensor, v_ND: Tensor) -> LowRank:
-    """Half of each singular value on either side, so that neither leaves a 16-bit float's range."""
+    """Gives A and B the square root of each singular value, so that neither leaves the range of a 16-bit float."""
     root_N = s_N.sqrt()
     return LowRank((root_N[:, None] * v_ND).float(), (u_ON * root_N).float())

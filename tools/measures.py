@@ -1,4 +1,5 @@
-"""The numbers of a comparison, from tokens and logprobs alone."""
+"""Computes the numbers of a comparison from tokens and logprobs alone. compare.py and cluster/quality/ get these from
+the models."""
 
 # K best tokens kept at a place
 
@@ -10,28 +11,28 @@ from dataclasses import dataclass
 
 from lorafleet.protocol.messages import TokenLogprobs
 
-LEAST = 1e-12  # of a pooled rest that rounding has made zero or less
+LEAST = 1e-12  # Replaces a pooled probability that rounding has made zero or negative.
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What two models say of one token of the baseline's answer. kl: of the other from the baseline, in nats."""
+    """The difference between two models at one token of the baseline's answer."""
 
-    same_choice: bool
-    kl: float
-    logprob_change: float
+    same_choice: bool  # Whether both models consider the same token the most likely one.
+    kl: float  # KL divergence of the other model from the baseline, in nats.
+    logprob_change: float  # Logprob of the token in the other model minus that in the baseline, in nats.
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of a text that was given."""
+    """The logprob of a given text."""
 
-    logprob: float
-    num_tokens: int
+    logprob: float  # Sum over the tokens, in nats.
+    num_tokens: int  # Tokens that have a logprob.
 
 
 def equal_share(one: Sequence[int], other: Sequence[int]) -> float:
-    """The equal tokens up to the first difference, of the longer answer's."""
+    """Returns the number of equal tokens before the first difference, divided by the length of the longer answer."""
     longest = max(len(one), len(other))
     if longest == 0:
         return 1.0
@@ -40,7 +41,7 @@ def equal_share(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 def compare_places(baseline: Sequence[TokenLogprobs], other: Sequence[TokenLogprobs]) -> list[Place]:
-    """Along the same tokens."""
+    """Compares the logprobs of two models along the same tokens."""
     return [
         Place(ours.top_ids[0] == theirs.top_ids[0], pooled_kl(ours, theirs), theirs.logprob - ours.logprob)
         for ours, theirs in zip(baseline, other, strict=True)
@@ -48,8 +49,12 @@ def compare_places(baseline: Sequence[TokenLogprobs], other: Sequence[TokenLogpr
 
 
 def pooled_kl(baseline: TokenLogprobs, other: TokenLogprobs) -> float:
-    """KL(baseline || other) with all tokens that are not among the K best of both taken as one. So it never says more
-    than the KL of the whole distributions does, and hardly less where K tokens have nearly all probability."""
+    """Returns KL(baseline || other), where all tokens that are not among the K best of both models count as one
+    token.
+
+    The result is never larger than the KL of the whole distributions. It is hardly smaller if K tokens have nearly
+    all of the probability.
+    """
     p_log, q_log = _known(baseline), _known(other)
     common = p_log.keys() & q_log.keys()
     kl = sum(math.exp(p_log[i]) * (p_log[i] - q_log[i]) for i in common)
@@ -58,13 +63,13 @@ def pooled_kl(baseline: TokenLogprobs, other: TokenLogprobs) -> float:
 
 
 def score(places: Sequence[TokenLogprobs | None]) -> Score:
-    """Of the tokens that have a logprob: a first token has none."""
+    """Sums the logprobs of the tokens that have one. The first token of a sequence has none."""
     found = [place.logprob for place in places if place is not None]
     return Score(sum(found), len(found))
 
 
 def perplexity(scores: Sequence[Score]) -> float | None:
-    """exp of the mean negative logprob of all tokens together; None without any."""
+    """Returns exp of the mean negative logprob of all tokens together, or None if there are no tokens."""
     num_tokens = sum(one.num_tokens for one in scores)
     return math.exp(-sum(one.logprob for one in scores) / num_tokens) if num_tokens else None
 

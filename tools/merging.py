@@ -1,7 +1,7 @@
-"""`lorafleet merge`: a base with one adapter in its weights, as a Hugging Face checkpoint of the same architecture.
+"""Merges one adapter into its base (`lorafleet merge`) and writes a Hugging Face checkpoint of the same architecture.
 
-All arithmetic is in float32, one tensor in memory at a time, and the files are divided as the base's are. What the
-architecture has no place for, such as a bias where it has none, is refused by name.
+All arithmetic is in float32, with one tensor in memory at a time. The weights are split into files as the base's are.
+A change that the architecture has no tensor for, such as a bias where it has none, is rejected by name.
 """
 
 # D in features or hidden size · O out features · V vocabulary
@@ -34,25 +34,31 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """changed: names of the tensors that are not the base's. vocab_size: None where it stays."""
+    """The result of a merge."""
 
-    changed: list[str]
-    num_bytes: int
-    untied: bool
-    vocab_size: int | None
+    changed: list[str]  # Names of the tensors that are not copied from the base.
+    num_bytes: int  # Size of all tensors.
+    untied: bool  # Whether the head is now a tensor of its own, although the base ties it.
+    vocab_size: int | None  # The new size; None if it is the base's.
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What becomes of each tensor: how it is made, where it is not copied. shapes: those that change."""
+    """The way in which each tensor of the checkpoint is made."""
 
     base: BaseModel
+    # Functions that compute tensors. A tensor that has none is copied from the base.
     makers: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # Shapes that differ from the base's.
     untied: bool = False
 
     def replace(self, name: str, what: str, make: Callable[[], Tensor]) -> None:
-        """name: as the engine calls it. what: the change, for the message where the architecture has no such tensor."""
+        """Sets the function that computes a tensor. Raises AdapterUnsupported if the architecture has no such tensor.
+
+        Args:
+            name: The engine's name for the tensor.
+            what: The change, for the error message.
+        """
         name = stored_name(name, self.base.tensors)
         if name not in self.base.tensors:
             raise AdapterUnsupported(
@@ -74,9 +80,13 @@ class _Plan:
 def merge(
     base: BaseModel, adapter: Path, forms: AdapterForms, target: Path, *, dtype: torch.dtype | None = None
 ) -> Merged:
-    """adapter: the folder that forms were read from, for its tokenizer. dtype: None keeps each tensor's own.
+    """Writes the merged checkpoint to `target`. If this fails, `target` is not created.
 
-    Raises AdapterError and ConfigError; target is there whole, or not at all.
+    Args:
+        adapter: The folder that `forms` was read from. Its tokenizer is copied.
+        dtype: The dtype of the weights. None keeps each tensor's own.
+
+    Raises AdapterError and ConfigError.
     """
     if forms.invocation_tokens:
         raise AdapterUnsupported(
@@ -106,7 +116,8 @@ def _plan_linear(plan: _Plan, module: str, form: LinearForm) -> None:
 
 
 def _plan_experts(plan: _Plan, module: str, form: ExpertsForm) -> None:
-    """One by one as on the hub, or all of a layer in one tensor as transformers 5 may save them."""
+    """Plans the experts one by one, as checkpoints on the hub store them, or as one tensor for all experts of a
+    layer, as transformers 5 may save them."""
     name, what = f"model.{module}", f"a change of {module}"
     stacked = {f"{name}.gate_up_proj": form.gate_up, f"{name}.down_proj": form.down}
     if stacked.keys() & plan.base.tensors.keys():
@@ -121,7 +132,8 @@ def _plan_experts(plan: _Plan, module: str, form: ExpertsForm) -> None:
 
 
 def _projections(form: ExpertsForm) -> list[tuple[str, StackedLowRank, int | None]]:
-    """(name, stack, which half of its outputs)."""
+    """Returns (name, stack, half) for each projection, where half is the part of the stack's outputs that it uses: 0,
+    1, or None for all of them."""
     found: list[tuple[str, StackedLowRank, int | None]] = []
     if form.gate_up is not None:
         found += [("gate_proj", form.gate_up, 0), ("up_proj", form.gate_up, 1)]
@@ -195,7 +207,8 @@ def _table(stored_VD: Tensor, form: VocabForm | None, *, is_head: bool) -> Tenso
 
 
 def _write_weights(plan: _Plan, folder: Path, dtype: torch.dtype | None) -> int:
-    """As the base's files are divided; a head that was tied comes to the embedding. Returns the bytes of all."""
+    """Writes the weights, split into files as the base's are, and returns their size in bytes. A head that was tied
+    to the embedding is written to the embedding's file."""
     entries = {name: _entry(plan, name, stored.entry, dtype) for name, stored in plan.base.tensors.items()}
     files = {name: stored.file.name for name, stored in plan.base.tensors.items()}
     if plan.untied:
@@ -237,7 +250,7 @@ def _vocab_size(plan: _Plan) -> int | None:
 
 def _write_config(plan: _Plan, folder: Path, dtype: torch.dtype | None) -> None:
     config: dict[str, object] = json.loads((plan.base.folder / "config.json").read_text(encoding="utf-8"))
-    config.pop("auto_map", None)  # names code that is not copied
+    config.pop("auto_map", None)  # It names code that is not copied.
     vocab_size = _vocab_size(plan)
     if vocab_size is not None:
         config["vocab_size"] = vocab_size
@@ -249,7 +262,8 @@ def _write_config(plan: _Plan, folder: Path, dtype: torch.dtype | None) -> None:
 
 
 def _copy_others(base: BaseModel, adapter: Path, folder: Path) -> None:
-    """The adapter's tokenizer where it brings one, since its vocabulary may be another; else the base's."""
+    """Copies generation_config.json and a tokenizer. An adapter's own tokenizer is preferred, since its vocabulary
+    may differ from the base's."""
     own = tokenizer_files(adapter)
     source = adapter if "tokenizer.json" in own else base.folder
     for name in tokenizer_files(source):

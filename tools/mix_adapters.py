@@ -1,13 +1,18 @@
-"""Makes one adapter of several, as PEFT's add_weighted_adapter does. Its methods:
+"""Combines several adapters into one, as PEFT's add_weighted_adapter does. The methods are:
 
-linear, ties, dare_linear, dare_ties, magnitude_prune   on A and on B each, so all must have one rank: cheap, and only
-    the crossed terms B_i A_j make it differ from the sum of the deltas
-cat                                                     exact: the ranks are stacked
-svd, ties_svd, dare_linear_svd, dare_ties_svd, magnitude_prune_svd   on the deltas, then the best pair of one rank
+linear, ties, dare_linear, dare_ties, magnitude_prune
+    These combine all A and all B separately, so all adapters must have the same rank. They are cheap. For
+    linear, only the crossed terms B_i A_j make the result differ from the sum of the deltas.
+cat
+    This stacks the ranks, so it is exact.
+svd, ties_svd, dare_linear_svd, dare_ties_svd, magnitude_prune_svd
+    These combine the deltas and then compute the best pair of one rank.
 
-Two differences, both where PEFT goes wrong: the result has the scaling 1 also where the first adapter is rsLoRA (PEFT
-leaves it multiplied by sqrt(r)), and dare draws for each module from the seed and the module's name, so that the result
-does not depend on what was drawn before.
+Two differences correct faults of PEFT:
+
+- The result has scaling 1 even if the first adapter is rsLoRA. PEFT leaves it multiplied by sqrt(r).
+- dare draws for each module from the seed and the module's name, so the result does not depend on earlier draws.
+
 Sources: TIES, arXiv 2306.01708; DARE, arXiv 2311.03099.
 """
 
@@ -33,14 +38,13 @@ from lorafleet.workers.adapters.forms import LowRank
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """density: the share of values that pruning keeps. rank: of the result of the svd methods; None is the largest of
-    the adapters'. seed: of dare, None is 0. majority_sign: whose sign ties elects, that of the sum (total, also None)
-    or of most adapters (frequency)."""
+    """A method and its parameters. A parameter that has no effect on the method is rejected with InvalidRequest."""
 
     method: Method
-    density: float | None = None
-    rank: int | None = None
-    seed: int | None = None
+    density: float | None = None  # Share of values that pruning keeps, in (0, 1].
+    rank: int | None = None  # Rank of the result of the svd methods; None is the largest of the adapters' ranks.
+    seed: int | None = None  # Seed of dare; None is 0.
+    # The sign that ties elects: that of the sum (total, also None) or that of most adapters (frequency).
     majority_sign: MajoritySign | None = None
 
     def __post_init__(self) -> None:
@@ -69,8 +73,11 @@ class Mixing:
 
 
 def mix(adapters: Sequence[PlainLoRA], weights: Sequence[float], how: Mixing) -> tuple[PlainLoRA, dict[str, Reduced]]:
-    """The mixture, and of the svd methods what each module lost. A module that an adapter lacks is left out of its
-    mixture, as in PEFT. Raises InvalidRequest and AdapterMismatch."""
+    """Returns the mixture and, for the svd methods, what each module lost.
+
+    An adapter that lacks a module is left out of that module's mixture, as in PEFT. Raises InvalidRequest and
+    AdapterMismatch.
+    """
     if len(adapters) < 2 or len(weights) != len(adapters):
         raise InvalidRequest(
             f"there are {len(adapters)} adapters and {len(weights)} weights; give two or more of each."
@@ -113,7 +120,7 @@ def _on_factors(name: str, pairs: Sequence[LowRank], weights: Sequence[float], h
         )
     scaled = [weight * pair.scaling for pair, weight in zip(pairs, weights, strict=True)]
     roots = torch.tensor([math.sqrt(abs(one)) for one in scaled])
-    signs = torch.tensor([1.0 if one >= 0 else -1.0 for one in scaled])  # on one side only, or it would cancel
+    signs = torch.tensor([1.0 if one >= 0 else -1.0 for one in scaled])  # On A only, since two signs would cancel.
     draw = _generator(how.seed, name)
     a_RD = _combine([pair.a_RD.float() for pair in pairs], roots * signs, how, draw)
     b_OR = _combine([pair.b_OR.float() for pair in pairs], roots, how, draw)
@@ -121,7 +128,7 @@ def _on_factors(name: str, pairs: Sequence[LowRank], weights: Sequence[float], h
 
 
 def _on_deltas(name: str, pairs: Sequence[LowRank], weights: Sequence[float], how: Mixing, rank: int) -> Reduced:
-    """The whole [O, D] matrices only where pruning needs them."""
+    """Mixes the deltas of one module. It computes whole [O, D] matrices only if pruning needs them."""
     if how.method == "svd":
         weighted = [LowRank(p.a_RD, p.b_OR, w * p.scaling) for p, w in zip(pairs, weights, strict=True)]
         done = reduce_rank(stacked(weighted), rank)

@@ -1,5 +1,5 @@
-"""The names that mix_adapters.py's methods have; apart from it, so that reading a command line need not wait for
-torch."""
+"""Lists the names of the methods in mix_adapters.py. It is a separate file so that a command line can be parsed
+without torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Reads mlx-lm's adapters: adapters.safetensors with lora_a and lora_b transposed, and a config of its own.
+"""Reads mlx-lm's adapters and converts them to PEFT's layout.
 
-Its layers compute y + scale * (x @ lora_a) @ lora_b, so A is lora_a^T, B is lora_b^T and the scaling is `scale`; the
-first versions multiplied that by alpha / rank. DoRA's magnitudes are `m`.
+They have adapters.safetensors, with lora_a and lora_b transposed, and a config of their own. Their layers compute
+y + scale * (x @ lora_a) @ lora_b, so A is lora_a^T, B is lora_b^T and the scaling is `scale`. The first versions
+multiplied that by alpha / rank. DoRA's magnitudes are `m`.
 Source: mlx-lm, mlx_lm/tuner/lora.py and dora.py.
 """
 
@@ -29,7 +30,8 @@ def is_mlx(folder: AdapterFolder, config: Mapping[str, object]) -> bool:
 
 
 def read_mlx(folder: AdapterFolder, config: Mapping[str, object]) -> PEFTFiles:
-    """Raises AdapterUnsupported for whole weights (fine_tune_type "full"), embeddings and experts."""
+    """Reads the adapter in a folder. Raises AdapterUnsupported for whole weights (fine_tune_type "full"), embeddings
+    and experts."""
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
         raise AdapterUnsupported(f"mlx-lm's fine_tune_type {shown(kind)} is no adapter; lora and dora are.")

@@ -1,4 +1,4 @@
-"""An output folder that appears complete or not at all, and never over something that is there."""
+"""Creates an output folder that appears complete or not at all. It never overwrites anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lorafleet.protocol.errors import ConfigError
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A draft beside `path`, which becomes it when the block ends well. Raises ConfigError."""
+    """Yields a draft folder next to `path`, and renames it to `path` if the block succeeds. Raises ConfigError if
+    `path` exists and is not an empty folder, or cannot be created."""
     if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} is there already; name a folder that is not.")
     try:

@@ -1,4 +1,4 @@
-"""An adapter's config and tensors under PEFT 0.21's names, in memory, and how they are written."""
+"""Holds an adapter's config and tensors in memory under PEFT 0.21's names, and writes them to a folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lorafleet.workers.adapters.weight_files import FLOAT_DTYPES, INDEX_DTYPES, 
 
 @dataclass(frozen=True, slots=True)
 class PEFTFiles:
-    """changes: what reading had to put right, in words for the user."""
+    """The contents of an adapter's folder."""
 
     config: Mapping[str, object]
     tensors: Mapping[str, Tensor]
-    changes: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)  # Corrections made on reading, in words for the user.
 
     def write(self, folder: Path) -> None:
         (folder / CONFIG_NAME).write_text(json.dumps(self.config, indent=2, sort_keys=False) + "\n", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""A plain LoRA in memory: a low-rank pair for each module, whatever kind it was read from, and PEFT's files of it."""
+"""Holds a plain LoRA in memory: a low-rank pair for each module, whatever kind of adapter it was read from. It also
+gives PEFT's config and tensors, which peft_files.py writes."""
 
 # R rank · D in features · O out features
 
@@ -18,20 +19,21 @@ from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, LowRank, 
 
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# As the modules of a decoder layer run; others follow by name.
+# The order in which the modules of a decoder layer run. Others follow by name.
 _ORDER = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLoRA:
-    """modules: as in forms.py, with "embed_tokens" (A [R, V], B [D, R]) and "lm_head" beside the linears."""
+    """An adapter that has only low-rank pairs."""
 
+    # Named as in forms.py. "embed_tokens" (A [R, V], B [D, R]) and "lm_head" may stand beside the linears.
     modules: Mapping[str, LowRank]
     base_name: str | None = None
 
     @classmethod
     def from_forms(cls, forms: AdapterForms, base_name: str | None = None) -> PlainLoRA:
-        """Raises AdapterUnsupported, naming what a plain LoRA cannot hold."""
+        """Converts an adapter's forms. Raises AdapterUnsupported, which names what a plain LoRA cannot hold."""
         if forms.invocation_tokens:
             raise AdapterUnsupported("an activated LoRA (aLoRA) works from its invocation on only; a plain one always.")
         if forms.norms:
@@ -78,7 +80,7 @@ class PlainLoRA:
 
 
 def module_order(name: str) -> tuple[int, int, str]:
-    """The base's own order: embedding, layers, head."""
+    """Returns a sort key for the base's own order: embedding, layers, head."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return (-1 if name == EMBEDDING else 1 << 30, 0, name)
@@ -87,7 +89,8 @@ def module_order(name: str) -> tuple[int, int, str]:
 
 
 def cast_all(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of floats; indices stay. Raises AdapterMalformed for values that the dtype cannot hold."""
+    """Casts floating-point tensors and leaves indices as they are. Raises AdapterMalformed for values that the dtype
+    cannot hold."""
     cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     for name, tensor in cast.items():
         if not tensor.isfinite().all():

@@ -1,6 +1,6 @@
-"""Reads an adapter through the server's own reader, with or without a base model to hold it against.
+"""Reads an adapter through the server's own reader, with or without a base model.
 
-Without one the base's shapes are taken from the adapter, so that all but its fit is checked.
+Without one, the base's shapes are inferred from the adapter, so everything except its fit is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from lorafleet.workers.adapters.reader import ReadAdapter, read_adapter
 
 @contextmanager
 def adapter_folder(path_or_uri: str) -> Iterator[Path]:
-    """The folder; a URI is fetched into the node's cache first. Whoever runs a tool may fetch from where they say."""
+    """Yields the adapter's folder. A URI is first fetched into the node's cache: whoever runs a tool may fetch from
+    any source."""
     if not is_uri(path_or_uri):
         yield Path(path_or_uri)
         return
@@ -41,10 +42,11 @@ def adapter_folder(path_or_uri: str) -> Iterator[Path]:
 
 
 def read_forms(folder: Path, base: BaseModel | None, name: str) -> ReadAdapter:
-    """Any rank is taken; a product of Kronecker's that would need a high one keeps its own form, as in a server.
+    """Reads an adapter of any rank. A Kronecker product that would need a high rank keeps its own form, as in a
+    server.
 
-    Raises an AdapterError: what serving would say. ConfigError where the adapter means something only with a base, and
-    none is given.
+    Raises the AdapterError that serving would raise. Raises ConfigError if the adapter has a meaning only with a
+    base, and none is given.
     """
     served_on = inferred_base(folder) if base is None else base.for_reader(torch.float32)
     for max_rank in (LoRAConfig().max_lora_rank, MAX_RANK_BOUND):
@@ -54,7 +56,7 @@ def read_forms(folder: Path, base: BaseModel | None, name: str) -> ReadAdapter:
 
 
 def largest_rank(forms: AdapterForms) -> int:
-    """Of its low-rank pairs; 1 where it has none."""
+    """Returns the largest rank of the low-rank pairs, or 1 if there are none."""
     pairs = [form.low_rank for form in forms.linears.values()]
     pairs += [form.low_rank for form in (forms.embedding, forms.head) if form is not None]
     ranks = [pair.rank for pair in pairs if pair is not None]

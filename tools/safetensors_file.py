@@ -1,4 +1,5 @@
-"""Writes a safetensors file of any size while holding one tensor at a time, which the library's own writer cannot."""
+"""Writes a safetensors file of any size with one tensor in memory at a time, which the library's own writer cannot
+do."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Entry:
 
 
 def write_safetensors(path: Path, entries: Mapping[str, Entry], value_of: Callable[[str], Tensor]) -> None:
-    """value_of is asked for each tensor once. Raises ConfigError where the file cannot be written."""
-    # Wide types first: readers want each tensor aligned to its own element.
+    """Writes the file and calls `value_of` once for each tensor. Raises ConfigError if the file cannot be written."""
+    # Wide types come first, since readers want each tensor aligned to its element size.
     order = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
     try:
         with path.open("xb") as file:
@@ -58,7 +59,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], value_of: Callab
 
 
 def _header(entries: Mapping[str, Entry], order: list[str]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for name in order:
         entry = entries[name]

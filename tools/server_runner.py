@@ -1,4 +1,5 @@
-"""Runs a comparison on a server of this API, by vLLM's extensions: /tokenize, prompt_logprobs, return_token_ids."""
+"""Runs a comparison on a server of this API. It needs vLLM's extensions: /tokenize, prompt_logprobs and
+return_token_ids."""
 
 from __future__ import annotations
 
@@ -13,16 +14,21 @@ from lorafleet.protocol.errors import InvalidRequest, LorafleetError
 from lorafleet.protocol.messages import TokenLogprobs
 from lorafleet.tools.examples import Example
 
-AT_A_TIME = 16  # requests; the server batches them
-TIMEOUT_S = 600.0  # a first request may wait for its adapter
-ATTEMPTS = 6  # of one that the server was too busy for
+AT_A_TIME = 16  # Concurrent requests; the server batches them.
+TIMEOUT_S = 600.0  # A first request may wait for its adapter.
+ATTEMPTS = 6  # Attempts for a request if the server is too busy.
 
 T = TypeVar("T")
 Given = TypeVar("Given")
 
 
 class ServerRunner:
-    """models: what each name of the comparison is called there."""
+    """A Runner on a running server.
+
+    Args:
+        url: The server's address, with or without /v1.
+        models: The server's names for the models, by their names in the comparison.
+    """
 
     def __init__(self, url: str, models: Mapping[str, str], api_key: str | None = None) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -104,7 +110,7 @@ def _words(reply: httpx.Response) -> str:
 
 
 def _read_place(place: dict[str, Any] | None, token: int, top_k: int) -> TokenLogprobs | None:
-    """vLLM's: the token's own entry and the k best, by id."""
+    """Reads vLLM's entry for one position: the token's own logprob and the k best, by token id."""
     if place is None:
         return None
     ranked = sorted((entry["rank"], entry["logprob"], int(number)) for number, entry in place.items())[:top_k]

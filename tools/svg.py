@@ -1,5 +1,5 @@
-"""Plots as inline SVG, without scripts. Colours and fonts are the page's (comparison_report.py), so light and dark both
-fit."""
+"""Draws plots as inline SVG without scripts. The page (comparison_report.py) sets colors and fonts, so the plots fit
+its light and dark themes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 WIDTH = 640
-LEFT, RIGHT, TOP, BOTTOM = 150, 60, 12, 34  # margins
-HEIGHT = 240  # of a plot with axes
-BAR = 18  # height of one bar
+LEFT, RIGHT, TOP, BOTTOM = 150, 60, 12, 34  # Margins around a plot.
+HEIGHT = 240  # Height of a plot with axes.
+BAR = 18  # Height of one bar.
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]], *, whole: float | None, unit: str) -> str:
-    """Horizontal bars in groups: (group, [(what, value)]). whole: the scale's end; None: the largest value."""
+    """Draws horizontal bars in groups.
+
+    Args:
+        rows: (group, [(what, value)]). A value of None has no bar.
+        whole: The end of the scale. None means the largest value.
+    """
     values = [value for _, group in rows for _, value in group if value is not None]
     end = whole or max(values, default=1.0) or 1.0
     parts, y = [], float(TOP)
@@ -37,7 +42,7 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]], *, whol
 
 
 def lines(series: Series, *, x_name: str, y_name: str) -> str:
-    """One line for each name, on linear axes that begin at zero."""
+    """Draws one line for each name, on linear axes that begin at zero."""
 
     def line(i: int, name: str, places: Sequence[tuple[float, float]]) -> str:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -47,7 +52,7 @@ def lines(series: Series, *, x_name: str, y_name: str) -> str:
 
 
 def dots(series: Series, *, x_name: str, y_name: str) -> str:
-    """One dot for each point, on the axes of lines."""
+    """Draws one dot for each point, on the same axes as lines()."""
 
     def cloud(i: int, name: str, places: Sequence[tuple[float, float]]) -> str:
         title = f"<title>{escape(name)}</title>"
@@ -59,7 +64,8 @@ def dots(series: Series, *, x_name: str, y_name: str) -> str:
 def _plot(
     series: Series, x_name: str, y_name: str, draw: Callable[[int, str, Sequence[tuple[float, float]]], str]
 ) -> str:
-    """draw: of the number, name and places in the drawing of one series."""
+    """Draws axes and series. For each series, `draw` is called with its number, its name and its points in the
+    drawing."""
     points = [point for some in series.values() for point in some]
     x_end = max((x for x, _ in points), default=1.0) or 1.0
     y_end = nice_end(max((y for _, y in points), default=1.0))
@@ -78,7 +84,7 @@ def number(value: float, unit: str = "") -> str:
 
 
 def nice_end(largest: float) -> float:
-    """The next of 1, 2, 5, 10 …: an axis ends at a round number."""
+    """Rounds up to the next of 1, 2, 5, 10, …, so that an axis ends at a round number."""
     if not largest > 0 or not math.isfinite(largest):
         return 1.0
     power: float = 10.0 ** math.floor(math.log10(largest))

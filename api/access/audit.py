@@ -1,6 +1,6 @@
-"""What an administrator asks for and what comes of it, as the API sees it; cluster/tenancy/audit_log.py writes it down.
+"""Records the calls of administrators and their outcomes; cluster/tenancy/audit_log.py writes them to disk.
 
-A handler that changes something calls begin() before it does: where that cannot be written, nothing is done.
+A handler that changes something calls begin() first. If that line cannot be written, nothing is changed.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from lorafleet.api.access.caller import caller_in
 from lorafleet.api.answer.error_responses import http_error
 from lorafleet.protocol.errors import LogUnwritable, LorafleetError
 
-MAX_TEXT_CHARS = 1024  # Of each text in a line; the rest is cut off, and the line says how much that was.
-_CALL = "lorafleet.audit"  # in the ASGI scope
+MAX_TEXT_CHARS = 1024  # Limit of each text in a line; a longer text is cut, and its length is added.
+_CALL = "lorafleet.audit"  # Key in the ASGI scope.
 
 
 class Audited(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of the audit log."""
 
-    at_s: float  # When it was written, in seconds since 1970.
-    call: str  # The same in the two lines of a call.
-    action: str
-    status: int = 0  # The HTTP status of the answer; 0, which is left out: the call begins.
-    key: str = ""  # The key's id; "" where no known key was sent.
+    at_s: float  # Time of writing, in seconds since 1970.
+    call: str  # ID of the call, which its two lines share.
+    action: str  # Method, path and query.
+    status: int = 0  # HTTP status of the answer; 0 (which is omitted) if the call begins.
+    key: str = ""  # ID of the API key; "" if no known key was sent.
     tenant: str = ""
-    peer: str = ""  # The address that called; behind a proxy that is the proxy.
-    forwarded_for: str = ""  # What the proxy says of the client.
-    what: dict[str, str] = {}  # Names that the call gave besides its path.
+    peer: str = ""  # Address of the caller, or of the proxy in front of it.
+    forwarded_for: str = ""  # Address of the client according to the proxy.
+    what: dict[str, str] = {}  # Names that the call gave in addition to its path.
     error: str = ""
-    unlogged: int = 0  # Earlier refusals of the same key that have no line of their own.
+    unlogged: int = 0  # Earlier rejected calls of the same key that have no line of their own.
 
 
 class Audit(Protocol):
-    """Both raise LogUnwritable where the line cannot be written."""
+    """The audit log of administrative calls. Both methods raise LogUnwritable if the line cannot be written."""
 
     async def acted(self, entry: Audited) -> None:
-        """Writes a line of a call that acts: the one before it does, or the one with its outcome."""
+        """Writes a line of a call that acts: the line before it acts, or the line with its outcome."""
         ...
 
     async def refused(self, entry: Audited) -> None:
-        """Writes the line of a call that was refused before it acted."""
+        """Writes the line of a call that was rejected before it acted."""
         ...
 
 
@@ -90,8 +90,10 @@ class _Call:
 
 
 async def begin(request: Request, **what: object) -> None:
-    """Writes down what is about to be done. what: names that the body gave, never a secret. Raises LogUnwritable,
-    and then the caller must not act."""
+    """Records that the call is about to act. `what` holds names from the body, never a secret.
+
+    Raises LogUnwritable. The caller must not act in this case.
+    """
     call: _Call | None = request.scope.get(_CALL)
     if call is not None:
         call.what = {name: cut(str(value)) for name, value in what.items() if value is not None}
@@ -100,7 +102,7 @@ async def begin(request: Request, **what: object) -> None:
 
 
 async def audited(request: Request, audit: Audit, handle: Callable[[], Awaitable[Response]]) -> Response:
-    """Does it, and writes down what came of it before the caller hears it."""
+    """Handles the call, and records its outcome before the client gets the answer."""
     call = request.scope[_CALL] = _Call(audit, request)
     try:
         response = await handle()
@@ -117,6 +119,6 @@ async def audited(request: Request, audit: Audit, handle: Callable[[], Awaitable
 
 
 def cut(text: str) -> str:
-    """The text as it may be in a line: of a bounded length, and in any encoding that a client could send."""
+    """Returns the text as it may appear in a line: valid UTF-8 of bounded length, whatever the client sent."""
     sound = text.encode(errors="replace").decode()
     return sound if len(sound) <= MAX_TEXT_CHARS else f"{sound[:MAX_TEXT_CHARS]}… ({len(sound)} characters)"

@@ -1,6 +1,6 @@
-"""How many bytes the bodies of requests under way may have together on this replica, and of those one tenant's.
+"""Limits the bytes that the bodies of in-flight requests may have on this replica, together and per tenant.
 
-A body counts from its first byte until its request is answered, since what was parsed of it lives as long.
+A body counts from its first byte until its request is answered, because its parsed content lives as long.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from starlette.types import Scope
 from lorafleet.api.access.caller import Caller, whose
 from lorafleet.protocol.errors import Overloaded, QueueFull
 
-_BODY = "lorafleet.body"  # in the ASGI scope
+_BODY = "lorafleet.body"  # Key in the ASGI scope.
 
 
 class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held: Counter[str] = Counter()  # by tenant, or by key where it has none
+        self._held: Counter[str] = Counter()  # Bytes by tenant, or by key if it has no tenant.
 
     def add(self, owner: str, num_bytes: int) -> None:
-        """Raises QueueFull where the owner alone has too much, and Overloaded where all together have."""
+        """Counts bytes of an owner. One owner may have half of the limit.
+
+        Raises QueueFull if the owner alone exceeds its half, and Overloaded if all owners together exceed the limit.
+        """
         if self._held[owner] + num_bytes > self._max_bytes // 2:
             raise QueueFull(
                 f"The bodies of the requests of {owner} that are under way on this replica have {self._held[owner]} "
@@ -43,7 +46,7 @@ class BodyBudget:
 
 
 class HeldBody:
-    """The bytes of one body, given back when its request ends."""
+    """The counted bytes of one body, which are released when its request ends."""
 
     headers: Mapping[str, str] = MappingProxyType({})
 
@@ -53,7 +56,7 @@ class HeldBody:
         self._owner = whose(caller)
 
     def add(self, num_bytes: int) -> None:
-        """Raises as BodyBudget.add() does."""
+        """Counts more bytes of the body. Raises the same errors as BodyBudget.add()."""
         self._budget.add(self._owner, num_bytes)
         self.num_bytes += num_bytes
 
@@ -70,6 +73,6 @@ def set_body(scope: Scope, body: HeldBody) -> None:
 
 
 def body_bytes_of(scope: Scope) -> int:
-    """The size of the request's body as far as it was read."""
+    """Returns the number of bytes of the request's body that have been read."""
     body: HeldBody | None = scope.get(_BODY)
     return 0 if body is None else body.num_bytes

@@ -1,5 +1,6 @@
-"""Who sends a request: which key, of which tenant, and what the key opens. Set once by the layer in build_api.py, read
-with caller_of(). Which keys there are is the gate's matter (gate.py).
+"""Describes the sender of a request: its API key, its tenant, and the scopes of the key.
+
+build_api.py sets the caller once for each request, and handlers read it with caller_of(). gate.py knows the keys.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from starlette.requests import Request
 from starlette.types import Scope as AsgiScope
 
 Scope = Literal["infer", "admin", "metrics"]
-# What a route needs: a scope; or "open": no key at all; or "loading": admin where there are keys, and nothing where
-# there are none, as vLLM's routes for adapters are guarded by a switch of the server.
+# The access that a route needs. A scope needs a key with that scope, and "open" needs no key. "loading" needs admin if
+# the server has keys, and nothing otherwise: as in vLLM, a server option enables the routes for adapters.
 Needed = Literal["infer", "admin", "metrics", "loading", "open"]
 
-_CALLER = "lorafleet.caller"  # in the ASGI scope
+_CALLER = "lorafleet.caller"  # Key in the ASGI scope.
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """tenant: None is nobody's: sees what is public; with the scope admin, the operator, who sees all. key_id: the
-    key's public name, "" without one."""
+    """The sender of a request. Without a tenant it sees public adapters only, unless it is the operator."""
 
-    tenant: str | None = None
-    key_id: str = ""
+    tenant: str | None = None  # None with the scope admin is the operator, who sees everything.
+    key_id: str = ""  # Public name of the key; "" without a key.
     scopes: frozenset[Scope] = frozenset()
 
     @property
@@ -37,7 +37,10 @@ ANONYMOUS = Caller(scopes=frozenset(("infer", "metrics")))
 
 
 def sent_key(headers: Headers) -> str | None:
-    """`Authorization: Bearer KEY`, or x-api-key. Another kind of authorization is given on whole: it is no key."""
+    """Returns the key in `Authorization: Bearer KEY` or x-api-key, or None if there is neither.
+
+    Another kind of authorization is returned whole, and no key matches it.
+    """
     authorization = headers.get("authorization", "")
     kind, _, key = authorization.partition(" ")
     return (key if kind.lower() == "bearer" else authorization) or headers.get("x-api-key") or None
@@ -53,13 +56,13 @@ def caller_of(request: Request) -> Caller:
 
 
 def whose(caller: Caller) -> str:
-    """Whom an error message names where callers share something."""
+    """Returns the tenant or key that shares a limit, as error messages name it."""
     if caller.tenant is not None:
         return f"tenant {caller.tenant!r}"
     return f"API key {caller.key_id!r}" if caller.key_id else "clients without a key"
 
 
 def caller_in(scope: AsgiScope) -> Caller:
-    """Also of a request that was refused before it was known whose it is."""
+    """Returns the caller, or ANONYMOUS if the request was rejected before its caller was known."""
     caller: Caller = scope.get(_CALLER, ANONYMOUS)
     return caller

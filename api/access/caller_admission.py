@@ -1,8 +1,8 @@
-"""Whether a caller may have one more request answered, and what it has left.
+"""Admits requests within their caller's limits, and reports what remains of these limits.
 
-Every request with a key is admitted before its body is read, and a generation again once its sequences and prompts are
-known (make_samples in generation.py). cluster/tenancy/ counts for the whole cluster; WorkBounds holds on this replica,
-with keys or without.
+Every request with a key is admitted before its body is read. A generation is admitted again once its sequences and
+prompts are known (make_samples in generation.py). cluster/tenancy/ counts for the whole cluster. WorkBounds applies
+to this replica, with or without keys.
 """
 
 from __future__ import annotations
@@ -17,51 +17,53 @@ from starlette.types import Scope
 from lorafleet.api.access.caller import Caller, whose
 from lorafleet.protocol.errors import QueueFull
 
-# Requests of a tenant, or of a key without one, that count or convert tokens, or ask all replicas, at a time.
+# In-flight requests per route and tenant (or key without a tenant) that count or convert tokens or query all replicas.
 MAX_AUXILIARY = 16
-MAX_UPLOADS = 4  # Uploads of a tenant, or of a key without one, at a time: each may take 16 GiB of the disk.
+MAX_UPLOADS = 4  # In-flight uploads per tenant (or key without a tenant); each may take 16 GiB of disk.
 
-# What a request is for. Administration includes /metrics. Each kind but "auxiliary" has a bucket of its own, so that
-# a tenant whose generations have used theirs up can still roll a version back.
+# The purpose of a request. Administration includes /metrics. Each kind except "auxiliary" has a rate limit of its own,
+# so that a tenant whose generations have used up their limit can still roll back a version.
 Kind = Literal["generation", "auxiliary", "administration"]
 
-_ADMISSIONS = "lorafleet.admissions"  # in the ASGI scope
+_ADMISSIONS = "lorafleet.admissions"  # Key in the ASGI scope.
 
 
 class Admission(Protocol):
-    """Of one request."""
+    """The admission of one request, which counts as in-flight until end()."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """OpenAI's x-ratelimit headers."""
+        """OpenAI's x-ratelimit headers for the answer."""
         ...
 
     def end(self) -> None:
-        """The request is answered, or broken off."""
+        """Ends the admission because the request was answered or aborted."""
         ...
 
     def give_back(self, retry_id: str, /) -> Awaitable[None]:
-        """Ends it, and takes back what it was charged: another replica is asked, which charges it too. retry_id: the
-        request's, at both replicas. Only the first of them gives anything back, so that a request that no replica
-        answers is charged once."""
+        """Ends the admission and refunds its charge, because another replica will charge the request again.
+
+        `retry_id` identifies the request at both replicas. Only the first replica refunds anything, so that a request
+        that no replica answers is charged once.
+        """
         ...
 
 
 class Quotas(Protocol):
     async def admit_request(self, caller: Caller, kind: Kind) -> Admission | None:
-        """Counts one request. None where nothing of the caller's is limited. Raises QuotaExceeded."""
+        """Counts one request of the caller. Returns None if the caller has no limits. Raises QuotaExceeded."""
         ...
 
     async def admit_sequences(self, caller: Caller, num_sequences: int, num_prompt_tokens: int) -> Admission | None:
-        """Counts the sequences of a request that admit_request has counted as one. Raises QuotaExceeded."""
+        """Counts the sequences of a request that admit_request() has counted as one. Raises QuotaExceeded."""
         ...
 
     def charge(self, caller: Caller, num_tokens: int) -> None:
-        """Counts tokens that were answered."""
+        """Charges the tokens of an answer. A negative number refunds the prompt of a sequence that did not start."""
         ...
 
     def charge_auxiliary(self, caller: Caller, num_tokens: int) -> None:
-        """Counts tokens that were only counted or converted, where the caller's limits say so."""
+        """Charges tokens that were only counted or converted, if the caller's limits include them."""
         ...
 
 
@@ -75,14 +77,16 @@ class _Entered:
 
 
 class WorkBounds:
-    """How many requests of an expensive kind each caller has under way on this replica. The body of one that is refused
-    is not read."""
+    """Limits each caller's in-flight requests of an expensive kind on this replica.
+
+    The body of a rejected request is not read.
+    """
 
     def __init__(self) -> None:
-        self._under_way: Counter[tuple[str, str]] = Counter()  # by route and caller
+        self._under_way: Counter[tuple[str, str]] = Counter()  # By route and caller.
 
     def enter(self, what: str, most: int, caller: Caller) -> Admission:
-        """Raises QueueFull."""
+        """Admits a request of the kind `what`. Raises QueueFull if the caller has `most` of them in flight."""
         entry = (what, whose(caller))
         if self._under_way[entry] >= most:
             raise QueueFull(
@@ -103,12 +107,12 @@ def add_admission(scope: Scope, admission: Admission) -> None:
 
 
 async def give_back(scope: Scope, retry_id: str) -> None:
-    """The request that these admissions are for goes to another replica."""
+    """Refunds the admissions of a request that is sent to another replica."""
     for i, admission in enumerate(scope.pop(_ADMISSIONS, [])):
         await admission.give_back(f"{retry_id} {i}")
 
 
 def admissions_of(scope: Scope) -> list[Admission]:
-    """In the order in which they were given."""
+    """Returns the request's admissions in the order in which they were granted."""
     admissions: list[Admission] = scope.get(_ADMISSIONS, [])
     return admissions

@@ -1,4 +1,4 @@
-"""Work that is too long for the event loop runs in a few threads, for which tenants take turns."""
+"""Runs work that is too long for the event loop in a few threads, which are shared fairly among tenants."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lorafleet.protocol.errors import QueueFull
 from lorafleet.sandbox.confinement import NICENESS
 from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
 
-SWITCH_S = 0.0005  # After so long a thread gives Python's lock to the event loop, which asks for it after each call.
+SWITCH_S = 0.0005  # A thread releases the GIL to the event loop after this time; the loop requests it after each call.
 
-LONG_WORK = TurnLimits(running=2, waiting=128)  # Of a front: long bodies, conversations and answers.
+LONG_WORK = TurnLimits(running=2, waiting=128)  # Limits per front for long bodies, conversations and answers.
 
 T = TypeVar("T")
 
 
 class FairThreads:
-    """asyncio's own threads stay free for work that must not wait for this."""
+    """A few threads of their own, so that asyncio's threads stay free for work that must not wait for this work."""
 
     def __init__(self, name: str, limits: TurnLimits) -> None:
         self._name = name
@@ -30,13 +30,13 @@ class FairThreads:
         self._pool = ThreadPoolExecutor(limits.running, thread_name_prefix=name, initializer=_be_modest)
 
     async def run(self, group: str, work: Callable[[], T]) -> T:
-        """Runs the work in a turn of the group. Raises QueueFull where too many jobs of the group wait."""
+        """Runs the work when the group is scheduled. Raises QueueFull if too many jobs of the group wait."""
         began = asyncio.Event()
         job = asyncio.create_task(self._in_turn(group, work, began))
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
-            if not began.is_set():  # Else the turn lasts as long as its thread.
+            if not began.is_set():  # A job that began occupies its thread until it ends.
                 job.cancel()
             raise
 
@@ -56,6 +56,6 @@ class FairThreads:
 
 
 def _be_modest() -> None:
-    """On Linux each thread has a niceness of its own."""
+    """Lowers the priority of this thread. On Linux each thread has a niceness of its own."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     sys.setswitchinterval(SWITCH_S)

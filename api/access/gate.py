@@ -1,6 +1,7 @@
-"""Says whom a key belongs to and whether it opens what is asked for: 401 for no key or a wrong one, 403 for a key that
-does not open it. Where the keys come from: cluster/tenancy/key_ring.py. Without keys everybody may infer, and nobody
-but the admin key's holder may administer.
+"""Finds the caller that a key belongs to, and checks that the key opens what the request needs.
+
+A missing or wrong key gives 401, and a key without the scope gives 403. cluster/tenancy/key_ring.py provides the keys.
+Without keys, everyone may infer, and only the holder of the admin key may administer.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ _ADMIN = Caller(None, ADMIN_KEY_ID, frozenset(("infer", "admin", "metrics")))
 @dataclass(frozen=True, slots=True)
 class KnownKey:
     caller: Caller
-    expires_s: float | None = None  # since 1970
+    expires_s: float | None = None  # Seconds since 1970; None: never.
 
 
 class Gate:
-    """admin_key: the operator's, which opens everything; None: there is none. keys: those in force, by the sha256 of
-    each; None: the server runs without."""
+    """Authenticates the callers of a server.
+
+    Args:
+        admin_key: The operator's key, which opens everything; None if there is none.
+        keys: Returns the valid keys by the sha256 of each; None if the server runs without keys.
+    """
 
     def __init__(
         self,
@@ -40,11 +45,11 @@ class Gate:
 
     @property
     def has_keys(self) -> bool:
-        """Whether callers are told apart."""
+        """Whether callers are identified by API keys."""
         return self._keys is not None
 
     def caller(self, key: str | None, needed: Needed) -> Caller:
-        """key: as it was sent; None where none was. Raises Unauthorized or Forbidden."""
+        """Returns the caller that sent `key`, which is None if no key was sent. Raises Unauthorized or Forbidden."""
         if needed == "open":
             return ANONYMOUS
         digest = None if key is None else _digest(key)
@@ -62,7 +67,7 @@ class Gate:
         return known.caller
 
     def _known(self, digest: str | None) -> KnownKey:
-        """By digest: what the time of a look-up tells of it tells nothing of the key."""
+        """Looks up a key by its digest, because the time of such a lookup reveals nothing about the key."""
         assert self._keys is not None
         if digest is None:
             raise Unauthorized(

@@ -1,4 +1,4 @@
-"""Which work on requests and answers is short enough for the event loop; longer work goes to the front's threads."""
+"""Runs short work on requests and answers in the event loop, and longer work in the front's threads."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lorafleet.api.front import Front, ServedModel
 from lorafleet.protocol.lora_request import turn_group
 
 MAX_INLINE_BODY_BYTES = 32 << 10  # A chat of this size takes about 10 ms to check and render.
-MAX_INLINE_VALUES = 2048  # So many numbers and texts of an answer take about 2 ms to write.
+MAX_INLINE_VALUES = 2048  # An answer with this many numbers and texts takes about 2 ms to write.
 
 T = TypeVar("T")
 
 
 async def run_by_size(front: Front, request: Request, work: Callable[[], T]) -> T:
-    """Runs work whose cost grows with the request's body. Raises QueueFull."""
+    """Runs work whose cost grows with the size of the request's body. Raises QueueFull."""
     if body_bytes_of(request.scope) <= MAX_INLINE_BODY_BYTES:
         return work()
     return await front.long_work.run(turn_group(caller_of(request).tenant, None), work)
 
 
 async def run_by_count(front: Front, model: ServedModel, num_values: int, work: Callable[[], T]) -> T:
-    """Runs work whose cost grows with the values in the answer. Raises QueueFull."""
+    """Runs work whose cost grows with the number of values in the answer. Raises QueueFull."""
     if num_values <= MAX_INLINE_VALUES:
         return work()
     return await front.long_work.run(model.turn_group, work)

@@ -1,8 +1,8 @@
-"""Keeps web pages of other sites away from a server that asks for no key.
+"""Rejects requests from web pages of other sites to a server that needs no key.
 
-A browser on the same machine or network reaches such a server, so any page that it shows could use it. The browser says
-which page asks in `Origin`, and under which name it found the server in `Host`. A page whose own name is made to lead
-here (DNS rebinding) has the right Origin, but not a Host that only this machine has.
+A browser on the same machine or network can reach such a server, so any page that it shows could use it. The browser
+sends the site of the page in `Origin`, and the name under which it found the server in `Host`. A page whose own name
+is made to resolve to this machine (DNS rebinding) has a matching Origin, but not a Host that only this machine has.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ANY = "*"
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    allowed: tuple[str, ...] = ()  # such as https://app.example.org; "*" allows the pages of all sites
-    only_loopback: bool = True  # The server listens on the loopback interface alone, so other names are not its own.
+    allowed: tuple[str, ...] = ()  # Such as https://app.example.org; "*" allows the pages of all sites.
+    only_loopback: bool = True  # The server listens on the loopback interface only, so other names are not its own.
 
     def check(self, headers: Headers) -> None:
-        """Raises Forbidden. Programs send no Origin, and may send no Host."""
+        """Raises Forbidden if another site's page sent the request. Programs send no Origin, and may send no Host."""
         if ANY in self.allowed:
             return
         origin, host = headers.get("origin"), headers.get("host")
@@ -52,13 +52,13 @@ class Origins:
 
 
 def is_origin(text: str) -> bool:
-    """Whether it has the form in which browsers send it."""
+    """Returns whether the text is "*" or an origin in the form that browsers send."""
     parts = urlsplit(text)
     return text == ANY or (bool(parts.scheme and parts.netloc) and text == f"{parts.scheme}://{parts.netloc}")
 
 
 def _name_of(host: str) -> str:
-    """Without its port; "" for what is no host, such as a bracket that stays open."""
+    """Returns the host without its port, or "" if it is malformed, such as an unclosed bracket."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -70,7 +70,7 @@ def _place(origin: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """An address leads where it says: rebinding needs a name."""
+    """Returns whether the host is an IP address, which is safe because rebinding needs a name."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Loops over the many parts of one request, in which the event loop's other requests get their turn."""
+"""Loops over the many parts of one request, and lets the event loop serve other requests in between."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PARTS_A_TURN = 32  # Each costs some 50 us in most loops, so that others wait for a millisecond or two.
+PARTS_A_TURN = 32  # Each part costs about 50 us in most loops, so that other requests wait for 1 to 2 ms.
 
 
 async def in_turns(parts: Iterable[T]) -> AsyncIterator[T]:

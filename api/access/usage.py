@@ -1,5 +1,7 @@
-"""What one sequence has used, for whoever bills or counts: written before the end of its answer is sent, so that no
-answer goes unmetered. cluster/tenancy/usage_log.py keeps it.
+"""Declares the usage record of one sequence, for billing and statistics.
+
+It is written before the end of the answer is sent, so that every answer is metered. cluster/tenancy/usage_log.py
+stores the records.
 """
 
 from __future__ import annotations
@@ -10,38 +12,33 @@ import msgspec
 
 from lorafleet.protocol.messages import FinishReason
 
-MAX_ID_CHARS = 256  # Of a request's id in a line of the usage log.
+MAX_ID_CHARS = 256  # Limit of a request's ID in a line of the usage log.
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of one sequence; a request has one for each prompt and sample.
+    """The usage of one sequence. A request has one sequence for each prompt and sample."""
 
-    at_s: when it ended, since 1970. adapter: its full name, or several joined by "+"; "" is the base. digest: of the
-    version that answered, or of the mix; "" where the base did, with fell_back in a failed adapter's place. A prompt
-    counts with its first sample only; cached_tokens are those of prompt_tokens that were not computed anew.
-    """
-
-    at_s: float
+    at_s: float  # Time when it ended, in seconds since 1970.
     request_id: str
     tenant: str = ""
-    key: str = ""
-    adapter: str = ""
-    digest: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    key: str = ""  # ID of the API key.
+    adapter: str = ""  # Full name, or several joined by "+"; "" is the base model.
+    digest: str = ""  # Digest of the version or mix that answered; "" if the base model answered.
+    prompt_tokens: int = 0  # Counted for the first sample of a prompt only.
+    cached_tokens: int = 0  # Those of prompt_tokens that were not computed again.
     completion_tokens: int = 0
     ended: FinishReason = "stop"
-    fell_back: bool = False
+    fell_back: bool = False  # The base model answered in place of a failed adapter.
 
 
 class Meter(Protocol):
     def check_room(self) -> None:
-        """Raises LogUnwritable while nothing more can be metered, so that nothing more may begin."""
+        """Raises LogUnwritable while no more usage can be recorded, so that no new sequence starts."""
         ...
 
     def add(self, usage: Usage) -> None: ...
 
 
 def short_id(request_id: str) -> str:
-    """As a line has it, which must be short however long an id the client chose. The end, which differs, is kept."""
+    """Shortens a long ID for a line of the log. The end remains, because it differs between requests."""
     return request_id if len(request_id) <= MAX_ID_CHARS else f"{request_id[: MAX_ID_CHARS - 32]}…{request_id[-31:]}"

@@ -1,7 +1,7 @@
-"""The catalogue as one caller sees it: a tenant's own adapters first, then public ones, and nothing of other tenants'.
+"""Shows the catalog to one caller: a tenant's own adapters first, then public ones, and nothing of other tenants.
 
-What is another tenant's is never looked up, so that neither an answer nor its time tells of it. Names in the catalogue
-are full (protocol/names.py); those of clients are bare. The operator sees all, by full names.
+Adapters of other tenants are never looked up, so that neither an answer nor its timing reveals them. The catalog has
+full names (protocol/names.py), and clients use bare names. The operator sees all adapters by their full names.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from lorafleet.protocol.names import (
 
 class Tenants(Protocol):
     def owner_of_name(self, name: str) -> str | None:
-        """The tenant that public names which begin so are kept for; None: they are everybody's."""
+        """Returns the tenant that this public name is reserved for, or None if anyone may use it."""
         ...
 
     def kept_prefix(self, name: str) -> str:
-        """The beginning of a public name that is kept for its owner, as this name spells it; "" where there is none."""
+        """Returns the reserved prefix of a public name, spelled as in the name, or "" if it has none."""
         ...
 
     def place_of(self, tenant: str, source: str) -> str | None:
-        """The tenant's own place that this folder or URI lies in: a folder's real path, or the beginning of a URI.
-        None: the tenant may not have it read by the server. Blocks on the disk."""
+        """Returns the tenant's source that a folder or URI lies in: a folder's real path, or the beginning of a URI.
+
+        Returns None if the server must not read it for this tenant. Blocks on the disk.
+        """
         ...
 
     def storage_limits(self, tenant: str | None) -> StorageLimits:
-        """Of all that the tenant pushes."""
+        """Returns the limits for everything that the tenant pushes."""
         ...
 
 
 class NoTenants:
-    """Without keys there are none."""
+    """The tenants of a server without keys: there are none."""
 
     def owner_of_name(self, _: str) -> None:
         return None
@@ -66,15 +68,17 @@ class CallersCatalog:
         self._caller = caller
 
     def sees(self, full: str) -> bool:
-        """Whether a name as the catalogue has it stands for something that the caller may use."""
+        """Returns whether the caller may use the adapter with this full name."""
         tenant = tenant_of(full)
         if tenant is None:
             tenant = self._tenants.owner_of_name(full)
         return tenant is None or tenant == self._caller.tenant or self._caller.is_operator
 
     async def listed(self, after: str, limit: int) -> tuple[list[tuple[str, LoRARequest]], bool]:
-        """The first adapters behind the name `after` by the names that the caller uses, in order, and whether there are
-        more. One that is both its own and public is its own."""
+        """Returns the first adapters after the name `after`, sorted by the caller's names, and whether there are more.
+
+        If a tenant's own adapter and a public one have the same name, the result has the tenant's own.
+        """
         if self._caller.is_operator:
             found = {lora.lora_name: lora for lora in await self._catalog.listed(after, PAST_ALL, limit + 1)}
         else:
@@ -87,7 +91,7 @@ class CallersCatalog:
         return page[:limit], len(page) > limit
 
     async def _public(self, after: str, limit: int) -> dict[str, LoRARequest]:
-        """Without the names that are kept for other tenants, of which the catalogue knows nothing."""
+        """Returns public adapters except names reserved for other tenants, which the catalog does not know."""
         found: dict[str, LoRARequest] = {}
         while len(found) < limit:
             page = await self._catalog.listed(after, OWNED, limit)
@@ -98,12 +102,14 @@ class CallersCatalog:
         return found
 
     def past(self, last: str) -> str:
-        """Where a list of public names goes on that has come to `last`: however many names another tenant has behind
-        one prefix, they are skipped in one step."""
+        """Returns the name after which a list of public names continues, if it has reached `last`.
+
+        All names that another tenant has under one prefix are skipped in one step.
+        """
         return last if self.sees(last) else self._tenants.kept_prefix(last) + PAST_ALL
 
     async def known(self, name: str) -> LoRARequest | None:
-        """None where only a resolver might know it."""
+        """Returns the adapter, or None if only a resolver might know the name."""
         own = await self._own(name)
         if own is not None or not self._may_ask_for(name):
             return own
@@ -127,7 +133,10 @@ class CallersCatalog:
         await self._catalog.remove(self.to_change(name))
 
     def to_change(self, name: str) -> str:
-        """The full name of what the caller administers: a tenant its own adapters only. Raises InvalidAdapterName."""
+        """Returns the full name of an adapter to change; a tenant may change only its own.
+
+        Raises InvalidAdapterName.
+        """
         if self._caller.is_operator:
             return name
         check_adapter_name(name)
@@ -145,8 +154,11 @@ class CallersCatalog:
 
 
 async def check_source(tenants: Tenants, caller: Caller, source: str) -> str | None:
-    """A server reads more places than a tenant may see. Returns the folder that a local source must lie in when it is
-    read, as links may change until then; None: anywhere. Raises Forbidden."""
+    """Checks that the server may read this source for the caller, since a server can read more than a tenant may see.
+
+    Returns the folder that a local source must lie in when it is read, because links may change until then. None
+    allows any folder. Raises Forbidden.
+    """
     if caller.tenant is None:
         return None
     place = await asyncio.to_thread(tenants.place_of, caller.tenant, source)

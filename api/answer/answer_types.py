@@ -1,5 +1,6 @@
-"""The JSON of every answer, as types: what /openapi.json says of them is made from here, and tests hold real answers
-against it. Routes build plain dicts, since a token costs less so.
+"""Declares the JSON of every answer as types. /openapi.json is made from them, and tests check real answers with them.
+
+Routes build plain dicts instead, because these cost less per token.
 """
 
 from __future__ import annotations
@@ -7,12 +8,12 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, with_config
-from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12.
 
 _exactly = with_config(ConfigDict(extra="forbid"))
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Fallback = dict[str, str]  # requested, reason: the base model answered in an adapter's place
+Fallback = dict[str, str]  # Keys: requested, reason. The base model answered in an adapter's place.
 
 
 @_exactly
@@ -134,7 +135,7 @@ class InputTokens(TypedDict):
 
 
 class ResponseEvent(TypedDict):
-    """The other members are those of OpenAI's event of that type."""
+    """An event of a stream. Its other members are those of OpenAI's event of that type."""
 
     type: str
     sequence_number: int
@@ -148,7 +149,7 @@ class EmbeddingUsage(TypedDict):
 
 @_exactly
 class Embedding(TypedDict):
-    """embedding: in base64 the bytes of little-endian float32."""
+    """One embedding, as numbers or as the bytes of little-endian float32 in base64."""
 
     object: Literal["embedding"]
     index: int
@@ -188,7 +189,7 @@ class Envelope(TypedDict):
 
 @_exactly
 class Completion(Envelope):
-    """Streams have the same as chunks, with `usage` where it was asked for."""
+    """The answer of /v1/completions. A stream has it as chunks, with `usage` if the request asked for it."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -221,7 +222,7 @@ class CalledFunction(TypedDict):
 
 @_exactly
 class ToolCall(TypedDict):
-    """In a stream, id, type and name come in a call's first chunk, and index in all."""
+    """A call of a function. In a stream, `id`, `type` and `name` are in its first chunk, and `index` is in all."""
 
     index: NotRequired[int]
     id: NotRequired[str]
@@ -275,7 +276,7 @@ class ChatCompletionChunk(Envelope):
 
 @_exactly
 class GenerateMeta(TypedDict):
-    """The lists' entries are [logprob, token id, text]."""
+    """The metadata of an SGLang answer. The entries of its lists are [logprob, token ID, text]."""
 
     id: str
     finish_reason: dict[str, Any] | None
@@ -294,7 +295,7 @@ class Generated(TypedDict):
     text: str
     output_ids: list[int]
     meta_info: GenerateMeta
-    index: NotRequired[int]  # in a stream of several
+    index: NotRequired[int]  # Only in a stream of several answers.
 
 
 @_exactly

@@ -1,4 +1,4 @@
-"""A JSON list that is encoded entry by entry: no call of the encoder keeps Python's lock for a whole long answer."""
+"""A JSON list that is encoded entry by entry, so that no encoder call holds the GIL for a whole long answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class EncodedList:
-    """What is in it is encoded once, and copied from then on."""
+    """A list whose items are encoded once when they are added, and then only copied."""
 
     def __init__(self, items: Iterable[object] = ()) -> None:
         self._items = bytearray()

@@ -1,4 +1,4 @@
-"""What stands around the choices in every response and chunk: id, kind, time, and which model answered."""
+"""Writes the fields around the choices in every response and chunk: ID, kind, time, and the model that answered."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lorafleet.protocol.limits import MAX_REQUEST_ID_CHARS, cut
 
 
 def request_id(request: Request, prefix: str, given: str | None) -> str:
-    """The body's request_id, the X-Request-Id header, or a new one."""
+    """Returns the prefix and the body's request_id, else the X-Request-Id header, else a new ID."""
     return prefix + (given or _sent_id(request) or uuid.uuid4().hex)
 
 
 def draw_key(request: Request, given: str | None, seed: int | None) -> str | None:
-    """What a version of a split is drawn by: the client's request id, else its seed, else chance."""
+    """Returns the key that selects a version of a split: the client's request ID, else its seed, else None (random)."""
     named = given or _sent_id(request)
     return named or (None if seed is None else f"seed {seed}")
 
@@ -34,7 +34,7 @@ def _sent_id(request: Request) -> str | None:
 
 
 def check_request_id(given: str, param: str) -> None:
-    """It is copied to every chunk, log line and metered use. Raises InvalidRequest."""
+    """Checks an ID that is copied to every chunk, log line and usage record. Raises InvalidRequest."""
     if len(given) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequest(f"`{param}` has {len(given)} characters; at most {MAX_REQUEST_ID_CHARS}.", param)
     if not given.isprintable():
@@ -44,12 +44,12 @@ def check_request_id(given: str, param: str) -> None:
 @dataclass(frozen=True, slots=True)
 class Envelope:
     id: str
-    kind: str  # the `object` entry
+    kind: str  # The `object` entry.
     base_id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def chunk(self, sample: Sample) -> dict[str, object]:
-        """Once the sample has answered something: only then is it known which model does."""
+        """Returns the fields of a chunk. The sample must have answered something, else the model is not known yet."""
         model = sample.model.name if sample.fallback_reason is None else self.base_id
         return {
             "id": self.id,

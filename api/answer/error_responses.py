@@ -1,4 +1,4 @@
-"""Which HTTP status and which OpenAI error body each error becomes: one table, used by every route."""
+"""Converts each error to an HTTP status and an OpenAI error body, by one table for all routes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class HttpError(NamedTuple):
 
 
 def in_own_words(error: InvalidRequest, fields: Mapping[str, str]) -> InvalidRequest:
-    """Where a request calls by other names what is checked for several APIs. fields: its own name of each."""
+    """Replaces the field's name in the error of a check that several APIs share.
+
+    `fields` maps each name that the check uses to the request's own name.
+    """
     field_name, dot, rest = (error.param or "").partition(".")
     if field_name not in fields:
         return error
@@ -112,12 +115,12 @@ TABLE: dict[type[LorafleetError], HttpError] = {
 
 
 def http_error(error: LorafleetError) -> HttpError:
-    """The entry of the nearest class in the tree."""
+    """Returns the entry of the error's nearest class in the hierarchy."""
     return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
 
 
 def error_body(error: LorafleetError, scope: Scope) -> bytes:
-    """scope: the request's, which says whom it is told."""
+    """Returns the JSON body of an error, worded for the caller of the request that `scope` belongs to."""
     kind, caller = http_error(error), caller_in(scope)
     return _body(_in_words_for(caller, error), kind.type, error.param, kind.code)
 
@@ -160,7 +163,7 @@ async def on_lorafleet_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, which the router refuses itself."""
+    """Answers unknown paths and methods, which the router itself rejects."""
     assert isinstance(error, HTTPException)
     what = f"{cut(request.method)} {cut(request.url.path)}"
     message, code = {
@@ -174,7 +177,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> set[str]:
-    """Of all routes of this path: each has one, and the router's own Allow is the first route's."""
+    """Returns the methods of all routes of this path, because the router's own Allow has only the first route's."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

@@ -1,7 +1,7 @@
-"""Runs one request's sequences on the engine and gives what they answer, as it comes.
+"""Runs the sequences of one request on the engine, and yields their outputs as they come.
 
-One sequence a prompt and sample, numbered prompt-major as OpenAI numbers choices. Closing a generator from here aborts
-its sequences.
+There is one sequence for each prompt and sample, numbered prompt-major as OpenAI numbers choices. Closing a generator
+of this module aborts its sequences.
 """
 
 from __future__ import annotations
@@ -32,28 +32,24 @@ from lorafleet.protocol.limits import MAX_PROMPT_TOKENS, MAX_SAMPLES
 from lorafleet.protocol.messages import EngineRequest, FinishReason, Pooling, SequenceTimes, TokenizerFile
 from lorafleet.protocol.sampling_params import SamplingParams
 
-_numbers = itertools.count()  # clients may give two requests one id; the engine needs them apart
+_numbers = itertools.count()  # Clients may give two requests the same ID; the engine needs distinct IDs.
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt and what to do with it. params.n: how many samples to make of it. cache_salt: the client's own.
-
-    scoring: only the prompt's logprobs are wanted. The engine makes one token, which is not shown.
-    pooling: an embedding is wanted, and no token.
-    """
+    """One prompt and the kind of output to make from it."""
 
     prompt: Prompt
     model: ServedModel
-    params: SamplingParams
-    scoring: bool = False
-    cache_salt: str | None = None
+    params: SamplingParams  # params.n is the number of samples to make.
+    scoring: bool = False  # Only the prompt's logprobs are wanted; the engine makes one token, which is not shown.
+    cache_salt: str | None = None  # As the client gave it.
     priority: int = 0
-    pooling: Pooling | None = None
+    pooling: Pooling | None = None  # If set, an embedding is wanted instead of tokens.
 
     @property
     def salt(self) -> str:
-        """What the engine salts the prefix cache with: no two tenants share a block, nor two salts of one tenant."""
+        """The salt of the prefix cache in the engine. Two tenants share no block, nor do two salts of one tenant."""
         tenant = self.model.caller.tenant
         if tenant is None and self.cache_salt is None:
             return ""
@@ -62,16 +58,20 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """All samples of one client's request."""
+    """All samples of one request of a client."""
 
     name: str  # Unique.
     num_sequences: int
-    num_tokens: int  # Of their prompts together.
+    num_tokens: int  # Prompt tokens of all sequences together.
 
 
 class Sample:
-    """One sequence. `params` are its own: n is 1.
-    `counts_prompt`: it is its prompt's first, which the usage counts."""
+    """One sequence on the engine.
+
+    Args:
+        params: The sequence's own parameters, where n is 1.
+        counts_prompt: True for the first sample of a prompt, with which the usage counts the prompt.
+    """
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class Sample:
         self._group = group
         self._engine_id = f"{group.name}-{index}"
         self._deadline = deadline
-        self.times: SequenceTimes | None = None  # where it is traced, from its first token on
-        self.sent_s = 0.0  # monotonic, when it was given to the engine
+        self.times: SequenceTimes | None = None  # Set from the first token on, if the request is traced.
+        self.sent_s = 0.0  # When it was sent to the engine, in seconds of time.monotonic().
         self._tokenizer = tokenizer
         self._label = front.count_sequence(task.model)
         self._ended: FinishReason = "abort"
@@ -112,7 +112,7 @@ class Sample:
         return 0 if self._scoring else self._processor.num_tokens
 
     async def run(self) -> AsyncGenerator[Delta, None]:
-        """Ends after the delta with a finish_reason."""
+        """Yields the deltas of the answer. The last one has a finish_reason."""
         request = EngineRequest(
             request_id=self._engine_id,
             prompt_token_ids=self.prompt.token_ids,
@@ -150,7 +150,7 @@ class Sample:
                         self._note_facts(delta)
                     if delta.finish_reason is not None:
                         self._ended = delta.finish_reason
-                        self._count(watch)  # before the client hears the end: what it was answered is metered
+                        self._count(watch)  # Before the client gets the end, so that every answer is metered.
                     yield _score_alone(delta) if self._scoring else delta
                     if delta.finish_reason is not None:
                         return
@@ -164,7 +164,7 @@ class Sample:
 
     @property
     def _adapter(self) -> str:
-        """The name that the request called it by; "" for the base."""
+        """The adapter's name in the request, or "" for the base model."""
         return self.model.lora.lora_name if self.model.lora is not None else ""
 
     def _note_facts(self, delta: Delta) -> None:
@@ -174,7 +174,7 @@ class Sample:
         self.fallback_reason = delta.fallback_reason or self.fallback_reason
 
     def _count(self, watch: Stopwatch) -> None:
-        """Once, however it ended."""
+        """Counts the sequence in metrics, quotas and usage, once, however it ended."""
         if self._counted:
             return
         self._counted = True
@@ -190,7 +190,7 @@ class Sample:
         )
         if self._deadline.trace is not None:
             self._deadline.trace.sequence_ended(self, watch, self._ended)
-        num_unserved = num_prompt if watch.first is None else 0  # it was refused, or left, before it began
+        num_unserved = num_prompt if watch.first is None else 0  # It was rejected or aborted before it started.
         if self._front.quotas is not None:
             self._front.quotas.charge(self.model.caller, self.num_tokens - num_unserved)
         if self._front.meter is not None:
@@ -214,7 +214,7 @@ class Sample:
 
 
 async def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:
-    """Every sample's deltas as they come. The first error ends all."""
+    """Yields the deltas of all samples as they come. The first error ends all samples."""
     if len(samples) == 1:
         sample = samples[0]
         async with aclosing(sample.run()) as deltas:
@@ -234,7 +234,7 @@ async def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delt
             running -= item.finish_reason is not None
             yield sample, item
     finally:
-        for task in tasks:  # at once: who ends this may not wait for it
+        for task in tasks:  # Before the await below, because the caller that closes this may not wait for it.
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -253,7 +253,7 @@ def _score_alone(delta: Delta) -> Delta:
 
 
 class Answer:
-    """All that one sample answered, for responses that are not streamed."""
+    """The whole answer of one sample, joined from its deltas."""
 
     def __init__(self) -> None:
         self.whole = Delta()
@@ -276,7 +276,7 @@ class Answer:
 
 
 async def collect(samples: Sequence[Sample]) -> list[Delta]:
-    """Every sample's whole answer, in their order."""
+    """Returns every sample's whole answer, in the order of the samples."""
     answers = {sample.index: Answer() for sample in samples}
     async with aclosing(merged(samples)) as deltas:
         async for sample, delta in deltas:
@@ -285,7 +285,7 @@ async def collect(samples: Sequence[Sample]) -> list[Delta]:
 
 
 def fallback_of(samples: Sequence[Sample]) -> dict[str, str] | None:
-    """What a response says where the base model answered in an adapter's place."""
+    """Returns the `lora_fallback` entry if the base model answered in an adapter's place, else None."""
     for sample in samples:
         if sample.fallback_reason is not None:
             return {"requested": sample.model.name, "reason": sample.fallback_reason}
@@ -293,7 +293,7 @@ def fallback_of(samples: Sequence[Sample]) -> dict[str, str] | None:
 
 
 def group_of(request_id: str, tasks: Sequence[Task]) -> SampleGroup:
-    """Raises InvalidRequest where all samples together are too many, or their prompts too long."""
+    """Groups the samples of a request. Raises InvalidRequest if they are too many or their prompts are too long."""
     total = sum(task.params.n for task in tasks)
     if total > MAX_SAMPLES:
         raise InvalidRequest(f"prompts x n is {total}; at most {MAX_SAMPLES} answers in one request.", "n")
@@ -310,7 +310,7 @@ def group_of(request_id: str, tasks: Sequence[Task]) -> SampleGroup:
 async def make_samples(
     front: Front, request: Request, request_id: str, tasks: Sequence[Task], deadline: Deadline
 ) -> list[Sample]:
-    """Raises QuotaExceeded where the caller has used up what it may ask for."""
+    """Makes the samples of a request. Raises QuotaExceeded if the caller has used up its limits."""
     group = group_of(request_id, tasks)
     total = group.num_sequences
     if front.meter is not None:
@@ -334,7 +334,7 @@ async def make_samples(
 
 
 def usage_of(samples: Sequence[Sample]) -> dict[str, object]:
-    """A prompt counts once, however many samples it has."""
+    """Returns the `usage` entry of the samples. A prompt counts once, however many samples it has."""
     asked = [sample for sample in samples if sample.counts_prompt]
     prompt = sum(len(sample.prompt.token_ids) for sample in asked)
     completion = sum(sample.num_tokens for sample in samples)

@@ -1,4 +1,4 @@
-"""Logprobs as OpenAI's two endpoints and vLLM write them."""
+"""Writes logprobs in the formats of OpenAI's two endpoints and of vLLM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lorafleet.api.text.output import Delta
 from lorafleet.api.text.token_table import TokenTable
 from lorafleet.protocol.messages import TokenLogprobs
 
-LOWEST = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
+LOWEST = -9999.0  # JSON has no infinity; OpenAI and vLLM write this instead.
 
 
 def count_logprobs(delta: Delta) -> int:
-    """Number of logprobs that the delta brings, those of the prompt included."""
+    """Returns the number of logprobs in the delta, including those of the prompt."""
     lists: tuple[Sequence[TokenLogprobs | None] | None, ...] = (delta.logprobs, delta.prompt_logprobs)
     return sum(len(entries) * (1 + _width(entries[-1])) for entries in lists if entries)
 
@@ -32,7 +32,7 @@ def token_string(tokenizer: TokenTable, token_id: int, as_id: bool) -> str:
 def completion_logprobs(
     tokenizer: TokenTable, entries: Sequence[TokenLogprobs | None], offsets: Sequence[int], *, first: int, as_ids: bool
 ) -> dict[str, object]:
-    """Four parallel lists. `first` is the first prompt token, which is the entry that may be None."""
+    """Returns four parallel lists. `first` is the ID of the first prompt token, whose entry may be None."""
     return {
         "tokens": [token_string(tokenizer, e.token_id if e else first, as_ids) for e in entries],
         "token_logprobs": [max(e.logprob, LOWEST) if e else None for e in entries],
@@ -42,7 +42,7 @@ def completion_logprobs(
 
 
 def _best_by_text(tokenizer: TokenTable, entry: TokenLogprobs, as_ids: bool) -> dict[str, float]:
-    """The k best and the token itself. Where two tokens read the same, the better one stays."""
+    """Returns the logprobs of the k best tokens and the token itself. Of tokens with equal texts, the best counts."""
     best: dict[str, float] = {}
     for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
         best.setdefault(token_string(tokenizer, token_id, as_ids), max(logprob, LOWEST))
@@ -55,7 +55,7 @@ def chat_logprobs(tokenizer: TokenTable, entries: Sequence[TokenLogprobs], *, as
 
 
 def logprob_entries(tokenizer: TokenTable, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> list[msgspec.Raw]:
-    """Each one encoded: together they may be millions of values."""
+    """Returns the entries, each encoded separately, because together they may have millions of values."""
     return [msgspec.Raw(msgspec.json.encode(_chat_entry(tokenizer, entry, as_ids))) for entry in entries]
 
 
@@ -76,7 +76,7 @@ def _chat_token(tokenizer: TokenTable, token_id: int, logprob: float, as_ids: bo
 
 
 def vllm_prompt_logprobs(tokenizer: TokenTable, entries: Sequence[TokenLogprobs | None]) -> msgspec.Raw:
-    """For each prompt token but the first: by token id, the k best and the token itself."""
+    """Returns for each prompt token the k best tokens and the token itself, by ID. The first entry may be null."""
     return EncodedList(_by_id(tokenizer, entry) if entry else None for entry in entries).encoded
 
 
@@ -95,7 +95,7 @@ def _by_id(tokenizer: TokenTable, entry: TokenLogprobs) -> dict[str, object]:
 
 
 def prompt_offsets(tokenizer: TokenTable, token_ids: Sequence[int], text_length: int) -> list[int]:
-    """Where each prompt token's text begins."""
+    """Returns the offset in characters at which each prompt token's text begins."""
     offsets, position = [], 0
     detokenizer = make_detokenizer(tokenizer, [], skip_special_tokens=True)
     for token_id in token_ids:

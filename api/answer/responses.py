@@ -1,8 +1,8 @@
 """The two ASGI responses of generation: a stream of server-sent events, and a whole body.
 
-Both end their work at once when the client goes away. An error before the first event becomes a proper status, since
-headers are sent with the first event; a later one becomes an event. One task a request watches the client, none runs
-per token.
+Both stop their work as soon as the client disconnects. An error before the first event becomes an HTTP status, because
+headers are sent with the first event. A later error becomes an event. One task per request watches the client, and no
+task runs per token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("lorafleet.http")
 
 
 def encode_json(value: object) -> bytes:
-    """As msgspec, but without the characters that some clients take for the end of a line."""
+    """Encodes as msgspec does, but escapes the characters that some clients interpret as line ends."""
     raw = msgspec.json.encode(value)
     if raw.isascii():
         return raw
@@ -39,8 +39,12 @@ def event(value: object) -> bytes:
 
 
 class EventStream(Response):
-    """`events` gives bytes of whole events, the last of which is DONE, or simply the last; it may add to
-    `headers` before its first."""
+    """A response of server-sent events.
+
+    Args:
+        events: Yields the bytes of whole events. The response ends after DONE, or when there are no more events.
+        headers: More headers. `events` may add to them before it yields its first bytes.
+    """
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
         super().__init__()
@@ -75,7 +79,7 @@ class EventStream(Response):
 
 
 class WholeReply(Response):
-    """Awaits the response that `work` makes."""
+    """A response that awaits `work` and then sends what it returns."""
 
     def __init__(self, work: Callable[[], Awaitable[Response]]) -> None:
         super().__init__()
@@ -97,7 +101,7 @@ def _last_words(error: LorafleetError, scope: Scope) -> bytes:
 
 @asynccontextmanager
 async def _while_client_stays(receive: Receive) -> AsyncIterator[None]:
-    """Cancels the block when the client leaves, and swallows that cancellation."""
+    """Cancels the block when the client disconnects, and suppresses that cancellation."""
     task = asyncio.current_task()
     assert task is not None
     inside, left = True, False

@@ -1,4 +1,4 @@
-"""Work that many may ask for at once, and whose result is the same for all of them."""
+"""Shares one run of work among concurrent callers that all need the same result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class SharedRun(Generic[T]):
-    """Runs the work once at a time. All who ask while it runs share that run."""
+    """Work of which one run is in progress at a time. Callers that come during a run share it."""
 
     def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
         self._work = work
@@ -19,4 +19,4 @@ class SharedRun(Generic[T]):
     async def __call__(self) -> T:
         if self._running is None or self._running.done():
             self._running = asyncio.ensure_future(self._work())
-        return await asyncio.shield(self._running)  # a client that leaves must not cancel the others' run
+        return await asyncio.shield(self._running)  # A client that disconnects must not cancel the others' run.

@@ -1,6 +1,6 @@
-"""Makes a stream of events out of samples' deltas, one body per engine output.
+"""Converts the deltas of samples to a stream of events, with one body per engine output.
 
-What a chunk looks like is the endpoint's: completions.py and chat.py. What is constant in a stream is encoded once.
+The endpoints define their chunks (completions.py and chat.py). Constant parts of a stream are encoded once.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _MARK = "\x00text\x00"
 
 
 class ChunkWriter(Protocol):
-    """Of one choice."""
+    """Writes the chunks of one choice."""
 
     def write(self, delta: Delta) -> bytes:
-        """Whole events, or nothing where the delta has nothing to show."""
+        """Returns whole events, or b"" if the delta has nothing to show."""
         ...
 
     def count_values(self, delta: Delta) -> int:
-        """Number of logprobs and token ids that write() would write now."""
+        """Returns the number of logprobs and token IDs that write() would write now."""
         ...
 
 
 class TextChunk:
-    """A chunk in which only one string changes. Give it the chunk made with `TextChunk.mark` in that string's place."""
+    """A chunk in which only one string changes. `chunk` must have `TextChunk.mark` in place of that string."""
 
     mark = _MARK
 
     def __init__(self, chunk: object) -> None:
-        # The last mark is ours: what comes before the choices, such as the request's id, is the client's.
+        # The last mark is the one to replace: earlier ones come from the client, for example in the request's ID.
         before, _, after = encode_json(chunk).rpartition(encode_json(_MARK))
         self._before = b"data: " + before
         self._after = after + b"\n\n"
@@ -51,7 +51,7 @@ class TextChunk:
 
 
 class StreamUsage:
-    """What a stream says of its usage: nothing, a last chunk, or every chunk."""
+    """The usage in a stream, which is reported never, in a last chunk, or in every chunk."""
 
     def __init__(self, body: GenerationRequest, samples: Sequence[Sample]) -> None:
         options = body.stream_options
@@ -60,7 +60,7 @@ class StreamUsage:
         self._samples = samples
 
     def field(self, sample: Sample | None = None) -> dict[str, object]:
-        """The `usage` entry of a chunk. OpenAI's chunks have it as null where the last one has it in full."""
+        """Returns the `usage` entry of a chunk. As in OpenAI's streams, it is null if only the last chunk has usage."""
         if not self.included:
             return {}
         if sample is None:
@@ -80,8 +80,8 @@ def event_stream(
     usage: StreamUsage,
     open_choice: Callable[[Sample], ChunkWriter],
 ) -> EventStream:
-    """The answer of completions and chat with stream=true."""
-    headers: dict[str, str] = {}  # filled at the first delta, before they are sent
+    """Returns the response of completions and chat with stream=true."""
+    headers: dict[str, str] = {}  # Filled at the first delta, before they are sent.
     return EventStream(
         _events(front, samples, open_choice, lambda: usage.closing(envelope.chunk(samples[0])), headers), headers
     )
@@ -94,7 +94,7 @@ async def _events(
     closing: Callable[[], bytes],
     headers: dict[str, str],
 ) -> AsyncGenerator[bytes, None]:
-    """A choice is opened at its sample's first delta, when it is known which model answers."""
+    """Yields the events of all samples. A choice is opened at its first delta, when the answering model is known."""
     writers: dict[int, ChunkWriter] = {}
     running = len(samples)
     async with aclosing(merged(samples)) as deltas:

@@ -1,7 +1,7 @@
-"""Bounds as annotations of pydantic fields: AtMost of a size, Within of a number, JSON of a value of any shape.
+"""Bounds as annotations of pydantic fields: AtMost for sizes, Within for numbers, AnyJSON for values of any shape.
 
-Each is checked before the value's content is read, so that what is too large costs no more than its own parsing; each
-adds its bound to the field's JSON schema, which /openapi.json shows.
+Each bound is checked before the value's content is read, so that a value that is too large costs only its parsing.
+Each bound is also added to the field's JSON schema, which /openapi.json shows.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from lorafleet.protocol import limits
 from lorafleet.protocol.limits import Range, shown_number
 
-OVER_BOUND = "over_bound"  # the type of the faults that are raised here
+OVER_BOUND = "over_bound"  # The pydantic type of the errors that are raised here.
 _KEYWORDS = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
 
 
 def over_bound(message: str) -> PydanticCustomError:
-    """message: what is behind the field's name in the answer."""
+    """Returns an error whose message follows the field's name in the answer."""
     return PydanticCustomError(OVER_BOUND, "{message}", {"message": message})
 
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """The most characters of a text, or entries of a list or mapping."""
+    """The maximum number of characters of a text, or of entries of a list or mapping."""
 
     bound: int
 
@@ -58,8 +58,8 @@ class Within:
         return handler(schema) | range_schema(self.bounds)
 
     def _check(self, value: object, handler: core_schema.ValidatorFunctionWrapHandler) -> object:
-        self._check_number(value)  # an integer may be too large to become a float
-        number = handler(value)  # a parameter behind the "?" is a number only now
+        self._check_number(value)  # An integer may be too large to become a float.
+        number = handler(value)  # A query parameter becomes a number only here.
         self._check_number(number)
         return number
 
@@ -74,12 +74,9 @@ def range_schema(bounds: Range) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class AnyJSON:
-    """A value whose shape is not known here, bounded in its number of values, their depth and their sizes.
+    """A value of unknown shape, with bounds on the number of its values, their depth and their sizes."""
 
-    max_chars: of each text in it.
-    """
-
-    max_chars: int = limits.MAX_JSON_TEXT_CHARS
+    max_chars: int = limits.MAX_JSON_TEXT_CHARS  # Limit of each text in it.
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._check, handler(source))
@@ -94,12 +91,12 @@ class AnyJSON:
         return value
 
 
-# JSON schema has no words for these.
+# JSON Schema has no keywords for these bounds.
 JSON_BOUNDS: dict[str, Any] = {"x-max-values": limits.MAX_JSON_VALUES, "x-max-depth": limits.MAX_JSON_DEPTH}
 
 
 def json_schema(max_chars: int) -> dict[str, Any]:
-    """The schema of any value that fault_of_json() finds nothing wrong with."""
+    """Returns the schema of the values that fault_of_json() accepts."""
     return {
         "anyOf": [
             {"type": ["boolean", "null"]},
@@ -112,9 +109,9 @@ def json_schema(max_chars: int) -> dict[str, Any]:
 
 
 def fault_of_json(value: object, max_chars: int) -> str | None:
-    """What is over its bound, in the words that stand behind the field's name; None where nothing is.
+    """Returns which bound the value exceeds, as a text to follow the field's name, or None.
 
-    It goes level by level, so that depth needs no recursion.
+    It visits the value level by level, so that depth needs no recursion.
     """
     level, num_values = [value], 1
     for _ in range(limits.MAX_JSON_DEPTH):

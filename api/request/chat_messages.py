@@ -1,4 +1,4 @@
-"""Checks chat messages and makes them what chat templates expect: a role, a text, and few other names."""
+"""Checks chat messages and converts them to what chat templates expect: a role, a text and a few other fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lorafleet.protocol.limits import (
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _LISTED = ("content", "tool_calls")
 _PASSED_ON = ("role", "name", "tool_call_id")
-_NO_EFFECT = ("parsed",)  # openai-python's own reading of `content`, which it sends back beside it
+_NO_EFFECT = ("parsed",)  # openai-python's parsed `content`, which it sends back in addition to it.
 _ALWAYS_EMPTY = ("function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content")
 
 _IGNORED = json_schema(MAX_JSON_TEXT_CHARS) | {"description": "Accepted; it changes nothing."}
@@ -40,7 +40,7 @@ _PARTS = {
         "additionalProperties": False,
     },
 }
-_MORE = {"maxProperties": MAX_JSON_VALUES, **JSON_BOUNDS}  # some clients send back more of a call
+_MORE = {"maxProperties": MAX_JSON_VALUES, **JSON_BOUNDS}  # Some clients send back more fields of a call.
 _CALL = {
     "type": "object",
     "properties": {
@@ -60,7 +60,7 @@ _CALL = {
     **_MORE,
 }
 _TEXT_OR_PARTS = [_TEXT, _PARTS]
-# What is taken here, for /openapi.json.
+# The accepted messages, for /openapi.json.
 MESSAGE_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -123,7 +123,7 @@ def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
 
 
 def _read_call(call: object, where: str) -> dict[str, Any]:
-    """Its arguments as an object: templates write them out themselves."""
+    """Reads one tool call. Its arguments become an object, because templates serialize them themselves."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or call.get("type", "function") != "function" or not isinstance(function, dict):
         raise InvalidRequest(f"`{where}` must be a call of a function, with a `function` of name and arguments.", where)
@@ -185,7 +185,7 @@ def string(value: object, where: str, most_chars: int) -> str:
 
 
 def check_ignored(value: object, where: str) -> None:
-    """A value that nothing is done with, or whose shape is the model's matter."""
+    """Checks the bounds of a value that is ignored, or whose shape only the model knows. Raises InvalidRequest."""
     fault = None if value is None else fault_of_json(value, MAX_JSON_TEXT_CHARS)
     if fault is not None:
         raise InvalidRequest(f"`{where}` {fault}.", where)

@@ -1,7 +1,7 @@
-"""Request fields of OpenAI, vLLM and SGLang that this server does not act on: one table.
+"""Lists the request fields of OpenAI, vLLM and SGLang that this server does not act on.
 
-A field either changes the answer, and then it is refused by name unless its value asks for nothing; or it cannot
-change the answer, and then it is accepted.
+A field that would change the answer is rejected by name, unless its value asks for nothing. A field that cannot change
+the answer is accepted.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, given: Any) -> Any:
-        """Each unknown field is a fault of its own, and a million faults take seconds."""
+        """Limits the number of fields, because each unknown field is an error, and a million errors take seconds."""
         if isinstance(given, dict) and len(given) > MAX_OBJECT_FIELDS:
             raise over_bound(f"has {len(given)} fields; at most {MAX_OBJECT_FIELDS}")
         return given
 
 
 class Tolerant(Strict):
-    """A body that other servers' clients send: it may have the fields of the tables below."""
+    """A body that clients of other servers send. It may have the fields of the tables below."""
 
 
-# With the most characters of a text in each.
+# Fields that are accepted without effect, with the maximum number of characters of each text in them.
 NO_EFFECT: dict[str, int] = {
     "user": MAX_LABEL_CHARS,
     "metadata": MAX_JSON_TEXT_CHARS,
@@ -39,13 +39,13 @@ NO_EFFECT: dict[str, int] = {
     "prompt_cache_key": MAX_LABEL_CHARS,
     "prompt_cache_retention": MAX_LABEL_CHARS,
     "prompt_cache_options": MAX_LABEL_CHARS,
-    "prediction": MAX_TEXT_CHARS,  # makes an answer sooner, not another
-    "max_tool_calls": MAX_LABEL_CHARS,  # of built-in tools, of which there are none
-    "log_metrics": MAX_LABEL_CHARS,  # SGLang's: all requests are counted
-    "include_reasoning": MAX_LABEL_CHARS,  # no answer is split into reasoning and content
+    "prediction": MAX_TEXT_CHARS,  # Speeds up an answer without changing it.
+    "max_tool_calls": MAX_LABEL_CHARS,  # Counts built-in tools, which this server does not have.
+    "log_metrics": MAX_LABEL_CHARS,  # SGLang's; this server counts all requests.
+    "include_reasoning": MAX_LABEL_CHARS,  # No answer is split into reasoning and content.
 }
 
-# The values that ask for nothing, besides null.
+# Fields that are rejected, with the values (in addition to null) that ask for nothing and are accepted.
 NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     # OpenAI
     "suffix": ("",),
@@ -59,7 +59,7 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "web_search_options": (),
     "moderation": (),
-    # OpenAI, of responses
+    # OpenAI, /v1/responses
     "previous_response_id": (),
     "conversation": (),
     "background": (False,),
@@ -67,7 +67,7 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     "truncation": ("disabled",),
     "context_management": ([],),
     # vLLM
-    "echo": (False,),  # of chat
+    "echo": (False,),  # In chat; /v1/completions supports it.
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
@@ -108,7 +108,10 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
 
 
 def without_no_ops(body: dict[str, object], known: set[str], where: str = "") -> dict[str, object]:
-    """The body's fields that remain to be validated. `known` ones stay, whatever the table says of them."""
+    """Returns the fields of the body that remain to be validated, including all fields in `known`.
+
+    Raises InvalidRequest for a field or value that the tables do not allow.
+    """
     rest: dict[str, object] = {}
     for name, value in body.items():
         if name not in known and name in NO_OP_VALUES:
@@ -124,13 +127,13 @@ def without_no_ops(body: dict[str, object], known: set[str], where: str = "") ->
 
 
 def _same(value: object, allowed: object) -> bool:
-    """As JSON has it: 0 is not false, and 1 is 1.0; what is null in an object is not in it."""
+    """Compares values as in JSON: 0 is not false, 1 equals 1.0, and null entries of an object are ignored."""
     if isinstance(value, dict):
         value = {name: inner for name, inner in value.items() if inner is not None}
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
-# What does the same.
+# Supported fields that replace rejected ones.
 INSTEAD = {"functions": "tools", "function_call": "tool_choice", "reasoning_effort": "chat_template_kwargs"}
 
 
@@ -144,7 +147,7 @@ def _refusal(name: str, allowed: tuple[object, ...]) -> str:
 
 
 def tolerated(model: type[Tolerant]) -> dict[str, dict[str, object]]:
-    """The JSON schemas of what a body of the model may have beside its own fields."""
+    """Returns the JSON schemas of the fields that a body may have in addition to those of its model."""
     known = set(model.model_fields)
     free: dict[str, dict[str, object]] = {
         name: json_schema(NO_EFFECT[name]) | {"description": "Accepted; it changes nothing."}

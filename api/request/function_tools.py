@@ -1,8 +1,8 @@
-"""What a request says of tools: which functions the model is shown, whether it must call one, how its calls are read.
+"""Reads a request's tools: which functions the model is shown, whether it must call one, how its calls are parsed.
 
-A call that is demanded is forced by a schema, whatever the model's own format. One that is the model's choice is read
-by its template's format (tool_calls/known.py), and forced from its beginning on where a function is strict, or where
-what is no call has a format too.
+A required call is forced by a schema, whatever the model's own format is. An optional call is parsed by the format of
+the model's template (tool_calls/known.py). A grammar constrains it from its beginning if a function is strict, or if
+answers that are not calls also have a format.
 """
 
 from __future__ import annotations
@@ -32,29 +32,28 @@ from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.structured_spec import StructuredOutputs
 
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # OpenAI's default
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # OpenAI's default.
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Of one request. shown: the tools as the template is given them; None: it is told of none. answer: what the answer
-    must match. parser: reads an answer's calls, eagerly or not (parser.Calls); None where none are read.
-    shows_special: calls are marked by a special token."""
+    """The use of tools in one request."""
 
-    answer: StructuredOutputs | None
-    shown: list[dict[str, Any]] | None = None
+    answer: StructuredOutputs | None  # The format that the answer must match.
+    shown: list[dict[str, Any]] | None = None  # The tools that the template gets; None: no tools.
+    # Makes a parser of an answer's calls from `eager` (see parser.Calls); None if no calls are parsed.
     parser: Callable[[bool], ToolCallParser] | None = None
-    parallel: bool = True
-    shows_special: bool = False
+    parallel: bool = True  # An answer may have more than one call.
+    shows_special: bool = False  # A special token marks calls.
 
     @property
     def calls(self) -> bool:
-        """Whether the answer may have calls."""
+        """Whether the answer may contain calls."""
         return self.parser is not None
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        skips = params.skip_special_tokens and not self.shows_special  # or the marker would never be seen
+        skips = params.skip_special_tokens and not self.shows_special  # Else the marker would be removed.
         return msgspec.structs.replace(params, structured_outputs=self.answer, skip_special_tokens=skips)
 
     def reader(self, *, eager: bool) -> AnswerReader:
@@ -63,7 +62,7 @@ class ToolUse:
 
 
 class AnswerReader:
-    """One answer's text and calls. parallel: else calls after the first are dropped."""
+    """Reads the text and the calls of one answer. If not `parallel`, calls after the first are dropped."""
 
     def __init__(self, parser: ToolCallParser, *, parallel: bool) -> None:
         self.has_called = False
@@ -89,7 +88,7 @@ class Call:
 
 
 def read_answer(reader: AnswerReader, text: str) -> tuple[str | None, list[Call]]:
-    """Of a whole answer: its content, None where there are calls alone, and its calls."""
+    """Returns the content and the calls of a whole answer. The content is None if there are only calls."""
     content, calls = "", list[Call]()
     for event in [*reader.push(text), *reader.finish()]:
         if isinstance(event, Text):
@@ -102,7 +101,7 @@ def read_answer(reader: AnswerReader, text: str) -> tuple[str | None, list[Call]
 
 
 def delta_of(event: Event) -> dict[str, object]:
-    """As chat's streams write it."""
+    """Returns the `delta` entry of a chat chunk for the event."""
     if isinstance(event, Text):
         return {"content": event.text}
     if isinstance(event, CallArguments):
@@ -112,7 +111,7 @@ def delta_of(event: Event) -> dict[str, object]:
 
 
 def read_tools(front: Front, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
-    """text: what the answer must match where it is no call."""
+    """Reads the tools of a request. `text` is the format of answers that are not calls. Raises InvalidRequest."""
     tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, AllowedToolChoice):
         tools = _allowed(tools, choice)
@@ -167,7 +166,7 @@ def _chosen(
     parallel: bool,
     text: StructuredOutputs | None,
 ) -> ToolUse:
-    """Of calls that the model may make."""
+    """Returns the tool use for calls that the model may make."""
     if known is None:
         raise InvalidRequest(
             "It is not known how this model writes its calls, so that `tool_choice` cannot be auto; start the server "
@@ -196,7 +195,10 @@ def _named(functions: list[FunctionDefinition], name: str, shown: list[dict[str,
 
 
 def _constraint(known: KnownFormat, offer: Offer) -> StructuredOutputs:
-    """Raises InvalidRequest where the text that is no call could not be told from one."""
+    """Returns the constraint of an answer with optional calls.
+
+    Raises InvalidRequest if an answer that is not a call could look like one.
+    """
     if offer.text is not None and may_open_like(offer.text, known.openings):
         raise InvalidRequest(
             f"`{offer.text.param}` stands beside `tools`, and an answer of that format could begin as calls of this "

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked body; every fault is an InvalidRequest that names the field."""
+"""Converts the bytes of a request to a checked body. Every fault is an InvalidRequest that names the field."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_body(front: Front, request: Request, model: type[Body]) -> Body:
-    """Raises BodyTooLarge, QueueFull or Overloaded before more than their limits is in memory."""
+    """Reads and checks the body of a request.
+
+    Raises BodyTooLarge, QueueFull or Overloaded before more bytes than their limits are in memory, and other
+    InvalidRequest errors.
+    """
     _check_content_type(request)
     held = HeldBody(front.body_budget, caller_of(request))
     set_body(request.scope, held)
@@ -36,7 +40,7 @@ async def read_body(front: Front, request: Request, model: type[Body]) -> Body:
 
 
 def parse_query(request: Request, model: type[Body]) -> Body:
-    """The parameters behind the "?", which are texts: numbers and booleans among them are read as such."""
+    """Reads the query parameters, which are texts, and converts numbers and booleans. Raises InvalidRequest."""
     given: dict[str, object] = dict(request.query_params)
     unknown = given.keys() - set(model.model_fields)
     if unknown:
@@ -49,7 +53,7 @@ def parse_query(request: Request, model: type[Body]) -> Body:
 
 
 def _check_content_type(request: Request) -> None:
-    """A browser sends other types than this one across sites without asking the server first."""
+    """Rejects other types than JSON, because browsers send them to other sites without asking the server first."""
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != JSON:
         said = f"is {cut(given)!r}" if given else "is missing"
@@ -72,7 +76,7 @@ async def _read_bytes(request: Request, limit: int, held: HeldBody) -> bytes:
 
 
 async def _read_parts(request: Request, limit: int, held: HeldBody) -> bytes:
-    """Counts what costs time to parse while the parts come: the loop goes on between two of them."""
+    """Reads the body, and counts what is slow to parse in each part, so that the event loop can run between parts."""
     parts: list[bytes] = []
     size = commas = brackets = colons = 0
     async for part in request.stream():
@@ -80,7 +84,7 @@ async def _read_parts(request: Request, limit: int, held: HeldBody) -> bytes:
         commas += part.count(b",")
         brackets += part.count(b"{") + part.count(b"[")
         colons += part.count(b":")
-        if size > limit:  # sent in chunks, without a length
+        if size > limit:  # The body may come in chunks, without a declared length.
             raise _too_large(f"more than {limit}", limit)
         if commas > MAX_BODY_COMMAS or brackets > MAX_BODY_BRACKETS or colons > MAX_BODY_COLONS:
             raise BodyTooLarge(
@@ -102,7 +106,7 @@ def _too_large(size: str, limit: int) -> BodyTooLarge:
 def parse_json(raw: bytes) -> dict[str, object]:
     try:
         body = msgspec.json.decode(raw)
-    except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors.
         raise InvalidRequest(f"The body is not valid JSON: {cut(str(error))}") from error
     if not isinstance(body, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {_json_type(body)}.")
@@ -110,7 +114,7 @@ def parse_json(raw: bytes) -> dict[str, object]:
 
 
 def parse_object(body: dict[str, object], model: type[Body], where: str = "") -> Body:
-    """`where` is put before the names of fields, such as "sampling_params."."""
+    """Checks an object of a body. `where`, such as "sampling_params.", is put before the names of fields in errors."""
     rest = without_no_ops(body, set(model.model_fields), where) if issubclass(model, Tolerant) else body
     try:
         return model.model_validate(rest)
@@ -119,7 +123,7 @@ def parse_object(body: dict[str, object], model: type[Body], where: str = "") ->
 
 
 def _invalid(error: ValidationError, where: str, body: dict[str, object]) -> InvalidRequest:
-    """Of the first field with a fault, the one that lies deepest: of a union's members, that is the one meant."""
+    """Returns the deepest fault of the first faulty field. In a union, its member is the one that the client meant."""
     faults = error.errors(include_url=False)
     faults = [one for one in faults if one["loc"][:1] == faults[0]["loc"][:1]]
     paths = [_path(one["loc"], body, one["type"] == "missing") for one in faults]
@@ -136,7 +140,7 @@ def _invalid(error: ValidationError, where: str, body: dict[str, object]) -> Inv
 
 
 def _path(location: tuple[int | str, ...], body: object, misses_last: bool) -> tuple[int | str, ...]:
-    """The location without what pydantic puts into it of its own: the names of a union's members."""
+    """Returns the location without the names of union members, which pydantic adds."""
     path: list[int | str] = []
     for i, key in enumerate(location):
         missing = misses_last and i == len(location) - 1

@@ -1,4 +1,4 @@
-"""How a model's embeddings are made where no request says: as its folder tells, in sentence-transformers' form."""
+"""Reads the default pooling of a model's embeddings from its folder, in the format of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MODES: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_me
 
 
 def read_pooling(model_path: str | Path) -> Pooling:
-    """The last token's where the model says nothing, as vLLM does for decoders. Raises ConfigError."""
+    """Returns the model's pooling, or "last" if it names none, as vLLM does for decoders. Raises ConfigError."""
     path = Path(model_path) / FILE
     try:
         content = json.loads(path.read_text())

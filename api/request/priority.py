@@ -1,4 +1,4 @@
-"""Which priorities a caller may ask for. What they do is the engine's (workers/schedule/fair_queue.py)."""
+"""Checks the priority that a caller asks for. The engine acts on it (workers/schedule/fair_queue.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from lorafleet.protocol.errors import InvalidRequest
 
 
 def checked_priority(front: Front, caller: Caller, given: int | None) -> int:
-    """vLLM's: the lower, the sooner. Anybody may step back; where there are keys, to step forward takes one of the
-    scope admin, or everybody would."""
+    """Returns the priority as in vLLM: a request with a lower value starts sooner.
+
+    Anyone may ask for a later start. If the server has keys, an earlier start needs the scope admin, because otherwise
+    everyone would ask for it.
+    """
     priority = given or 0
     if priority < 0 and front.gate.has_keys and "admin" not in caller.scopes:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""From what a request gives as its prompt to token ids that fit the context."""
+"""Converts the prompt of a request to token IDs that fit the context."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lorafleet.api.text.token_table import TokenTable
 from lorafleet.protocol.errors import ContextOverflow, InvalidRequest
 from lorafleet.protocol.limits import MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_IDS, MAX_TOKENIZE_CHARS, shown_number
 
-# A text of more characters than this for each token of the context is rejected before it is tokenized, unless it has
-# fewer than a megabyte: tokens of well-known models have 3 to 5.
+# A text with more characters than this for each token of the context is rejected before it is tokenized, unless it has
+# at most MAX_TOKENIZE_CHARS (about a million). Tokens of well-known models have 3 to 5 characters.
 MAX_CHARS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: list[int]
-    text: str | None  # as the client wrote it; None where it gave token ids
+    text: str | None  # As the client wrote it; None if it gave token IDs.
 
     def written(self, tokenizer: TokenTable) -> str:
         return tokenizer.decode(self.token_ids) if self.text is None else self.text
@@ -32,7 +32,10 @@ class Prompt:
 async def encode(
     front: Front, model: ServedModel, text: str, *, add_special_tokens: bool, must_fit: str | None = None
 ) -> list[int]:
-    """must_fit: the field to name where the text is so long that it is refused without being tokenized."""
+    """Returns the token IDs of a text. Raises ContextOverflow if it is too long to be tokenized.
+
+    If `must_fit` is given, the text must also fit the context, and errors name this field.
+    """
     if must_fit is not None:
         _check_may_fit(front, model, text, must_fit)
     most_chars = max(MAX_TOKENIZE_CHARS, MAX_CHARS_PER_TOKEN * front.context_len)
@@ -57,7 +60,7 @@ def _check_may_fit(front: Front, model: ServedModel, text: str, param: str) -> N
 
 
 def listed_prompts(given: object, param: str) -> list[object]:
-    """Of a string, token ids, or a list of either: each prompt as it was given."""
+    """Returns each prompt as it was given, from a string, token IDs, or a list of either. Raises InvalidRequest."""
     if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
         given = [given]
     if not isinstance(given, list) or not given:
@@ -72,7 +75,7 @@ def listed_prompts(given: object, param: str) -> list[object]:
 async def read_prompt(
     front: Front, model: ServedModel, given: object, *, add_special_tokens: bool, param: str, must_fit: bool = True
 ) -> Prompt:
-    """must_fit: false where the prompt will be truncated."""
+    """Reads and checks one prompt. `must_fit` is false if the prompt will be truncated. Raises InvalidRequest."""
     if isinstance(given, str):
         string(given, param, MAX_TEXT_CHARS)
         named = param if must_fit else None
@@ -87,7 +90,7 @@ async def read_prompt(
 
 
 def _read_ids(front: Front, model: ServedModel, given: list[Any], param: str, *, must_fit: bool) -> list[int]:
-    """What cannot fit is refused before its ids are looked at."""
+    """Checks a prompt of token IDs. A prompt that cannot fit is rejected before its IDs are checked."""
     if must_fit and len(given) >= front.context_len:
         fit_max_tokens(front, len(given), None, None, param)
     if len(given) > MAX_TOKEN_IDS:
@@ -102,7 +105,7 @@ def _mixed_kinds(param: str) -> InvalidRequest:
 
 
 def checked_ids(front: Front, model: ServedModel, given: list[int], param: str) -> list[int]:
-    """Raises InvalidRequest naming an id that the model does not have."""
+    """Returns the token IDs. Raises InvalidRequest with an ID that the model does not have."""
     vocab_size = front.vocab_size(model)
     for token_id in (min(given, default=0), max(given, default=0)):
         if not 0 <= token_id < vocab_size:
@@ -121,8 +124,7 @@ async def render_chat(
     body: ChatRequest | TokenizeRequest,
     tools: list[dict[str, Any]] | None,
 ) -> str:
-    """The prompt that the chat template makes of the body's messages and of `tools`: the adapter's own template, where
-    it brought one, else the server's."""
+    """Renders the body's messages and `tools` by the adapter's chat template if it has one, else by the server's."""
     given = body.messages
     assert given is not None
     generate, go_on = body.add_generation_prompt, bool(body.continue_final_message)
@@ -157,7 +159,7 @@ async def render_chat(
 
 
 def truncate(front: Front, prompt: Prompt, keep: int | None, max_tokens: int | None) -> Prompt:
-    """vLLM's truncate_prompt_tokens: the last `keep` tokens; -1 keeps as many as leave room for the answer."""
+    """Keeps the last `keep` tokens, as vLLM's truncate_prompt_tokens. -1 keeps as many as leave room for the answer."""
     if keep is None:
         return prompt
     if keep == -1:
@@ -171,7 +173,10 @@ TRUNCATE = "truncate_prompt_tokens"
 
 
 def fit_max_tokens(front: Front, num_prompt: int, asked: int | None, default: int | None, param: str) -> int:
-    """How many tokens the answer may have: as asked, else the default or less, else up to the context's end."""
+    """Returns the number of tokens that the answer may have. Raises ContextOverflow.
+
+    This is `asked`, or else `default` if there is room for it, or else all the room in the context.
+    """
     room = front.context_len - num_prompt
     if room < 1:
         raise ContextOverflow(

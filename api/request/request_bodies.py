@@ -1,7 +1,7 @@
-"""The request bodies, as far as this server acts on them; fields.py has the other fields.
+"""Declares the request bodies with the fields that this server acts on; fields.py has the other fields.
 
-Types are strict and null means the default. Bounds are those of protocol/limits.py; what spans several fields is
-checked by the route that reads them.
+Types are strict, and null means the default. Bounds come from protocol/limits.py. Rules for several fields together
+are checked by the route that reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lorafleet.protocol import limits
 
 
 def _schema(**schema: Any) -> WithJsonSchema:
-    """Of a field that its route checks itself, since pydantic's errors for unions of lists name no place."""
+    """Returns the schema of a field that its route checks, as pydantic's errors for unions of lists name no place."""
     return WithJsonSchema(schema)
 
 
@@ -156,21 +156,21 @@ ResponseFormat = Annotated[Any, AnyJSON(), _schema(anyOf=[*_RESPONSE_FORMATS, _N
 
 
 class StructuredOutputsRequest(Strict):
-    """vLLM's. disable_fallback: there is no other backend to fall back to."""
+    """The `structured_outputs` entry, as in vLLM."""
 
     json_: JSONSchema = Field(None, alias="json")
     regex: Source | None = None
     choice: Choices | None = None
     grammar: Source | None = None
     json_object: bool | None = None
-    structural_tag: Source | None = None  # JSON text of response_format's form
+    structural_tag: Source | None = None  # JSON text in the format of response_format.
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
-    disable_fallback: bool | None = None
+    disable_fallback: bool | None = None  # Has no effect: there is no other backend to fall back to.
 
 
 class SampledRequest(Tolerant):
-    """How tokens are drawn, and where they end."""
+    """The fields that say how tokens are sampled and where an answer ends."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -190,19 +190,19 @@ class SampledRequest(Tolerant):
 
 
 class GenerationRequest(SampledRequest):
-    """What completions and chat share."""
+    """The fields that completions and chat share."""
 
     model: ModelName | None = None
-    lora_weights: Weights | None = None  # where model mixes adapters, "a+b": of each, in the order named
+    lora_weights: Weights | None = None  # Weights of mixed adapters ("a+b"), in their order in `model`.
     n: N | None = None
-    best_of: N | None = None  # must equal n
+    best_of: N | None = None  # Must equal n.
     max_tokens: MaxTokens | None = None
     prompt_logprobs: NumLogprobs | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Truncation | None = None  # keeps the last k; -1: as many as fit
+    truncate_prompt_tokens: Truncation | None = None  # Keeps the last k tokens; -1 keeps as many as fit.
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Priority | None = None  # the lower, the sooner
+    priority: Priority | None = None  # Lower values start sooner.
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: RequestId | None = None
@@ -224,7 +224,7 @@ class CompletionRequest(GenerationRequest):
 class FunctionDefinition(Strict):
     name: ToolName = Field(min_length=1)
     description: Description | None = None
-    parameters: Object | None = None  # a JSON schema; without one the function takes nothing
+    parameters: Object | None = None  # A JSON schema; without one the function takes no arguments.
     strict: bool | None = None
 
 
@@ -248,7 +248,7 @@ class AllowedTools(Strict):
 
 
 class AllowedToolChoice(Strict):
-    """The model is shown these of `tools` alone."""
+    """A choice of those `tools` that the model is shown."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -265,7 +265,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: NumLogprobs | None = None
     tools: Annotated[list[Tool], AtMost(limits.MAX_TOOLS)] | None = None
     tool_choice: ToolMode | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None  # false: one call at most
+    parallel_tool_calls: bool | None = None  # False allows one call at most.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
@@ -276,18 +276,18 @@ class EmbeddingRequest(Tolerant):
     lora_weights: Weights | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Dimensions | None = None  # the first so many numbers, brought to length 1 again
-    pooling: Literal["last", "mean"] | None = None  # default: the server's
-    normalize: bool | None = None  # to length 1; default: true
+    dimensions: Dimensions | None = None  # Keeps only the first numbers, normalized again.
+    pooling: Literal["last", "mean"] | None = None  # Default: the server's.
+    normalize: bool | None = None  # To length 1; default: true.
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Truncation | None = None  # keeps the last k; -1: as many as fit
+    truncate_prompt_tokens: Truncation | None = None  # Keeps the last k tokens; -1 keeps as many as fit.
     priority: Priority | None = None
     cache_salt: Salt | None = None
     request_id: RequestId | None = None
 
 
 class ResponsesFunction(Strict):
-    """A tool as /v1/responses has it: flat."""
+    """A tool in the flat form of /v1/responses."""
 
     type: Literal["function"]
     name: ToolName = Field(min_length=1)
@@ -323,12 +323,12 @@ class JsonSchemaFormat(Strict):
     name: Label
     schema_: Object = Field(alias="schema")
     description: Description | None = None
-    strict: bool | None = None  # the schema is kept to either way
+    strict: bool | None = None  # The schema is enforced in any case.
 
 
 class ResponsesText(Strict):
     format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(None, discriminator="type")
-    verbosity: Literal["medium"] | None = None  # OpenAI's default; models here know no other
+    verbosity: Literal["medium"] | None = None  # OpenAI's default; models here support no other.
 
 
 class ResponsesStreamOptions(Strict):
@@ -361,9 +361,9 @@ class ResponsesRequest(SampledRequest):
     tools: Annotated[list[ResponsesFunction], AtMost(limits.MAX_TOOLS)] | None = None
     tool_choice: ToolMode | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Metadata | None = None  # given back
+    metadata: Metadata | None = None  # Returned unchanged.
     include: Annotated[list[Includable], AtMost(limits.MAX_INCLUDED)] | None = (
-        None  # all but output_text.logprobs: of items that no answer here has
+        None  # All except output_text.logprobs concern items that no answer here has.
     )
     top_logprobs: NumLogprobs | None = None
     stream: bool | None = None
@@ -448,7 +448,10 @@ _RIDS = [_RID, _NULL, _listed({"anyOf": [_RID, _NULL]})]
 
 
 class SGLangRequest(Tolerant):
-    """`text`, `input_ids`, `rid`, `lora_path` and `sampling_params` may be lists, one entry a prompt."""
+    """The body of SGLang's /generate.
+
+    `text`, `input_ids`, `rid`, `lora_path` and `sampling_params` may be lists with one entry per prompt.
+    """
 
     model: ModelName | None = None
     text: Annotated[Any, _schema(anyOf=[_TEXT, _TEXTS, _NULL])] = None

@@ -1,5 +1,8 @@
-"""How long a client's request may wait to start: its own header, else the server's setting. Starting is being computed:
-all that comes before counts, finding its adapter as well as the engine's queue (workers/schedule/admission.py)."""
+"""Limits how long a request may wait to start, by its own header or else by the server's setting.
+
+A request starts when the engine begins to compute it. All time before counts: finding its adapter, and waiting in the
+engine's queue (workers/schedule/admission.py).
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    timeout_s: float | None  # None: as long as it takes
-    began_s: float  # monotonic
-    trace: RequestTrace | None = None  # of the same request
+    timeout_s: float | None  # None: no limit.
+    began_s: float  # Time of arrival, in seconds of time.monotonic().
+    trace: RequestTrace | None = None  # The trace of the same request.
 
     @classmethod
     def of(cls, front: Front, request: Request) -> Deadline:
-        """Of a request that has just come."""
+        """Returns the deadline of a request that has just arrived. Raises InvalidRequest."""
         given = request.headers.get(QUEUE_TIMEOUT)
         timeout_s = front.config.queue_timeout_s if given is None else _read(given)
         return cls(timeout_s, time.monotonic(), trace_of(request))
@@ -43,7 +46,7 @@ class Deadline:
 
     @asynccontextmanager
     async def while_finding_models(self) -> AsyncIterator[None]:
-        """Raises QueueTimeout when the time is up inside the block."""
+        """Runs the block, which finds the models. Raises QueueTimeout if the time expires inside it."""
         try:
             async with asyncio.timeout(self.left_s()) as scope:
                 with traced(self.trace, "find adapter"):

@@ -1,4 +1,4 @@
-"""From a request's fields to SamplingParams: the request's values, then the model's own defaults, then OpenAI's."""
+"""Converts a request's fields to SamplingParams: the request's values, else the model's own defaults, else OpenAI's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SAME_NAMES = (
 def read_params(
     front: Front, model: ServedModel, body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """Of the whole request: `n` is as asked, and max_tokens is not yet fitted to any prompt."""
+    """Returns the parameters of a whole request: `n` is as requested, and max_tokens is not yet fitted to a prompt."""
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
     if body.best_of is not None and body.best_of != given.get("n", 1):
         raise InvalidRequest("`best_of` is supported only where it equals n; leave it out.", "best_of")
@@ -58,7 +58,7 @@ def make_params(front: Front, model: ServedModel, given: dict[str, Any]) -> Samp
 
 
 def read_logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
-    """Each id has one spelling: "7" and "07" would be two entries that one of them silently wins."""
+    """Converts the keys to token IDs. Each ID has one spelling, since one of "7" and "07" would silently win."""
     for token in given or ():
         if not _TOKEN_ID.fullmatch(token):
             raise InvalidRequest(
@@ -70,5 +70,5 @@ def read_logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def fitted(params: SamplingParams, max_tokens: int) -> SamplingParams:
-    """With the max_tokens that one prompt leaves room for."""
+    """Returns the parameters with the max_tokens that one prompt leaves room for."""
     return msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))

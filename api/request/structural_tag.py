@@ -1,7 +1,8 @@
-"""XGrammar's structural tags, as vLLM and SGLang take them: text of nested parts, {"format": …}; or, as they once were,
-free text in which each of the "triggers" begins one of the "structures".
+"""Converts XGrammar's structural tags, as vLLM and SGLang accept them, to grammars.
 
-Of its parts those are taken that need no look ahead: where free text would end is then always said by a text behind it.
+The current form is a text of nested parts, {"format": …}. The older form is free text in which each of the "triggers"
+begins one of the "structures". Only parts that need no lookahead are supported, so the end of free text must always be
+marked: by a text that follows it, or by the end of the answer.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ class _Or(_Part, tag="or"):
 
 
 class _TriggeredTags(_Part, tag="triggered_tags"):
-    """at_least_one: then it begins with a tag."""
+    """Free text in which each trigger begins a tag."""
 
     triggers: _Triggers
     tags: Annotated[list[_Tag], _SOME_PARTS]
-    at_least_one: bool = False
+    at_least_one: bool = False  # If true, it must begin with a tag.
     stop_after_first: bool = False
 
 
@@ -93,7 +94,10 @@ class _Flat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def structural_tag(given: object, param: str, special: Mapping[str, int]) -> StructuredOutputs:
-    """given: parsed, or as text. special: as free_text.marker() takes it. Raises InvalidRequest."""
+    """Converts a structural tag, given as JSON text or parsed. `special` is as in free_text.marker().
+
+    Raises InvalidRequest.
+    """
     writer = _Writer(param, special)
     start = writer.part(_read(given, param), last=True)
     lark = "\n".join([f"start: {start}", *writer.lines, free_text.TERMINALS])
@@ -118,7 +122,7 @@ def _read(given: object, param: str) -> _Format:
 
 
 class _Writer:
-    """lines: rules beside those of the parts of JSON, `schemas`."""
+    """Collects the rules of a grammar: in `schemas` those of the JSON parts, and in `lines` all others."""
 
     def __init__(self, param: str, special: Mapping[str, int]) -> None:
         self.lines: list[str] = []
@@ -128,7 +132,7 @@ class _Writer:
         self._count = 0
 
     def part(self, part: _Format, *, last: bool) -> str:
-        """An expression. last: nothing follows."""
+        """Returns the expression of a part. `last` means that nothing follows it."""
         match part:
             case _ConstString():
                 return self._text(part.value)
@@ -201,7 +205,7 @@ class _Writer:
         return rule
 
     def _text(self, letters: str) -> str:
-        """With the special tokens that it names."""
+        """Returns the expression of a text, with the special tokens that it contains."""
         names = "|".join(re.escape(name) for name in sorted(self._special, key=len, reverse=True))
         pieces = re.split(f"({names})", letters) if names else [letters]
         return " ".join(free_text.marker(piece, self._special) for piece in pieces if piece)

@@ -1,5 +1,8 @@
-"""What a request says its answer must look like: OpenAI's response_format, vLLM's structured_outputs and older
-guided_*, SGLang's json_schema, regex and ebnf. One of them; its adapter's own default where a request says nothing."""
+"""Reads the format that a request sets for its answer.
+
+The fields are OpenAI's response_format, vLLM's structured_outputs and older guided_*, and SGLang's json_schema, regex
+and ebnf. A request may use only one of them. If it uses none, the adapter's own default applies.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def read_structured(model: ServedModel, body: GenerationRequest) -> StructuredOu
     given = {name: make for name, make in _MAKERS.items() if getattr(body, name) is not None}
     asked = [*given, *(name for name in ("structured_outputs", "response_format") if getattr(body, name) is not None)]
     if body.response_format == {"type": "text"} and len(asked) > 1:
-        asked.remove("response_format")  # what some clients always send
+        asked.remove("response_format")  # Some clients always send it.
     _check_one(asked)
     if not asked:
         return model.language.structured_outputs

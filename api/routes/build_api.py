@@ -1,7 +1,7 @@
-"""Assembles the HTTP API of a replica: routes and what each needs of a caller's key, error handlers, and the one layer
-around them that counts requests.
+"""Assembles the HTTP API of a replica: the routes, the access that each needs, the error handlers, and the middleware.
 
-Pure: all state comes from the Front that `get_front` gives at each request; None means that the replica is starting.
+It has no state: all state comes from the Front that `get_front` returns for each request. None means that the replica
+is starting.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from lorafleet.api.telemetry.tracing import Tracing
 
 Handler = Callable[[Front, Request], Awaitable[Response]]
-Route = tuple[str, str, Needed, Handler]  # method, path, what a key must open, handler
+Route = tuple[str, str, Needed, Handler]  # Method, path, needed access, handler.
 GetFront = Callable[[], Front | None]
 
 ROUTES: tuple[Route, ...] = (
@@ -72,11 +72,11 @@ ROUTES: tuple[Route, ...] = (
     ("GET", "/version", "open", version),
     ("GET", "/metrics", "metrics", metrics),
 )
-# Routes that cost work and generate nothing.
+# Routes that cost work but generate nothing.
 AUXILIARY = frozenset(("/tokenize", "/detokenize", "/v1/responses/input_tokens"))
-# Routes whose answers ask all replicas.
+# Routes that query all replicas.
 OF_ALL = frozenset(("/metrics", "/v1/console/state", "/v1/console/adapters/{name:path}"))
-CLIENT_LEFT = 499  # nginx's status for a client that went away before its answer
+CLIENT_LEFT = 499  # nginx's status for a client that disconnected before its answer.
 
 logger = logging.getLogger("lorafleet.http")
 
@@ -87,12 +87,12 @@ def build_api(
     tracing: Tracing | None = None,
     allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """allowed_origins: the sites whose pages a browser lets read the answers."""
-    # openapi_url: docs.py has the document and its page; FastAPI knows nothing of plain routes.
+    """Builds the app for all routes. `allowed_origins` are the sites whose pages may read the answers in a browser."""
+    # docs.py serves the OpenAPI document and its page, because FastAPI cannot describe plain routes.
     api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False, openapi_url=None)
     routes = (*ROUTES, *more_routes)
     for method, path, needed, handler in (*routes, *docs_routes(routes)):
-        # Plain routes: a handler reads its body itself, so FastAPI's own parsing would be work done twice.
+        # The routes are plain because handlers read their bodies themselves; FastAPI would parse them a second time.
         api.add_route(path, _endpoint(handler, path, needed, get_front), methods=[method], name=handler.__name__)
     api.add_exception_handler(LorafleetError, on_lorafleet_error)
     api.add_exception_handler(HTTPException, on_http_exception)
@@ -134,7 +134,7 @@ def _endpoint(
 
 
 async def _admit(front: Front, request: Request, path: str, needed: Needed, caller: Caller) -> None:
-    """Before anything of the body is read. Raises QuotaExceeded or QueueFull."""
+    """Admits the request before its body is read. Raises QuotaExceeded or QueueFull."""
     if front.quotas is not None:
         kind: Kind = "administration" if needed != "infer" else "auxiliary" if path in AUXILIARY else "generation"
         admission = await front.quotas.admit_request(caller, kind)
@@ -146,8 +146,10 @@ async def _admit(front: Front, request: Request, path: str, needed: Needed, call
 
 
 class CountRequests:
-    """Around every request: counts it by its status, ends its admissions, and turns an unforeseen exception into a 500
-    with a body."""
+    """The middleware around every request.
+
+    It counts the request by its status, ends its admissions, and converts an unexpected exception to a 500 with a body.
+    """
 
     def __init__(self, app: ASGIApp, get_front: GetFront) -> None:
         self._app = app
@@ -164,11 +166,11 @@ class CountRequests:
             if message["type"] == "http.response.start":
                 status = meant_status(message)
                 headers = {name: value for one in admissions_of(scope) for name, value in one.headers.items()}
-                given = [name for name, _ in message["headers"]]  # by a refusal
+                given = [name for name, _ in message["headers"]]  # Headers that a rejection has set.
                 more = [(n.encode(), v.encode()) for n, v in headers.items() if n.encode() not in given]
                 message = {**message, "headers": [*message["headers"], *more]}
                 if message["status"] == RETRY_STATUS and (known_as := retry_id(scope)) is not None:
-                    await give_back(scope, known_as)  # before the other replica is asked, which charges it again
+                    await give_back(scope, known_as)  # Before another replica charges the request again.
             await send(message)
 
         try:
@@ -180,7 +182,7 @@ class CountRequests:
             if (front := self._get_front()) is not None:
                 front.failures.note(error)
             if status != CLIENT_LEFT:
-                raise  # the answer has begun: only breaking the connection tells the client
+                raise  # The answer has begun, so only a broken connection can tell the client.
             await internal_error_response()(scope, receive, noting_status)
         finally:
             for admission in admissions_of(scope):

@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""Serves OpenAI's /v1/chat/completions, and starts the samples of /v1/responses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def start_chat(
     prefix: str,
     structured_outputs: StructuredOutputs | None = None,
 ) -> StartedChat:
-    """All that comes before the first token, of /v1/responses too. prefix: of the answer's id."""
+    """Reads and starts a chat request, also for /v1/responses. `prefix` begins the answer's ID."""
     async with deadline.while_finding_models():
         model = await front.model(
             caller_of(request), body.model, draw_key(request, body.request_id, body.seed), body.lora_weights
@@ -95,7 +95,7 @@ async def _read_prompt(front: Front, request: Request, model: ServedModel, body:
 
 
 def _own_names(body: ChatRequest) -> dict[str, str]:
-    """Of what the engine's parameters call otherwise."""
+    """Returns the request's names of the fields that the engine's parameters name differently."""
     names = {"logprobs": "top_logprobs"}
     return names if body.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
@@ -110,7 +110,7 @@ def _num_logprobs(body: ChatRequest) -> int | None:
 
 @dataclass(slots=True)
 class _Answer:
-    """What one request is answered with."""
+    """The answer to one request, whole or streamed."""
 
     front: Front
     body: ChatRequest
@@ -155,7 +155,7 @@ class _Answer:
         return {"index": sample.index, "message": message, **self.extras(delta, has_called=bool(calls))}
 
     def extras(self, delta: Delta, *, has_called: bool) -> dict[str, object]:
-        """What a choice has beside its text, whole or in a chunk."""
+        """Returns the fields that a choice has in addition to its text, whole or in a chunk."""
         fields: dict[str, object] = {
             "logprobs": self._logprobs(delta),
             "finish_reason": "tool_calls" if has_called and delta.finish_reason == "stop" else delta.finish_reason,
@@ -173,7 +173,7 @@ class _Answer:
 
 
 class _ChoiceStream:
-    """One choice's chunks: the role first, then its text and its calls as they come."""
+    """Writes the chunks of one choice: first its role, then its text and its calls as they come."""
 
     def __init__(self, answer: _Answer, sample: Sample, usage: StreamUsage) -> None:
         body = answer.body
@@ -200,7 +200,7 @@ class _ChoiceStream:
         return opening + event(self._chunk({"content": delta.text} if delta.text else {}, delta))
 
     def _write_read(self, reader: AnswerReader, delta: Delta) -> bytes:
-        """A chunk for each piece of text or of a call; what else the delta has goes with the last."""
+        """Writes a chunk for each piece of text or of a call. The last chunk has the rest of the delta."""
         pieces = [delta_of(event) for event in reader.push(delta.text)]
         if delta.finish_reason is not None:
             pieces += [*map(delta_of, reader.finish()), {}]

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""Serves OpenAI's /v1/completions, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lorafleet.api.text.output import Delta
 from lorafleet.protocol.messages import TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default.
 
 
 @describe(
@@ -46,7 +46,7 @@ async def completions(front: Front, request: Request) -> Response:
             caller_of(request), body.model, draw_key(request, body.request_id, body.seed), body.lora_weights
         )
     label_request(request.scope, front.label(model))
-    scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only
+    scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only.
     asked = 1 if scoring else body.max_tokens
     params = _read_params(front, model, body, asked)
     prompts = await _read_prompts(front, model, body)
@@ -79,7 +79,7 @@ async def _read_prompts(front: Front, model: ServedModel, body: CompletionReques
 
 @dataclass(slots=True)
 class _Answer:
-    """What one request is answered with."""
+    """The answer to one request, whole or streamed."""
 
     front: Front
     body: CompletionRequest
@@ -121,7 +121,7 @@ class _Choice:
         return count_logprobs(delta) + shows_prompt * len(self.sample.prompt.token_ids)
 
     def choice(self, delta: Delta, *, first: bool) -> dict[str, object]:
-        """The JSON of one choice or of one chunk of it; what is about the prompt comes in the first."""
+        """Returns the JSON of one choice or of one of its chunks. The first chunk has the fields about the prompt."""
         body = self.answer.body
         choice: dict[str, object] = {
             "index": self.sample.index,
@@ -153,7 +153,10 @@ class _Choice:
 
 
 class _ChoiceStream:
-    """One choice's chunks: the first and the last in full, those between as text alone where nothing else was asked."""
+    """Writes the chunks of one choice.
+
+    The first and the last chunk are complete. Those between have only text, unless the request asks for more.
+    """
 
     def __init__(self, answer: _Answer, sample: Sample, usage: StreamUsage) -> None:
         body = answer.body

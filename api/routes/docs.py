@@ -1,4 +1,4 @@
-"""/openapi.json, and /docs: a page that shows it, and needs nothing from elsewhere."""
+"""Serves /openapi.json, and /docs, a page that shows it and loads nothing from other sites."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Routes = Sequence[tuple[str, str, Needed, Callable[..., Any]]]
 
 
 def docs_routes(routes: Routes) -> list[tuple[str, str, Needed, Any]]:
-    """Of the document of `routes`. Both are open: they tell what the source code tells."""
+    """Returns two routes for the document of `routes`. Both are open, since they reveal only what the source does."""
 
     @cache
     def document() -> bytes:

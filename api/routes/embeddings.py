@@ -1,4 +1,7 @@
-"""/v1/embeddings: hidden states after the last norm, of the base or of an adapter, pooled and of length 1."""
+"""Serves /v1/embeddings of texts and token IDs, with the base model or an adapter.
+
+An embedding is pooled from the hidden states after the last norm, and has length 1 unless the request disables this.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""SGLang's /generate: text or token ids, one or many; streams repeat the whole text so far, as SGLang's do, and
-the logprobs of the prompt in their first and last chunk.
+"""Serves SGLang's /generate, for one or more prompts of text or token IDs.
 
-Sampling defaults are SGLang's, not the model's own.
+As in SGLang, each chunk of a stream repeats the whole text so far. The first and the last chunk have the logprobs of
+the prompt. Sampling defaults are SGLang's, not the model's own.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _write_chunk(result: _Result, delta: Delta, indexed: bool) -> bytes:
 
 
 def _listed_prompts(body: SGLangRequest) -> tuple[str, list[object], bool]:
-    """The field that has them, each prompt as it was given, and whether they were given in a list."""
+    """Returns the field of the prompts, each prompt as it was given, and whether they were given in a list."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("Give either `text` or `input_ids`.", "text")
     param, given = ("input_ids", body.input_ids) if body.text is None else ("text", body.text)
@@ -150,7 +150,7 @@ _SAMPLING = "sampling_params"
 async def _read_models(
     front: Front, request: Request, body: SGLangRequest, sampling: Sequence[SGLangSampling]
 ) -> list[ServedModel]:
-    """The adapter of each prompt: `lora_path` at either place, or `model`, or the base."""
+    """Returns the model of each prompt: `lora_path` in either place, else `model`, else the base model."""
     outer = _per_prompt(body.lora_path, len(sampling), "lora_path")
     inner = [_one_of(one.lora_path, i, len(sampling)) for i, one in enumerate(sampling)]
     rids = _per_prompt(body.rid, len(sampling), "rid")
@@ -221,12 +221,12 @@ def _params_of(
 
 
 def _first_scored(body: SGLangRequest) -> int:
-    """The first prompt position whose logprobs are wanted; -1 for none."""
+    """Returns the first prompt position whose logprobs are wanted, or -1 for none."""
     return -1 if body.logprob_start_len is None else body.logprob_start_len
 
 
 class _Result:
-    """One sample's answer so far. What is in it once is rendered once, however many chunks repeat it."""
+    """The answer of one sample so far. Each token ID and logprob is encoded once, however many chunks repeat it."""
 
     def __init__(self, body: SGLangRequest, sample: Sample, rid: str) -> None:
         self.sample = sample
@@ -258,14 +258,14 @@ class _Result:
         if fallback is not None:
             meta["lora_fallback"] = fallback
         if self._logprobs is not None:
-            # The prompt may be a thousand times as long as what is new.
+            # The prompt may be a thousand times as long as the new part.
             meta |= self._logprobs.fields(of_prompt=self._is_first or whole.finish_reason is not None)
         self._is_first = False
         return {"text": self._text, "output_ids": self._token_ids.encoded, "meta_info": meta}
 
 
 class _Logprobs:
-    """Each as [logprob, token id, text or null]; the first prompt token wanted has none, as in SGLang."""
+    """Logprobs as [logprob, token ID, text or null]. As in SGLang, the first prompt token wanted has no logprob."""
 
     def __init__(self, body: SGLangRequest, sample: Sample) -> None:
         self._sample = sample
@@ -314,7 +314,7 @@ def _finish_reason(whole: Delta) -> dict[str, object] | None:
         return None
     if whole.finish_reason == "length":
         return {"type": "length", "length": len(whole.token_ids)}
-    if whole.finish_reason == "stop":  # eos is named by its id
+    if whole.finish_reason == "stop":  # For eos, its ID is reported.
         matched = whole.token_ids[-1] if whole.stop_reason is None and whole.token_ids else whole.stop_reason
         return {"type": "stop", "matched": matched}
     return {"type": whole.finish_reason}

@@ -1,6 +1,6 @@
-"""vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, with its wording: clients match on it.
+"""Serves vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, with vLLM's wording, because clients match on it.
 
-What they do on every replica is the catalogue's work.
+The catalog applies the changes on every replica.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def unload_lora_adapter(front: Front, request: Request) -> Response:
 
 
 async def _check_number(catalog: CallersCatalog, name: str, number: int | None) -> None:
-    """Where the client also says which number it means, no other adapter of that name is unloaded."""
+    """Raises ModelNotFound if the client gives a number that is not the number of the adapter with this name."""
     known = None if number is None else await catalog.known(name)
     if number is not None and (known is None or known.lora_int_id != number):
         raise ModelNotFound(name)

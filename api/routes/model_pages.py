@@ -1,6 +1,6 @@
-"""Pages of /v1/models as they were rendered, used again until the list changes.
+"""Caches rendered pages of /v1/models until the list changes.
 
-Whoever lists models often costs a lookup; those who ask for the same page together share its making.
+A client that lists models often costs only a lookup. Concurrent requests for the same page share its rendering.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-MAX_PAGES = 64  # Rendered pages that are kept; the largest have 0.3 MB.
-MAX_AGE_S = 5.0  # Reserved names of tenants may change without the list.
-MAX_AT_ONCE = 4  # Pages made at the same time.
+MAX_PAGES = 64  # Rendered pages in the cache; the largest have 0.3 MB.
+MAX_AGE_S = 5.0  # Reserved names of tenants may change while the list does not.
+MAX_AT_ONCE = 4  # Pages rendered at the same time.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,11 @@ class ModelPages:
         self._making = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def get(self, key: Hashable, version: object | None, make: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """version: of the list, read before this call; None: it is not known, and the page is made for this caller."""
+        """Returns the page, from the cache if it is current.
+
+        `version` is the list's version, read before this call. If it is None (unknown), the page is made for this
+        caller alone.
+        """
         if version is None:
             return await self._make(make)
         page = self._pages.get(key)
@@ -52,6 +56,7 @@ class ModelPages:
     def _keep(self, key: Hashable, page: _Page) -> None:
         self._pages.pop(key, None)
         self._pages[key] = page
-        page.content.add_done_callback(lambda done: done.cancelled() or done.exception())  # all who asked may have left
+        # Retrieves the exception, because all clients that asked may have disconnected.
+        page.content.add_done_callback(lambda done: done.cancelled() or done.exception())
         if len(self._pages) > MAX_PAGES:
             del self._pages[next(iter(self._pages))]

@@ -1,4 +1,7 @@
-"""/v1/models and /v1/models/{id}: the base model under each of its names, then every adapter that the caller sees."""
+"""Serves /v1/models and /v1/models/{id}.
+
+The list has the base model under each of its names, and then every adapter that the caller may use.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ HUB = "hf://"
 
 
 class ModelQuery(Strict):
-    """As OpenAI pages other lists. after: the id of the last model that is known already."""
+    """The query of a page, as in other lists of OpenAI."""
 
     limit: Annotated[int, Within(Range(1, MAX_MODELS))] = MAX_MODELS
-    after: Annotated[str, AtMost(MAX_MODEL_CHARS)] = ""
+    after: Annotated[str, AtMost(MAX_MODEL_CHARS)] = ""  # ID of the last model on the previous page.
 
 
 @describe("The base model, then the adapters by their names, a page at a time", query=ModelQuery, answer=ModelList)
@@ -58,7 +61,7 @@ async def _page(front: Front, caller: Caller, query: ModelQuery) -> bytes:
 
 @describe("One model", answer=answer_types.ModelCard)
 async def show_model(front: Front, request: Request) -> Response:
-    """Any name that a request could give, listed or not."""
+    """Shows any model that a request could name, listed or not."""
     model = await front.model(caller_of(request), request.path_params["model"])
     caller = caller_of(request)
     if model.lora is None:
@@ -78,7 +81,7 @@ def _adapter_card(front: Front, caller: Caller, lora: LoRARequest, name: str) ->
 
 
 def _root(front: Front, caller: Caller, path: str, name: str) -> str:
-    """Where it lies, for those who may know the server's folders and buckets; for others a hub's id, or its name."""
+    """Returns the model's path to callers that may see the server's folders and buckets, else its hub ID or name."""
     is_public = path.startswith(HUB) or not (os.path.isabs(path) or "://" in path)
     return path if is_public or front.shows_paths_to(caller) else name
 

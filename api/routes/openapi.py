@@ -1,5 +1,7 @@
-"""The OpenAPI document of a server's routes: made from the models that check their bodies, from the table of fields
-that other servers' clients send, from the types of answers and from the table of errors. It says nothing of its own.
+"""Makes the OpenAPI document of a server's routes.
+
+It is derived from the models that check bodies, the table of fields that other servers' clients send, the types of
+answers and the table of errors. This module adds no facts of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ Schema = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
-_KEY: Schema = {"key": []}  # the security scheme's name
+_KEY: Schema = {"key": []}  # The name of the security scheme.
 
 
-# Those that requests of a generating route may have.
+# The headers that requests to generating routes may have.
 _HEADERS: dict[str, Schema] = {
     REQUEST_ID: {
         "name": REQUEST_ID,
@@ -74,7 +76,7 @@ def openapi(routes: Iterable[tuple[str, str, Needed, Callable[..., Any]]]) -> Sc
 
 
 class _Schemas:
-    """definitions: by name, of all types that the operations mention."""
+    """The schemas of all types that the operations mention. `definitions` has them by name."""
 
     def __init__(self, described: Iterable[_Described]) -> None:
         bodies = {one.operation.body for one in described} | {one.operation.query for one in described}
@@ -86,7 +88,7 @@ class _Schemas:
             (i, "validation" if one in models else "serialization", TypeAdapter(one))
             for i, one in enumerate(dict.fromkeys(types))
         ]
-        found, shared = TypeAdapter.json_schemas(inputs, ref_template=_REF)  # type: ignore[arg-type]  # a list of Literals
+        found, shared = TypeAdapter.json_schemas(inputs, ref_template=_REF)  # type: ignore[arg-type]  # mypy infers str
         self._found = {key: schema for (key, _), schema in found.items()}
         self.definitions: dict[str, Schema] = shared.get("$defs", {})
         for model in models:
@@ -134,7 +136,7 @@ def _query_parameters(query: type[BaseModel] | None, schemas: _Schemas) -> list[
 
 
 def _not_null(schema: Schema) -> Schema:
-    """A parameter is a text: there is no null."""
+    """Returns the schema without null, because a query parameter is text and cannot be null."""
     if "anyOf" in schema:
         return next(one for one in schema["anyOf"] if one.get("type") != "null")
     return schema
@@ -147,7 +149,7 @@ def _success(operation: Operation, schemas: _Schemas) -> Schema:
     elif operation.answer is not None:
         content |= _json(schemas.of(operation.answer))
     if operation.events is not None:
-        # OpenAPI 3.1 has no words for events: each is `data: ` and this JSON.
+        # OpenAPI 3.1 cannot describe events. Each event is `data: ` and this JSON.
         events = {"schema": {"type": "string"}, "x-event-schema": schemas.of(operation.events)}
         content["text/event-stream"] = events
     return {"description": "Done."} | ({"content": content} if content else {})

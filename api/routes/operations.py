@@ -1,4 +1,4 @@
-"""What a route takes and answers, said where its handler is, for /openapi.json (openapi.py)."""
+"""Lets a handler declare what its route accepts and answers, for /openapi.json (openapi.py)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 REQUEST_ID = "X-Request-Id"
 QUEUE_TIMEOUT = "X-Queue-Timeout-Seconds"
-STARTING = (REQUEST_ID, QUEUE_TIMEOUT)  # the headers of requests that start sequences
+STARTING = (REQUEST_ID, QUEUE_TIMEOUT)  # Headers of requests that start sequences.
 
 
 class PlainText:
-    """An answer that is no JSON."""
+    """Marks an answer that is plain text, not JSON."""
 
 
 class TarFile:
-    """A body that is no JSON."""
+    """Marks a body that is a tar file, not JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """body: the model that checks it; None: none is read. query: the parameters behind the "?". answer: a type; None:
-    its body is empty. events: of a stream, as `stream: true` asks for; None: it never streams. headers: their names.
-    """
+    """The description of a route for the OpenAPI document."""
 
     summary: str
-    body: type[BaseModel] | type[TarFile] | None = None
-    answer: Any = None
-    events: Any = None
-    query: type[BaseModel] | None = None
-    headers: tuple[str, ...] = ()
+    body: type[BaseModel] | type[TarFile] | None = None  # The model that checks the body; None: no body is read.
+    answer: Any = None  # The type of the answer; None: its body is empty.
+    events: Any = None  # The type of the events with `stream: true`; None: the route never streams.
+    query: type[BaseModel] | None = None  # The model that checks the query parameters.
+    headers: tuple[str, ...] = ()  # Names of request headers.
 
 
 def describe(
@@ -56,6 +54,6 @@ def describe(
 
 
 def operation_of(handler: Callable[..., Any]) -> Operation | None:
-    """None of pages for people."""
+    """Returns the handler's operation, or None for pages that people read."""
     found: Operation | None = getattr(handler, _OPERATION, None)
     return found

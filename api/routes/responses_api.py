@@ -1,6 +1,6 @@
-"""/v1/responses in its basic form: nothing is stored, so each request carries its whole conversation.
+"""Serves /v1/responses in its basic form: nothing is stored, so each request contains its whole conversation.
 
-A request becomes one of chat, and its answer OpenAI's items and events.
+A request is converted to a chat request, and its answer is converted to OpenAI's items and events.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def responses(front: Front, request: Request) -> Response:
 
 @describe("How many tokens a request of /v1/responses has", body=ResponsesRequest, answer=answer_types.InputTokens)
 async def count_input_tokens(front: Front, request: Request) -> Response:
-    """Nothing is generated."""
+    """Counts the input tokens of a request. Nothing is generated."""
     body = await read_body(front, request, ResponsesRequest)
     try:
         chat = await run_by_size(front, request, lambda: parse_object(_as_chat(body), ChatRequest))
@@ -104,7 +104,7 @@ def _as_chat(body: ResponsesRequest) -> dict[str, object]:
     says_text = body.text is not None and isinstance(body.text.format, TextFormat)
     return {
         "messages": messages_of(body.input, body.instructions),
-        "response_format": {"type": "text"} if says_text else None,  # an adapter's default then does not hold
+        "response_format": {"type": "text"} if says_text else None,  # This disables an adapter's default.
         "max_completion_tokens": body.max_output_tokens,
         "tools": tools or None,
         "tool_choice": _chat_choice(body.tool_choice),
@@ -136,7 +136,7 @@ def _structured(body: ResponsesRequest) -> structured_spec.StructuredOutputs | N
 
 def _in_its_own_words(error: InvalidRequest) -> InvalidRequest:
     field_name, dot, _ = (error.param or "").partition(".")
-    if field_name == "messages" and dot:  # the items' numbers are others than the messages'
+    if field_name == "messages" and dot:  # Items are not numbered as the messages are.
         return type(error)(error.message.replace(f"`{error.param}`", "`input`"), "input")
     return in_own_words(error, _CHAT_FIELDS)
 
@@ -178,7 +178,7 @@ class _Answer:
                         yield self.items.add(event)
         except LorafleetError as error:
             if not opened:
-                raise  # it still has a status
+                raise  # The error can still become an HTTP status.
             yield self.items.event("error", code=http_error(error).code, message=error.message, param=error.param)
             return
         response = self._response(final)
@@ -186,7 +186,10 @@ class _Answer:
         yield closing + self.items.event(f"response.{response['status']}", response=self._response(final))
 
     async def _events(self, *, eager: bool) -> AsyncGenerator[tuple[Event | None, Delta], None]:
-        """Each with the delta that it came of, which is the last at the end."""
+        """Yields each event with its delta, or None with a delta that has no event.
+
+        The last item is None with the last delta.
+        """
         reader = self.started.tools.reader(eager=eager) if self.started.tools.calls else None
         text = ""
         async with aclosing(self.sample.run()) as deltas:
@@ -208,7 +211,7 @@ class _Answer:
         yield None, final
 
     def _response(self, final: Delta) -> dict[str, object]:
-        """final: with the reason of the end, where it has come."""
+        """Returns the JSON of the response. `final` has a finish_reason if the response has ended."""
         body, fallback = self.body, fallback_of(self.started.samples)
         status = "in_progress" if final.finish_reason is None else _item_status(final)
         return {
@@ -245,7 +248,7 @@ def _item_status(final: Delta) -> str:
 
 
 def _dumped(choice: object) -> object:
-    return choice if isinstance(choice, str) else choice.model_dump()  # type: ignore[attr-defined]  # a model of pydantic's
+    return choice if isinstance(choice, str) else choice.model_dump()  # type: ignore[attr-defined]  # a pydantic model
 
 
 def _usage(sample: Sample) -> dict[str, object]:

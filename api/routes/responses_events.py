@@ -1,4 +1,4 @@
-"""What /v1/responses answers: the items as they grow, and the events that tell of them, in OpenAI's order."""
+"""Builds the answers of /v1/responses: the items as they grow, and the events about them, in OpenAI's order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Item = dict[str, Any]
 
 
 class ResponseItems:
-    """The output of one response. Each method gives the events of what it adds; `items` is the output so far."""
+    """The output of one response. `items` is the output so far, and methods return the events of what they add."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._number = 0
-        self._open: Item | None = None  # the last one, while it grows
-        self._logprobs: list[object] = []  # of tokens whose text has yet to come
+        self._open: Item | None = None  # The last item, while it grows.
+        self._logprobs: list[object] = []  # Logprobs of tokens whose text has not arrived yet.
 
     def event(self, kind: str, **fields: object) -> bytes:
         body = encode_json({"type": kind, "sequence_number": self._number, **fields})
@@ -27,7 +27,7 @@ class ResponseItems:
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
     def note(self, logprobs: Sequence[object]) -> None:
-        """Of the tokens that the next text is made of; at the end, those that make none."""
+        """Adds the logprobs of the next text's tokens or, at the end, of tokens without text."""
         self._logprobs += logprobs
 
     def add(self, event: Event) -> bytes:
@@ -38,7 +38,7 @@ class ResponseItems:
         return self._add_arguments(event)
 
     def close(self, status: str = "completed") -> bytes:
-        """The item that is open is whole, or as whole as it will be."""
+        """Closes the open item, which is complete or will not be completed, and returns its last events."""
         item, self._open = self._open, None
         if item is None:
             return b""

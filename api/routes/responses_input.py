@@ -1,4 +1,4 @@
-"""The input of /v1/responses as chat messages: a text, or items that are messages, calls and their results."""
+"""Converts the input of /v1/responses to chat messages: a text, or items that are messages, calls and their results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _item(kind: str, required: list[str], **properties: Any) -> dict[str, Any]:
 _PARTS = {"type": "array", "items": _PART, "minItems": 1, "maxItems": MAX_PARTS_OF_ONE}
 _TEXT_OR_PARTS = {"anyOf": [_TEXT, _PARTS]}
 _PHASE = {"enum": ["commentary", "final_answer", None], "description": "Accepted; it changes nothing."}
-# What is taken here, for /openapi.json.
+# The accepted items, for /openapi.json.
 ITEM_SCHEMA: dict[str, Any] = {
     "anyOf": [
         _item(
@@ -78,7 +78,7 @@ _FIELDS = {
 
 
 def messages_of(given: object, instructions: str | None) -> list[dict[str, Any]]:
-    """instructions: a system message before all others."""
+    """Returns the input as chat messages. `instructions` become a system message before all others."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -116,7 +116,7 @@ def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
 
 
 def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    """Calls in a row, and a text before them, are one message of the assistant."""
+    """Adds a call to the messages. Consecutive calls and a text before them become one message of the assistant."""
     name = _text(item, "name", where, MAX_TOOL_NAME_CHARS)
     function = {"name": name, "arguments": _text(item, "arguments", where, MAX_CALL_CHARS)}
     call = {"id": _text(item, "call_id", where, MAX_LABEL_CHARS), "type": "function", "function": function}

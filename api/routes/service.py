@@ -1,4 +1,4 @@
-"""What a server says of itself: /health, /ping, /version, /metrics."""
+"""Serves /health, /ping, /version and /metrics, with which a server describes itself."""
 
 from __future__ import annotations
 

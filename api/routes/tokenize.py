@@ -1,4 +1,4 @@
-"""vLLM's /tokenize and /detokenize."""
+"""Serves vLLM's /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _write(front: Front, body: TokenizeRequest, model: ServedModel, token_ids: l
 
 
 async def _text(front: Front, request: Request, model: ServedModel, body: TokenizeRequest) -> tuple[str, bool]:
-    """(text, whether special tokens are added): the defaults are completions' and chat's."""
+    """Returns the text and whether special tokens are added. The defaults are those of completions and chat."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either `prompt` or `messages`.", "prompt")
     if body.messages is None:

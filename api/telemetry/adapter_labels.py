@@ -1,8 +1,9 @@
-"""Which adapters have a label of their own in metrics: those with the most requests of late. The others share OTHER.
+"""Chooses the adapters that have a metrics label of their own: those with the most recent requests. The others share
+OTHER.
 
-What is counted stays with the label under which it was counted, so that no series ever goes backwards: an adapter that
-gets a label starts its own series and leaves its past in OTHER; one that loses it counts into OTHER from then on, and
-its series is not shown any more, but goes on where it stopped if the label comes back.
+Counts stay with the label under which they were counted, so no series ever decreases. An adapter that gets a label
+starts its own series and leaves its past in OTHER. An adapter that loses its label counts into OTHER from then on.
+Its series is hidden, but continues where it stopped if the label returns.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Callable
 from heapq import nlargest
 
 OTHER = "other"
-MAX_LABELS = 50  # adapters with labels on one replica
-ELECTION_S = 60.0  # after which request counts are halved and labels may change hands
-KEEP_FACTOR = 2.0  # how much more another adapter must have to take a label away: else equals would swap for ever
+MAX_LABELS = 50  # Adapters with labels on one replica.
+ELECTION_S = 60.0  # After this time request counts are halved and labels may change owners.
+# Another adapter needs this many times the requests to take a label; otherwise equal ones would swap forever.
+KEEP_FACTOR = 2.0
 
 
 class AdapterLabels:
@@ -23,11 +25,11 @@ class AdapterLabels:
         self.shown: set[str] = set()
         self._capacity = capacity
         self._clock = clock
-        self._recent: Counter[str] = Counter()  # requests, older ones counting less
+        self._recent: Counter[str] = Counter()  # requests; older ones count less
         self._election_s = clock() + ELECTION_S
 
     def count(self, name: str) -> str:
-        """One more request for the adapter; the label to count it under."""
+        """Counts one more request for the adapter, and returns the label to count it under."""
         self._recent[name] += 1
         if self._clock() >= self._election_s:
             self._elect()

@@ -1,4 +1,5 @@
-"""Which route answers a request: its path with its parameters' names, so that there are few of them."""
+"""The route that answers a request, for metrics and traces: its path with the names of its parameters, so that there
+are few different values."""
 
 from __future__ import annotations
 
@@ -13,5 +14,5 @@ def set_endpoint(scope: MutableMapping[str, Any], path: str) -> None:
 
 
 def endpoint_of(scope: MutableMapping[str, Any]) -> str:
-    """`unknown` where no route has taken it."""
+    """Returns the path of the route, or `unknown` if no route matched."""
     return str(scope.get(_ENDPOINT, "unknown"))

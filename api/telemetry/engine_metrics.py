@@ -1,4 +1,4 @@
-"""What an engine tells of itself (EngineStats) as Prometheus' metrics. Names are vLLM's where vLLM has them."""
+"""Exports the engine's EngineStats as Prometheus metrics. Names are vLLM's where vLLM has them."""
 
 from __future__ import annotations
 

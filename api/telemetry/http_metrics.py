@@ -1,8 +1,8 @@
-"""What /metrics shows of one replica: requests, tokens and latencies seen here, and the engine's own counts.
+"""The /metrics page of one replica: requests, tokens and latencies measured here, and the engine's own counts.
 
-Names are vLLM's where vLLM has them. Labels are bounded: the endpoint is a route's path, the model is the base, one of
-the adapters with the most requests, or "other" (adapter_labels.py). Requests collect their latencies themselves and
-hand them over once, so that a token costs next to nothing.
+Names are vLLM's where vLLM has them. Labels are bounded: the endpoint is a route's path; the model is the base, one
+of the adapters with the most requests, or "other" (adapter_labels.py). Requests collect their latencies themselves
+and record them once at their end, so a token costs next to nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lorafleet.api.telemetry.engine_metrics import collect_engine
 from lorafleet.protocol.histogram import Bounds, Histogram, buckets, distribution_of
 from lorafleet.protocol.messages import AdapterMove, EngineStats, FinishReason
 
-NO_MODEL = ""  # the request named none, or none that exists
+NO_MODEL = ""  # The request named no model, or one that does not exist.
 
 _LABEL = "lorafleet.model"
-_KEPT_SERIES = 10 * MAX_LABELS  # of adapters that have lost their labels
+_KEPT_SERIES = 10 * MAX_LABELS  # Includes series of adapters that have lost their labels.
 
 _FIRST_TOKEN_S: Bounds = (
     0.001,
@@ -77,18 +77,18 @@ _MOVES = (("remote", "disk"), ("disk", "cpu"), ("cpu", "gpu"), ("gpu", "none"), 
 
 
 def label_request(scope: MutableMapping[str, Any], label: str) -> None:
-    """Tells the counting layer around a request which model it named."""
+    """Records in the ASGI scope which model the request named, for the metrics layer around it."""
     scope[_LABEL] = label
 
 
 def label_of_request(scope: MutableMapping[str, Any]) -> str:
-    """Empty where no model was named, or an unknown one."""
+    """Returns the label; empty if the request named no model or an unknown one."""
     return str(scope.get(_LABEL, NO_MODEL))
 
 
 class Stopwatch:
-    """One sequence's times, in seconds of time.perf_counter. From its first token on it has its adapter's tier and
-    rank."""
+    """The times of one sequence, in seconds of time.perf_counter. From the first token on, it has the adapter's tier
+    and rank."""
 
     __slots__ = ("first", "gaps", "last", "lora_rank", "started", "tier")
 
@@ -101,7 +101,7 @@ class Stopwatch:
         self.tier = ""
 
     def tick(self) -> None:
-        """Some tokens arrived."""
+        """Records that some tokens have arrived."""
         now = time.perf_counter()
         if self.first is None:
             self.first = now - self.started
@@ -125,7 +125,7 @@ class _Collected(Collector):
 
 
 class _Series:
-    """What is counted under one model's label."""
+    """The counts under one model's label."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()  # by endpoint and status
@@ -136,13 +136,13 @@ class _Series:
         self.between_tokens = Histogram(_BETWEEN_TOKENS_S)
         self.whole = Histogram(_REQUEST_S)
         self.queue = Histogram(_QUEUE_S)
-        self.hits: Counter[str] = Counter()  # sequences, by the tier that their adapter was in
+        self.hits: Counter[str] = Counter()  # sequences, by the tier of their adapter
         self.loads: Counter[str] = Counter()  # by tier
         self.load_seconds: dict[str, float] = {}
 
 
 class _OfRank:
-    """What is counted of the sequences whose adapters have ranks of one class."""
+    """The latencies of sequences whose adapters have ranks of one class."""
 
     def __init__(self) -> None:
         self.first_token = Histogram(_FIRST_TOKEN_S)
@@ -150,12 +150,18 @@ class _OfRank:
 
 
 def rank_class(rank: int) -> int:
-    """The next power of two: slots and kernels cost as much as for it. 0 of the base."""
+    """Returns the rank rounded up to a power of two, because slots and kernels cost as much as for that. The base has
+    0."""
     return 0 if rank == 0 else 1 << (rank - 1).bit_length()
 
 
 class Metrics:
-    """base: the label of the base model. replica: of this one, "" where there is only one."""
+    """The metrics of one replica.
+
+    Args:
+        base: Label of the base model.
+        replica: Label of this replica; "" if there is only one.
+    """
 
     def __init__(self, stats: Callable[[], EngineStats], base: str, replica: str) -> None:
         self.adapters = AdapterLabels()
@@ -172,7 +178,7 @@ class Metrics:
         self._of(model).requests[endpoint, str(status)] += 1
 
     def count_start(self, model: str, queue_s: float, tier: str) -> None:
-        """A sequence has been given its first token."""
+        """Counts a sequence that has got its first token."""
         series = self._of(model)
         series.queue.observe(queue_s)
         if tier:
@@ -181,7 +187,7 @@ class Metrics:
     def count_sequence(
         self, model: str, prompt_tokens: int, generated_tokens: int, watch: Stopwatch, reason: FinishReason
     ) -> None:
-        """Once a sequence has ended, however it ended."""
+        """Counts a sequence that has ended for any reason."""
         series = self._of(model)
         series.prompt_tokens += prompt_tokens
         series.generation_tokens += generated_tokens
@@ -196,7 +202,8 @@ class Metrics:
             series.whole.observe(time.perf_counter() - watch.started)
 
     def add(self, collector: Collector) -> None:
-        """What others count beside the front; they need not know of replicas."""
+        """Adds the metrics of another component. It need not know of replicas: the replica's label is added to its
+        samples."""
         self._others.append(collector)
 
     def count_move(self, move: AdapterMove) -> None:
@@ -211,7 +218,8 @@ class Metrics:
         series.load_seconds[move.source] = series.load_seconds.get(move.source, 0.0) + move.seconds
 
     async def render(self) -> bytes:
-        """Prometheus' text format. Writing it takes longer than counting up, and streams need not wait for it."""
+        """Returns Prometheus' text format. It is written in a thread, because that takes longer than collecting and
+        would delay streams."""
         return await asyncio.to_thread(text_of, list(self.collect()))
 
     def collect(self) -> Iterator[Metric]:
@@ -227,12 +235,13 @@ class Metrics:
         labelled.samples = [
             s._replace(labels={"replica": self._replica, **s.labels})
             for s in metric.samples
-            if not s.name.endswith("_created")  # when each began would be as many series again
+            if not s.name.endswith("_created")  # creation times would double the number of series
         ]
         return labelled
 
     def _of(self, label: str) -> _Series:
-        """Series of adapters that have lost their labels are kept for a while; the longest unused go."""
+        """Returns the series of a label. Series of adapters without labels are retained for a while; the least
+        recently used are dropped."""
         series = self._series.get(label)
         if series is None:
             series = self._series[label] = _Series()

@@ -1,7 +1,9 @@
-"""What one replica did of late: traffic by tenant and adapter over the last minutes, and the last failures of serving.
+"""The recent activity of one replica: traffic by tenant and adapter over the last minutes, and the last serving
+failures.
 
-For people who look (cluster/console); /metrics has what is counted for ever. Bounded in every direction, and holds
-nothing of prompts and answers. Counting a sequence costs a microsecond or two; nothing is counted per token.
+It is for people who watch a cluster (cluster/console); /metrics has the running totals. Everything is bounded, and
+nothing of prompts and answers is stored. Counting a sequence takes a microsecond or two; nothing is counted per
+token.
 """
 
 from __future__ import annotations
@@ -26,24 +28,24 @@ from lorafleet.protocol.errors import (
 from lorafleet.protocol.names import MAX_NAME_CHARS
 
 WINDOW_S = 300.0
-BUCKET_S = 30.0  # the window moves on by so much
-MAX_NAMES = 2000  # counted by name in each bucket; the totals have all
-MAX_FAILURES = 100  # remembered; the one that is longest ago goes
+BUCKET_S = 30.0  # The window advances in steps of this length.
+MAX_NAMES = 2000  # Names counted separately in each bucket; the totals include all names.
+MAX_FAILURES = 100  # When there are more, the oldest is dropped.
 MAX_MESSAGE_CHARS = 600
-GROWTH = 1.1  # of a latency's bins: what is read from them is at most 5 % off
+GROWTH = 1.1  # Ratio of neighboring latency bins; values read from them are at most 5 % off.
 _LEAST_S = 1e-4
 _OF_SERVING = (AdapterError, Overloaded, StoreError, LogUnwritable, EngineDead)
 _OF_SENDERS = (AdapterExists, InvalidAdapterName)
 
 
 class Traffic(msgspec.Struct):
-    """Of sequences that ended in the window. first_token: their latencies in bins of bin_of()."""
+    """Counts of the sequences that ended in the window."""
 
     requests: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    first_token: dict[int, int] = {}
+    first_token: dict[int, int] = {}  # Number of sequences per latency bin; see bin_of().
 
     def add(self, other: Traffic) -> None:
         self.requests += other.requests
@@ -54,7 +56,7 @@ class Traffic(msgspec.Struct):
             self.first_token[number] = self.first_token.get(number, 0) + count
 
     def first_token_s(self, quantile: float) -> float | None:
-        """None where nothing has been answered."""
+        """Returns a quantile of the time to the first token, or None if nothing has been answered."""
         left = quantile * sum(self.first_token.values())
         for number in sorted(self.first_token):
             left -= self.first_token[number]
@@ -75,15 +77,15 @@ def total_of(parts: Iterable[Traffic]) -> Traffic:
 
 
 class Failure(msgspec.Struct):
-    """at_s: of the last of `count` alike, in seconds since 1970. adapter: "" of the base, or where it is about none."""
+    """A failure, or several of the same kind."""
 
-    at_s: float
+    at_s: float  # Time of the last one, in seconds since 1970.
     replica: str
-    adapter: str
+    adapter: str  # "" for the base, or if no adapter is concerned.
     tenant: str | None
     code: str
     message: str
-    count: int = 1
+    count: int = 1  # Number of failures of this kind.
 
 
 class _Bucket:
@@ -93,7 +95,7 @@ class _Bucket:
         self.by_tenant: dict[str | None, Traffic] = {}
 
     def of(self, tenant: str | None, name: str) -> tuple[Traffic, ...]:
-        """All that count a sequence of the name."""
+        """Returns every Traffic that counts a sequence of this name."""
         total = self.by_tenant.setdefault(tenant, Traffic())
         if (tenant, name) not in self.by_name and len(self.by_name) >= MAX_NAMES:
             return (total,)
@@ -101,7 +103,7 @@ class _Bucket:
 
 
 class RecentTraffic:
-    """Names are those of requests; "" is the base. clock: seconds that do not jump."""
+    """Traffic by tenant and name. Names are those of requests; "" is the base. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -117,7 +119,7 @@ class RecentTraffic:
         *,
         failed: bool,
     ) -> None:
-        """A sequence has ended."""
+        """Counts a sequence that has ended."""
         for traffic in self._now().of(tenant, name):
             traffic.requests += 1
             traffic.failed += failed
@@ -128,7 +130,8 @@ class RecentTraffic:
                 traffic.first_token[number] = traffic.first_token.get(number, 0) + 1
 
     def of_names(self, names: Iterable[str], tenant: str | None, *, of_all: bool) -> dict[str, Traffic]:
-        """Of one tenant, or of all together; names without traffic are left out."""
+        """Returns the traffic of these names, for one tenant or for all together. Names without traffic are
+        left out."""
         found: dict[str, Traffic] = {}
         wanted = set(names)
         for bucket in self._kept():
@@ -138,7 +141,7 @@ class RecentTraffic:
         return found
 
     def busiest(self, count: int, tenant: str | None, *, of_all: bool) -> list[str]:
-        """Adapters' names, the most requested first."""
+        """Returns the names of the most requested adapters, in descending order."""
         requests: dict[str, int] = {}
         for bucket in self._kept():
             for (whose, name), traffic in bucket.by_name.items():
@@ -158,18 +161,21 @@ class RecentTraffic:
         return self._buckets[-1]
 
     def _kept(self) -> deque[_Bucket]:
-        """Those in the window."""
+        """Returns the buckets in the window and drops older ones."""
         while self._buckets and self._buckets[0].start_s <= self._clock() - WINDOW_S:
             self._buckets.popleft()
         return self._buckets
 
 
 class RecentFailures:
-    """Of serving: what the operator or an adapter's owner can do something about. What is wrong with a request itself
-    is its sender's matter, and its message may repeat what they wrote: it is not kept."""
+    """The last failures of serving: those that the operator or an adapter's owner can fix.
+
+    Errors in a request itself are not recorded: they concern only its sender, and the message may repeat the sender's
+    text.
+    """
 
     def __init__(self, replica: str = "", clock: Callable[[], float] = time.time) -> None:
-        """replica: at which they happen, where note() does not say."""
+        """Failures are attributed to `replica` unless note() names another."""
         self._replica = replica
         self._clock = clock
         self._failures: OrderedDict[tuple[str | None, str, str, str], Failure] = OrderedDict()
@@ -183,7 +189,8 @@ class RecentFailures:
             self.add(type(error).__name__, error.message, adapter, tenant, replica)
 
     def add(self, code: str, message: str, adapter: str, tenant: str | None, replica: str = "") -> None:
-        """Alike ones are counted, so that a thousand of one kind leave the others seen."""
+        """Adds a failure to the list. Failures of the same kind are counted together, so that a thousand of them do
+        not displace the others."""
         adapter, replica, message = adapter[:MAX_NAME_CHARS], replica or self._replica, message[:MAX_MESSAGE_CHARS]
         key = (tenant, adapter, code, replica)
         before = self._failures.pop(key, None)
@@ -193,6 +200,7 @@ class RecentFailures:
             self._failures.popitem(last=False)
 
     def of(self, tenant: str | None, *, of_all: bool) -> list[Failure]:
-        """The last one first. To a tenant its own only: what is nobody's is the operator's."""
+        """Returns the failures, latest first. A tenant gets only its own; failures without a tenant are for the
+        operator."""
         shown = reversed(self._failures.values())
         return [one for one in shown if of_all or (tenant is not None and one.tenant == tenant)]

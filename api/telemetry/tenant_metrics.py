@@ -1,4 +1,4 @@
-"""What a tenant may see of /metrics: the series that are labelled as its own or its adapters', nothing of others'."""
+"""Filters /metrics for a tenant: only series with its own label or its adapters' labels pass."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _OWNER = re.compile(rf"{OWNED}([a-z0-9_-]+)/")
 
 
 def of_tenant(text: bytes, tenant: str) -> bytes:
-    """text: in Prometheus' format. The tenant's adapters have their bare names in what is returned."""
+    """Returns the tenant's part of `text`, which is in Prometheus' format. Its adapters get their bare names."""
     return "".join(f"{line}\n" for line in _lines(text.decode(), tenant)).encode()
 
 
 def _lines(text: str, tenant: str) -> Iterator[str]:
-    head: list[str] = []  # of the metric whose lines come now, until one of them is shown
+    head: list[str] = []  # comment lines of the current metric, until one of its samples is shown
     for line in text.splitlines():
         if line.startswith("#"):
             head = [line] if line.startswith("# HELP") else [*head, line]

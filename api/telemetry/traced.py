@@ -1,5 +1,6 @@
-"""Where a request's trace is, while it is answered. Needs no OpenTelemetry, which is not installed everywhere: what
-there is in a trace is in tracing.py.
+"""Stores a request's trace in the ASGI scope while it is answered.
+
+It does not import OpenTelemetry, which is not installed everywhere. tracing.py defines the contents of a trace.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from starlette.requests import Request
 if TYPE_CHECKING:
     from lorafleet.api.telemetry.tracing import RequestTrace
 
-# From AdapterRouter, by HAProxy, which removes what clients send under this prefix.
+# Set by AdapterRouter and passed on by HAProxy, which removes headers with this prefix from clients.
 ROUTED_HEADER = "x-serve-router-lorafleet-ns"
 
 _TRACE = "lorafleet.trace"  # in the ASGI scope
@@ -24,10 +25,10 @@ def set_trace(scope: MutableMapping[str, Any], trace: RequestTrace) -> None:
 
 
 def trace_of(request: Request) -> RequestTrace | None:
-    """None where traces are off, and for requests that were not drawn."""
+    """Returns the request's trace; None if tracing is off or the request was not sampled."""
     return request.scope.get(_TRACE)
 
 
 def traced(trace: RequestTrace | None, name: str) -> AbstractContextManager[None]:
-    """The block as a span of its own."""
+    """Measures the block as a separate span, if there is a trace."""
     return nullcontext() if trace is None else trace.part(name)

@@ -1,9 +1,11 @@
-"""Traces of requests, by OpenTelemetry, sent over OTLP: one span for the request, under the client's own where it sent
-a `traceparent`, and below it the router's choice, finding the adapter, and of each sequence its wait, prefill and
-decode, from the times that the engine has noted. None for a token, and no prompts or answers.
+"""Traces requests with OpenTelemetry and sends them over OTLP.
 
-Attributes have the names of OpenTelemetry's conventions for HTTP and for generative AI; `lorafleet.…` where those have
-none. Imported only where traces are on.
+A trace has one span for the request, below the client's own if it sent a `traceparent`. Below it are spans for the
+router's choice, for finding the adapter, and for each sequence's wait, prefill and decode, from the times that the
+engine has recorded. There is no span per token, and there are no prompts or answers.
+
+Attributes have the names of OpenTelemetry's conventions for HTTP and for generative AI, or `lorafleet.…` where those
+have none. This module is imported only if traces are on.
 """
 
 from __future__ import annotations
@@ -36,18 +38,23 @@ from lorafleet.protocol.messages import FinishReason
 if TYPE_CHECKING:
     from lorafleet.api.answer.generation import Sample, Task
 
-EXPORT_S = 5.0  # for one batch of spans
+EXPORT_S = 5.0  # Timeout for one batch of spans.
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/embeddings": "embeddings"}
 
-_ROUTED = re.compile(r"(\d{1,20}) (\d{1,12})")  # when the router began, since 1970, and how long it took, in ns
+_ROUTED = re.compile(r"(\d{1,20}) (\d{1,12})")  # the router's start since 1970 and its duration, in ns
 _LEAST_ERROR = 500
 
 Attributes = dict[str, AttributeValue]
 
 
 class Tracing:
-    """One replica's. endpoint: of OTLP over HTTP, such as http://localhost:4318/v1/traces; what else the exporter needs
-    is in the OTEL_EXPORTER_OTLP_… variables. ratio: of the requests whose client has not decided, 0 to 1."""
+    """The tracing of one replica.
+
+    Args:
+        endpoint: URL of OTLP over HTTP, such as http://localhost:4318/v1/traces. The exporter's other settings are in
+            the OTEL_EXPORTER_OTLP_… variables.
+        ratio: Share of the requests to sample, 0 to 1, if the client has not decided.
+    """
 
     def __init__(self, endpoint: str, ratio: float, replica_id: str) -> None:
         service = os.environ.get("OTEL_SERVICE_NAME", "lorafleet")
@@ -61,7 +68,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Scope) -> RequestTrace | None:
-        """None where this request is not drawn."""
+        """Starts the trace of a request; returns None if the request is not sampled."""
         headers = Headers(scope=scope)
         span = self._tracer.start_span(
             scope["method"],
@@ -79,12 +86,12 @@ class Tracing:
         return TraceRequests(app, self)
 
     def close(self) -> None:
-        """Sends what is left; takes EXPORT_S at most where nobody listens."""
+        """Sends the remaining spans; takes EXPORT_S at most if the endpoint does not answer."""
         self._provider.shutdown()
 
 
 class TraceRequests:
-    """Around every POST: what changes nothing, and is asked for all the time, has no trace."""
+    """An ASGI layer that traces every POST. Other requests change nothing and are frequent, so they have no trace."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app
@@ -112,7 +119,7 @@ class TraceRequests:
 
 
 class RequestTrace:
-    """One request's span, and those below it. Its counts are gathered until it ends."""
+    """The span of one request and the spans below it. Its counts are collected until it ends."""
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self._tracer = tracer
@@ -124,7 +131,7 @@ class RequestTrace:
         self._finish_reasons: list[str] = []
 
     def routed(self, header: str) -> None:
-        """By AdapterRouter, which says in a header when it chose."""
+        """Adds a span for the choice of AdapterRouter, which sends its times in a header."""
         match = _ROUTED.fullmatch(header)
         if match is not None:
             began_ns, took_ns = int(match[1]), int(match[2])
@@ -132,12 +139,12 @@ class RequestTrace:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The block as a span; one that raises is marked with the error."""
+        """Measures the block as a span. If the block raises, the span is marked with the error."""
         with self._tracer.start_as_current_span(name, context=self._context):
             yield
 
     def describe(self, request_id: str, endpoint: str, tasks: Sequence[Task]) -> None:
-        """What was asked for, once it is known. Of several tasks the first speaks."""
+        """Adds the parameters of the request once they are known. The first of several tasks provides them."""
         model, params = tasks[0].model, tasks[0].params
         asked = {
             "gen_ai.request.max_tokens": params.max_tokens,
@@ -160,7 +167,7 @@ class RequestTrace:
         )
 
     def sequence_ended(self, sample: Sample, watch: Stopwatch, reason: FinishReason) -> None:
-        """Adds its spans."""
+        """Adds the spans of a sequence that has ended."""
         times, now = sample.times, time.monotonic()
         num_prompt, num_cached, num_tokens = len(sample.prompt.token_ids), sample.num_cached_tokens, sample.num_tokens
         self._output_tokens += num_tokens
@@ -169,7 +176,7 @@ class RequestTrace:
             self._input_tokens += num_prompt
             self._cached_tokens += num_cached
         common: Attributes = {"lorafleet.sequence": sample.index}
-        if times is None:  # no token came
+        if times is None:  # no token arrived
             self._add_seconds("queue", sample.sent_s, now, common | {"lorafleet.finish_reason": reason})
             return
         adapter: Attributes = {"lorafleet.adapter.tier": watch.tier, "lorafleet.adapter.rank": watch.lora_rank}
@@ -203,7 +210,7 @@ class RequestTrace:
         span.end()
 
     def _add_seconds(self, name: str, began_s: float, ended_s: float, attributes: Attributes) -> None:
-        """Both monotonic, which all processes of a machine share."""
+        """Adds a span from times in seconds. Both are monotonic, on the clock that all processes of a machine share."""
         since_1970_ns = time.time_ns() - time.monotonic_ns()
         self._add(name, since_1970_ns + int(began_s * 1e9), since_1970_ns + int(ended_s * 1e9), attributes)
 

@@ -1,9 +1,9 @@
-"""What an adapter's requests are written in: its own tokenizer, vocabulary, ends of answers and chat template where its
-folder has them, else the base's.
+"""Reads an adapter's own language: tokenizer, vocabulary, end tokens and chat template. Parts that its folder lacks
+are the base's.
 
-Trainers save the base's tokenizer beside nearly every adapter: one that is the base's is recognised and costs nothing.
-Files are read by adapter_files.py's rules; no code of the adapter is ever run here, and its template and its tokenizer
-only in processes of workers/sandbox/.
+Trainers save the base's tokenizer beside nearly every adapter. A tokenizer that equals the base's is recognized and
+costs nothing. Files are read by the rules of adapter_files.py. No code of the adapter is ever run here; its template
+and its tokenizer run only in processes of sandbox/.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from lorafleet.protocol.structured_spec import ADAPTERS_DEFAULT, StructuredOutpu
 if TYPE_CHECKING:
     from lorafleet.workers.adapters.weight_files import TensorInfo
 
-MAX_TOKENIZERS_LIKE_BASE = 4096  # sets of files that are known to hold the base's tokenizer
-MAX_NEW_TOKENS = 65_536  # that an adapter's tokenizer may have beyond the base's vocabulary
-MAX_EOS_TOKEN_IDS = 64  # of one adapter; each request carries them
+MAX_TOKENIZERS_LIKE_BASE = 4096  # Cached digests of file sets that hold the base's tokenizer.
+MAX_NEW_TOKENS = 65_536  # Tokens that an adapter's tokenizer may have beyond the base's vocabulary.
+MAX_EOS_TOKEN_IDS = 64  # End tokens of one adapter; each request carries them.
 TOKENIZER_NAME = "tokenizer.json"
 TEMPLATE_NAME = "chat_template.jinja"
 GENERATION_NAME = "generation_config.json"
-DEFAULTS_NAME = "lorafleet.json"  # of the adapter's requests: {"response_format": …}
+DEFAULTS_NAME = "lorafleet.json"  # Defaults for the adapter's requests: {"response_format": …}.
 TOKENIZER_NAMES = (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, SPECIAL_NAME)
 
-# As PEFT names what replaces the tables of the vocabulary.
+# PEFT's names of the tensors that replace the tables of the vocabulary.
 _TABLE = re.compile(
     r"(?:.*\.)?(?:embed_tokens|lm_head)\.(?:(?:modules_to_save|token_adapter|base_layer|default)\.)*weight"
 )
@@ -62,31 +62,31 @@ _TABLE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """vocabulary: None where ids and ends of answers are the base's. template: the adapter's own; None: the base's.
-    structured_outputs: what its answers must match where a request does not say.
-    digest: language_digest of the files that it was read from."""
+    """The tokenizer, vocabulary and chat template for an adapter's requests."""
 
     tokenizer: Tokenizer | AdapterTokenizer
-    vocabulary: Vocabulary | None = None
-    template: ChatTemplate | None = None
-    structured_outputs: StructuredOutputs | None = None
-    digest: str = ""
+    vocabulary: Vocabulary | None = None  # None: token ids and end tokens are the base's.
+    template: ChatTemplate | None = None  # The adapter's own. None: the base's.
+    structured_outputs: StructuredOutputs | None = None  # Format of its answers if a request gives none.
+    digest: str = ""  # language_digest of the files that it was read from.
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory beside its tokenizer, which others may share."""
+        """Its memory without the tokenizer, which others may share."""
         template = 0 if self.template is None else 4 * len(self.template.source)
         return template + (0 if self.structured_outputs is None else 4 * len(self.structured_outputs.source))
 
     def does_as(self, other: Language) -> bool:
-        """Whatever the files are that it was read from."""
+        """Returns whether both behave the same, even if they were read from different files."""
         return replace(self, digest="") == replace(other, digest="")
 
 
 class LanguageReader:
-    """Reads what adapters of one base bring. Threads may share it.
+    """Reads the languages of the adapters of one base. Threads may share it.
 
-    vocab_size: the base's, which may be padded beyond its tokenizer's. eos_token_ids: those that end its answers.
+    Args:
+        vocab_size: Size of the base's vocabulary, which may be padded beyond that of its tokenizer.
+        eos_token_ids: Tokens that end the base's answers.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class LanguageReader:
         self._encoders = encoders
         self._limits = limits or TokenizerLimits()
         self._lock = threading.Lock()
-        # By their files' digest. Whoever uses a tokenizer keeps it.
+        # By their files' digest. A tokenizer lives as long as it is used.
         self._tokenizers: weakref.WeakValueDictionary[str, AdapterTokenizer] = weakref.WeakValueDictionary()
         self._like_base: OrderedDict[str, None] = OrderedDict()
         self._base_digests: frozenset[str] | None = None
 
     def read(self, path: str | os.PathLike[str]) -> Language:
-        """Of the adapter in the folder. Blocks on the disk. Raises AdapterError."""
+        """Reads the language of the adapter in the folder. Blocks on the disk. Raises AdapterError."""
         folder = AdapterFolder.at(path)
         files = read_language(folder)
         vocab_size = _vocab_size_in(folder) or self._vocab_size
@@ -143,7 +143,7 @@ class LanguageReader:
             return self._tokenizers.setdefault(key, made)
 
     def _read_tokenizer(self, files: Mapping[str, bytes], special: SpecialTokens) -> AdapterTokenizer | None:
-        """None where it makes the same tokens of every text as the base's, and the same text of every token."""
+        """Returns None if it encodes and decodes every text exactly as the base's does."""
         content, base = files[TOKENIZER_NAME], self._base.special_tokens
         same_ends = all(special.texts.get(role) == base.get(role) for role in ("bos_token", "eos_token"))
         may_be_base = same_ends or not special.roles
@@ -159,7 +159,7 @@ class LanguageReader:
         return AdapterTokenizer(read, special.texts, self._encoders, spells_in_time=spells_in_time)
 
     def _digests_of_base(self) -> frozenset[str]:
-        """Of its tokenizer.json as it lies in its folder, and as the library writes it."""
+        """Returns the digests of the base's tokenizer.json, as it is in its folder and as the library writes it."""
         if self._base_digests is None:
             found = {hashlib.sha256(self._base.to_json().encode()).hexdigest()}
             file = None if self._base.folder is None else self._base.folder / TOKENIZER_NAME
@@ -169,8 +169,8 @@ class LanguageReader:
         return self._base_digests
 
     def _ends(self, files: Mapping[str, bytes], tokenizer: TokenTable) -> list[int]:
-        """What its generation_config.json says; else its tokenizer's own, beside those of the base's that mean the same
-        in both."""
+        """Returns the end tokens from generation_config.json. Without that entry, they are the tokenizer's own eos
+        token and those of the base's that have the same name in both."""
         if GENERATION_NAME in files:
             given = read_json_object(files[GENERATION_NAME], GENERATION_NAME).get("eos_token_id")
             if given is not None:
@@ -196,8 +196,11 @@ class LanguageReader:
 
 
 def _check_ends(eos_token_ids: Sequence[int], vocab_size: int) -> None:
-    """Trainers cause the second fault by accident: a tokenizer with an added token, saved beside tables that were not
-    resized."""
+    """Raises AdapterMalformed if there are too many end tokens or one is outside the vocabulary.
+
+    Trainers cause the second fault by accident: they add a token to the tokenizer, and save it beside tables that
+    were not resized.
+    """
     if len(eos_token_ids) > MAX_EOS_TOKEN_IDS:
         raise AdapterMalformed(f"the adapter has {len(eos_token_ids)} eos_token_ids; at most {MAX_EOS_TOKEN_IDS}.")
     for token in eos_token_ids:
@@ -218,7 +221,7 @@ def _template_in(files: Mapping[str, bytes]) -> str | None:
     if TOKENIZER_CONFIG_NAME not in files:
         return None
     found = read_json_object(files[TOKENIZER_CONFIG_NAME], TOKENIZER_CONFIG_NAME).get("chat_template")
-    if isinstance(found, list):  # several, of which transformers takes the one that is called "default"
+    if isinstance(found, list):  # several templates: transformers uses the one that is called "default"
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     if found is not None and not isinstance(found, str):
@@ -242,7 +245,8 @@ def _default_format(files: Mapping[str, bytes]) -> StructuredOutputs | None:
 
 
 def _vocab_size_in(folder: AdapterFolder) -> int | None:
-    """Rows of the tables that the weights file brings; None where it brings none. The loader checks the rest."""
+    """Returns the number of rows of the vocabulary tables in the weights file, or None if it has none. The loader
+    checks the rest."""
     with open_weights(folder) as file:
         infos = _infos(file)
     sizes = {info.shape[0] for name, info in infos.items() if _TABLE.fullmatch(name) and len(info.shape) == 2}
@@ -252,9 +256,11 @@ def _vocab_size_in(folder: AdapterFolder) -> int | None:
 
 
 def _infos(file: OpenFile) -> Mapping[str, TensorInfo]:
-    """Of a safetensors file that names no such table, none: parsing a header takes milliseconds, and of most adapters
-    nothing in it matters here."""
-    # Here, so that reading a command line need not wait for torch.
+    """Returns the tensors of the weights file; none for a safetensors file that has no vocabulary table.
+
+    Parsing a header takes milliseconds, and for most adapters nothing in it matters here.
+    """
+    # Imported here, so that parsing a command line does not import torch.
     from lorafleet.workers.adapters.weight_files import parse_header, read_header, read_weights
 
     if file.name != SAFETENSORS_NAME:

@@ -1,5 +1,7 @@
-"""Turns tokens into text one at a time: the pieces always join to the full decode, and no piece ends inside a
-character. Knows nothing of stop strings or logprobs: api/text/output.py.
+"""Turns tokens into text one at a time. The pieces always join to the full decode, and no piece ends inside a
+character.
+
+Stop strings and logprobs are handled in api/text/output.py.
 """
 
 from __future__ import annotations
@@ -11,22 +13,23 @@ from typing import Protocol
 from lorafleet.api.text.token_table import TokenTable
 
 _REPLACEMENT = "\ufffd"
-_MAX_TEXTLESS_TOKENS = 32  # after which a window moves on; a character has 4 bytes, each of them a token at most
-_CONTEXT_TOKENS = 5  # of the prompt, decoded along so that a leading space survives; transformers and vLLM use 5 too
+_MAX_TEXTLESS_TOKENS = 32  # then the window moves on; a character takes at most 4 tokens, one per byte
+# Prompt tokens that are decoded too, so that a leading space survives; transformers and vLLM also use 5.
+_CONTEXT_TOKENS = 5
 
 
 class Detokenizer(Protocol):
     @property
     def pending(self) -> bool:
-        """A character has begun and is not complete."""
+        """Whether a character has begun and is not complete."""
         ...
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Returns the characters that this token completes."""
         ...
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that never became complete."""
+        """Returns the remaining text: U+FFFD for a character that never became complete."""
         ...
 
 
@@ -37,7 +40,8 @@ def make_detokenizer(tokenizer: TokenTable, prompt_ids: Sequence[int], *, skip_s
 
 
 class ByteDetokenizer:
-    """For byte-level BPE (Llama 3, Qwen, GPT-2): a token is its bytes, whatever stands before it."""
+    """A detokenizer for byte-level BPE (Llama 3, Qwen, GPT-2), in which a token stands for its bytes in every
+    context."""
 
     __slots__ = ("_rest", "_table")
 
@@ -64,11 +68,12 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other kind (sentencepiece with byte fallback, …), whose text of a token depends on its neighbours.
+    """A detokenizer for all other kinds (sentencepiece with byte fallback, …), in which a token's text depends on its
+    neighbors.
 
-    Decodes a window from the last piece but one and gives what lies beyond the part already given. The window holds 64
-    tokens at most, so that an answer's work is linear in its tokens: tokens without a text stay out of it,
-    and bytes that complete no character are given as U+FFFD.
+    It decodes a window from the last piece but one, and returns the text beyond the part that it has already
+    returned. The window holds 64 tokens at most, so an answer's work is linear in its tokens. Tokens without text are
+    left out of the window, and bytes that complete no character are returned as U+FFFD.
     Source: text-generation-inference's decode_token.
     """
 
@@ -79,7 +84,7 @@ class WindowDetokenizer:
         self._skip_special = skip_special_tokens
         self._window = [one for one in prompt_ids[-_CONTEXT_TOKENS:] if self._has_text(one)]
         self._read = len(self._window)
-        # A prompt that ends inside a character: the answer completes it, so the whole character is the answer's.
+        # If the prompt ends inside a character, the answer completes it and gets the whole character.
         self._given = self._decode(self._window).rstrip(_REPLACEMENT)
         self.pending = False
 
@@ -107,7 +112,7 @@ class WindowDetokenizer:
         return piece
 
     def _has_text(self, token_id: int) -> bool:
-        """Decoding passes over other tokens: they do not even part their neighbours."""
+        """Returns whether decoding uses the token. It skips all others, which do not even separate their neighbors."""
         is_skipped = self._skip_special and token_id in self._tokenizer.special_ids
         return 0 <= token_id < self._tokenizer.vocab_size and not is_skipped
 

@@ -1,4 +1,4 @@
-"""The languages of adapters that were asked for lately, bounded in number and in what they hold in memory."""
+"""A cache of the languages of recently requested adapters. It is bounded in number and in memory."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections import Counter, OrderedDict
 from lorafleet.api.text.adapter_language import Language
 from lorafleet.api.text.tokenizers import AdapterTokenizer
 
-MAX_LANGUAGES = 4096  # nearly all are no more than the base's own
-MAX_TOKENIZERS = 32  # other than the base's
-MAX_LANGUAGE_BYTES = (
-    512 << 20
-)  # of all tokenizers, templates and formats; one tokenizer of 128 thousand tokens has 40 MB
+MAX_LANGUAGES = 4096  # Nearly all of them are just the base's own.
+MAX_TOKENIZERS = 32  # Tokenizers other than the base's.
+# Tokenizers, templates and formats together; a tokenizer of 128 thousand tokens takes 40 MB.
+MAX_LANGUAGE_BYTES = 512 << 20
 
 
 class LanguageCache:
-    """By digest of the adapter. Drops the language that was asked for longest ago, but never the newest."""
+    """Languages by digest of the adapter. Evicts the least recently used language, but never the newest."""
 
     def __init__(
         self,

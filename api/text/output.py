@@ -1,7 +1,7 @@
-"""Makes what a caller sees of one sequence out of the engine's tokens: text, visible tokens, why it ended.
+"""Turns the engine's tokens of one sequence into the caller's view of it: text, visible tokens, finish reason.
 
-Used by the HTTP front and by LLM alike; knows nothing of HTTP. Where a stop string ends the answer,
-the caller aborts the engine's sequence by closing its generator.
+The HTTP front and LLM both use it; it knows nothing of HTTP. If a stop string ends the answer, the caller aborts the
+engine's sequence by closing its generator.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from lorafleet.protocol.sampling_params import SamplingParams
 
 
 class Delta(msgspec.Struct):
-    """What one engine output adds to the answer.
+    """The part that one engine output adds to the answer.
 
-    token_ids, logprobs and offsets (where each token's text begins in the answer) run in parallel and wait until their
-    text is shown. The tokens of a stop string are among them, later ones are not.
-    embedding: float32, in the place of tokens.
-    stop_reason: the stop string, or the id of a stop_token_ids entry; None for eos.
+    token_ids, logprobs and offsets run in parallel, and each entry waits until its text is shown. They include the
+    tokens of a stop string, but no later ones.
     """
 
     text: str = ""
     token_ids: list[int] = []
-    embedding: bytes = b""
+    embedding: bytes = b""  # float32, instead of tokens.
     logprobs: list[TokenLogprobs] | None = None
-    offsets: list[int] = []
+    offsets: list[int] = []  # Position in the answer where each token's text begins.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+    stop_reason: str | int | None = None  # The stop string, or the id of a stop_token_ids entry; None for eos.
     fallback_reason: str | None = None
 
 
 class OutputProcessor:
-    """One sequence's answer so far. `num_tokens` counts what was generated, up to what completed a stop string."""
+    """The answer of one sequence so far. `num_tokens` counts the generated tokens, up to the one that completed a
+    stop string."""
 
     def __init__(self, tokenizer: TokenTable, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self.num_tokens = 0
@@ -49,12 +48,12 @@ class OutputProcessor:
         stops = params.stop_strings
         self._stops = StopStrings(stops, include=params.include_stop_str_in_output) if stops else None
         self._aligned = bool(stops) or params.logprobs is not None
-        self._num_decoded = 0  # characters decoded, shown or held
+        self._num_decoded = 0  # characters decoded, whether shown or held back
         self._num_shown = 0
         self._waiting: list[tuple[int, TokenLogprobs | None, int, int]] = []  # token, logprobs, start, end of its text
 
     def push(self, output: TokenOutput) -> Delta:
-        """Not to be called again once finish_reason is set."""
+        """Returns what the output adds to the answer. It must not be called again once finish_reason is set."""
         assert self.finish_reason is None, "push after the end"
         delta = Delta(
             embedding=output.embedding,
@@ -93,7 +92,7 @@ class OutputProcessor:
         self._release(delta)
 
     def _show(self, piece: str, delta: Delta) -> bool:
-        """Whether a stop string ended the answer."""
+        """Adds the text to the delta. Returns whether a stop string ended the answer."""
         stop = None
         if self._stops is not None:
             piece, stop = self._stops.push(piece, may_stop=self.num_tokens > self._params.min_tokens)
@@ -117,7 +116,7 @@ class OutputProcessor:
         self._release(delta)
 
     def _release(self, delta: Delta) -> None:
-        """Moves the tokens whose text is shown, or every one at the end, from waiting to the delta."""
+        """Moves the tokens whose text is shown from waiting to the delta; at the end, moves all of them."""
         waiting = self._waiting
         count = len(waiting)
         if self.finish_reason is None:
@@ -131,5 +130,6 @@ class OutputProcessor:
         del waiting[:count]
 
     def _hides_last(self, output: TokenOutput) -> bool:
-        """The token that ended the answer is no part of its text, unless asked for."""
+        """Returns whether the last token is hidden: the token that ended the answer is no part of its text, unless
+        requested."""
         return output.stop_token_id is not None and not self._params.include_stop_str_in_output

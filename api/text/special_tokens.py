@@ -1,8 +1,8 @@
-"""The special tokens that an adapter's tokenizer_config.json and special_tokens_map.json name.
+"""Reads the special tokens from an adapter's tokenizer_config.json and special_tokens_map.json.
 
-transformers takes whatever these files hold as arguments of its classes, paths of other files among them. Here only
-tokens pass: texts, or objects that describe one. special_tokens_map.json may hold nothing else; of
-tokenizer_config.json, which has many settings of training, nothing else is looked at.
+transformers passes everything in these files to its classes as arguments, including paths of other files. Only tokens
+are accepted here: texts, or objects that describe a token. special_tokens_map.json may hold nothing else.
+tokenizer_config.json has many settings of training, and nothing else in it is read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lorafleet.protocol.strict_json import read_json_object, shown
 
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_NAME = "special_tokens_map.json"
-MAX_SPECIAL_TOKENS = 16_384  # that one file names; Gemma 3 has 6,414
+MAX_SPECIAL_TOKENS = 16_384  # Special tokens in one file; Gemma 3 has 6,414.
 
-# In the order in which transformers gives ids to those that a vocabulary lacks.
+# The order in which transformers assigns ids to tokens that a vocabulary lacks.
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-_ROLE = re.compile(r"[a-z][a-z0-9_]{0,60}_token")  # others are of some models alone, such as image_token
+_ROLE = re.compile(r"[a-z][a-z0-9_]{0,60}_token")  # includes roles of single models, such as image_token
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
@@ -34,22 +34,22 @@ class SpecialTokens:
 
     @property
     def texts(self) -> dict[str, str]:
-        """By role, as chat templates have them."""
+        """The texts by role, as chat templates use them."""
         return {role: token.content for role, token in self.roles.items()}
 
     @property
     def all(self) -> list[SpecialToken]:
-        """In the order in which they get ids where the vocabulary lacks them."""
+        """All tokens in the order in which they get ids if the vocabulary lacks them."""
         first = [self.roles[role] for role in _ROLES if role in self.roles]
         return [*first, *(token for role, token in self.roles.items() if role not in _ROLES), *self.others]
 
 
 def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
-    """Raises AdapterError."""
+    """Reads the special tokens of an adapter's files. Raises AdapterError."""
     config = _object(files, TOKENIZER_CONFIG_NAME)
     _refuse_code(config)
     found = _tokens_in(config, TOKENIZER_CONFIG_NAME)
-    # As in transformers: where the config describes the added tokens, it is newer than the other file.
+    # As in transformers, a config that describes the added tokens is newer than the other file.
     special = _object(files, SPECIAL_NAME)
     for key in special:
         if key not in _LISTS and not _ROLE.fullmatch(key):
@@ -74,7 +74,8 @@ def _refuse_code(config: Mapping[str, object]) -> None:
 
 
 def _tokens_in(content: Mapping[str, object], file: str, *, strict: bool = False) -> SpecialTokens:
-    """strict: every key that may be a role is one. Else settings such as add_bos_token are passed over."""
+    """Reads the tokens of one file. If `strict`, every key that looks like a role is one; else settings such as
+    add_bos_token are skipped."""
     roles: dict[str, SpecialToken] = {}
     for key, value in content.items():
         is_role = key in _ROLES or (_ROLE.fullmatch(key) and (strict or isinstance(value, str | dict)))

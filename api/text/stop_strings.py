@@ -1,7 +1,8 @@
-"""Stop strings: lets text through until one of them is complete, and holds back what could be the beginning of one.
+"""Searches streamed text for stop strings. It passes text on until a stop string is complete, and holds back what
+could be the beginning of one.
 
-Each character costs constant time per stop string on average, and each stop string memory in proportion to its length:
-all matching is by the failure function of Knuth, Morris and Pratt, which the samples of a request share.
+On average each character costs constant time per stop string. Each stop string takes memory in proportion to its
+length. The search uses the failure function of Knuth, Morris and Pratt, which the samples of a request share.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
-KNOWN_STOPS = 256  # stop strings whose failure functions are kept, of MAX_STOP_CHARS at most
+KNOWN_STOPS = 256  # Cached failure functions, of stop strings of MAX_STOP_CHARS at most.
 
 
 class StopStrings:
-    """The stop string that is complete first ends the text, so the result does not depend on how the text was cut into
-    pieces. Of several that are complete at once it is the longest."""
+    """A search for several stop strings. The one that is complete first ends the text, so the result does not depend
+    on how the text was divided into pieces. If several are complete at once, the longest counts."""
 
     __slots__ = ("_include", "_matchers", "held")
 
@@ -27,7 +28,7 @@ class StopStrings:
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Returns the text to show, and the stop string that ended it or None.
 
-        may_stop: whether a stop string counts that this text completes.
+        If `may_stop` is false, a stop string that this text completes does not count.
         """
         if not text:
             return "", None
@@ -48,7 +49,7 @@ class StopStrings:
 
 
 class _Matcher:
-    """Finds one stop string. num_matched: how many of its characters the text ends with."""
+    """A search for one stop string. `num_matched` is the number of its characters that the text ends with."""
 
     __slots__ = ("_failure", "num_matched", "stop")
 
@@ -58,7 +59,8 @@ class _Matcher:
         self._failure = _failure_function(stop)
 
     def push(self, text: str, *, may_stop: bool) -> int:
-        """Returns the length of the beginning of `text` that completes the stop string; 0 where none does."""
+        """Returns the length of the shortest beginning of `text` that completes the stop string, or 0 if there is
+        none."""
         if not self.num_matched and self.stop[0] not in text:
             return 0
         for i, character in enumerate(text):
@@ -78,7 +80,7 @@ class _Matcher:
 
 @lru_cache(KNOWN_STOPS)
 def _failure_function(stop: str) -> array[int]:
-    """For each prefix of `stop`: the length of its longest proper suffix that is a prefix, too."""
+    """Returns, for each prefix of `stop`, the length of its longest proper suffix that is also a prefix."""
     failure = array("I", [0])
     matched = 0
     for character in stop[1:]:

@@ -1,7 +1,7 @@
-"""The program that renders strangers' chat templates, run in a process of its own by templates.py.
+"""The program that renders untrusted chat templates; templates.py runs it in a separate process.
 
-Jinja's sandbox keeps a template from Python's insides, not from looping or growing for ever; so whatever it does, it
-does here: with little memory, no file to open, nothing in its environment, and a clock that kills.
+Jinja's sandbox protects Python's internals from a template, but does not stop it from looping or growing forever. So
+it runs here: with little memory, no file to open, an empty environment, and a time limit that kills the process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from jinja2.utils import Namespace
 from lorafleet.sandbox.program import serve, settings
 
 MAX_ERROR_CHARS = 300
-MAX_CACHED_CHARS = (
-    64 << 10
-)  # of one template; longer ones are compiled for each job, so that few do not fill the memory
-CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own; a template may trim the blank at its end
+# Longer templates are compiled for each job, so that a few of them do not fill the memory.
+MAX_CACHED_CHARS = 64 << 10
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own marker; a template may trim the blank at its end.
 
 
 def main() -> None:
@@ -37,17 +36,17 @@ def main() -> None:
 
 
 def warm_up() -> None:
-    """What jinja and Python import when they first need it, they need while files can still be opened."""
+    """Makes jinja and Python do their lazy imports while files can still be opened."""
     template = compiled(
         "{% set x = 'é\\n' %}{{ strftime_now('%c') }}{{ lipsum(n=1) }}{{ x | tojson }}{{ x | urlencode }}"
         "{{ x | pprint }}{{ x | wordwrap }}{{ x | urlize }}{{ x | escape }}{{ [x] | random }}{{ raise_exception('') }}"
     )
-    with contextlib.suppress(TemplateError):  # raising rewrites the traceback, which has imports of its own
+    with contextlib.suppress(TemplateError):  # raising rewrites the traceback, which triggers imports
         template.render()
 
 
 def respond(message: bytes, output_chars: int) -> bytes:
-    """A job without messages is only compiled."""
+    """Renders the template of a job; only compiles it if the job has no messages."""
     try:
         job = json.loads(message)
         template = compiled(job["template"])
@@ -57,7 +56,7 @@ def respond(message: bytes, output_chars: int) -> bytes:
         return json.dumps({"out_of_memory": "it needs more memory than a template may have"}).encode()
     except RecursionError:
         fault = "it is nested too deeply"
-    except Exception as error:  # a template is a program: it may raise anything
+    except Exception as error:  # a template is a program and may raise anything
         fault = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
     return json.dumps({"error": fault[:MAX_ERROR_CHARS]}).encode()
 
@@ -100,7 +99,7 @@ def _cached(source: str) -> jinja2.Template:
 
 
 def _compiled(source: str) -> jinja2.Template:
-    """As transformers' environment for chat templates (utils/chat_template_utils.py) has it."""
+    """Compiles the template in the environment that transformers uses (utils/chat_template_utils.py)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -115,7 +114,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 class GenerationBlock(Extension):
-    """{% generation %}: marks what the assistant wrote, for training; here it is what is in it."""
+    """The {% generation %} block. In training it marks what the assistant wrote; here it is replaced by its content."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
 
@@ -129,7 +128,7 @@ class GenerationBlock(Extension):
 
 
 class TemplateDict:
-    """`dict` without the attributes of a class."""
+    """A `dict` for templates, without the attributes of a class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -139,9 +138,9 @@ class TemplateDict:
 
 
 class TemplateNamespace(Namespace):
-    """A namespace that takes no attribute with an underscore."""
+    """A namespace that rejects attributes that begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja's: `namespace(self=...)` is one too
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja's: `namespace(self=...)` is also valid
         self, *given = args
         attributes = dict(*given, **kwargs)
         for name in attributes:
@@ -159,7 +158,7 @@ def check_attribute(name: object) -> None:
 
 
 def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    """Without jinja's escapes for HTML."""
+    """Serializes the value without jinja's escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

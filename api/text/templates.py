@@ -1,7 +1,8 @@
-"""Renders chat templates that came with an adapter, in processes that bound what a template may cost.
+"""Renders chat templates that came with an adapter, in processes that bound their cost.
 
-What the process does is in template_program.py; this file says who waits for it, for how long, and what an end means.
-The base model's own template is the operator's and needs none of this (api/text/tokenizer.py).
+The process runs template_program.py. This file decides how many renderings run at a time, how long each may take, and
+what error a client gets. The base model's own template comes from the operator and needs none of this
+(api/text/tokenizer.py).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
 from lorafleet.sandbox.process import SandboxEnded, SandboxLimits, SandboxProcess, command_of
 from lorafleet.sandbox.shunned import Shunned
 
-MAX_TEMPLATE_BYTES = 1 << 20  # the longest of well-known models have 30 KB
-MAX_TEMPLATES_RENDERED = 3  # at a time; a process that renders has about 25 MB
-MAX_TEMPLATES_WAITING = 64  # of one tenant
+MAX_TEMPLATE_BYTES = 1 << 20  # The longest templates of well-known models have 30 KB.
+MAX_TEMPLATES_RENDERED = 3  # Renderings at a time; a process that renders takes about 25 MB.
+MAX_TEMPLATES_WAITING = 64  # Queued renderings of one tenant.
 PROGRAM = "lorafleet.api.text.template_program"
 
 logger = logging.getLogger("lorafleet.http")
@@ -33,21 +34,21 @@ logger = logging.getLogger("lorafleet.http")
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    cpu_s: float = 1.0  # Processor time of one rendering, with compiling; a usual one takes a millisecond.
-    wall_s: float = 30.0  # Time of one rendering, for machines whose processors are all taken.
+    cpu_s: float = 1.0  # Processor time of one rendering, including compilation; it usually takes a millisecond.
+    wall_s: float = 30.0  # Elapsed time of one rendering, for machines whose processors are all busy.
     memory_bytes: int = 128 << 20
     output_chars: int = 4 << 20
 
     @property
     def sandbox(self) -> SandboxLimits:
-        """The longest spelling of a character in JSON is six bytes."""
+        """The limits of the process. The longest spelling of a character in JSON has six bytes."""
         return SandboxLimits(self.cpu_s, self.wall_s, self.memory_bytes, 6 * self.output_chars + 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    source: str  # Jinja, as an adapter brought it.
-    special_tokens: Mapping[str, str]  # Of the adapter's tokenizer, by name ("eos_token").
+    source: str  # Jinja source, as the adapter brought it.
+    special_tokens: Mapping[str, str]  # Special tokens of the adapter's tokenizer, by name ("eos_token").
 
     def __post_init__(self) -> None:
         size = len(self.source.encode(errors="surrogatepass"))
@@ -58,7 +59,7 @@ class ChatTemplate:
 
 
 class TemplateSandbox:
-    """Its processes start when they are first needed."""
+    """Renders templates in processes that start when they are first needed."""
 
     def __init__(self, limits: TemplateLimits | None = None, num_processes: int = MAX_TEMPLATES_RENDERED) -> None:
         self._limits = limits or TemplateLimits()
@@ -81,10 +82,10 @@ class TemplateSandbox:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """Returns what transformers would make of it. group: whose turn it takes.
+        """Returns the text that transformers would render. `group` is the group for fair scheduling.
 
-        Raises InvalidRequest where the template raises or exceeds its limits, QueueFull where too many of its group
-        wait.
+        Raises InvalidRequest if the template raises or exceeds its limits, and QueueFull if too many jobs of its
+        group are queued.
         """
         check_template_kwargs(template_kwargs)
         job = {
@@ -107,7 +108,8 @@ class TemplateSandbox:
             ) from None
 
     def check(self, template: ChatTemplate) -> None:
-        """Compiles it. Blocks. Raises AdapterMalformed where it has a fault that every request would meet."""
+        """Compiles the template and blocks meanwhile. Raises AdapterMalformed if it has a fault that every request
+        would meet."""
         try:
             answer = self._ask({"template": template.source})
         except SandboxEnded as ended:
@@ -116,7 +118,7 @@ class TemplateSandbox:
             raise AdapterMalformed(f"the adapter's chat template cannot be compiled: {answer['error']}.")
 
     def close(self) -> None:
-        """Ends the processes; a rendering under way fails."""
+        """Ends the processes; a rendering in progress fails."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -125,7 +127,7 @@ class TemplateSandbox:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _render(self, group: str, source: str, job: Mapping[str, object]) -> str:
-        """Runs in a thread of the pool."""
+        """Renders the template in a thread of the pool."""
         digest = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
         if (why := self._shunned.why(group, digest)) is not None:
             raise _refusal(why)
@@ -140,7 +142,8 @@ class TemplateSandbox:
         return answer["text"]
 
     def _ask(self, job: Mapping[str, object]) -> dict[str, str]:
-        """A job that finds too little memory is tried again where another template may have left little."""
+        """Runs a job in a process. If it runs out of memory in a used process, it is retried in a new one, because an
+        earlier template may have left little memory."""
         process = self._take()
         try:
             answer = self._decoded(process.ask(json.dumps(job).encode()))

@@ -1,7 +1,7 @@
-"""What each token id of one tokenizer stands for: its name, its bytes, its text, and whether it is a special one.
+"""Tables of one tokenizer's tokens by id: their names, their bytes, and which of them are special.
 
-Plain tables, in which nothing can be slow. Making ids of text is api/text/tokenizer.py's work for the base model's
-tokenizer, and api/text/tokenizers.py's for those of adapters.
+Plain tables cannot be slow. Text is encoded by api/text/tokenizer.py for the base model's tokenizer, and by
+api/text/tokenizers.py for those of adapters.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenFacts:
-    names: list[str]  # By id, as the vocabulary spells them, such as `Ġhello`; "" where there is no such token.
-    token_bytes: list[bytes]  # By id: what each adds to the text.
+    names: list[str]  # By id, in the vocabulary's spelling, such as `Ġhello`; "" if there is no such token.
+    token_bytes: list[bytes]  # By id: the bytes that the token adds to the text.
     special_ids: frozenset[int]
-    is_byte_level: bool  # A token is its bytes, whatever stands before it.
-    most_characters: int | None  # Of a text that become one token; None where tokens may stand for any number.
-    special_tokens: Mapping[str, str]  # By their roles, such as "eos_token".
+    is_byte_level: bool  # Whether a token stands for its bytes in every context.
+    most_characters: int | None  # Most characters of a text that one token can stand for; None if there is no bound.
+    special_tokens: Mapping[str, str]  # By role, such as "eos_token".
     eos_token_id: int | None
 
 
@@ -42,22 +42,23 @@ class TokenTable(ABC):
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids that the tokenizer does not know decode to nothing."""
+        """Decodes the ids; skips those that the tokenizer does not know."""
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound of the number of tokens, at no cost: a text far over the context need not be tokenized."""
+        """Returns a lower bound of the number of tokens at no cost, so that a text far over the context need not be
+        tokenized."""
         return 0 if self._most_characters is None else len(text) // self._most_characters
 
     def byte_table(self, *, skip_special_tokens: bool) -> list[bytes]:
-        """The bytes of every token by id; exact for byte-level tokenizers only."""
+        """Returns the bytes of every token by id. They are exact for byte-level tokenizers only."""
         return self._visible_bytes if skip_special_tokens else self._bytes
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text, also where it is half of a UTF-8 character."""
+        """Returns the bytes that the token adds to the text, even if it is only half of a UTF-8 character."""
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        """OpenAI's spelling of one token: its text, or `bytes:\\xe2\\x82` where it is no whole character."""
+        """Returns OpenAI's spelling of one token: its text, or `bytes:\\xe2\\x82` if it is no whole character."""
         raw = self.token_bytes(token_id)
         try:
             return raw.decode()
@@ -65,14 +66,14 @@ class TokenTable(ABC):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def token_name(self, token_id: int) -> str:
-        """The vocabulary's own spelling, such as `Ġhello`."""
+        """Returns the vocabulary's own spelling, such as `Ġhello`."""
         return self._names[token_id] if 0 <= token_id < self.vocab_size else ""
 
 
 def bytes_of(name: str, *, is_byte_level: bool) -> bytes:
-    """What a token of this name adds to the text."""
+    """Returns the bytes that a token of this name adds to the text."""
     if is_byte_level:
-        # Any foreign character makes the library take the whole token literally; added tokens are often so.
+        # The library takes a token with any foreign character literally; this is common for added tokens.
         codes = [_BYTE_OF_CHAR.get(char) for char in name]
         return name.encode() if None in codes else bytes(code for code in codes if code is not None)
     byte = _BYTE_TOKEN.fullmatch(name)
@@ -80,23 +81,28 @@ def bytes_of(name: str, *, is_byte_level: bool) -> bytes:
 
 
 def most_characters(token_bytes: Sequence[bytes], normalizer: str | None, *, is_byte_level: bool) -> int | None:
-    """normalizer: its type. None where the tokenizer may drop characters, so that nothing can be said."""
+    """Returns the most characters that one token can stand for. `normalizer` is the type of the normalizer.
+
+    Returns None if the tokenizer may drop characters, because there is no bound then.
+    """
     if not is_byte_level or normalizer not in (None, "NFC"):
         return None
     longest = max(map(len, token_bytes), default=1) or 1
-    return longest if normalizer is None else 3 * longest  # NFC makes one character of three at most
+    return longest if normalizer is None else 3 * longest  # NFC combines at most three characters into one
 
 
 def cutting_rules(backend: Any) -> str:
-    """The digest of how a tokenizer of the library cuts texts, before it looks into its vocabulary: all of it that may
-    hold regular expressions."""
+    """Returns a digest of the rules by which a library tokenizer splits texts before it uses its vocabulary.
+
+    It covers every part that may contain regular expressions.
+    """
     parts = (backend.normalizer, backend.pre_tokenizer)
     states = [b"" if part is None else bytes(part.__getstate__()) for part in parts]
     return hashlib.sha256(b"\0".join(states)).hexdigest()
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: every byte as a printable character. Source: openai/gpt-2, encoder.py."""
+    """Returns GPT-2's alphabet, which maps every byte to a printable character. Source: openai/gpt-2, encoder.py."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

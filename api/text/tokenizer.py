@@ -1,7 +1,7 @@
-"""Text to token ids and back, and chat templates, for the base model's folder, whose files the operator trusts.
+"""The base model's tokenizer and chat template, from a folder whose files the operator trusts.
 
-Owns the Hugging Face tokenizer; the rest of the code sees only this class. Turning a growing answer into text is
-api/text/detokenizer.py's work, and tokenizers of adapters are api/text/tokenizers.py's.
+It owns the Hugging Face tokenizer; the rest of the code sees only this class. api/text/detokenizer.py turns a growing
+answer into text, and api/text/tokenizers.py handles the tokenizers of adapters.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tokenizers import decoders
 from lorafleet.api.text.token_table import TokenFacts, TokenTable, bytes_of, cutting_rules, most_characters
 from lorafleet.protocol.errors import ConfigError, InvalidRequest, UnsupportedModel
 
-# Longer ones are encoded without offsets, which nobody needs: those take the GIL for a second a megabyte. For short
-# ones the plain call is faster.
+# Longer texts are encoded without offsets, which are not used: they would hold the GIL for one second per megabyte.
+# For short texts the plain call is faster.
 MAX_CHARS_WITH_OFFSETS = 4096
-# One text is one piece of work: the library's pool of threads, as wide as the machine, would run beside the engine.
+# The library's thread pool is as wide as the machine and would compete with the engine, so each text uses one thread.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _TEMPLATE_ARGUMENTS = frozenset(
     {
@@ -44,9 +44,9 @@ _TEMPLATE_ARGUMENTS = frozenset(
 
 
 class Tokenizer(TokenTable):
-    """Threads may share it."""
+    """The base model's tokenizer. Threads may share it."""
 
-    spells_in_time = True  # its regular expressions are the operator's
+    spells_in_time = True  # the operator trusts its regular expressions
 
     def __init__(self, hf: Any, folder: Path | None = None) -> None:
         backend = getattr(hf, "backend_tokenizer", None)
@@ -59,12 +59,12 @@ class Tokenizer(TokenTable):
         backend.no_padding()
         self._hf = hf
         self._backend = backend
-        self.folder = folder  # that it was read from
+        self.folder = folder  # folder that it was read from
         super().__init__(_facts_of(hf, backend))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Reads a local model folder; runs none of its code and asks no network."""
+        """Reads a local model folder. It runs none of the folder's code and uses no network."""
         from transformers import AutoTokenizer
 
         if not Path(folder).is_dir():
@@ -85,7 +85,7 @@ class Tokenizer(TokenTable):
             raise InvalidRequest(f"the text cannot be tokenized: {error}", "prompt") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids that the tokenizer does not know decode to nothing."""
+        """Decodes the ids; skips those that the tokenizer does not know."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     @property
@@ -94,12 +94,12 @@ class Tokenizer(TokenTable):
 
     @property
     def chat_template(self) -> str | None:
-        """Its Jinja source; None where there is none, or several."""
+        """The Jinja source of the template, or None if there is no template or there are several."""
         return self._hf.chat_template if isinstance(self._hf.chat_template, str) else None
 
     @property
     def tool_template(self) -> str | None:
-        """The one that is used where there are tools: some tokenizers have a template of its own for them."""
+        """The template for requests with tools: some tokenizers have a separate one."""
         template = self._hf.chat_template
         if isinstance(template, dict):
             return template.get("tool_use", template.get("default"))
@@ -115,7 +115,7 @@ class Tokenizer(TokenTable):
         chat_template: str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt text; transformers runs the template in its sandbox."""
+        """Returns the prompt text; transformers runs the template in its sandbox."""
         if chat_template is None and not self.has_chat_template:
             raise InvalidRequest(
                 "This model has no chat template; use /v1/completions, or start the server with a chat template.",
@@ -132,7 +132,7 @@ class Tokenizer(TokenTable):
                 continue_final_message=continue_final_message,
                 **(template_kwargs or {}),
             )
-        except Exception as error:  # a template is a program: whatever it raises is about these messages
+        except Exception as error:  # a template is a program; any error is about these messages
             raise InvalidRequest(f"The chat template refused these messages: {error}", "messages") from error
         assert isinstance(text, str)
         return text
@@ -142,7 +142,7 @@ class Tokenizer(TokenTable):
         return cutting_rules(self._backend)
 
     def to_json(self) -> str:
-        """As tokenizer.json has it, with the tokens that were added."""
+        """Returns the content of tokenizer.json, including tokens that were added."""
         return self._backend.to_str()
 
 
@@ -164,7 +164,7 @@ def _facts_of(hf: Any, backend: tokenizers.Tokenizer) -> TokenFacts:
 
 
 def check_template_kwargs(template_kwargs: Mapping[str, object] | None) -> None:
-    """Raises InvalidRequest for what is the server's to say."""
+    """Raises InvalidRequest for arguments that only the server may set."""
     reserved = _TEMPLATE_ARGUMENTS & set(template_kwargs or ())
     if reserved:
         raise InvalidRequest(f"chat_template_kwargs may not set {sorted(reserved)}.", "chat_template_kwargs")

@@ -1,7 +1,7 @@
-"""Checks a stranger's tokenizer.json before the `tokenizers` library reads it, which takes every number as it is.
+"""Checks an untrusted tokenizer.json before the `tokenizers` library reads it, which trusts every number in the file.
 
-Allow lists and bounds for all that decides how much memory or work a token, a text or an answer costs. What is left to
-the process's own limits is time: regular expressions, and tables that are slow to build.
+It has allow lists, and bounds on everything that decides how much memory or work a token, a text or an answer costs.
+Time is left to the limits of the process: regular expressions, and tables that are slow to build.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 MAX_ADDED_TOKENS = 1 << 17
 MAX_MERGES = 2_000_000  # Gemma 3 has 514,906
-MAX_TOKEN_CHARS = 4096  # well-known vocabularies have up to some hundreds
-MAX_PARTS = 64  # of a post-processor's template, or of a sequence of normalizers, pre-tokenizers, decoders
-MAX_DECODER_GROWTH = 16  # characters of text for one character of a token
+MAX_TOKEN_CHARS = 4096  # Tokens of well-known vocabularies have up to some hundreds.
+MAX_PARTS = 64  # Parts of a post-processor's template, or of a sequence of normalizers, pre-tokenizers or decoders.
+MAX_DECODER_GROWTH = 16  # Characters of text per character of a token.
 MAX_PREFIX_CHARS = 64
 
 _KEYS = frozenset(
@@ -38,13 +38,14 @@ _DECODERS = frozenset(
 
 
 class Rejected(Exception):
-    """What is wrong with the file, in words for its author."""
+    """An error in the file. The message is for its author."""
 
 
 def checked(document: Mapping[str, Any], max_ids: int) -> dict[str, Any]:
-    """The document without truncation and padding, which a server decides itself. Raises Rejected.
+    """Returns the document without truncation and padding, which the server decides itself. Token ids must be below
+    `max_ids`.
 
-    max_ids: ids of tokens must be below this.
+    Raises Rejected.
     """
     _check_keys(document)
     _check_added_tokens(document.get("added_tokens"), max_ids)
@@ -102,7 +103,7 @@ def _check_model(model: object, max_ids: int) -> None:
 
 
 def _check_vocabulary(vocabulary: object, max_ids: int) -> None:
-    """A table from tokens to ids, or Unigram's list of tokens and scores."""
+    """Checks a table from tokens to ids, or Unigram's list of tokens and scores. Raises Rejected."""
     if isinstance(vocabulary, dict):
         tokens: Iterable[Any] = vocabulary
         ids: Iterable[Any] = vocabulary.values()
@@ -129,7 +130,7 @@ def _check_id(token_id: object, content: str, max_ids: int) -> None:
 
 
 def _check_parts(part: object, name: str, depth: int = 0) -> None:
-    """Sequences within sequences are bounded; their members cost what the process's limits allow."""
+    """Bounds the length and the nesting of sequences. The limits of the process bound the cost of their members."""
     if part is None:
         return
     if not isinstance(part, dict) or depth > 4:
@@ -177,8 +178,11 @@ def _few(parts: object, name: str) -> list[Any]:
 
 
 def _growth_of(decoder: object, depth: int) -> float:
-    """How many characters a decoder makes of one. It runs in the server's own process, for each token of an answer: so
-    it may hold no regular expression."""
+    """Returns the number of characters into which a decoder can turn one character.
+
+    Raises Rejected for regular expressions: the decoder runs in the server's own process, for each token of an
+    answer.
+    """
     if decoder is None:
         return 1
     kind = decoder.get("type") if isinstance(decoder, dict) else None

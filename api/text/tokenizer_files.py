@@ -1,4 +1,5 @@
-"""Tokenizers as files that the engine's helpers read: written when first asked for, gone with the tokenizer."""
+"""Tokenizers as files for the engine's helper processes. A file is written when it is first needed, and deleted
+together with its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ AnyTokenizer = Tokenizer | AdapterTokenizer
 
 
 class TokenizerFiles:
-    """Threads may share it."""
+    """The files of all tokenizers of this process. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +28,7 @@ class TokenizerFiles:
         self._written: weakref.WeakKeyDictionary[AnyTokenizer, TokenizerFile] = weakref.WeakKeyDictionary()
 
     def of(self, tokenizer: AnyTokenizer) -> TokenizerFile:
-        """Blocks: a tokenizer of 128 thousand tokens takes 0.1 s and 10 MB."""
+        """Returns the tokenizer's file and writes it if needed. Blocks: 128 thousand tokens take 0.1 s and 10 MB."""
         with self._lock:
             known = self._written.get(tokenizer)
             if known is not None:
@@ -35,8 +36,8 @@ class TokenizerFiles:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="lorafleet-tokenizers-"))
                 self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            # "json" is empty where a regular expression could keep the engine waiting: forced texts are then spelled
-            # by the vocabulary alone.
+            # "json" is empty if a regular expression could delay the engine: forced texts are then spelled by the
+            # vocabulary alone.
             content = msgspec.msgpack.encode(
                 {
                     "json": tokenizer.to_json() if tokenizer.spells_in_time else "",
@@ -52,7 +53,7 @@ class TokenizerFiles:
             return made
 
     def known(self, tokenizer: AnyTokenizer) -> TokenizerFile | None:
-        """Without waiting."""
+        """Returns the tokenizer's file without blocking, or None if it is not written yet."""
         return self._written.get(tokenizer)
 
     def close(self) -> None:

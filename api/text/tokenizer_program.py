@@ -1,7 +1,8 @@
-"""The program that reads and runs adapters' tokenizers, in processes of its own that tokenizers.py starts.
+"""The program that reads and runs adapters' tokenizers; tokenizers.py runs it in separate processes.
 
-Reading: a tokenizer.json is checked (tokenizer_document.py), read by the library, and answered as plain tables, with
-the file as the library writes it. Encoding: the process holds one such file and makes token ids of texts.
+- Reading: the library reads a tokenizer.json that tokenizer_document.py has checked. The answer is plain tables, with
+  the file as the library writes it.
+- Encoding: the process holds one such file and encodes texts.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def main() -> None:
     if fd is None:
         serve(read)
         return
-    document = os.pread(fd, os.fstat(fd).st_size, 0)  # the offset is shared with the server's process
+    document = os.pread(fd, os.fstat(fd).st_size, 0)  # the server's process shares the file offset
     os.close(fd)
     serve(Encoder(document).answer)
 
 
 def read(message: bytes) -> bytes:
-    """A job of tokenizers.ReadJob; the answer is a tokenizers.ReadTokenizer, or an error."""
+    """Answers a job of tokenizers.ReadJob with a tokenizers.ReadTokenizer, or with an error."""
     return answered(lambda: tables_of(msgspec.msgpack.decode(message)))
 
 
@@ -48,7 +49,7 @@ class Encoder:
         self._tokenizer: Tokenizer | None = None
 
     def answer(self, message: bytes) -> bytes:
-        """A job is [text, whether special tokens are added]; the answer holds the ids as uint32."""
+        """Answers a job, which is [text, whether to add special tokens], with the ids as uint32."""
         text, add_special_tokens = msgspec.msgpack.decode(message)
         return answered(lambda: {"ids": self._encode(text, add_special_tokens)})
 
@@ -59,7 +60,8 @@ class Encoder:
         return array("I", encoding.ids).tobytes()
 
     def _load(self) -> Tokenizer:
-        """Allows the tables more memory than texts may take: the file was read once before, under the same bounds."""
+        """Builds the tables with more memory than texts may take. This is safe, since the file was read before under
+        these bounds."""
         limits = settings()
         self._memory.set(limits["tables_bytes"])
         tokenizer = Tokenizer.from_buffer(self._document)
@@ -75,7 +77,7 @@ def answered(work: Callable[[], Mapping[str, object]]) -> bytes:
         fault = error.message if isinstance(error, AdapterMalformed) else str(error)
     except MemoryError:
         fault = "it needs more memory than a tokenizer may have"
-    except BaseException as error:  # the library's: also its panics, which are no Exception
+    except BaseException as error:  # includes the library's panics, which are no Exception
         fault = str(error)
     return msgspec.msgpack.encode({"error": fault[:MAX_ERROR_CHARS]})
 
@@ -113,7 +115,7 @@ def tables_of(job: Mapping[str, Any]) -> dict[str, object]:
 
 
 def add_special_tokens(tokenizer: Tokenizer, tokens: list[dict[str, Any]]) -> None:
-    """As transformers does: tokens that have a role are special ones, also where the file does not say so."""
+    """Adds the tokens as transformers does: tokens that have a role are special, even if the file does not say so."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     added = []
     for token in tokens:

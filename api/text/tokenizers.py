@@ -1,7 +1,8 @@
-"""Tokenizers that came with an adapter: read, checked and run in processes that bound what they may cost.
+"""Tokenizers that came with an adapter. They are read, checked and run in processes that bound their cost.
 
-The server's own process holds plain tables of each (token_table.py) and a decoder without regular expressions, so that
-making text of tokens needs no process. Making tokens of text does: what it costs is the tokenizer's author's to say.
+The server's own process holds plain tables of each tokenizer (token_table.py) and a decoder without regular
+expressions, so decoding needs no process. Encoding needs one, because the author of the tokenizer determines its
+cost.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from lorafleet.sandbox.process import SandboxEnded, SandboxLimits, SandboxProces
 from lorafleet.sandbox.shunned import Shunned
 
 PROGRAM = "lorafleet.api.text.tokenizer_program"
-MAX_ENCODERS = 8  # processes at a time; each has some 30 MB, and 80 with a vocabulary of 128 thousand tokens
-MAX_TOKENS_READ = 1 << 24  # of one text
+MAX_ENCODERS = 8  # Processes at a time; each takes about 30 MB, or 80 MB with a vocabulary of 128 thousand tokens.
+MAX_TOKENS_READ = 1 << 24  # Tokens of one text.
 
 logger = logging.getLogger("lorafleet.http")
 
@@ -36,13 +37,13 @@ logger = logging.getLogger("lorafleet.http")
 class TokenizerLimits:
     # The largest well-known tokenizer, of 262 thousand tokens, takes 4 s and 450 MiB to read.
     read: SandboxLimits = field(default=SandboxLimits(30.0, 120.0, 768 << 20, 256 << 20))
-    # A text of a megabyte takes one second and 60 MiB. The first one waits for the tables to be built.
+    # A text of one megabyte takes one second and 60 MiB. The first text waits until the tables are built.
     encode: SandboxLimits = field(default=SandboxLimits(10.0, 60.0, 160 << 20, 4 * MAX_TOKENS_READ + 1024))
-    tables_bytes: int = 512 << 20  # The tables, beside which encode.memory_bytes are for texts.
+    tables_bytes: int = 512 << 20  # Memory for the tables; encode.memory_bytes are for texts.
 
 
 class SpecialToken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A token that a file gives a role, such as "eos_token"."""
+    """A token to which a file gives a role, such as "eos_token"."""
 
     content: str
     single_word: bool = False
@@ -52,16 +53,16 @@ class SpecialToken(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ReadJob(msgspec.Struct, frozen=True):
-    json: bytes  # of tokenizer.json
+    json: bytes  # Content of tokenizer.json.
     max_ids: int  # Token ids must be below this.
     special_tokens: list[SpecialToken]
     eos_token: str | None
 
 
 class ReadTokenizer(msgspec.Struct, frozen=True):
-    json: bytes  # the same tokenizer as the library writes it
-    digest: str  # of json
-    rules: str  # token_table.cutting_rules()
+    json: bytes  # The same tokenizer as the library writes it.
+    digest: str  # sha256 of json.
+    rules: str  # Result of token_table.cutting_rules().
     names: list[str]
     token_bytes: list[bytes]
     special_ids: list[int]
@@ -72,7 +73,7 @@ class ReadTokenizer(msgspec.Struct, frozen=True):
 
 
 def read_tokenizer(job: ReadJob, limits: TokenizerLimits) -> ReadTokenizer:
-    """Blocks. Raises AdapterMalformed."""
+    """Reads a tokenizer in a new process and blocks meanwhile. Raises AdapterMalformed."""
     process = SandboxProcess(command_of(PROGRAM), limits.read)
     try:
         answer = process.ask(msgspec.msgpack.encode(job))
@@ -90,10 +91,10 @@ def _malformed(why: str) -> AdapterMalformed:
 
 
 class AdapterTokenizer(TokenTable):
-    """Threads may share it. Its file on the disk goes with it.
+    """A tokenizer of an adapter. Threads may share it. Its file on the disk is deleted with it.
 
-    spells_in_time: it cuts texts by regular expressions that the operator trusts, so that the engine's grammars may use
-    it without a limit of time.
+    If `spells_in_time` is true, it splits texts by regular expressions that the operator trusts, so the engine's
+    grammars may use it without a time limit.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class AdapterTokenizer(TokenTable):
             )
         )
         self.spells_in_time = spells_in_time
-        # Tables of Python's take several times what the file has.
+        # Python's tables take several times the size of the file.
         self.num_bytes = 4 * len(read.json)
         self._digest = read.digest
         self._decoder = None if read.decoder is None else _decoder_of(read.decoder)
@@ -122,7 +123,7 @@ class AdapterTokenizer(TokenTable):
         self._file.flush()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, group: str = "") -> list[int]:
-        """Blocks. group: whose text it is. Raises InvalidRequest."""
+        """Encodes the text and blocks meanwhile. `group` is the group that sent the text. Raises InvalidRequest."""
         return self._encoders.encode(self._digest, self._file, text, add_special_tokens, group)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -144,7 +145,7 @@ class _Encoder:
 
 
 class Encoders:
-    """Processes that make tokens of texts, one for each tokenizer that was used lately."""
+    """Processes that encode texts, one for each recently used tokenizer."""
 
     def __init__(self, limits: TokenizerLimits | None = None, max_processes: int = MAX_ENCODERS) -> None:
         self._limits = limits or TokenizerLimits()
@@ -154,7 +155,7 @@ class Encoders:
         self._shunned = Shunned()
 
     def encode(self, digest: str, file: IO[bytes], text: str, add_special_tokens: bool, group: str) -> list[int]:
-        """Blocks. Raises InvalidRequest."""
+        """Encodes the text in the tokenizer's process and blocks meanwhile. Raises InvalidRequest."""
         if (why := self._shunned.why(group, digest)) is not None:
             raise _refusal(why)
         job = _message(text, add_special_tokens)
@@ -240,7 +241,8 @@ def _decoded(answer: bytearray, kind: type[Any], refusal: Callable[[str], Except
 
 
 def _decoder_of(written: bytes) -> Any:
-    """The library's decoder, which has no constructor of its own for what it writes."""
+    """Returns the library's decoder. It has no constructor for its serialized form, so a whole tokenizer is built
+    around it."""
     empty = {
         "version": "1.0",
         "truncation": None,

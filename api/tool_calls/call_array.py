@@ -10,17 +10,20 @@ from lorafleet.api.tool_calls.parser import Calls, Event, shown
 
 
 class CallArray:
-    """opening: the text up to and with its "[". A broken one's text from where it broke is shown."""
+    """An array of calls in an answer. `opening` is the text up to and including its "[".
+
+    If the array is invalid, the text from the invalid place on is shown.
+    """
 
     def __init__(self, calls: Calls, opening: str) -> None:
         self.status: Literal["open", "done", "broken"] = "open"
         self._calls = calls
-        self._gap = opening  # since the last call
+        self._gap = opening  # text since the last call
         self._expects_call = True
         self._call: CallReader | None = None
 
     def push(self, text: str) -> tuple[list[Event], str]:
-        """Events, and the text behind the array."""
+        """Returns the events, and the text after the array."""
         events: list[Event] = []
         while text and self.status == "open":
             if self._call is None:

@@ -1,7 +1,7 @@
-"""What each format's grammar is made of, where the model may call functions whose arguments must match.
+"""The common parts of the formats' grammars, for requests in which the arguments of calls must match schemas.
 
-A format's grammar stands beside its parser, for the two must agree: what the parser would take for a call cannot be
-written but as a call that matches.
+The grammar of a format is in the same file as its parser, because the two must agree: text that the parser would take
+for a call can be written only as a call that matches.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ _OBJECT = r"/[ \t\n\r]*\{(?s:.*)/"
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """arguments: the schema of each function's, by its name. special: as free_text.marker() takes it. parallel: there
-    may be more calls than one. text: what an answer without calls must be; None: free text, also beside calls."""
+    """The functions that an answer may call, and the form of an answer without calls."""
 
-    arguments: Mapping[str, dict[str, Any]]
-    special: Mapping[str, int]
-    parallel: bool = True
-    text: StructuredOutputs | None = None
+    arguments: Mapping[str, dict[str, Any]]  # The schema of each function's arguments, by the function's name.
+    special: Mapping[str, int]  # Ids of special tokens by their text, for free_text.marker().
+    parallel: bool = True  # Whether there may be more than one call.
+    text: StructuredOutputs | None = None  # Format of an answer without calls. None: free text, also beside calls.
 
     @property
     def rules(self) -> dict[str, str]:
-        """Of each function's arguments, by its name."""
+        """The grammar rules of the functions' arguments, by the functions' names."""
         return {name: f"arguments_{i}" for i, name in enumerate(self.arguments)}
 
     def call(self, key: str) -> str:
-        """The rule `call`: an object of a name and, behind the key, arguments."""
+        """Returns the rule `call`: an object with a name and, under `key`, the arguments."""
         written = []
         for name, rule in self.rules.items():
             head = ["{", '"name"', ":", json.dumps(name, ensure_ascii=False), ",", json.dumps(key), ":"]
@@ -42,8 +41,11 @@ class Offer:
         return f"call: {' | '.join(written)}\n"
 
     def answer(self, marker: str, *, bare: bool = False) -> str:
-        """The rule `start`, of rules `calls` behind markers. bare: calls may also begin the answer, without a marker:
-        then all that begins as an object does is one, and other calls need no marker of their own."""
+        """Returns the rule `start`, with the rule `calls` after markers.
+
+        If `bare`, calls may also begin the answer without a marker. Then all text that begins like an object is a
+        call, and further calls need no marker of their own.
+        """
         if self.text is not None:
             head = f"BLANKS? {free_text.marker(marker, self.special)}"
             calls = f"({head})? calls" if bare else self._repeated(f"{head} calls")
@@ -60,7 +62,7 @@ class Offer:
         return f"({calls})+" if self.parallel else calls
 
     def constraint(self, grammar: str) -> StructuredOutputs:
-        """grammar: of the rules here, that of one format."""
+        """Returns the constraint for the grammar of one format, which uses the rules here."""
         parts = [JsonPart(rule, self.arguments[name], f"the parameters of {name}") for name, rule in self.rules.items()]
         if self.text is not None:
             schema = json.loads(self.text.source) if self.text.kind == "json_schema" else {"type": "object"}

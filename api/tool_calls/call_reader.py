@@ -1,5 +1,5 @@
-"""Reads one call as models write it: {"name": "f", "arguments": {…}}, Llama says "parameters"; other members are
-passed over."""
+"""Reads one call as models write it: {"name": "f", "arguments": {…}}. Llama writes "parameters". Other members are
+ignored."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class CallReader:
-    """status: "broken" is no call, and `raw` is the text of it so far; "torn" is one that has begun in a stream and
-    then broke: what follows is passed on as its arguments, for the client to see what the model wrote.
+    """The reader of one call. `raw` is its text so far. Two of the values of `status` are errors:
 
-    opening: text before it that belongs to the call, such as its marker. name: where it stands outside the JSON, which
-    then is the arguments.
+    - "broken": the text is no call.
+    - "torn": the call has begun in a stream and then became invalid. The rest is passed on as its arguments, so that
+      the client sees what the model wrote.
+
+    Args:
+        opening: Text before the call that belongs to it, such as its marker.
+        name: Name of the function if it stands outside the JSON, which is then the arguments.
     """
 
     def __init__(self, calls: Calls, opening: str, name: str | None = None) -> None:
@@ -25,17 +29,18 @@ class CallReader:
         self.raw = opening
         self._calls = calls
         self._scanner = JsonScanner()
-        self._index: int | None = None  # once it has begun
+        self._index: int | None = None  # set once the call has begun
         self._name = name
         self._bare = name is not None
         self._key = ""
         self._value = ""
         self._arguments = ""
-        self._sent = 0  # characters of them
+        self._sent = 0  # characters of the arguments
         self._has_arguments = self._bare
 
     def push(self, text: str) -> tuple[list[Event], str]:
-        """Events, and the text behind the call. The character that breaks it is among that."""
+        """Returns the events, and the text after the call. That text includes the character that makes the call
+        invalid."""
         for i, char in enumerate(text):
             part = self._scanner.step(char)
             if part is Part.BROKEN or not self._take(part, char):
@@ -49,16 +54,16 @@ class CallReader:
         return self._begun(), ""
 
     def tear(self, text: str) -> list[Event]:
-        """The rest of a torn one."""
+        """Passes on more text of a torn call as its arguments."""
         assert self._index is not None
         return [CallArguments(self._index, text)] if text else []
 
     def given_up(self) -> list[Event]:
-        """Where the answer ends within the call, or it broke: it is text unless it has begun."""
+        """Ends a call that is incomplete or invalid. Its text is shown unless the call has begun."""
         return [] if self._index is not None else [Text(self.raw)]
 
     def _take(self, part: Part, char: str) -> bool:
-        """Whether it may still be a call."""
+        """Returns whether the text may still be a call."""
         if self._bare:
             self._arguments += char if self._arguments or char == "{" else ""
             return True

@@ -1,5 +1,8 @@
-"""What the server makes the model write where the request demands a call: of a named function its arguments alone, else
-an array of calls. The constraint (function_tools.py) leaves nothing else to be written."""
+"""Parses answers to requests that demand a call: the arguments alone for a named function, otherwise an array of
+calls.
+
+The constraint (function_tools.py) allows the model to write nothing else.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ class NamedCallParser:
 
 
 class RequiredCallsParser:
-    """calls: eager. A call that the answer's length cuts off is shown as far as it came."""
+    """The parser of an array of calls; `calls` must be eager. If the answer's length cuts off a call, the part that
+    was written is shown."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -49,8 +53,10 @@ class RequiredCallsParser:
 
 
 def calls_schema(arguments: Mapping[str, dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
-    """What RequiredCallsParser reads. arguments: each function's schema, by its name, which keeps its inner references,
-    moved to where it now is."""
+    """Returns the schema of the array that RequiredCallsParser reads.
+
+    `arguments` has each function's schema by its name. Its inner references are adapted to its new place.
+    """
     definitions = {f"tool_{i}": _moved(schema, f"#/$defs/tool_{i}") for i, schema in enumerate(arguments.values())}
     calls = [
         {

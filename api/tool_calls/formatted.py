@@ -1,4 +1,4 @@
-"""An answer that is either calls or what a format says: how it begins tells which."""
+"""Parses an answer that is either calls or text of a given format; its beginning decides which."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from lorafleet.protocol.structured_spec import StructuredOutputs
 
 
 class FormattedParser:
-    """openings: how calls begin, blanks apart. calls: reads them."""
+    """A parser that passes calls on to another parser, and shows any other answer as text.
+
+    Args:
+        openings: The possible beginnings of calls, without blanks.
+        calls: The parser of the calls.
+    """
 
     def __init__(self, openings: tuple[str, ...], calls: ToolCallParser) -> None:
         self._openings = openings
         self._calls = calls
-        self._begun: str | None = ""  # the text, while it does not tell
+        self._begun: str | None = ""  # the text so far, until it decides
         self._is_calls = False
 
     def push(self, text: str) -> list[Event]:
@@ -32,10 +37,11 @@ class FormattedParser:
 
 
 def may_open_like(text: StructuredOutputs, openings: tuple[str, ...]) -> bool:
-    """Whether JSON of this format may begin with one of them. It says so too of schemas that would take a proof."""
+    """Returns whether JSON of this format may begin with one of the openings; true also if a schema is too complex to
+    decide."""
     names = [opening[2:-1] for opening in openings if opening.startswith('{"')]
     if not names:
-        return False  # no JSON begins with a marker
+        return False  # JSON never begins with a marker
     schema = {} if text.kind == "json_object" else json.loads(text.source)
     if not isinstance(schema, dict) or schema.get("type") != "object":
         return not isinstance(schema, dict) or schema.get("type") not in (

@@ -1,5 +1,5 @@
-"""Qwen's and Hermes's format: <tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of them, also behind
-text."""
+"""Parses the format of Qwen and Hermes: any number of <tool_call>{"name": …, "arguments": {…}}</tool_call>, also
+after text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HermesParser:
         self._calls = calls
         self._outside = MarkerSearch(START, END)
         self._call: CallReader | None = None
-        self._behind_call = False  # only blanks have come since
+        self._behind_call = False  # only blanks have arrived since
         self._torn: MarkerSearch | None = None
 
     def push(self, text: str) -> list[Event]:

@@ -1,7 +1,7 @@
-"""Follows one JSON object a character at a time, strictly, and says what each character belongs to.
+"""Follows one JSON object strictly, character by character, and classifies each character.
 
-Models write their calls as JSON, and clients get the arguments while they are written: so the text is checked as it
-comes, in one pass, and not parsed anew at each token.
+Models write their calls as JSON, and clients get the arguments while they are written. So the text is checked as it
+arrives, in one pass, and is not parsed again at each token.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _CLOSER = {"{": "}", "[": "]"}
 
 
 class Part(Enum):
-    BROKEN = auto()  # no JSON object goes on like this
-    KEY = auto()  # of a member of the object itself, quotes included
-    VALUE = auto()  # of such a member
-    OTHER = auto()  # braces, colons, commas and blanks between members
+    BROKEN = auto()  # The text is no JSON object.
+    KEY = auto()  # Key of a member of the outer object, including quotes.
+    VALUE = auto()  # Value of such a member.
+    OTHER = auto()  # Braces, colons, commas and blanks between members.
 
 
 class _At(Enum):
@@ -28,7 +28,7 @@ class _At(Enum):
     KEY = auto()
     COLON = auto()
     VALUE = auto()
-    FIRST_VALUE = auto()  # of an array, which may end here instead
+    FIRST_VALUE = auto()  # First value of an array, which may also end here.
     STRING = auto()
     ESCAPE = auto()
     HEX = auto()
@@ -38,8 +38,11 @@ class _At(Enum):
 
 
 class JsonScanner:
-    """key_ended, value_ended: the last character was the last one of a member's key or value; of a number or literal
-    only what follows tells."""
+    """The state of the scan.
+
+    `key_ended` and `value_ended` mean that the last character completed a member's key or value. The end of a number
+    or literal is known only from the character after it.
+    """
 
     __slots__ = ("_at", "_hex_left", "_in_key", "_open", "_scalar", "key_ended", "value_ended")
 
@@ -99,7 +102,7 @@ class JsonScanner:
         return char >= " "
 
     def _between(self, char: str) -> bool:
-        """A character that is no blank and outside of strings."""
+        """Processes a character that is not blank and is outside of strings."""
         at = self._at
         if at is _At.START:
             return char == "{" and self._enter(char)

@@ -1,4 +1,5 @@
-"""The tool call parsers by name (vLLM's names, and some of its aliases), and which one a chat template asks for."""
+"""The tool call parsers by name (vLLM's names and some of its aliases), and the detection of the format from a chat
+template."""
 
 from __future__ import annotations
 
@@ -15,14 +16,13 @@ ToolCallFormat = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 
 @dataclass(frozen=True, slots=True)
 class KnownFormat:
-    """marker: a text that begins calls; where it is a special token the answer must show those.
-    grammar: of answers in which each call that the parser finds keeps to its function's schema.
-    openings: how such an answer begins, blanks apart, where it begins with a call."""
+    """A format of tool calls with its parser and its grammar."""
 
-    marker: str
+    marker: str  # Text that begins calls. If it is a special token, the answer must show special tokens.
     make: Callable[[Calls], ToolCallParser]
+    # Grammar of answers in which each call that the parser finds matches its function's schema.
     grammar: Callable[[Offer], str]
-    openings: tuple[str, ...]
+    openings: tuple[str, ...]  # Possible beginnings of an answer that begins with a call, without blanks.
     new_id: Callable[[], str] = openai_id
 
 
@@ -31,8 +31,8 @@ FORMATS: dict[str, KnownFormat] = {
     "llama3_json": KnownFormat(llama3.START, llama3.Llama3Parser, llama3.grammar, (llama3.START, llama3.BARE_START)),
     "mistral": KnownFormat(mistral.START, mistral.MistralParser, mistral.grammar, (mistral.START,), mistral.mistral_id),
 }
-# What a template that shows its model tools writes around calls, in the order in which it is looked for: Llama's has no
-# marker of its own but in one branch, and says "parameters".
+# Texts that a template with tools writes around calls, in the order of the search. Llama's template has a marker of
+# its own in one branch only, and writes "parameters".
 _SIGNS = (
     ("hermes", (hermes.START,)),
     ("mistral", (mistral.START,)),
@@ -42,7 +42,7 @@ _SIGNS = (
 
 
 def detect(template: str) -> KnownFormat | None:
-    """None where the template is of no format known here, such as one that knows no tools."""
+    """Returns the format of a template, or None if it has no known format; some templates do not support tools."""
     if "tools" not in template:
         return None
     for name, signs in _SIGNS:

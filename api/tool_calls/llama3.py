@@ -1,5 +1,5 @@
-"""Llama 3's format: the answer is {"name": …, "parameters": {…}}, or several with ";" between them, behind
-<|python_tag|> or at its very beginning."""
+"""Parses Llama 3's format: {"name": …, "parameters": {…}}, or several of them with ";" between them. They come after
+<|python_tag|> or at the very beginning of the answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lorafleet.api.tool_calls.json_scanner import BLANKS
 from lorafleet.api.tool_calls.parser import Calls, Event, MarkerSearch, last_words, shown
 
 START = "<|python_tag|>"
-BARE_START = '{"name"'  # of a call without that, as the grammar lets it be written
+BARE_START = '{"name"'  # beginning of a call without a marker, as the grammar allows it
 _BETWEEN = BLANKS + ";"
 
 
@@ -23,7 +23,7 @@ class Llama3Parser:
         self._calls = calls
         self._outside = MarkerSearch(START)
         self._call: CallReader | None = None
-        self._gap: str | None = ""  # a call may begin here without a marker; what stands before it
+        self._gap: str | None = ""  # text before a possible call without a marker; None: no such call can begin
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []

@@ -1,5 +1,5 @@
-"""Mistral's formats behind [TOOL_CALLS]: an array [{"name": …, "arguments": {…}}, …], and from its tokenizer v11 on
-name{…} or name[ARGS]{…}, each call with a marker of its own."""
+"""Parses Mistral's formats after [TOOL_CALLS]: an array [{"name": …, "arguments": {…}}, …]. From tokenizer v11 on the
+format is name{…} or name[ARGS]{…}, and each call has a marker of its own."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def grammar(offer: Offer) -> str:
 
 
 def mistral_id() -> str:
-    """Mistral's templates take ids of just this form."""
+    """Returns a call id of nine letters and digits, the only form that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class MistralParser:
-    """calls: with mistral_id."""
+    """The parser of Mistral's formats; `calls` must use mistral_id."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._outside = MarkerSearch(START)
-        self._head: str | None = None  # what has come since a marker, while it does not tell the format
+        self._head: str | None = None  # text since a marker, until it decides the format
         self._inside: CallArray | CallReader | None = None
 
     def push(self, text: str) -> list[Event]:

@@ -1,8 +1,8 @@
-"""What a parser of tool calls is: a model's text goes in as it comes, text and calls come out.
+"""The interface of tool call parsers: a model's text goes in as it arrives; text and calls come out.
 
-One file has one format: hermes.py, llama3.py, mistral.py; forced.py has what the server itself asks the model to write.
-A text that begins as a call and is none is shown as text. What could be the beginning of a marker is held back until it
-is known, so half of one is never shown.
+Each format has one file: hermes.py, llama3.py, mistral.py. forced.py parses the form that the server itself demands.
+Text that begins like a call and is none is shown as text. A possible beginning of a marker is held back until it is
+decided, so half a marker is never shown.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """index: of the call among those of one answer."""
+    """The beginning of a call."""
 
-    index: int
+    index: int  # Index of the call within the answer.
     id: str
     name: str
 
@@ -41,12 +41,12 @@ Event = Text | CallStart | CallArguments
 
 
 class ToolCallParser(Protocol):
-    """Of one answer."""
+    """A parser for the text of one answer."""
 
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:
-        """What is left when the answer has ended."""
+        """Returns the remaining events at the end of the answer."""
         ...
 
 
@@ -57,8 +57,10 @@ def openai_id() -> str:
 class Calls:
     """The calls of one answer so far.
 
-    offered: names of the request's functions; a call of another one is no call. eager: a call begins as soon as its
-    name is known and its arguments begin, for streams, which then cannot take it back; else when it is complete.
+    Args:
+        offered: Names of the request's functions; a call of any other function is no call.
+        eager: If true, a call begins as soon as its name is known and its arguments begin. Streams need this, and
+            cannot take the call back then. If false, a call begins when it is complete.
     """
 
     def __init__(self, offered: Collection[str], *, eager: bool, new_id: Callable[[], str] = openai_id) -> None:
@@ -73,8 +75,8 @@ class Calls:
 
 
 class MarkerSearch:
-    """Divides text at markers. Holds back what may be a marker's beginning, and blanks, which before a marker mean
-    nothing."""
+    """Splits text at markers. Holds back a possible beginning of a marker, and blanks, which have no meaning before a
+    marker."""
 
     def __init__(self, *markers: str) -> None:
         self._markers = markers
@@ -83,7 +85,7 @@ class MarkerSearch:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None, str]:
-        """(text before, the marker that was found, text behind it)."""
+        """Returns (text before the marker, the marker or None, text after it)."""
         buffer = self._held + text
         found = [(at, marker) for marker in self._markers if (at := buffer.find(marker)) >= 0]
         if found:
@@ -111,5 +113,5 @@ def shown(text: str) -> list[Event]:
 
 
 def last_words(text: str, calls: Calls) -> list[Event]:
-    """Blanks behind calls mean nothing."""
+    """Returns the last text of an answer as events. Blanks after calls have no meaning and are dropped."""
     return shown(text) if text.strip(BLANKS) or not calls.count else []

@@ -1,4 +1,4 @@
-"""Administration of a running server: what its administrators change, and how they ask for it."""
+"""This package administers a running server: the operations on adapters, and the HTTP and Python interfaces to them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import importlib
 import warnings
 from typing import Any
 
-_MOVED = ("get_directory", "DirectoryHandle")  # to admin_handle
+_MOVED = ("get_directory", "DirectoryHandle")  # These have moved to admin_handle.
 
 
 def __getattr__(name: str) -> Any:
-    """Names that were here before the folders were ordered by process."""
+    """Returns a name that has moved to another module, with a DeprecationWarning."""
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     new_path = f"{__name__}.admin_handle"

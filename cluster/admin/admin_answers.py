@@ -1,4 +1,5 @@
-"""The JSON of what administration answers, as types: /openapi.json is made from here (api/answer/answer_types.py)."""
+"""The JSON answers of the administration API, as types, from which /openapi.json is made
+(api/answer/answer_types.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing_extensions import TypedDict
 
 _exactly = with_config(ConfigDict(extra="forbid"))
 
-Split = dict[str, float]  # version -> weight
+Split = dict[str, float]  # Version number -> weight.
 
 
 @_exactly

@@ -1,14 +1,16 @@
-"""/v1/adapters: administration over HTTP, for keys with the scope admin. What each call does is in administration.py.
+"""Administration of adapters over HTTP, under /v1/adapters, for API keys with the scope admin.
 
-A tenant's key administers the tenant's own adapters, by their bare names. The operator's administers all, a tenant's by
-their full names (`~tenant/name`, protocol/names.py).
+The handlers parse requests and check permissions; administration.py does the work.
 
-GET    /v1/adapters?after=&limit=     a page, in the order of names
-POST   /v1/adapters                   push from a folder of the server or a URI
-PUT    /v1/adapters/NAME/files        push the files in the body, a tar of config, weights, tokenizer
-GET    /v1/adapters/NAME              versions, aliases and their history, pins
-DELETE /v1/adapters/NAME              remove; ?alias= only that alias
-POST   /v1/adapters/NAME/VERB         alias, rollback, pin, unpin, prefetch, verify
+A tenant's key administers the tenant's own adapters, by their bare names. The operator's key administers all
+adapters, and gives those of a tenant by their full names (`~tenant/name`, protocol/names.py).
+
+GET    /v1/adapters?after=&limit=     lists a page of adapters, in the order of their names
+POST   /v1/adapters                   pushes an adapter from a folder of the server or a URI
+PUT    /v1/adapters/NAME/files        pushes the files in the body, a tar of config, weights and tokenizer
+GET    /v1/adapters/NAME              shows versions, aliases with their history, and pins
+DELETE /v1/adapters/NAME              removes the adapter; with ?alias= it removes only that alias
+POST   /v1/adapters/NAME/VERB         runs alias, rollback, pin, unpin, prefetch or verify
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ from lorafleet.protocol.strict_json import shown as shown_text
 MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES + sum(LANGUAGE_NAMES.values())
 UPLOADED_NAMES = frozenset((CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *LANGUAGE_NAMES))
 
-MAX_DESCRIPTION_BYTES = 64 << 10  # of a file in an uploaded tar: its times and owner
-MAX_TAR_HEADERS = 4 * len(UPLOADED_NAMES)  # A file may have descriptions, and each is a header too.
+MAX_DESCRIPTION_BYTES = 64 << 10  # Largest pax header of a file in an uploaded tar: its times and owner.
+MAX_TAR_HEADERS = 4 * len(UPLOADED_NAMES)  # A file may have several pax headers, and each of them counts.
 
 logger = logging.getLogger("lorafleet.http")
 
@@ -77,14 +79,14 @@ Split = Annotated[dict[Annotated[str, AtMost(10)], Weight], AtMost(limits.MAX_SP
 
 
 class PushOptions(Strict):
-    """activate: the name's requests go to this version from now on. replicas: that must have loaded it before the call
-    returns."""
+    """The options of a push, as in its JSON body."""
 
-    activate: bool = True
-    replicas: Replicas = 1
-    pin: Replicas | None = None  # to so many replicas
+    activate: bool = True  # Directs the name's requests to this version.
+    replicas: Replicas = 1  # Number of replicas that must load the version before the call returns.
+    pin: Replicas | None = None  # Number of replicas to pin the adapter on; None changes no pins.
     base_model_name: ModelName | None = None
-    tenant: Annotated[str, AtMost(limits.MAX_TENANT_CHARS)] | None = None  # whose it will be; the operator may name any
+    # The tenant that will own the adapter. Only the operator may name another tenant than the caller's own.
+    tenant: Annotated[str, AtMost(limits.MAX_TENANT_CHARS)] | None = None
     metadata: Metadata = Field(default_factory=dict)
 
 
@@ -94,7 +96,7 @@ class PushRequest(PushOptions):
 
 
 class UploadQuery(Strict):
-    options: Annotated[str, AtMost(limits.MAX_OPTIONS_CHARS)] = "{}"  # PushOptions in JSON
+    options: Annotated[str, AtMost(limits.MAX_OPTIONS_CHARS)] = "{}"  # PushOptions as JSON.
     source: Place = "upload"
 
 
@@ -109,11 +111,11 @@ class RemoveQuery(Strict):
 
 
 class AliasRequest(Strict):
-    """Either one version, or a split: version -> weight. alias: another name than the adapter's own."""
+    """A move of an alias to either one version or a split; exactly one of the two must be given."""
 
-    alias: ModelName | None = None
+    alias: ModelName | None = None  # None: the adapter's own name.
     version: Annotated[int, Within(limits.VERSION)] | None = None
-    split: Split | None = None
+    split: Split | None = None  # Version -> weight.
 
 
 class RollbackRequest(Strict):
@@ -144,7 +146,7 @@ def admin_routes(admin: AdapterAdmin) -> list[Route]:
 
 
 def _logged(handler: Administer) -> Handler:
-    @wraps(handler)  # and its description
+    @wraps(handler)  # This also copies the description from @describe.
     async def logged(front: Front, request: Request) -> Response:
         answer = await handler(front, request)
         if request.method != "GET":
@@ -278,7 +280,7 @@ class _AdminApi:
 
 
 def shown(adapter: Adapter, caller: Caller) -> dict[str, Any]:
-    """An adapter for people and clients."""
+    """Returns the adapter as JSON data for the caller. A tenant sees bare names, the operator sees full names."""
     naming = bare_name if caller.tenant is not None else str
     return {
         "id": naming(adapter.name),
@@ -302,12 +304,13 @@ def _split(move: Move) -> dict[str, float]:
 
 
 def _name(front: Front, request: Request) -> str:
-    """The full name of the adapter that the path names."""
+    """Returns the full name of the adapter that the request's path names."""
     return front.catalog_of(caller_of(request)).to_change(str(request.path_params["name"]))
 
 
 def _alias_name(front: Front, request: Request, alias: str | None) -> str | None:
-    """In the namespace of the adapter itself, also where the operator moves a tenant's."""
+    """Returns the alias's full name, or None if there is no alias. It is in the namespace of the adapter itself, even
+    if the operator moves a tenant's alias."""
     if alias is None:
         return None
     check_adapter_name(bare_name(alias))
@@ -315,7 +318,7 @@ def _alias_name(front: Front, request: Request, alias: str | None) -> str | None
 
 
 def _pushed_name(front: Front, request: Request, name: str, tenant: str | None) -> str:
-    """tenant: in whose name the operator pushes."""
+    """Returns the full name of a pushed adapter. Raises Forbidden if the caller may not push for `tenant`."""
     caller = caller_of(request)
     if tenant is None or tenant == caller.tenant:
         return front.catalog_of(caller).to_change(name)
@@ -326,7 +329,7 @@ def _pushed_name(front: Front, request: Request, name: str, tenant: str | None) 
 
 
 def _check_may_pin(request: Request) -> None:
-    """A pinned adapter takes a slot from everybody."""
+    """Raises Forbidden unless the operator calls, since a pinned adapter takes a slot from all tenants."""
     if not caller_of(request).is_operator:
         raise Forbidden("Pinning takes slots from all tenants: it needs the operator's key, one of no tenant.")
 
@@ -355,8 +358,8 @@ def _parse_options(text: str) -> PushOptions:
 
 @asynccontextmanager
 async def _unpacked(request: Request, admin: AdapterAdmin, name: str) -> AsyncIterator[Path]:
-    """The files of the body, a tar; nothing else of it gets onto the disk than what stage() may read. name: the full
-    one of the adapter that they are of."""
+    """Unpacks the body, a tar, into a temporary folder, and yields the folder. Only the files that stage() may read are
+    unpacked. `name` is the full name of the adapter that they belong to."""
     with tempfile.TemporaryDirectory(prefix="lorafleet-upload-") as folder:
         size = 0
         with tempfile.TemporaryFile(dir=folder) as packed:
@@ -372,8 +375,8 @@ async def _unpacked(request: Request, admin: AdapterAdmin, name: str) -> AsyncIt
 
 
 def _check_headers(packed: IO[bytes]) -> None:
-    """tarfile reads what describes a file whole into memory, and fills the holes of a sparse one with as many zeros as
-    a header of 512 bytes asks for."""
+    """Raises TarError if the tar has too many headers, or headers that are unsafe to read. tarfile reads a pax header
+    whole into memory, and fills the holes of a sparse file with as many zeros as its header of 512 bytes asks for."""
     num_headers = 0
     while len(block := packed.read(tarfile.BLOCKSIZE)) == tarfile.BLOCKSIZE and any(block):
         num_headers += 1
@@ -403,7 +406,7 @@ def _unpack(packed: IO[bytes], folder: Path) -> None:
                     raise AdapterMalformed(f"the upload holds {member.name} twice.")
                 with (folder / member.name).open("xb") as file:
                     shutil.copyfileobj(content, file)
-    except (tarfile.TarError, ValueError) as error:  # ValueError: a description's number that is none
+    except (tarfile.TarError, ValueError) as error:  # ValueError: a malformed number in a pax header.
         raise AdapterMalformed(
             f"the upload is no uncompressed tar of an adapter's files: {cut(str(error))}."
         ) from error

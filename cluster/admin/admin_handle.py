@@ -1,4 +1,4 @@
-"""Administration from Python, in any process of the Ray cluster: for a trainer that pushes weights from its memory.
+"""Administration from Python, in any process of the Ray cluster, such as a trainer that pushes weights from memory.
 
 from lorafleet.cluster.admin.admin_handle import get_directory
 get_directory().push_tensors("sql", tensors, peft_config)
@@ -21,11 +21,12 @@ from lorafleet.cluster.directory.directory_actor import NAMESPACE
 from lorafleet.protocol.errors import ConfigError, DirectoryUnavailable, Overloaded
 
 CALL_S = 600.0
-ALIVE_S = 10.0  # How long the directory may take to say that it lives, before anything is asked of it.
+ALIVE_S = 10.0  # Seconds in which the directory must answer a harmless call before the actual call is sent.
 
 
 def get_directory(app_name: str = "lorafleet") -> DirectoryHandle:
-    """Of a running application. Raises ConfigError where there is none, or more than one model of that name."""
+    """Returns a handle to the directory of a running application. Raises ConfigError if there is none, or if the
+    application serves more than one model."""
     prefix = f"directory:{app_name}:"
     named: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
     found = [one["name"] for one in named if one["namespace"] == NAMESPACE and one["name"].startswith(prefix)]
@@ -39,7 +40,8 @@ def get_directory(app_name: str = "lorafleet") -> DirectoryHandle:
 
 
 class DirectoryHandle:
-    """Every call blocks until it is done and durable, and raises the LorafleetError that says why it is not."""
+    """A handle to a running adapter directory. Every call blocks until it is done and durable, and raises a
+    LorafleetError that says why it failed."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -47,14 +49,19 @@ class DirectoryHandle:
     def push_tensors(
         self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], **options: Any
     ) -> Adapter:
-        """A new version from memory. tensors: by PEFT's names, as get_peft_model_state_dict gives them. config: what
-        adapter_config.json would hold, LoraConfig.to_dict(). options: of administration.Pushed."""
+        """Pushes a new version from memory.
+
+        Args:
+            tensors: weights by PEFT's names, as get_peft_model_state_dict returns them.
+            config: content of adapter_config.json, as LoraConfig.to_dict() returns it.
+            options: further fields of administration.Pushed.
+        """
         weights = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
         adapter: Adapter = self._call("push_bytes", name=name, weights=weights, config=_plain(config), options=options)
         return adapter
 
     def push_folder(self, name: str, path: str, **options: Any) -> Adapter:
-        """From a folder that the head node sees."""
+        """Pushes an adapter from a folder that the directory's process can read, normally on the head node."""
         adapter: Adapter = self._call("push_folder", name=name, path=path, options=options)
         return adapter
 
@@ -66,7 +73,7 @@ class DirectoryHandle:
         return self._adapter("show", name)
 
     def alias(self, name: str, split: Mapping[int, float] | int, alias: str | None = None) -> Adapter:
-        """split: a version, or weights by version."""
+        """Moves the alias, by default the adapter's own name. `split` is one version, or maps versions to weights."""
         weights = {split: 1.0} if isinstance(split, int) else split
         shares = [Share(version, weight) for version, weight in weights.items()]
         return self._adapter("alias", name, shares=shares, alias=alias)
@@ -115,7 +122,8 @@ class DirectoryHandle:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold: PEFT's own to_dict() has sets and enums. TypeError names what else it has."""
+    """Converts the config to plain JSON data, since PEFT's to_dict() contains sets and enums. Raises TypeError, which
+    names the value, for anything else that JSON cannot hold."""
     plain: dict[str, Any] = json.loads(json.dumps(dict(config), default=_sorted))
     return plain
 

@@ -1,7 +1,8 @@
-"""What administrators do with adapters: push, alias, rollback, pin, prefetch, remove, verify.
+"""The operations of administrators on adapters: push, alias, rollback, pin, prefetch, remove, verify.
 
-Each call is durable and known to every replica when it returns; one that fails says which replica failed and why, and
-leaves the catalogue as it was. Runs in the directory's process; HTTP, command line and actor handle all end here.
+When a call returns, its change is durable and known to every replica. A call that fails says which replica failed and
+why, and leaves the catalogue as it was. This code runs in the directory's process; HTTP, command line and actor
+handle all call it.
 """
 
 from __future__ import annotations
@@ -56,41 +57,37 @@ from lorafleet.protocol.names import PAST_ALL, check_full_name, full_name, past_
 from lorafleet.resolvers.source import is_uri
 from lorafleet.sandbox.job_turns import TurnLimits
 
-MAX_VERSIONS = 10  # kept of an adapter; the oldest that no alias stands for goes when one more is pushed
-ORDER_S = 300.0  # how long a replica may take to load an adapter
-REMOVE_S = 60.0  # how long `remove` waits for requests in flight before it says that it goes on without the caller
+MAX_VERSIONS = 10  # Versions per adapter; a further push drops the oldest one that no alias stands for.
+ORDER_S = 300.0  # Seconds that a replica may take to load an adapter.
+REMOVE_S = 60.0  # Seconds that `remove` waits for in-flight requests before it continues without the caller.
 MAX_ADAPTERS_LISTED = 1000
-VERIFICATIONS = TurnLimits(running=2, waiting=16)  # Versions whose files are read again, at a time, and of one tenant.
+# Versions whose files are read again: `running` limits those at a time, `waiting` those of one tenant.
+VERIFICATIONS = TurnLimits(running=2, waiting=16)
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
 class Pushed(msgspec.Struct, frozen=True):
-    """An adapter whose files are in the store by digest already, and how it is to be served.
+    """A push of an adapter whose files are already in the store, and how the adapter is to be served."""
 
-    replace: a name that is there gets a new version, else that is AdapterExists. activate: its alias moves to it.
-    num_replicas: how many must have loaded it before the call returns. name: full, with the tenant that owns it; then
-    max_adapters and max_bytes are what that tenant may have of both.
-    """
-
-    name: str
-    digest: str
+    name: str  # Full name, which includes the tenant that owns the adapter.
+    digest: str  # Digest of the files in the store.
     source: str
-    replace: bool = True
-    activate: bool = True
-    num_replicas: int = 1
+    replace: bool = True  # Gives an existing name a new version; if False, an existing name raises AdapterExists.
+    activate: bool = True  # Moves the name's alias to the new version.
+    num_replicas: int = 1  # Number of replicas that must load the version before the call returns.
     base_model_name: str | None = None
     metadata: dict[str, str] = {}
-    max_adapters: int | None = None
-    max_bytes: int | None = None
+    max_adapters: int | None = None  # Number of adapters that the owning tenant may have; None: no limit.
+    max_bytes: int | None = None  # Bytes of adapters that the owning tenant may have; None: no limit.
 
 
 class Administration:
     def __init__(self, directory: AdapterDirectory, base_names: Collection[str]) -> None:
         self._directory = directory
         self._base_names = base_names
-        self._pins: dict[tuple[str, str], LoRARequest] = {}  # ordered: by replica and digest
-        self._freeing: dict[str, asyncio.Task[None]] = {}  # by adapter
+        self._pins: dict[tuple[str, str], LoRARequest] = {}  # Ordered pins, by replica and digest.
+        self._freeing: dict[str, asyncio.Task[None]] = {}  # Removals in progress, by adapter.
         self._tasks: set[asyncio.Task[None]] = set()
         self._files = StoredFiles(directory.catalogue)
         self._turns = Turns()
@@ -104,14 +101,15 @@ class Administration:
         return self._directory.catalogue
 
     def resume(self) -> None:
-        """After a restart: removals that had begun go on."""
+        """Continues the removals that had begun before a restart."""
         for name in self._catalogue.state.removing:
             self._start_freeing(self._catalogue.state.adapters[name])
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     async def list_adapters(self, after: str = "", limit: int = 100, tenant: str | None = None) -> list[Adapter]:
-        """In the order of names, from behind `after`. tenant: only what it owns."""
+        """Returns the first adapters behind the name `after`, in the order of their names. If a tenant is given,
+        returns only the adapters that it owns. Raises InvalidRequest if the limit is out of range."""
         if not 1 <= limit <= MAX_ADAPTERS_LISTED:
             raise InvalidRequest(
                 f"limit is {limit}; it must be 1 to {MAX_ADAPTERS_LISTED}. Ask for more with `after`.", "limit"
@@ -121,7 +119,8 @@ class Administration:
         return found
 
     def _list(self, after: str, limit: int, tenant: str | None, found: list[Adapter]) -> Iterator[None]:
-        """Fills `found`. A tenant's adapters that are being removed are not its own any more."""
+        """Appends the adapters to `found`, in short steps. An adapter that is being removed no longer belongs to its
+        tenant."""
         end = PAST_ALL if tenant is None else past_names_of(tenant)
         position = after if tenant is None else max(after, full_name(tenant, ""))
         while len(found) < limit and (names := self._catalogue.state.adapter_names.between(position, end, limit)):
@@ -136,7 +135,8 @@ class Administration:
         return self._adapter(name)
 
     async def verify(self, name: str) -> list[Version]:
-        """Reads every version's files again; AdapterChanged names one that has other bytes than were registered."""
+        """Reads the files of every version again. Raises AdapterChanged for a version whose bytes differ from those
+        that were registered, and InvalidRequest for a version at a URI, of which the catalogue has no files."""
         adapter = self._adapter(name)
         for version in adapter.versions:
             if is_uri(version.location):
@@ -156,7 +156,8 @@ class Administration:
     # -- changing -------------------------------------------------------------------------------------------------
 
     async def push(self, pushed: Pushed) -> Adapter:
-        """Loads it on some replicas, then registers it and moves its alias. The same push twice changes nothing."""
+        """Loads the adapter on some replicas, then registers it and moves its alias. A repeated push changes
+        nothing."""
         check_full_name(pushed.name, self._base_names)
         while (freeing := self._freeing.get(pushed.name)) is not None:
             await asyncio.wait([freeing], timeout=REMOVE_S)
@@ -166,7 +167,7 @@ class Administration:
             async with self._files.in_use(pushed.digest) as lock:
                 adapter = await self._push(pushed, lock)
         except OutcomeUnknown:
-            raise  # The log may name the files.
+            raise  # The log may name the files, so they must stay.
         except LorafleetError:
             await self._forget_unregistered(pushed.digest)
             raise
@@ -175,13 +176,19 @@ class Administration:
         return self._adapter(pushed.name)
 
     async def push_bytes(self, name: str, weights: bytes, config: dict[str, Any], options: dict[str, Any]) -> Adapter:
-        """weights: a safetensors file. config: of adapter_config.json. options: of Pushed."""
+        """Pushes an adapter from memory.
+
+        Args:
+            weights: content of a safetensors file.
+            config: content of adapter_config.json.
+            options: further fields of Pushed.
+        """
         return await self._stage_and_push(
             name, lambda folder: stage_tensors(weights, config, folder), {"source": "memory"} | options
         )
 
     async def push_folder(self, name: str, path: str, options: dict[str, Any]) -> Adapter:
-        """From a folder that this process sees."""
+        """Pushes an adapter from a folder that this process can read."""
         return await self._stage_and_push(name, lambda folder: stage(Path(path), folder), {"source": path} | options)
 
     async def _stage_and_push(self, name: str, fill: Callable[[Path], str], options: dict[str, Any]) -> Adapter:
@@ -225,8 +232,9 @@ class Administration:
         return await self._change(pushed.name, decide)
 
     async def seed(self, lora: LoRARequest, info: AdapterInfo, application: str) -> LoRARequest | None:
-        """An adapter of lora_modules, which a replica has read from its own path. None where it was removed since the
-        application started. Bytes that the catalogue knows change nothing; new ones are a new version."""
+        """Registers an adapter of lora_modules that a replica has read from its own path. Known bytes add no version,
+        and new ones become a new version. Returns what its name stands for, or None if it was removed since the
+        application started."""
 
         def decide(present: Adapter | None) -> Adapter | None:
             owner = self._catalogue.state.owner(lora.lora_name)
@@ -249,7 +257,7 @@ class Administration:
                 location=lora.lora_path,
                 base_model_name=lora.base_model_name,
             )
-            if known is not None and known.location:  # its path may be another one now
+            if known is not None and known.location:  # Its path may have changed.
                 kept = tuple(version if one is known else one for one in adapter.versions)
                 return msgspec.structs.replace(adapter, versions=kept)
             if known is not None:
@@ -261,7 +269,7 @@ class Administration:
         return served.loras[0] if served is not None else None
 
     async def alias(self, name: str, shares: list[Share], alias: str | None = None) -> Adapter:
-        """The alias (the adapter's own name where none is given) stands for these shares of its versions."""
+        """Moves the alias, by default the adapter's own name, to these shares of the adapter's versions."""
         alias = alias or name
         check_full_name(alias, self._base_names)
         return await self._change(name, lambda present: self._moved(self._present(name, present), alias, tuple(shares)))
@@ -270,7 +278,7 @@ class Administration:
         return await self._change(name, lambda present: without_alias(self._present(name, present), alias))
 
     async def rollback(self, name: str, alias: str | None = None) -> Adapter:
-        """To what the alias stood for before its last move."""
+        """Moves the alias back to what it stood for before its last move."""
 
         def decide(present: Adapter | None) -> Adapter:
             adapter = self._present(name, present)
@@ -281,7 +289,8 @@ class Administration:
         return await self._change(name, decide)
 
     async def pin(self, name: str, num_replicas: int = 1) -> Adapter:
-        """Keeps what the adapter's aliases stand for in slots of so many replicas. What cannot be is undone."""
+        """Pins the versions behind the adapter's aliases in slots of `num_replicas` replicas. Restores the former
+        number of replicas if a pin fails."""
         before = self._adapter(name).pinned_replicas
         await self._homes(name, num_replicas)
         await self._set_pinned(name, num_replicas)
@@ -297,7 +306,7 @@ class Administration:
         return await self._set_pinned(name, 0)
 
     async def prefetch(self, name: str, num_replicas: int = 1) -> list[str]:
-        """Loads what the adapter's aliases stand for on so many replicas; returns those that have it now."""
+        """Loads the versions behind the adapter's aliases on `num_replicas` replicas, and returns these replicas."""
         adapter = self._adapter(name)
         holders: list[str] = []
         for number in sorted(adapter.served()):
@@ -307,8 +316,8 @@ class Administration:
         return holders
 
     async def remove(self, name: str, wait_s: float = REMOVE_S) -> None:
-        """No name stands for it when this returns; its bytes are gone everywhere too, or Overloaded says what they
-        wait for. That goes on by itself."""
+        """Stops serving the adapter under any name, then waits up to `wait_s` seconds until its bytes are freed
+        everywhere. Raises Overloaded if requests still use it then; the removal continues by itself."""
         adapter = self._catalogue.state.adapters.get(name)
         if adapter is None and name in self._directory.resolved:
             await self._forget_found(name)
@@ -332,13 +341,14 @@ class Administration:
             freeing.result()
 
     async def _forget_found(self, name: str) -> None:
-        """The log says so too, for replicas that use their copies by it: see catalogue/log_end.py."""
+        """Removes a name that only resolvers know. The removal is also written to the log, for replicas that check
+        their copies against it (catalogue/log_end.py)."""
         await self._catalogue.change(name, lambda present: Removed(name) if present is None else None)
         self._directory.forget_found(name)
         await self._directory.acknowledged()
 
     async def take_turn(self, task: str, replica_id: str, for_s: float) -> bool:
-        """See task_leases.py."""
+        """Returns whether the replica holds the lease for the task; see task_leases.py."""
         return self._turns.take(task, replica_id, for_s)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -366,7 +376,7 @@ class Administration:
             raise AdapterExists(f"There is an adapter {name!r} already; allow `replace` for a new version.", "name")
 
     def _check_quota(self, pushed: Pushed, adapter: Adapter) -> None:
-        """Of the tenant that owns it, once the adapter were as given."""
+        """Raises QuotaExceeded if the owning tenant would exceed its limits with the adapter as given."""
         tenant = tenant_of(pushed.name)
         if tenant is None:
             return
@@ -415,7 +425,7 @@ class Administration:
             return folder_digest(Path(folder))
 
     async def _prune(self, adapter: Adapter) -> None:
-        """Drops the oldest versions that nobody asks for."""
+        """Drops the oldest versions above MAX_VERSIONS that no alias stands for."""
         excess = len(adapter.versions) - MAX_VERSIONS
         served = adapter.served()
         numbers = {one.number for one in [v for v in adapter.versions if v.number not in served][: max(excess, 0)]}
@@ -441,7 +451,8 @@ class Administration:
     async def _order_all(
         self, kind: OrderKind, lora: LoRARequest, replicas: Iterable[str], patience_s: float = ORDER_S
     ) -> list[AdapterInfo | None]:
-        """All answers; the first error, with its replica, where one fails."""
+        """Sends the order to the replicas and returns their answers. Raises the first error, with its replica's id, and
+        Overloaded if a replica does not answer within `patience_s` seconds."""
         asked = {replica: self._directory.order(replica, kind, lora) for replica in replicas}
         await asyncio.wait(asked.values(), timeout=patience_s)
         for replica, answer in asked.items():
@@ -464,7 +475,7 @@ class Administration:
         return wanted
 
     def _repin(self) -> None:
-        """Orders what differs from what was ordered: after a change, and when a replica comes or goes."""
+        """Orders only the pins that changed. Called after a change, and when a replica joins or leaves."""
         wanted, live = self._wanted_pins(), set(self._directory.ready())
         for (replica, digest), lora in self._pins.items():
             if (replica, digest) not in wanted and replica in live:
@@ -481,7 +492,7 @@ class Administration:
         return pinned
 
     async def _pinned(self, name: str) -> None:
-        """Asks again for the pins of one adapter, to hear how they went."""
+        """Repeats the pin orders of one adapter, to wait for their outcome. Raises the first error."""
         adapter = self._adapter(name)
         for number in sorted(adapter.served()):
             lora = self._catalogue.state.request(name, adapter.version(number))
@@ -505,11 +516,12 @@ class Administration:
 
     @staticmethod
     def _gone(present: Adapter | None) -> Removed | None:
-        """None if another server of the same catalogue was first, whatever it did."""
+        """Returns the entry that removes the adapter, or None if another server of the same catalogue was first."""
         return Removed(present.name, present.seeded_by) if present is not None and present.removing else None
 
     async def _free(self, name: str, versions: Iterable[Version]) -> None:
-        """From every replica, once no request uses it, and from the store, unless another version has its bytes."""
+        """Drops the versions from every replica once no request uses them. Also deletes their files from the store,
+        unless another version has the same bytes."""
         for version in versions:
             await self._drop_unless_used(name, version)
             if not version.location and not await self._files.delete_unless_named(version.digest, removed=name):
@@ -520,19 +532,20 @@ class Administration:
             await self._drop_everywhere(self._catalogue.state.request(name, version))
 
     async def _forget_unregistered(self, digest: str) -> None:
-        """After a push that changed nothing. What cannot be deleted now is collected later."""
+        """Deletes the files of a push that changed nothing. If that fails, they are collected later."""
         try:
             await self._files.delete_unless_named(digest)
         except LorafleetError as error:
             logger.warning("the files of %s stay until they are collected: %s", digest[:12], error)
 
     async def collect_files(self) -> None:
-        """Called from time to time: deletes files that nobody names. Raises StoreError."""
+        """Deletes the files that no version names. Called periodically. Raises StoreError."""
         await self._files.collect()
 
     def _follow_others(self, before: list[Adapter]) -> None:
-        """Another server of the same catalogue has changed these: what they had and nobody names now is dropped from
-        this one's replicas. The files in the store are the other's to delete."""
+        """Follows changes by another server of the same catalogue. `before` holds the adapters as they were. Versions
+        that nothing names now are dropped from this server's replicas; the other server deletes the files in the
+        store."""
         self._repin()
         for adapter in before:
             for version in [] if adapter.removing else adapter.versions:
@@ -540,7 +553,8 @@ class Administration:
                     self._keep(self._drop_unless_used(adapter.name, version))
 
     async def _drop_everywhere(self, lora: LoRARequest) -> None:
-        """However long requests run. A replica that leaves takes its copy with it."""
+        """Drops the adapter on every live replica, and waits for as long as requests use it. A replica that leaves
+        takes its copy with it."""
         asked = [self._directory.order(replica, "drop", lora) for replica in self._directory.live()]
         if asked:
             await asyncio.wait(asked)
@@ -558,7 +572,8 @@ def _moved_unless_there(adapter: Adapter, alias: str, shares: tuple[Share, ...])
 
 
 def _ring(replicas: Iterable[str]) -> Rendezvous:
-    """Alike weights, as the routers have them: an adapter is kept where they look for it first."""
+    """Returns a ring with equal weights, like the routers' own, so that adapters are where routers look for them
+    first."""
     return Rendezvous(dict.fromkeys(replicas, 1.0))
 
 

@@ -1,6 +1,6 @@
-"""Administration from a replica's side: brings an adapter's files into the store, then asks the directory to serve it.
+"""Administration from a replica's side: copies an adapter's files into the store, then asks the directory to serve it.
 
-The files go straight from here to the store; the directory hears their digest only.
+The files go straight from here to the store. The directory receives only their digest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import check_full_name, tenant_of
 from lorafleet.sandbox.job_turns import TurnLimits
 
-# A push copies gigabytes, and may wait for its source for minutes. At a time, over all tenants, and waiting of one.
+# A push copies gigabytes, and may wait for its source for minutes. `running` limits the pushes of all tenants,
+# `waiting` those of one tenant.
 PUSHES = TurnLimits(running=4, waiting=128)
 
 Administer = Callable[[str, dict[str, Any]], Awaitable[Any]]
@@ -32,8 +33,13 @@ T = TypeVar("T")
 
 
 class AdapterAdmin:
-    """administer: calls a method of Administration by name, wherever it runs. application: of this deployment, see
-    Administration.seed. open_source: the folder of a path or URI, which stays until the end of the block."""
+    """The administration calls of a replica.
+
+    Args:
+        administer: calls a method of Administration by name, in whichever process it runs.
+        application: identifies this deployment; see Administration.seed.
+        open_source: opens the folder of a path or URI, which exists until the end of the block.
+    """
 
     def __init__(
         self,
@@ -51,8 +57,9 @@ class AdapterAdmin:
         self._threads = FairThreads("pushes", PUSHES)
 
     async def run_in_turn(self, name: str, work: Callable[[], T]) -> T:
-        """Runs a part of a push, in a turn of the tenant that owns the adapter. name: the adapter's full one. Raises
-        QueueFull where too many pushes of the tenant wait, and StoreRefused where the temporary folder is full."""
+        """Runs a part of a push in a thread, for which tenants take turns. `name` is the adapter's full name, which
+        says the tenant. Raises QueueFull if too many pushes of the tenant wait, and StoreRefused if the temporary
+        folder is full."""
 
         def run() -> T:
             with as_store_error():
@@ -64,8 +71,8 @@ class AdapterAdmin:
         self._threads.close()
 
     async def push_folder(self, name: str, path: str, *, within: str | None = None, **options: Any) -> Adapter:
-        """From a folder that this process sees, which lies in `within` where that is given, or a URI. options: of
-        Pushed. Raises AdapterError."""
+        """Pushes an adapter from a URI or from a folder that this process can read. If `within` is given, the folder
+        must lie in it. `options` are further fields of Pushed. Raises AdapterError."""
         check_full_name(name, self._base_names)
         digest = await self.run_in_turn(name, lambda: self._put_files(path, within))
         pushed = Pushed(name, digest, **{"source": path, **options})
@@ -125,7 +132,7 @@ class AdapterAdmin:
 
 @contextmanager
 def as_store_error() -> Iterator[None]:
-    """Reports an OSError as a fault of the disk that files are copied to.
+    """Converts an OSError to StoreRefused, as a fault of the disk that files are copied to.
 
     Faults of the files that are read have errors of their own.
     """

@@ -1,4 +1,5 @@
-"""The catalogue: its state in memory, its log in a store. A change is durable before anybody can see it."""
+"""The catalogue of adapters, with its state in memory and its log in a store. A change is durable before anybody can
+see it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from lorafleet.cluster.catalogue.packed import pack
 from lorafleet.protocol.errors import InvalidRequest, Overloaded, StoreError
 
 MAX_OVERTAKEN = 20
-MAX_ENTRY_BYTES = 1 << 20  # Of an adapter's record: versions with their metadata, aliases with their history.
+MAX_ENTRY_BYTES = 1 << 20  # Size of an adapter's record: versions with metadata, aliases with their history.
 
 Decide = Callable[[Adapter | None], Entry | None]
 T = TypeVar("T")
@@ -25,23 +26,21 @@ logger = logging.getLogger("lorafleet.cluster")
 
 
 class Catalogue:
-    """Empty until load() has ended. One event loop; the store's calls in threads.
-
-    on_change: called with the public names that a change may have touched, by a change and not by load().
-    on_others: called with adapters as they were before another writer changed them.
-    """
+    """A catalogue that is empty until load() has ended. It runs on one event loop and calls the store in threads."""
 
     def __init__(self, store: Store, settle_s: float = SETTLE_S) -> None:
         self.store = store
         self._log = CatalogueLog(store, settle_s)
         self.state = CatalogueState(store.files_uri)
-        self.position = LogPosition("", 0)  # of `state`
+        self.position = LogPosition("", 0)  # The part of the log that `state` contains.
+        # Called with the public names that a change may affect; load() does not call it.
         self.on_change: Callable[[set[str]], None] = lambda _: None
+        # Called with adapters as they were before another writer changed them.
         self.on_others: Callable[[list[Adapter]], None] = lambda _: None
         self._writing = asyncio.Lock()
 
     async def load(self) -> None:
-        """Reads everything: seconds, where there are a million adapters."""
+        """Reads the whole log, which takes seconds for a million adapters."""
         await _to_the_end(self._load_first())
 
     async def _load_first(self) -> None:
@@ -50,10 +49,10 @@ class Catalogue:
         self.position = LogPosition(store_id, self._log.length)
 
     async def change(self, name: str, decide: Decide) -> Adapter | None:
-        """Writes what `decide` makes of the present adapter (None: leave it so), and returns what is there then.
+        """Writes the entry that `decide` returns for the present adapter, and returns the adapter as it is afterwards.
 
-        decide is asked again where another writer was first; it raises where the change cannot be made. Raises
-        OutcomeUnknown where the change may have been written: read_on() finds it then.
+        `decide` returns None to change nothing, and raises if the change cannot be made. It is called again if another
+        writer was first. Raises OutcomeUnknown if the change may have been written; read_on() finds it then.
         """
         return await _to_the_end(self._change(name, decide))
 
@@ -79,8 +78,8 @@ class Catalogue:
         )
 
     async def read_on(self) -> None:
-        """Takes in what other processes have written to the same store, and changes of this one whose outcome was
-        unknown. Raises StoreError."""
+        """Applies the changes that other processes have written to the same store, and changes of this process whose
+        outcome was unknown. Raises StoreError."""
         await _to_the_end(self._read_on())
 
     async def _read_on(self) -> None:
@@ -93,7 +92,8 @@ class Catalogue:
                 self._take_in(others)
 
     def _has_read(self) -> None:
-        """Called right before what was read is taken in: nobody can see the one without the other."""
+        """Moves the position in the log. Called right before the changes are applied, so that nobody can see one
+        without the other."""
         self.position = LogPosition(self.position.store_id, self._log.length)
 
     def _take_in(self, others: Iterable[Entry]) -> None:
@@ -124,7 +124,7 @@ class Catalogue:
 
 
 def _check_size(entry: Entry) -> None:
-    """Every change writes the adapter's whole record."""
+    """Raises InvalidRequest if the record is too large, since every change writes the adapter's whole record."""
     num_bytes = len(pack(entry))
     if num_bytes > MAX_ENTRY_BYTES:
         raise InvalidRequest(
@@ -134,7 +134,8 @@ def _check_size(entry: Entry) -> None:
 
 
 async def keep_reading(catalogue: Catalogue, pause_s: float) -> None:
-    """Follows what other processes write to the store. An outage of the store is logged once."""
+    """Follows the changes that other processes write to the store. Logs an outage of the store as a warning only
+    once."""
     has_failed = False
     while True:
         await asyncio.sleep(pause_s)
@@ -147,8 +148,8 @@ async def keep_reading(catalogue: Catalogue, pause_s: float) -> None:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Does all of the work, also where the caller is cancelled meanwhile: the log takes one call at a time, and what is
-    in the log must be in the state."""
+    """Finishes the work even if the caller is cancelled. The log takes one call at a time, and what is in the log must
+    be in the state."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(task)

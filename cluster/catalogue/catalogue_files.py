@@ -1,4 +1,4 @@
-"""An adapter's files on their way into the store: copied whole, with the digest that the workers will compute."""
+"""Copies an adapter's files on their way into the store, and computes the digest that the workers will compute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lorafleet.protocol.adapter_files import (
 
 
 def stage(path: str | os.PathLike[str], target: Path) -> str:
-    """Copies config, weights and the language's files, nothing else, into a folder that exists; returns the digest.
+    """Copies config, weights and tokenizer files, and nothing else, into an existing folder. Returns their digest.
     Raises AdapterError."""
     folder = AdapterFolder.at(path)
     config, language = read_config(folder), read_language(folder)
@@ -34,7 +34,7 @@ def stage(path: str | os.PathLike[str], target: Path) -> str:
 
 
 def stage_tensors(tensors: bytes, config: dict[str, object], target: Path) -> str:
-    """tensors: of a safetensors file."""
+    """Writes the content of a safetensors file and the config into an existing folder. Returns their digest."""
     (target / CONFIG_NAME).write_text(json.dumps(config, sort_keys=True))
     (target / SAFETENSORS_NAME).write_bytes(tensors)
     return folder_digest(target)

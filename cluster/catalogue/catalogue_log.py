@@ -1,21 +1,23 @@
-"""The durable log of the catalogue's changes, over any Store; two writers cannot lose each other's.
+"""The durable log of the catalogue's changes, over any Store. Two writers cannot lose each other's changes.
 
-    log/<number>            one change. Numbers are consecutive: who creates the object has the number.
-    runs/<start>-<end>      the changes of numbers start <= n < end, only the last one of each name.
+    log/<number>            one change. Numbers are consecutive; whoever creates the object owns the number.
+    runs/<start>-<end>      the changes with start <= number < end, but only the last one of each name.
 
-A write creates one small object, however many adapters there are. Every MERGE numbers become a run, every FAN_OUT runs
-of a size a larger one, so that a write costs log(n) copies over its life and a start reads a few dozen objects. What a
-run has replaced is deleted after the run has been read back, except the last MERGE changes: another process that reads
-the log every few seconds finds them one by one, and need not load everything.
+A write creates one small object, however many adapters there are. Every MERGE changes are merged into a run, and every
+FAN_OUT runs of one size into a larger run. Thus a write costs log(n) copies over its life, and a start reads a few
+dozen objects. Objects that a run has replaced are deleted after the run has been read back, except the last MERGE
+changes. Another process that reads the log every few seconds finds these one by one, and need not load everything.
 
-A write whose answer is lost is repeated: creating the same object twice has the same outcome as once. If the store does
-not answer for SETTLE_S, the outcome stays unknown until the log is read again. The change is then either wholly there
-or, once another change has taken its number, wholly absent.
+A write whose answer is lost is repeated, since creating the same object twice has the same outcome as creating it once.
+If the store does not answer for SETTLE_S, the outcome stays unknown until the log is read again. The change is then
+either wholly present or, once another change has taken its number, wholly absent.
 
-A writer that slept while its number was merged and deleted could take it again: so it looks for a run over its number
-after it has written, and starts anew where there is one that has not taken its change in. An object that was torn, by a
-disk that lied about a sync, is never overwritten: the next change names the last number that it builds upon, and so
-skips it; one that is skipped by nobody and is not the last was acknowledged, and its loss is an error.
+A writer that was suspended while its number was merged and deleted could take the number again. So after each write it
+looks for a run over its number. If there is one that does not contain its change, it loads the log again.
+
+A disk that falsely reports a sync can leave a torn object, which is never overwritten. The next change names the last
+number that it builds upon, and so skips the torn object. If no change skips it and it is not the last object, it was
+acknowledged, and its loss is an error.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ from lorafleet.protocol.errors import CatalogueDamaged, OutcomeUnknown, StoreErr
 MERGE = 128
 FAN_OUT = 16
 READ_THREADS = 16
-MAX_CHANGES = 64  # How many changes are read to learn which names they are of.
-LOAD_ATTEMPTS = 5  # another writer may delete what was listed a moment ago
-SETTLE_S = 10.0  # How long a write whose outcome is unknown is repeated before the caller is told so.
-SETTLE_PAUSE_S = 0.2  # Pause between two such attempts.
+MAX_CHANGES = 64  # Largest number of changes that changed_names() reads.
+LOAD_ATTEMPTS = 5  # Another writer may delete an object that was listed a moment ago.
+SETTLE_S = 10.0  # Seconds for which a write with an unknown outcome is repeated before it raises OutcomeUnknown.
+SETTLE_PAUSE_S = 0.2  # Seconds between two such attempts.
 
 _MAGIC = b"lorafleet catalogue 1\n"
 
@@ -49,30 +51,31 @@ logger = logging.getLogger("lorafleet.cluster")
 
 
 class Fenced(Exception):
-    """Other writers have gone so far that only load() tells what there is. Nothing was written."""
+    """Raised when other writers are so far ahead that only load() can find the present state. Nothing was written."""
 
 
 class _Change(msgspec.Struct, frozen=True):
-    """after: the number of the change before it. writer: of whom, and which try; tells equal changes apart."""
+    """A change in the form that the log stores."""
 
-    after: int
-    writer: str
+    after: int  # Number of the change before it.
+    writer: str  # Identifies the writer and the attempt, which distinguishes equal changes.
     entry: msgspec.Raw
 
 
 class _Run(msgspec.Struct, frozen=True):
-    """after: the number of the change before its first. last: of its last one. writers: of each change, in runs of
-    MERGE numbers: who finds one over its own number sees whether it was taken in."""
+    """A run of merged changes in the form that the log stores."""
 
-    after: int
-    last: int
+    after: int  # Number of the change before its first one.
+    last: int  # Number of its last change.
     entries: list[msgspec.Raw]
+    # The writer of each change, only in runs of MERGE numbers. A writer that finds a run over its own number can see
+    # whether the run contains its change.
     writers: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """An object of the log: the numbers start <= n < end."""
+    """An object of the log, which covers the numbers start <= n < end."""
 
     start: int
     end: int
@@ -84,21 +87,22 @@ class _Span:
 
 
 class CatalogueLog:
-    """Keeps its place in the log; what the changes add up to is the caller's. Blocking, one call at a time."""
+    """The log, with the position up to which it was read. The caller keeps the state that the changes add up to. Calls
+    block, and only one may run at a time."""
 
     def __init__(self, store: Store, settle_s: float = SETTLE_S) -> None:
         self._store = store
         self._settle_s = settle_s
         self._writer = uuid.uuid4().hex
         self._next = 0
-        self._last = -1  # the number of the last whole change; torn ones may lie behind it
+        self._last = -1  # Number of the last whole change; torn ones may follow it.
 
     @property
     def length(self) -> int:
         return self._next
 
     def load(self) -> dict[str, Packed]:
-        """Every name's last entry. Raises CatalogueDamaged where an acknowledged change is lost."""
+        """Returns the last entry of every name. Raises CatalogueDamaged if an acknowledged change is lost."""
         for attempt in range(LOAD_ATTEMPTS):
             try:
                 return self._load()
@@ -108,8 +112,10 @@ class CatalogueLog:
         raise AssertionError("unreachable")
 
     def append(self, entry: Entry) -> list[Entry]:
-        """Returns [] once the entry is durable. Else nothing was written, and these changes of other writers came
-        first: take them in, look whether yours still holds, and repeat.
+        """Writes the entry, and returns [] once it is durable.
+
+        If other writers were first, writes nothing and returns their changes. The caller applies them, checks whether
+        its own change still holds, and repeats the call.
 
         Raises Fenced or StoreError if nothing was written, and OutcomeUnknown if only a later read can tell.
         """
@@ -129,8 +135,8 @@ class CatalogueLog:
         return []
 
     def read_on(self) -> list[Entry]:
-        """The changes that were written behind the last one that is known here. Raises Fenced where they have been
-        merged away, and StoreError; then the place in the log is what it was."""
+        """Returns the changes that were written after the last known one. Raises Fenced if they have been merged away,
+        and StoreError; in both cases the position in the log is unchanged."""
         found: list[Entry] = []
         last, number = self._last, self._next
         while (content := self._store.read(_change_key(number))) is not None:
@@ -148,8 +154,8 @@ class CatalogueLog:
         return found
 
     def _settled(self, step: Callable[[], bool], *, is_written: bool) -> bool:
-        """The outcome of one step of a write, which is repeated while it is unknown. is_written: whether there may be
-        an object already, so that a refusal does not mean that nothing was written."""
+        """Repeats one step of a write until its outcome is known, and returns the outcome. `is_written` says whether
+        the object may exist already; then a rejection does not mean that nothing was written. Raises OutcomeUnknown."""
         deadline = time.monotonic() + self._settle_s
         while True:
             try:
@@ -165,17 +171,18 @@ class CatalogueLog:
             time.sleep(SETTLE_PAUSE_S)
 
     def _create(self, number: int, content: bytes) -> bool:
-        """Whether the number is this change's. A repeated request may find its own first try."""
+        """Returns whether the number belongs to this change. A repeated request may find the object of its own first
+        attempt."""
         key = _change_key(number)
         if self._store.create(key, content):
             return True
         try:
             return self._store.read(key) == content
-        except StoreRefused as error:  # refuses the read; what is there may be ours
+        except StoreRefused as error:  # The read was rejected, but the object may be ours.
             raise StoreError(error.message) from error
 
     def _is_fenced_off(self, number: int, writer: str) -> bool:
-        """Whether the number had been merged away before it was taken again; then it is given back."""
+        """Returns whether the number had been merged away before it was taken again. If so, deletes the new object."""
         merged = [span for span in self._runs() if span.end > number]
         if not merged or any(self._has_taken(span, writer) for span in merged):
             return False
@@ -200,7 +207,7 @@ class CatalogueLog:
         return entries
 
     def _take(self, span: _Span, content: bytes, last: int, entries: dict[str, Packed]) -> int:
-        """Adds what one object says; the number of the last change then."""
+        """Adds the entries of one object, and returns the number of the last change so far."""
         payload = _unframe(content)
         if payload is None:
             if span.is_run:
@@ -234,7 +241,7 @@ class CatalogueLog:
     # -- merging ------------------------------------------------------------------------------------------------------
 
     def _merge_if_possible(self) -> None:
-        """What fails here is done at the next turn: the log is whole without it."""
+        """Merges changes and runs. What fails here is merged by a later call, and the log is whole without it."""
         try:
             size = MERGE
             while size <= self._next:
@@ -244,7 +251,7 @@ class CatalogueLog:
             logger.warning("catalogue %s: merging is put off: %s", self._store.uri, error)
 
     def _merge(self, size: int) -> None:
-        """Makes one run of every block of so many numbers that is in pieces, then deletes what runs have replaced."""
+        """Makes one run of every block of `size` numbers that is in pieces, then deletes what runs have replaced."""
         changes = {_number(key): _Span(_number(key), _number(key) + 1, False) for key in self._store.keys("log/")}
         runs = self._runs()
         blocks: dict[int, list[_Span]] = {}
@@ -267,7 +274,7 @@ class CatalogueLog:
                     raise _Vanished(span.key)
                 payload = _unframe(content)
                 if payload is None:
-                    continue  # torn: load() has found that nothing builds upon it
+                    continue  # It is torn, and load() has found that nothing builds upon it.
                 part = _run_decoder.decode(payload) if span.is_run else _as_run(span, payload)
                 after = part.after if after is None else after
                 last = part.last
@@ -285,13 +292,13 @@ class CatalogueLog:
 
 
 class _Vanished(Exception):
-    """Another writer merges too."""
+    """Raised when an object is gone because another writer merges too."""
 
 
 def changed_names(store: Store, number: int) -> frozenset[str] | None:
-    """The adapters that changes of this number or a later one are of, and the names that stand for them since.
+    """Returns the adapters that changes of this number or a later one affect, and the names that stand for them since.
 
-    None where there are more than MAX_CHANGES, or the store has not each of them.
+    Returns None if there are more than MAX_CHANGES, or if the store lacks one of them.
     """
     names = set[str]()
     for one in range(number, number + MAX_CHANGES + 1):
@@ -312,13 +319,14 @@ def _as_run(span: _Span, payload: memoryview) -> _Run:
 
 
 def _is_forgettable(entry: msgspec.Raw) -> bool:
-    """In the first run of all nothing is left that a removal would remove."""
+    """Returns whether the first run can omit the entry, since nothing is left before it that a removal would remove."""
     one = head(entry)
     return one.type == "removed" and one.seeded_by is None
 
 
 def _cover(runs: Iterable[_Span], changes: dict[int, _Span]) -> list[_Span]:
-    """The fewest objects that hold every number, in order. Gaps stay: whether one matters, the next change says."""
+    """Returns the fewest objects that cover every number, in order. Gaps stay; the next change says whether a gap
+    matters."""
     longest: dict[int, _Span] = {}
     for run in runs:
         if run.start not in longest or run.end > longest[run.start].end:
@@ -356,7 +364,7 @@ def _frame(content: _Change | _Run) -> bytes:
 
 
 def _unframe(content: bytes) -> memoryview | None:
-    """None where it is torn. Not a copy: a run may have hundreds of megabytes."""
+    """Returns the payload, or None if it is torn. It is not copied, since a run may have hundreds of megabytes."""
     view = memoryview(content)
     magic, digest, payload = view[: len(_MAGIC)], view[len(_MAGIC) :][:32], view[len(_MAGIC) + 32 :]
     return payload if magic == _MAGIC and hashlib.sha256(payload).digest() == digest else None

@@ -1,7 +1,7 @@
-"""What the catalogue knows of an adapter, and the changes that can be made to it: plain data and pure functions.
+"""The records of adapters in the catalogue, and the changes that can be made to them: plain data and pure functions.
 
-A name that requests give is an alias: it stands for shares of an adapter's versions, and remembers what it stood for
-before. Every adapter has the alias of its own name, and may have others. Versions are never changed.
+A name in a request is an alias. It stands for shares of an adapter's versions, and records what it stood for before.
+Every adapter has an alias with its own name, and may have others. Versions never change.
 """
 
 from __future__ import annotations
@@ -10,23 +10,20 @@ import msgspec
 
 from lorafleet.protocol.errors import AdapterExists, InvalidRequest, ModelNotFound
 
-MAX_HISTORY = 100  # moves that an alias remembers
-MAX_ALIASES = 256  # Aliases of one adapter, its own name among them.
+MAX_HISTORY = 100  # Moves recorded for one alias.
+MAX_ALIASES = 256  # Aliases of one adapter, including its own name.
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """location: the folder that every replica reads it from; "" where the catalogue's store has its files.
-
-    source: where it came from, for people. num_bytes: of its matrices in the serving dtype.
-    """
+    """One version of an adapter, which never changes."""
 
     number: int
     digest: str
-    source: str
+    source: str  # Origin of the version, for people.
     rank: int
-    num_bytes: int
-    created_s: float
-    location: str = ""
+    num_bytes: int  # Bytes of its matrices in the serving dtype.
+    created_s: float  # Seconds since 1970.
+    location: str = ""  # Folder or URI that every replica reads it from; "" if the catalogue's store has its files.
     base_model_name: str | None = None
     metadata: dict[str, str] = {}
 
@@ -37,28 +34,24 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What an alias stands for since at_s (seconds since 1970)."""
+    """A move of an alias to new shares."""
 
-    at_s: float
+    at_s: float  # Time of the move, in seconds since 1970.
     shares: tuple[Share, ...]
 
 
 class Adapter(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="adapter"):
-    """aliases: name -> its moves, the present one last.
+    """An adapter, with its versions and its aliases."""
 
-    name: full, see protocol/names.py. It alone says whose the adapter is; tenant repeats it (of a name that is
-    nobody's it is a note from before tenants owned anything). seeded_by: the application that listed it in
-    lora_modules, so that a restarting replica of the same one leaves alone what was done since. removing: no name
-    stands for it any more; replicas are freeing it.
-    """
-
-    name: str
+    name: str  # Full name, which alone says who owns the adapter; see protocol/names.py.
     versions: tuple[Version, ...] = ()
-    aliases: dict[str, tuple[Move, ...]] = {}
+    aliases: dict[str, tuple[Move, ...]] = {}  # Alias -> its moves; the last one applies now.
+    # Repeats the owner in the name. If nobody owns the name, the value dates from before tenants owned adapters.
     tenant: str | None = None
-    pinned_replicas: int = 0  # 0: not pinned
+    pinned_replicas: int = 0  # Number of replicas that pin it; 0: not pinned.
+    # Application that listed it in lora_modules. A restarting replica of the application leaves later changes alone.
     seeded_by: str | None = None
-    removing: bool = False
+    removing: bool = False  # No name stands for it any more, and replicas are freeing it.
 
     def version(self, number: int) -> Version:
         for one in self.versions:
@@ -71,18 +64,18 @@ class Adapter(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="ad
         return self.aliases[alias][-1].shares
 
     def served(self) -> set[int]:
-        """The versions that some alias stands for."""
+        """Returns the numbers of the versions that some alias stands for."""
         return {share.version for moves in self.aliases.values() for share in moves[-1].shares}
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False, tag="removed"):
-    """An adapter that is gone; seeded_by keeps a restarting replica from bringing it back."""
+    """An adapter that was removed."""
 
     name: str
-    seeded_by: str | None = None
+    seeded_by: str | None = None  # A restarting replica of this application does not bring the adapter back.
 
 
-Entry = Adapter | Removed  # of the log: what a name is from then on
+Entry = Adapter | Removed  # An entry of the log: the state of a name from then on.
 
 
 def with_version(adapter: Adapter, version: Version) -> Adapter:
@@ -90,7 +83,7 @@ def with_version(adapter: Adapter, version: Version) -> Adapter:
 
 
 def num_bytes_of(adapter: Adapter) -> int:
-    """Of all its versions, those with the same bytes once."""
+    """Returns the bytes of all versions; versions with the same digest count once."""
     return sum({version.digest: version.num_bytes for version in adapter.versions}.values())
 
 
@@ -99,7 +92,8 @@ def next_number(adapter: Adapter) -> int:
 
 
 def moved(adapter: Adapter, alias: str, shares: tuple[Share, ...], now_s: float) -> Adapter:
-    """The alias stands for these shares from now on. InvalidRequest names a version or a weight that cannot be."""
+    """Returns the adapter with the alias moved to these shares. Raises InvalidRequest, which names the invalid version
+    or weight."""
     if not shares:
         raise InvalidRequest(f"alias {alias!r} must stand for at least one version; name one.", "split")
     for share in shares:
@@ -123,7 +117,7 @@ def moved(adapter: Adapter, alias: str, shares: tuple[Share, ...], now_s: float)
 
 
 def rolled_back(adapter: Adapter, alias: str) -> Adapter:
-    """The alias stands for what it stood for before its last move, which is forgotten."""
+    """Returns the adapter with the alias as it was before its last move, which is deleted from the history."""
     moves = adapter.aliases[alias]
     if len(moves) < 2:
         raise InvalidRequest(
@@ -153,7 +147,8 @@ def in_words(shares: tuple[Share, ...]) -> str:
 
 
 def without_versions(adapter: Adapter, numbers: set[int]) -> Adapter:
-    """And without the moves to them; no alias may stand for one."""
+    """Returns the adapter without these versions and the moves to them. Raises InvalidRequest if an alias stands for
+    one."""
     served = adapter.served()
     for number in numbers:
         if number in served:

@@ -1,5 +1,7 @@
-"""What the log's entries add up to, in memory: adapters by name, what each public name stands for, and who uses the
-same bytes. Pure. Made for a million adapters: what can be found by unpacking one or two of them is not kept.
+"""The catalogue's state in memory, built from the log's entries. It finds adapters by name, the versions behind a
+public name, and the adapters that use the same bytes.
+
+It does no I/O. It is made for a million adapters, so it does not store what unpacking one or two of them can tell.
 """
 
 from __future__ import annotations
@@ -19,21 +21,17 @@ from lorafleet.protocol.names import tenant_of
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What a public name stands for: versions and their weights.
-
-    adapter: its name. since: the directory's version in which it became so; later ones are newer. found: by a resolver,
-    and not in the catalogue.
-    """
+    """The versions that a public name stands for, and their weights."""
 
     name: str
-    adapter: str
-    since: int
+    adapter: str  # Name of the adapter.
+    since: int  # The directory's version in which this became true; larger versions are newer.
     loras: tuple[LoRARequest, ...]
     weights: tuple[float, ...]
-    found: bool = False
+    found: bool = False  # A resolver has found it, and it is not in the catalogue.
 
     def draw(self, key: str | None) -> LoRARequest:
-        """A version in proportion to its weight; for one key always the same."""
+        """Draws a version with a probability proportional to its weight. The same key always draws the same version."""
         if len(self.loras) == 1:
             return self.loras[0]
         point = (random.random() if key is None else _uniform(self.name, key)) * sum(self.weights)
@@ -45,22 +43,22 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class CatalogueState:
-    """files_uri: where the store keeps the files of a digest."""
+    """The state of the catalogue. `files_uri` returns where the store holds the files of a digest."""
 
     def __init__(self, files_uri: Callable[[str], str]) -> None:
         self.adapters = PackedAdapters()
         self.adapter_names = NameIndex()
         self.alias_names = NameIndex()
-        self.pinned: set[str] = set()  # names
-        self.removing: set[str] = set()  # names
-        self._owned: dict[str, dict[str, int]] = {}  # by tenant: of each adapter, its bytes
+        self.pinned: set[str] = set()  # Names of pinned adapters.
+        self.removing: set[str] = set()  # Names of adapters that are being removed.
+        self._owned: dict[str, dict[str, int]] = {}  # Tenant -> adapter -> its bytes.
         self._files_uri = files_uri
-        self._removed: dict[str, Removed] = {}  # those that some application would bring back
-        self._owner: dict[str, str] = {}  # of an alias: its adapter
-        self._users: dict[str, tuple[str, ...] | str] = {}  # of a digest: the adapters, or nearly always the one
+        self._removed: dict[str, Removed] = {}  # Removed adapters that an application would bring back.
+        self._owner: dict[str, str] = {}  # Alias -> adapter.
+        self._users: dict[str, tuple[str, ...] | str] = {}  # Digest -> its adapters; nearly always a single name.
 
     def apply(self, packed: Packed) -> set[str]:
-        """The public names that may stand for something else now."""
+        """Applies an entry, and returns the public names that may stand for something else now."""
         entry = unpack(packed)
         name = entry.name
         before = self.adapters.pop(name)
@@ -82,7 +80,7 @@ class CatalogueState:
             return changed
         self.adapters.put(name, packed)
         for alias in entry.aliases:
-            self._owner[name if alias == name else alias] = name  # one string for both
+            self._owner[name if alias == name else alias] = name  # Both share one string.
         for digest in _digests(entry):
             self._set_users(digest, (*self.users(digest), name))
         if tenant is not None and not entry.removing:
@@ -105,7 +103,8 @@ class CatalogueState:
                 index.add(name)
 
     def sort_names(self) -> None:
-        """Called once after the entries of a whole log, which may take a second, where nobody waits for it."""
+        """Sorts the names, which may take a second. Called once after a whole log has been applied, when nobody
+        waits."""
         self.adapter_names.sort()
         self.alias_names.sort()
 
@@ -114,7 +113,7 @@ class CatalogueState:
         return None if name is None else self.adapters[name]
 
     def owned(self, tenant: str) -> dict[str, int]:
-        """The tenant's adapters, by their full names, with their bytes."""
+        """Returns the bytes of each of the tenant's adapters, by full name."""
         return self._owned.get(tenant, {})
 
     def owner_name(self, alias: str) -> str | None:
@@ -124,21 +123,21 @@ class CatalogueState:
         return iter(self._owner)
 
     def removed(self, name: str) -> Removed | None:
-        """None too where nothing would bring it back."""
+        """Returns the adapter's removal, or None if there is none or nothing would bring the adapter back."""
         return self._removed.get(name)
 
     def users(self, digest: str) -> tuple[str, ...]:
-        """Names of the adapters that have these bytes and are not on their way out."""
+        """Returns the names of the adapters that have these bytes and are not being removed."""
         users = self._users.get(digest, ())
         return (users,) if isinstance(users, str) else users
 
     def versions(self, digest: str) -> list[Version]:
-        """Those that have these bytes, of all adapters that are not on their way out."""
+        """Returns the versions that have these bytes, of all adapters that are not being removed."""
         users = [self.adapters[name] for name in self.users(digest)]
         return [version for user in users for version in user.versions if version.digest == digest]
 
     def names(self, digest: str) -> list[str]:
-        """The aliases that stand for these bytes, or for a share of them."""
+        """Returns the aliases that stand for these bytes, or for a share of them."""
         return [
             alias
             for user in (self.adapters[name] for name in self.users(digest))
@@ -170,11 +169,12 @@ def _digests(adapter: Adapter | None) -> set[str]:
 
 
 def adapter_number(name: str) -> int:
-    """A positive number for callers that want one; the digest is the identity."""
+    """Returns a positive number for callers that need one. An adapter's identity is its digest."""
     return 1 + zlib.crc32(name.encode()) % (2**31 - 2)
 
 
 def _uniform(name: str, key: str) -> float:
-    """In [0, 1), alike in every process; independent for each name, so that splits do not move together."""
+    """Returns a number in [0, 1) that is the same in every process. It is independent for each name, so that splits do
+    not move together."""
     drawn = hashlib.blake2b(f"{name}\0{key}".encode(), digest_size=7).digest()
     return int.from_bytes(drawn) / (1 << 56)

@@ -1,7 +1,8 @@
-"""Where the catalogue is kept: objects that are created once and never changed, and the adapters' files by digest.
+"""The interface of the catalogue's store: objects that are created once and never change, and adapters' files by
+digest.
 
-`create` is the only way to write, and fails where the key is taken: that is all that two writers need in order not to
-lose each other's updates (cluster/catalogue/catalogue_log.py). A folder and S3 can both do it, see folder_store.py,
+`create` is the only way to write, and fails if the key exists. That is all that two writers need in order not to lose
+each other's updates (cluster/catalogue/catalogue_log.py). A folder and S3 can both do it; see folder_store.py and
 s3_store.py.
 """
 
@@ -14,58 +15,58 @@ from lorafleet.protocol.errors import ConfigError
 
 
 class Store(Protocol):
-    """Blocking; called in threads. Raises StoreError where the store does not answer, and StoreRefused, which is one,
-    where what was asked for has certainly not been done."""
+    """A store with blocking calls, which callers run in threads. Calls raise StoreError if the store does not answer,
+    and its subclass StoreRefused if the requested operation has certainly not been done."""
 
     @property
     def uri(self) -> str: ...
 
     def create(self, key: str, content: bytes) -> bool:
-        """Durable and whole once it has returned True; False where the key exists.
+        """Creates an object that is whole and durable once True is returned. Returns False if the key exists.
 
-        After any other StoreError than StoreRefused the object may have been written.
+        After any StoreError other than StoreRefused, the object may have been written.
         """
         ...
 
     def read(self, key: str) -> bytes | None:
-        """None where there is no such key."""
+        """Returns the object's content, or None if there is no such key."""
         ...
 
     def keys(self, prefix: str) -> list[str]:
-        """Sorted; every key that existed when the call began."""
+        """Returns the sorted keys with the prefix, including every key that existed when the call began."""
         ...
 
     def delete(self, key: str) -> None:
-        """Nothing where there is no such key."""
+        """Deletes the object of a key. Does nothing if there is no such key."""
         ...
 
     def put_files(self, digest: str, folder: Path) -> None:
-        """Copies an adapter's files: all of them are there afterwards, or none."""
+        """Copies an adapter's files into the store. Afterwards either all of them are there, or none."""
         ...
 
     def files_uri(self, digest: str) -> str:
-        """A local folder's path, or an s3:// prefix."""
+        """Returns a local folder's path, or an s3:// prefix."""
         ...
 
     def has_files(self, digest: str) -> bool:
-        """Whether all of them are there."""
+        """Returns whether all files of the digest are there."""
         ...
 
     def stored_digests(self) -> list[str]:
-        """The digests of which there are files, whole or not."""
+        """Returns the digests that have files, whether complete or not."""
         ...
 
     def fetch_files(self, digest: str, folder: Path) -> None:
-        """Copies an adapter's files into a folder that exists. AdapterMissing where there are none."""
+        """Copies an adapter's files into an existing folder. Raises AdapterMissing if there are none."""
         ...
 
     def delete_files(self, digest: str) -> None: ...
 
 
 def open_store(uri: str) -> Store:
-    """Raises ConfigError for a URI of another kind, or a folder that cannot be written."""
+    """Opens the store of a URI. Raises ConfigError for a URI of another kind, or a folder that cannot be written."""
     if uri.startswith("s3://"):
-        from lorafleet.cluster.catalogue.s3_store import S3Store  # boto3 takes half a second to import
+        from lorafleet.cluster.catalogue.s3_store import S3Store  # boto3 takes half a second to import.
 
         return S3Store(uri)
     if "://" in uri:

@@ -1,7 +1,7 @@
-"""The store in a local folder, which every node must see where the cluster has several.
+"""The store in a local folder, which every node must be able to reach if the cluster has several.
 
-A new object is written aside, synced, and linked under its name: link fails where the name is taken, in one step for
-all processes and over NFS too, which rename does not.
+A new object is written aside, synced, and linked under its name. `link` fails if the name exists, in one step for all
+processes and over NFS too, which rename does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 from lorafleet.resolvers.durable import sync
 
-ABANDONED_S = 3600.0  # What was written aside and not published for so long was left by a crash.
+ABANDONED_S = 3600.0  # Age in seconds at which an unpublished file counts as left behind by a crash.
 
 
 class FolderStore:
@@ -34,10 +34,10 @@ class FolderStore:
             ) from None
 
     def _clear_aside(self) -> None:
-        """Deletes what a crash has left there. Another process may be writing what is younger."""
+        """Deletes the files that a crash has left there. Another process may be writing younger ones."""
         oldest_s = time.time() - ABANDONED_S
         for left in self._aside.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another process has just deleted or published it
+            with contextlib.suppress(FileNotFoundError):  # Another process has just deleted or published it.
                 if left.lstat().st_mtime < oldest_s:
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
@@ -62,7 +62,7 @@ class FolderStore:
                 aside.unlink()
 
     def _write_aside(self, aside: Path, target: Path, content: bytes) -> None:
-        """Nobody can see the object before it is linked, so an error here leaves nothing."""
+        """Writes and syncs the object aside. Nobody can see it before it is linked, so an error here leaves nothing."""
         try:
             _make_folders(target.parent, self._root)
             with aside.open("xb") as file:
@@ -106,7 +106,7 @@ class FolderStore:
                 _copy_durably(source, aside / source.name)
             sync(aside)
             with contextlib.suppress(OSError):
-                aside.rename(self._files / digest)  # fails where another writer was first, with the same bytes
+                aside.rename(self._files / digest)  # Fails if another writer was first, with the same bytes.
             sync(self._files)
             if not self.has_files(digest):
                 raise StoreError(f"the files of adapter {digest[:12]} did not get into {self._files}.")
@@ -133,7 +133,7 @@ class FolderStore:
             raise _failed(f"the files of adapter {digest[:12]} cannot be read", self.uri, error) from error
 
     def delete_files(self, digest: str) -> None:
-        """Away in one step, so that no reader finds half of it."""
+        """Moves the files away in one step, so that no reader finds half of them, and then deletes them."""
         aside = self._aside / uuid.uuid4().hex
         try:
             (self._files / digest).rename(aside)

@@ -1,8 +1,8 @@
-"""Which names were changed in the catalogue's log since a replica's copies were right.
+"""Reads from the catalogue's log which names have changed since a replica's copies were correct.
 
-A replica may use its copies of all others without the directory: every change is in the log before it is acknowledged
-to anybody. The log is read after the question was asked, so an answer never misses a change that had been acknowledged
-by then.
+A replica may use its copies of all other names without the directory, since every change is in the log before it is
+acknowledged to anybody. The log is read after the question was asked, so an answer never misses a change that had been
+acknowledged by then.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from lorafleet.cluster.catalogue.catalogue_log import changed_names
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.protocol.errors import LorafleetError, StoreError
 
-READ_S = 2.0  # How long a request waits for the store; then it asks the directory.
+READ_S = 2.0  # Seconds that a request waits for the store before it asks the directory.
 _ID_KEY = "identity"
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
 class LogPosition(msgspec.Struct, frozen=True, array_like=True):
-    """store_id: tells the store apart from an empty folder of the same name on another node; "" if unknown."""
+    """A position in the log of one store."""
 
-    store_id: str
-    next: int  # number of the first change that is not known
+    store_id: str  # Distinguishes the store from an empty folder of the same name on another node; "" if unknown.
+    next: int  # Number of the first change that is not known.
 
 
 def read_store_id(store: Store) -> str:
-    """Made by whoever reads it first; "" if the store cannot be written."""
+    """Returns the store's id, which the first reader creates, or "" if the store cannot be written."""
     try:
         store.create(_ID_KEY, uuid.uuid4().hex.encode())
         return (store.read(_ID_KEY) or b"").decode()
@@ -42,18 +42,18 @@ def read_store_id(store: Store) -> str:
 
 
 class LogEnd:
-    """open_store: called when the log is read for the first time. All who ask while a read is under way share the next
-    one."""
+    """Reads the end of the log. All callers with the same position that ask during a read share the next one.
+    `open_store` is called when the log is read for the first time."""
 
     def __init__(self, open_store: Callable[[], Store], read_s: float = READ_S) -> None:
         self._open_store = open_store
         self._read_s = read_s
         self._store: Store | None = None
         self._running: asyncio.Task[frozenset[str] | None] | None = None
-        self._coming: dict[LogPosition, asyncio.Task[frozenset[str] | None]] = {}  # reads that have not begun
+        self._coming: dict[LogPosition, asyncio.Task[frozenset[str] | None]] = {}  # Reads that have not begun.
 
     async def changed_since(self, position: LogPosition) -> frozenset[str] | None:
-        """See log.changed_names. None also where the store does not answer, or is another one."""
+        """Returns changed_names() of the position. Returns None too if the store does not answer, or is another one."""
         if not position.store_id:
             return None
         reading = self._coming.get(position)

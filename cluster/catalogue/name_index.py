@@ -1,4 +1,4 @@
-"""Names in order, of which a page is found without looking at the others."""
+"""An ordered index of names, which finds a page without looking at the other names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import bisect
 
 
 class NameIndex:
-    """Names may be added by the million before the first page is asked for; then each costs a move within a list."""
+    """A sorted list of names. They may be added by the million before the first page is read; then each costs a move
+    within the list."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -21,19 +22,19 @@ class NameIndex:
             self._is_sorted = True
 
     def add(self, name: str) -> None:
-        """The name must not be there yet."""
+        """Adds a name that is not in the index yet."""
         if self._is_sorted:
             bisect.insort(self._names, name)
         else:
             self._names.append(name)
 
     def remove(self, name: str) -> None:
-        """The name must be there."""
+        """Removes a name, which must be in the index."""
         self.sort()
         del self._names[bisect.bisect_left(self._names, name)]
 
     def between(self, after: str, end: str, limit: int) -> list[str]:
-        """The first names that are greater than `after` and less than `end`."""
+        """Returns the first `limit` names that are greater than `after` and less than `end`."""
         self.sort()
         start = bisect.bisect_right(self._names, after)
         stop = bisect.bisect_left(self._names, end, start)

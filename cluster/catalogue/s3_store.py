@@ -1,8 +1,8 @@
-"""The store in an S3 bucket: `If-None-Match: *` makes a key be created once, whoever else writes.
+"""The store in an S3 bucket. `If-None-Match: *` ensures that a key is created only once, whoever else writes.
 
-boto3 and not s3fs, which cannot send conditions and hides what came of a write. Keys and endpoint come from where
-boto3 finds them: environment, profile, instance role (AWS_ENDPOINT_URL_S3 for other servers than Amazon's). They are
-read anew after the server has refused them, so that renewed ones need no restart.
+It uses boto3 rather than s3fs, which cannot send conditions and hides the outcome of a write. boto3 finds the
+credentials and the endpoint itself, in the environment, a profile or the instance role (AWS_ENDPOINT_URL_S3 for servers
+other than Amazon's). They are read again after the server has rejected them, so renewed ones need no restart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, S
 TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 ABSENT = {"NoSuchKey", "404", "NotFound"}
 REFUSED = {401, 403}
-NAMES_FIELD = "lorafleet-files"  # metadata of an adapter's config: the names of its files
+NAMES_FIELD = "lorafleet-files"  # Metadata field of an adapter's config: the names of its files.
 
 
 def _make_client() -> Any:
@@ -33,7 +33,7 @@ def _make_client() -> Any:
 
 
 class S3Store:
-    """make_client: gives boto3's client."""
+    """The store below an s3:// prefix. `make_client` returns boto3's client."""
 
     def __init__(self, uri: str, make_client: Callable[[], Any] = _make_client) -> None:
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
@@ -82,7 +82,8 @@ class S3Store:
             self._client.delete_object(Bucket=self._bucket, Key=self._key(key))
 
     def put_files(self, digest: str, folder: Path) -> None:
-        """The config goes last, and names all files: has_files() looks for each of them."""
+        """Uploads an adapter's files. The config goes last, and its metadata names all files; has_files() looks for
+        each of them."""
         paths = sorted(folder.iterdir(), key=lambda p: (p.name == CONFIG_NAME, p.name))
         names = {NAMES_FIELD: ",".join(path.name for path in paths)}
         with self._errors(f"the files of adapter {digest[:12]} cannot be written"):
@@ -117,7 +118,7 @@ class S3Store:
                 self._client.download_file(self._bucket, self._key(key), str(folder / key.rpartition("/")[2]))
 
     def delete_files(self, digest: str) -> None:
-        """The config goes first: without it there is no adapter."""
+        """Deletes an adapter's files. The config goes first, since without it there is no adapter."""
         names = self.keys(f"adapters/{digest}/")
         for key in sorted(names, key=lambda key: not key.endswith(f"/{CONFIG_NAME}")):
             self.delete(key)
@@ -132,9 +133,9 @@ class S3Store:
         return self._prefix + key
 
     def _names(self, digest: str) -> set[str] | None:
-        """The names of the files that were stored together; None if there is no config.
+        """Returns the names of the files that were stored together, or None if there is no config.
 
-        Files of older releases have no list of their names.
+        Older releases stored no list of names; for their files only the config is returned.
         """
         try:
             key = self._key(f"adapters/{digest}/{CONFIG_NAME}")
@@ -150,7 +151,7 @@ class S3Store:
         try:
             yield
         except (ClientError, BotoCoreError, Boto3Error) as error:
-            cause = error if isinstance(error, ClientError) else error.__context__  # boto3's transfers hide it
+            cause = error if isinstance(error, ClientError) else error.__context__  # boto3's transfers hide it.
             kind = StoreRefused if isinstance(cause, ClientError) and _is_certain(cause) else StoreError
             status = cause.response["ResponseMetadata"].get("HTTPStatusCode") if isinstance(cause, ClientError) else 0
             if status in REFUSED or isinstance(error, NoCredentialsError | PartialCredentialsError):
@@ -165,7 +166,7 @@ class S3Store:
 
 
 def _is_certain(error: ClientError) -> bool:
-    """Whether the first and only attempt was refused; boto3 repeats those that were not answered."""
+    """Returns whether the first and only attempt was rejected; boto3 repeats attempts that were not answered."""
     answer: dict[str, int] = error.response.get("ResponseMetadata", {})
     return 400 <= answer.get("HTTPStatusCode", 0) < 500 and answer.get("RetryAttempts", 0) == 0
 

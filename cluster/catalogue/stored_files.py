@@ -1,12 +1,12 @@
-"""Deletes adapters' files from the store, and never those that a change in the log may name.
+"""Deletes adapters' files from the store, but never files that a change in the log may name.
 
-Several directories may share a store, so each that is about to register files, or to delete them, says so in the store
-itself by a small object, a lock: locks/<digest>.<use or delete>.<seconds since 1970>.<unique>. Whoever makes one lists
-those of the others afterwards: of a use and a deletion at the same time, one at least sees the other and gives way.
-Before a deletion the log is read to its end. A lock whose owner died expires after LOCK_S.
+Several directories may share a store. A directory that is about to register or delete files creates a small object in
+the store, a lock: locks/<digest>.<use or delete>.<seconds since 1970>.<unique>. It lists the locks of the others
+afterwards. If a use and a deletion happen at the same time, at least one of them sees the other and stops. Before a
+deletion the log is read to its end. A lock whose owner died expires after LOCK_S.
 
-Files that nobody names stay behind where a push died, or where the outcome of its change is unknown. collect() deletes
-them when they have been without a name for ORPHAN_S.
+Files that nothing names stay behind if a push died, or if the outcome of its change is unknown. collect() deletes them
+when they have been unnamed for ORPHAN_S.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Literal
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.protocol.errors import OutcomeUnknown, Overloaded, StoreError
 
-LOCK_S = 3600.0  # Age at which a lock counts as left behind; clocks of directories differ by much less.
-ORPHAN_S = 3600.0  # How long files must have been without a name before they are collected.
-WAIT_S = 10.0  # How long a push waits for a deletion of the same files.
+LOCK_S = 3600.0  # Age in seconds at which a lock counts as left behind; clocks of directories differ by much less.
+ORPHAN_S = 3600.0  # Seconds for which files must have been unnamed before they are collected.
+WAIT_S = 10.0  # Seconds that a push waits for a deletion of the same files.
 WAIT_PAUSE_S = 0.1
 
 Kind = Literal["use", "delete"]
@@ -33,7 +33,7 @@ logger = logging.getLogger("lorafleet.cluster")
 
 
 class FileLock:
-    """clock: gives seconds since 1970."""
+    """A lock on the files of one digest. `clock` returns seconds since 1970."""
 
     def __init__(self, key: str, clock: Callable[[], float]) -> None:
         self.key = key
@@ -41,25 +41,26 @@ class FileLock:
         self._since_s = clock()
 
     def check(self) -> None:
-        """Called right before a change that relies on the files. Raises Overloaded if the lock is about to expire."""
+        """Raises Overloaded if more than half of the lock's life is over. Called right before a change that relies on
+        the files."""
         age_s = self._clock() - self._since_s
         if age_s > LOCK_S / 2:
             raise Overloaded(f"the push took {age_s:.0f} s, more than {LOCK_S / 2:.0f} s. Push again.")
 
 
 class StoredFiles:
-    """clock: gives seconds since 1970."""
+    """The adapters' files in the store of a catalogue. `clock` returns seconds since 1970."""
 
     def __init__(self, catalogue: Catalogue, clock: Callable[[], float] = time.time) -> None:
         self._catalogue = catalogue
         self._store = catalogue.store
         self._clock = clock
-        self._unnamed_since_s: dict[str, float] = {}  # by digest, as collect() has seen it
+        self._unnamed_since_s: dict[str, float] = {}  # By digest, as collect() has seen it.
 
     @contextlib.asynccontextmanager
     async def in_use(self, digest: str) -> AsyncIterator[FileLock]:
-        """No directory deletes the files of the digest within the block. After OutcomeUnknown the lock stays until it
-        expires, as the change may be in the log. Raises Overloaded, or StoreError."""
+        """Prevents all directories from deleting the files of the digest within the block. After OutcomeUnknown the
+        lock stays until it expires, since the change may be in the log. Raises Overloaded or StoreError."""
         lock = await self._lock_for_use(digest)
         try:
             yield lock
@@ -71,8 +72,8 @@ class StoredFiles:
         await self._unlock(lock)
 
     async def delete_unless_named(self, digest: str, removed: str | None = None) -> bool:
-        """Whether the files are gone. They stay if an adapter other than `removed` names them, or if somebody is about
-        to register them. Raises StoreError."""
+        """Deletes the files, and returns whether they are gone. They stay if an adapter other than `removed` names
+        them, or if somebody is about to register them. Raises StoreError."""
         lock = await asyncio.to_thread(self._lock, digest, "delete")
         try:
             if await asyncio.to_thread(self._is_locked, digest, "use"):
@@ -86,7 +87,7 @@ class StoredFiles:
             await self._unlock(lock)
 
     async def collect(self) -> None:
-        """Deletes what was left behind. Called from time to time. Raises StoreError."""
+        """Deletes files and locks that were left behind. Called periodically. Raises StoreError."""
         await self._catalogue.read_on()
         stored = await asyncio.to_thread(self._store.stored_digests)
         now = self._clock()

@@ -1,4 +1,4 @@
-"""`lorafleet config check`: tells what kind of file it has, and checks it as that."""
+"""Implements `lorafleet config check`: it detects the kind of a file, and runs the checks for that kind."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SERVE, RAY_UP, RAY_SERVICE = "Serve configuration", "ray up cluster", "KubeRay R
 @dataclass(frozen=True, slots=True)
 class Checked:
     kind: str
-    problems: tuple[Problem, ...]  # in the order of their lines
+    problems: tuple[Problem, ...]  # In the order of their files and lines.
     serving: Serving | None
     cluster: Cluster | None
 
 
 def check_file(path: Path) -> Checked:
-    """Raises ConfigError where the file is none of these kinds, or no YAML."""
+    """Checks a file of any of the three kinds. Raises ConfigError for another kind, or if it is not YAML."""
     source = read(path)
     kind = _kind(source)
     serving, cluster = None, None

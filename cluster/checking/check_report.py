@@ -1,4 +1,4 @@
-"""What would run where, in words."""
+"""Describes in words what would run where. The other files of this folder check it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lorafleet.cluster.checking.nodes import Cluster, NodeGroup
 from lorafleet.cluster.checking.serve_file import Application, Serving
 from lorafleet.cluster.config import AppArgs
 
-REPLICA_PORTS = "30000 to 31000"  # Serve's, with direct streaming
+REPLICA_PORTS = "30000 to 31000"  # Serve's ports with direct streaming.
 DIRECTORY_PORTS = "20000 to 31999"
 
 

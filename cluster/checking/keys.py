@@ -1,7 +1,7 @@
 """Checks values against JSON schemas: Ray's own, pydantic's, and those of shapes.py.
 
-Ray leaves most of its schemas open, so that old versions read new files. Here an object whose properties are listed has
-no others, unless it says so: a misspelt key is a mistake, shown with the nearest right one.
+Ray leaves most of its schemas open, so that old versions can read new files. Here, an object whose properties are
+listed has no others, unless its schema allows them. A misspelled key is a mistake, shown with the nearest known key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 
 
 def check_keys(source: Source, place: Place, value: Any, schema: Schema) -> list[Problem]:
-    """value: what the source has at that place."""
+    """Returns a problem for each key that the schema does not know. `value` is the source's value at `place`."""
     return [
         source.problem((*place, *at, key), f"unknown key {key!r}{nearest(str(key), known)}")
         for at, key, known in _unknown(schema, schema, value, ())
@@ -26,11 +26,11 @@ def check_keys(source: Source, place: Place, value: Any, schema: Schema) -> list
 
 
 def check_values(source: Source, place: Place, value: Any, schema: Schema) -> list[Problem]:
-    """What JSON schema says of types, bounds and keys that are missing."""
+    """Returns a problem for each wrong type, value out of bounds, or missing key."""
     return [
         source.problem((*place, *error.absolute_path), error.message)
         for error in jsonschema.Draft202012Validator(schema).iter_errors(value)
-        if error.validator != "additionalProperties"  # check_keys says it better
+        if error.validator != "additionalProperties"  # check_keys has a better message.
     ]
 
 
@@ -81,9 +81,9 @@ def _is_listed(schema: Schema) -> bool:
 
 
 def _others(branches: list[Schema]) -> Schema | None:
-    """The schema of keys that are not listed; None where there may be none."""
+    """Returns the schema of keys that are not listed, or None if no others are allowed."""
     for branch in branches:
-        for inner in branch.get("patternProperties", {}).values():  # Ray has only ".*"
+        for inner in branch.get("patternProperties", {}).values():  # Ray uses only ".*".
             return dict(inner)
         inner = branch.get("additionalProperties")
         if inner is True or isinstance(inner, dict):

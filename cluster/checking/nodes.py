@@ -1,4 +1,4 @@
-"""The machines that a file asks for, and whether an application's replicas fit on them."""
+"""Describes the machines that a file asks for, and checks whether an application's replicas fit on them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from lorafleet.cluster.checking.yaml_source import Problem
 class NodeGroup:
     name: str
     head: bool
-    least: int  # nodes
-    most: int
-    num_cpus: float | None  # of each node; None: only the machine knows
-    num_gpus: int | None
+    least: int  # Smallest number of nodes.
+    most: int  # Largest number of nodes.
+    num_cpus: float | None  # CPUs of each node; None if only the machine knows.
+    num_gpus: int | None  # GPUs of each node; None if only the machine knows.
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
     groups: tuple[NodeGroup, ...]
-    most_workers: int | None = None  # of all groups together
+    most_workers: int | None = None  # Limit for all worker groups together.
 
     @property
     def several_nodes(self) -> bool:
         return sum(group.most for group in self.groups) > 1
 
     def room(self, size: int) -> int | None:
-        """The most replicas of so many GPUs, each on one node; None where a group does not tell its GPUs."""
+        """Returns how many replicas of `size` GPUs fit at most, each on one node. None if a group does not say how
+        many GPUs it has."""
         total, workers = 0, self.most_workers
         for group in sorted(self.groups, key=lambda one: -(one.num_gpus or 0)):
             if group.num_gpus is None:

@@ -1,6 +1,6 @@
-"""The keys of a Kubernetes pod template, as the API has them (v1.36, which KubeRay v1.7's RayService has).
+"""Lists the keys of a Kubernetes pod template, as in the API v1.36, which KubeRay v1.7's RayService uses.
 
-What hardly any pod has is left open: affinity's terms, and volumes of projected, ephemeral and retired kinds.
+Keys that hardly any pod has are left open: affinity's terms, and volumes of projected, ephemeral and retired kinds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PROBE: Shape = {
 _HOOK: Shape = {"exec": _EXEC, "httpGet": _HTTP_GET, "sleep": {"seconds!": WHOLE}, "tcpSocket": _TCP}
 
 _PROFILE: Shape = {"localhostProfile": TEXT, "type!": TEXT}
-_OF_BOTH = {  # security contexts of pods and of containers
+_OF_BOTH = {  # Keys of the security contexts of both pods and containers.
     "appArmorProfile": _PROFILE,
     "runAsGroup": WHOLE,
     "runAsNonRoot": FLAG,

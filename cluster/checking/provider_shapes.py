@@ -1,4 +1,4 @@
-"""What `ray up` leaves open in its schema: the keys of a provider, and of the machines that it starts."""
+"""Lists the keys that the schema of `ray up` leaves open: those of a provider, and of the machines that it starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROVIDERS: dict[str, Shape] = {
     },
 }
 
-# Of Compute Engine's instances: cloud.google.com/compute/docs/reference/rest/v1/instances
+# The keys of Compute Engine's instances: cloud.google.com/compute/docs/reference/rest/v1/instances
 _DISK: Shape = {
     "architecture": TEXT,
     "autoDelete": FLAG,
@@ -102,7 +102,7 @@ _GCP_INSTANCE: Shape = {
     "privateIpv6GoogleAccess": TEXT,
     "reservationAffinity": OPEN,
     "resourcePolicies": [TEXT],
-    "scheduling": OPEN,  # Ray's own example has a list here, where Google wants an object
+    "scheduling": OPEN,  # Ray's own example has a list here, where Google requires an object.
     "serviceAccounts": [{"email!": TEXT, "scopes!": [TEXT]}],
     "shieldedInstanceConfig": {"enableIntegrityMonitoring": FLAG, "enableSecureBoot": FLAG, "enableVtpm": FLAG},
     "sourceMachineImage": TEXT,
@@ -111,26 +111,27 @@ _GCP_INSTANCE: Shape = {
 
 
 def provider_schema(kind: str) -> Schema:
-    """Open for the kinds that nothing is known of."""
+    """Returns the schema of `provider`. It is open for kinds that are not listed here."""
     return schema(PROVIDERS.get(kind, OPEN))
 
 
 def node_schema(kind: str) -> Schema:
-    """Of `node_config`: what goes to the provider as it is."""
+    """Returns the schema of `node_config`, which goes to the provider as it is."""
     if kind == "aws":
         return _aws_instance()
     return schema({"gcp": _GCP_INSTANCE, "local": {"resources": OPEN}}.get(kind, OPEN))
 
 
-@functools.cache  # it is large: a second to read
+@functools.cache  # It is large and takes a second to read.
 def _aws_instance() -> Schema:
-    """What EC2's RunInstances takes, from boto3's own description of it, and what Ray takes in addition."""
+    """Returns the schema of EC2's RunInstances, from boto3's own description, with the keys that Ray accepts in
+    addition."""
     import botocore.session
 
     service = botocore.session.Session().get_service_model("ec2")
     instance = _of_boto(service.operation_model("RunInstances").input_shape)
     instance["properties"] |= {"SubnetIds": {"type": "array"}, "SecurityGroupIds": {"type": "array"}}
-    return {**instance, "required": []}  # Ray fills in the rest
+    return {**instance, "required": []}  # Ray fills in the rest.
 
 
 def _of_boto(shape: Any) -> Schema:

@@ -1,4 +1,4 @@
-"""Checks a KubeRay RayService, and the Serve configuration within it."""
+"""Checks a KubeRay RayService, and the Serve configuration inside it. serve_file.py checks the latter."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def _cluster(config: dict[str, Any]) -> Cluster:
     for group in config.get("workerGroupSpecs") or []:
         hosts = group.get("numOfHosts", 1)
         least, most = group["minReplicas"], group["maxReplicas"]
-        if not config.get("enableInTreeAutoscaling"):  # the operator keeps just so many
+        if not config.get("enableInTreeAutoscaling"):  # The operator runs exactly this many.
             least = most = group.get("replicas", least)
         groups.append(NodeGroup(group["groupName"], False, least * hosts, most * hosts, *_resources(group)))
     return Cluster(tuple(groups))
 
 
 def _resources(group: dict[str, Any]) -> tuple[float | None, int]:
-    """CPUs and GPUs that Ray counts on a pod: as told, else the container's limits."""
+    """Returns the CPUs and GPUs that Ray counts on a pod: rayStartParams if given, else the container's resources."""
     told, resources = (
         group.get("rayStartParams") or {},
         group["template"]["spec"]["containers"][0].get("resources") or {},

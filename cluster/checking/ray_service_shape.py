@@ -1,4 +1,4 @@
-"""The keys of a RayService, ray.io/v1, as KubeRay v1.7's custom resource definition has them
+"""Lists the keys of a RayService, ray.io/v1, as KubeRay v1.7's custom resource definition has them
 (github.com/ray-project/kuberay, helm-chart/kuberay-operator/crds/ray.io_rayservices.yaml)."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Checks a cluster for `ray up`, and the Serve configuration that its head deploys."""
+"""Checks a cluster file for `ray up`, and the Serve configuration that its head deploys. serve_file.py checks the
+latter."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def check_ray_up(source: Source) -> tuple[list[Problem], Serving | None, Cluster
     kind = _provider(source.value)
     schema = _schema(kind)
     problems = check_keys(source, (), source.value, schema) + check_values(source, (), source.value, schema)
-    if problems:  # Ray's own checks stop at the first, and expect what these have looked at
+    if problems:  # Ray's own checks stop at the first mistake, and assume that these pass.
         prepared = None
     else:
         prepared, message = _prepare(source.value)
@@ -60,17 +61,17 @@ def _schema(kind: str) -> Schema:
     for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter"):
         properties[name] = {"type": "array", "items": {"type": "string"}}
     if kind == "local":
-        properties["min_workers"] = {"type": "integer", "minimum": 0}  # Ray takes it away before it looks
+        properties["min_workers"] = {"type": "integer", "minimum": 0}  # Ray removes it before it validates.
         del properties["available_node_types"], properties["head_node_type"]
     return schema
 
 
 def _prepare(value: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """As `ray up` fills it in, or what Ray says against it. Asks no cloud."""
+    """Returns the values as `ray up` completes them, or None and Ray's error message. It asks no cloud."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     said = io.StringIO()
-    logging.getLogger("ray.autoscaler._private.util").setLevel(logging.WARNING)  # it tells what it fills in
+    logging.getLogger("ray.autoscaler._private.util").setLevel(logging.WARNING)  # It logs what it fills in.
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             prepared: dict[str, Any] = prepare_config(copy.deepcopy(value))
@@ -79,7 +80,7 @@ def _prepare(value: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
         return None, f"Ray refuses this: {error.message}"
     except click.ClickException:
         return None, f"Ray refuses this: {' '.join(said.getvalue().split())}"
-    except Exception as error:  # whatever its schema lets through and its code does not expect
+    except Exception as error:  # Its schema accepts values that its code does not expect.
         return None, f"Ray refuses this: {error or type(error).__name__}"
     return prepared, ""
 
@@ -114,7 +115,8 @@ def _check_start(source: Source, place: Place, command: str, flags: tuple[str, .
 
 
 def missing_environment(given: dict[str, str | None], where: str) -> list[str]:
-    """given: None as a value that only the node knows. What a node needs of it and is not there."""
+    """Returns a message for each variable that a node needs and that is missing or wrong. In `given`, None stands for
+    a value that only the node knows."""
     messages = []
     for name, value in (cluster_environment.NEEDED | {haproxy.RAYS_VARIABLE: None}).items():
         if name not in given:
@@ -171,7 +173,7 @@ def _cluster(value: dict[str, Any], prepared: dict[str, Any]) -> Cluster:
 
 
 def _resources(node_type: dict[str, Any]) -> tuple[float | None, int | None]:
-    """CPUs and GPUs: what is told; where nothing is, Ray asks the cloud."""
+    """Returns the CPUs and GPUs that the file gives. If it gives none, they are None, and Ray asks the cloud."""
     resources = node_type.get("resources") or {}
     return resources.get("CPU"), int(resources.get("GPU", 0)) if resources else None
 
@@ -207,7 +209,7 @@ def _served(value: dict[str, Any]) -> tuple[Place | None, str]:
 
 
 def _local(mounts: Any, remote: str) -> Path | None:
-    """The local file behind a path of a node."""
+    """Returns the local file for a path on a node, or None if no file_mount covers the path."""
     for there, here in sorted((mounts if isinstance(mounts, dict) else {}).items(), key=lambda one: -len(str(one[0]))):
         if isinstance(here, str) and (remote == there or remote.startswith(f"{str(there).rstrip('/')}/")):
             return Path(here).expanduser() / remote[len(str(there)) :].lstrip("/")

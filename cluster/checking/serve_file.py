@@ -1,4 +1,5 @@
-"""Checks a Ray Serve configuration: what `serve run`, `serve deploy` and a RayService take."""
+"""Checks a Ray Serve configuration, which `serve run`, `serve deploy` and a RayService accept. nodes.py checks
+whether its replicas fit on a cluster."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from lorafleet.cluster.wording import nearest
 from lorafleet.protocol.errors import ConfigError
 
 BUILDER = "lorafleet.cluster.serve.app:build"
-OLD_BUILDER = "lorafleet.cluster.app:build"  # works in this release, see src/lorafleet/moved.py
+OLD_BUILDER = "lorafleet.cluster.app:build"  # Still works in this release, see src/lorafleet/moved.py.
 DEPLOYMENTS = ("EngineReplica", "AdapterRouter")
-FROM_ARGS = {  # of a deployment -> what to set in args in its place
+FROM_ARGS = {  # An option of a deployment -> the args to set instead.
     "num_replicas": "num_replicas",
     "autoscaling_config": "max_replicas, target_load, upscale_delay_s, downscale_delay_s",
     "max_ongoing_requests": "max_ongoing_requests",
@@ -36,7 +37,7 @@ FROM_ARGS = {  # of a deployment -> what to set in args in its place
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One of ours, with args that are right."""
+    """One of lorafleet's applications, whose args are valid."""
 
     name: str
     place: Place
@@ -48,13 +49,13 @@ class Serving:
     source: Source
     host: str
     port: int
-    every_node: bool  # proxies on all of them, not on the head alone
+    every_node: bool  # Whether every node has a proxy, and not only the head.
     applications: tuple[Application, ...]
-    others: tuple[str, ...]  # applications that are not ours: their args are not looked at
+    others: tuple[str, ...]  # Applications that are not lorafleet's; their args are not checked.
 
 
 def check_serve(source: Source) -> tuple[list[Problem], Serving | None]:
-    """None where a mistake leaves nothing to say about what would run."""
+    """Returns the problems, and what would run. The latter is None if a mistake leaves nothing to say about it."""
     from ray.serve.config import ProxyLocation
     from ray.serve.schema import ServeDeploySchema
 
@@ -90,7 +91,7 @@ def check_serve(source: Source) -> tuple[list[Problem], Serving | None]:
 
 
 def _check_exposure(source: Source, application: Application, host: str) -> list[Problem]:
-    """Of the keys alone: whether Ray has a token is not in this file."""
+    """Checks only the API keys, since the file does not say whether Ray has a token."""
     try:
         check_exposure(host, application.args, {"RAY_AUTH_MODE": "token"})
     except ConfigError as error:
@@ -99,7 +100,7 @@ def _check_exposure(source: Source, application: Application, host: str) -> list
 
 
 def _applications(value: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Whatever else is wrong with the file."""
+    """Yields the applications that have a readable form, whatever else is wrong with the file."""
     found = value.get("applications") if isinstance(value, dict) else None
     for number, one in enumerate(found if isinstance(found, list) else []):
         if isinstance(one, dict):
@@ -134,7 +135,11 @@ def _args_schema() -> Schema:
 
 
 def _check_args(source: Source, place: Place, values: Any) -> tuple[list[Problem], AppArgs | None]:
-    """AppArgs and the engine stop at the first contradiction: what is wrong is left out, and the rest tried again."""
+    """Returns the problems of an application's args, and the args if there are none.
+
+    AppArgs and the engine stop at the first contradiction. So wrong arguments are left out, and the rest is tried
+    again.
+    """
     if not isinstance(values, dict):
         return [source.problem(place, "args must name a model, at least.")], None
     problems = check_keys(source, place, values, _args_schema())
@@ -157,7 +162,7 @@ def _check_args(source: Source, place: Place, values: Any) -> tuple[list[Problem
 
 
 def _named(message: str, values: dict[str, Any]) -> str:
-    """The first argument that a message names, if any."""
+    """Returns the first argument that a message names, or "" if it names none."""
     return next((word for word in re.findall(r"[a-z_][a-z0-9_]*", message) if word in values), "")
 
 
@@ -166,7 +171,7 @@ def _of_pydantic(
 ) -> list[Problem]:
     problems = []
     for one in error.errors():
-        if one["type"] != "extra_forbidden":  # check_keys says it better
+        if one["type"] != "extra_forbidden":  # check_keys has a better message.
             message = str(one["msg"]).removeprefix("Value error, ")
             name = "" if one["loc"] else _named(message, values or {})
             problems.append(source.problem((*place, *one["loc"], *([name] if name else [])), message))

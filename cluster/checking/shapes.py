@@ -1,6 +1,6 @@
-"""JSON schemas written short: {"name!": TEXT, "items": [{"path": TEXT}]}, where ! marks what must be there.
+"""Builds JSON schemas from a short form: {"name!": TEXT, "items": [{"path": TEXT}]}, where ! marks a required key.
 
-Objects have no other keys than theirs. OPEN is what is not looked into.
+An object has no other keys than those listed. OPEN accepts anything.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from lorafleet.cluster.checking.keys import Schema
 TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer"}
 FLAG: Schema = {"type": "boolean"}
-AMOUNT: Schema = {"type": ["integer", "string"]}  # Kubernetes: 8080 or "http", 4 or "4Gi"
+AMOUNT: Schema = {"type": ["integer", "string"]}  # Kubernetes accepts 8080 or "http", 4 or "4Gi".
 OPEN: Schema = {}
 
 Shape = Schema | list[Any]
 
 
 def table(of: Schema) -> Schema:
-    """An object with keys of the user's own."""
+    """Returns the schema of an object whose keys the user chooses."""
     return {"type": "object", "additionalProperties": of}
 
 
@@ -34,7 +34,7 @@ def words(*allowed: str) -> Schema:
 def schema(shape: Shape) -> Schema:
     if isinstance(shape, list):
         return {"type": "array", "items": schema(shape[0])}
-    if not shape or isinstance(shape.get("type"), str | list):  # a schema already
+    if not shape or isinstance(shape.get("type"), str | list):  # It is a schema already.
         return shape
     return {
         "type": "object",

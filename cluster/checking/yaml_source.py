@@ -1,4 +1,4 @@
-"""A YAML file with the line of each of its values, so that a mistake in it can be shown where it is."""
+"""Reads a YAML file with the line of each of its values, so that a mistake can be shown at its place."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import yaml
 
 from lorafleet.protocol.errors import ConfigError
 
-MAX_NODES = 20_000  # aliases of aliases can stand for more than a machine holds,
-MAX_DEPTH = 100  # and one within itself has no end
+MAX_NODES = 20_000  # Aliases of aliases can stand for more values than a machine can hold.
+MAX_DEPTH = 100  # An alias inside its own value has no end.
 
-Place = tuple[str | int, ...]  # ("applications", 0, "args")
+Place = tuple[str | int, ...]  # A path to a value, such as ("applications", 0, "args").
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     file: str
-    line: int  # from 1
-    place: str  # "applications[0].args", empty for the whole file
+    line: int  # Counted from 1.
+    place: str  # Such as "applications[0].args"; empty for the whole file.
     message: str
 
     def __str__(self) -> str:
@@ -35,16 +35,16 @@ class Problem:
 class Source:
     file: str
     value: Any
-    lines: dict[Place, int]  # of a key where the value has one
-    repeated: list[tuple[Place, int]]  # keys that stand twice in one mapping; YAML would let the last one win
-    texts: dict[Place, int] = field(default_factory=dict)  # first line of a block of literal text
-    within: str = ""  # where an embedded file is, in the one that has it
+    lines: dict[Place, int]  # The line of a value, or of its key if it has one.
+    repeated: list[tuple[Place, int]]  # Keys that occur twice in one mapping; YAML would use the last.
+    texts: dict[Place, int] = field(default_factory=dict)  # First line of each block of literal text.
+    within: str = ""  # Place of an embedded file in the file that contains it.
 
     def problem(self, place: Place, message: str) -> Problem:
         return Problem(self.file, self.line(place), self._shown(place), message)
 
     def line(self, place: Place) -> int:
-        """Of the value, or of what should have held it."""
+        """Returns the line of the value or, if it is missing, of its nearest parent."""
         while place and place not in self.lines:
             place = place[:-1]
         return self.lines.get(place, 1)
@@ -54,11 +54,11 @@ class Source:
         return [Problem(self.file, line, self.within + spelt(place), message) for place, line in self.repeated]
 
     def embedded(self, place: Place) -> Source:
-        """The YAML file that a text of this one is. Raises as read does."""
+        """Parses the YAML file that a text value of this file contains. Raises ConfigError, as parse() does."""
         line = self.texts.get(place)
         inner = parse(self.file, _text_at(self.value, place), offset=0 if line is None else line - 1)
         inner.within = f"{self._shown(place)}: "
-        if line is None:  # quoted or folded: its lines are not the file's
+        if line is None:  # The lines of a quoted or folded text are not the file's.
             inner.lines = {(): self.line(place)}
         return inner
 
@@ -66,7 +66,8 @@ class Source:
         return self.within + spelt(self._existing(place))
 
     def _existing(self, place: Place) -> Place:
-        """Pydantic's places name the alternatives of a union too."""
+        """Returns the part of the place that the file has, since pydantic's places also name the alternatives of a
+        union. A missing key of a mapping stays."""
         value, found = self.value, []
         for part in place:
             found.append(part)
@@ -82,7 +83,7 @@ def spelt(place: Place) -> str:
 
 
 def read(path: Path) -> Source:
-    """Raises ConfigError where the file cannot be read, or is not one YAML document."""
+    """Reads and parses a file. Raises ConfigError if it cannot be read, or is not one YAML document."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +92,7 @@ def read(path: Path) -> Source:
 
 
 def parse(file: str, text: str, offset: int = 0) -> Source:
-    """offset: lines before the text in its file."""
+    """Parses a text that begins after `offset` lines of its file. Raises ConfigError if it is not one YAML document."""
     loader = yaml.SafeLoader(text)
     try:
         return _Reader(file, loader, offset).read()
@@ -139,7 +140,7 @@ class _Reader:
             if key in seen:
                 self._source.repeated.append(((*place, key), self._line(key_node)))
             seen.add(key)
-        self._loader.flatten_mapping(node)  # "<<"
+        self._loader.flatten_mapping(node)  # Resolves "<<".
         result = {}
         for key_node, value_node in node.value:
             key = self._key(key_node)

@@ -1,4 +1,5 @@
-"""The `lorafleet` command. The options of `serve` are the fields of AppArgs, so that YAML and command line agree."""
+"""Defines the `lorafleet` command. The options of `serve` are the fields of AppArgs, so that YAML and command line
+agree. The other commands are in the other files of this folder."""
 
 from __future__ import annotations
 
@@ -26,19 +27,20 @@ from lorafleet.cluster.proxy.tls import tls_files
 from lorafleet.protocol.errors import LorafleetError
 from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config
 
-# Several values may follow one of these flags, as with vLLM
+# Several values may follow one of these flags, as with vLLM.
 SEVERAL_VALUES = (
     *("--lora-modules", "--lora-paths", "--served-model-name", "--lora-resolvers"),
     *("--merge", "--weights", "--adapters"),
 )
-PANELS = {"model": "Model", "device": "Engine", "enable_lora": "Adapters", "num_replicas": "Cluster"}  # first fields
+# Panels of the help text, by the first field in each.
+PANELS = {"model": "Model", "device": "Engine", "enable_lora": "Adapters", "num_replicas": "Cluster"}
 
 app = typer.Typer(help="Serve one base model and many LoRA adapters.", no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
 def _root() -> None:
-    """Keeps `serve` a subcommand."""
+    """Makes `serve` remain a subcommand."""
 
 
 def _serve(
@@ -56,12 +58,12 @@ def _serve(
     ] = None,
     **options: Any,
 ) -> None:
-    """Start a local Ray, the replicas and the HTTP server; Ctrl-C stops them all."""
+    """Starts a local Ray, the replicas and the HTTP server. Ctrl-C stops them all."""
     try:
         args = parse_args({name: value for name, value in options.items() if value not in (None, [])})
         args.engine_config()
         check_paths(args)
-        from lorafleet.cluster.serve.local import Listener, serve_locally  # here, so that --help need not wait for them
+        from lorafleet.cluster.serve.local import Listener, serve_locally  # Here, so that --help is fast.
 
         host = "127.0.0.1" if host == "localhost" else host
         tls = tls_files(ssl_certfile, ssl_keyfile, ssl_ca_certs)
@@ -86,8 +88,8 @@ def _option(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """What typer understands: `int | None` is int, Annotated is its inside, a list of anything is list[str], a source
-    is text."""
+    """Returns a type that typer understands. `int | None` becomes int, Annotated its inner type, a source str, and a
+    list list[float] or list[str]."""
     if typing.get_origin(annotation) is Annotated:
         return _plain_type(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -98,7 +100,7 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def _with_options(function: Any) -> Any:
-    """The function with one more keyword option for each field of AppArgs."""
+    """Returns the function with one more keyword option for each field of AppArgs."""
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     panel = ""
     options = []
@@ -125,7 +127,7 @@ app.command("usage")(usage)
 
 
 def spread_values(arguments: list[str]) -> list[str]:
-    """`--lora-modules a=x b=y` as `--lora-modules a=x --lora-modules b=y`."""
+    """Turns `--lora-modules a=x b=y` into `--lora-modules a=x --lora-modules b=y`."""
     spread: list[str] = []
     flag, values = "", 0
     for argument in arguments:
@@ -140,7 +142,7 @@ def spread_values(arguments: list[str]) -> list[str]:
 
 
 def _is_number(text: str) -> bool:
-    """A negative weight is no flag."""
+    """Returns whether the text is a number, since a negative weight is not a flag."""
     try:
         float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`lorafleet adapters …`: the command line of client/admin.py, which administers a running server."""
+"""Defines `lorafleet adapters …`, which administers a running server through client/admin.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def push(
     url: Url = DEFAULT_URL,
     admin_key: Key = "",
 ) -> None:
-    """Register a new adapter, or a new version of one."""
+    """Registers a new adapter, or a new version of one."""
     options = PushOptions(replicas=replicas, activate=activate, pin=pin, tenant=tenant, metadata=_pairs(metadata))
     if "://" in source:
         print_answer(url, admin_key, lambda client: client.push_from(name, source, **options))
@@ -53,13 +53,13 @@ def list_adapters(
     url: Url = DEFAULT_URL,
     admin_key: Key = "",
 ) -> None:
-    """Show adapters, in the order of their names."""
+    """Shows adapters in the order of their names."""
     print_answer(url, admin_key, lambda client: client.page(after, limit))
 
 
 @adapters.command("show")
 def show(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
-    """Show an adapter's versions, aliases with their history, and pins."""
+    """Shows an adapter's versions, its aliases with their history, and its pins."""
     print_answer(url, admin_key, lambda client: client.show(name))
 
 
@@ -71,7 +71,7 @@ def alias(
     url: Url = DEFAULT_URL,
     admin_key: Key = "",
 ) -> None:
-    """Let a name stand for one version, or for a weighted split of several."""
+    """Makes a name stand for one version, or for a weighted split of several."""
     one = len(versions) == 1 and versions[0].isdecimal()
     to = int(versions[0]) if one else {_version(text): _weight(text, of) for text, of in _pairs(versions).items()}
     print_answer(url, admin_key, lambda client: client.alias(name, to, as_))
@@ -79,25 +79,25 @@ def alias(
 
 @adapters.command("rollback")
 def rollback(name: Name, alias: Alias = None, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
-    """Let a name stand for what it stood for before its last move."""
+    """Makes a name stand for what it stood for before its last move."""
     print_answer(url, admin_key, lambda client: client.rollback(name, alias))
 
 
 @adapters.command("pin")
 def pin(name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
-    """Keep an adapter in GPU slots."""
+    """Pins an adapter in GPU slots."""
     print_answer(url, admin_key, lambda client: client.pin(name, replicas))
 
 
 @adapters.command("unpin")
 def unpin(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
-    """Let an adapter's slots go to others again."""
+    """Unpins an adapter, so that others may take its slots."""
     print_answer(url, admin_key, lambda client: client.unpin(name))
 
 
 @adapters.command("prefetch")
 def prefetch(name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
-    """Load an adapter before its first request."""
+    """Loads an adapter before its first request."""
     print_answer(url, admin_key, lambda client: client.prefetch(name, replicas))
 
 
@@ -109,7 +109,7 @@ def remove(
     url: Url = DEFAULT_URL,
     admin_key: Key = "",
 ) -> None:
-    """Remove an adapter with all its versions, from every replica and from the catalogue."""
+    """Removes an adapter with all its versions from every replica and from the catalogue."""
     if alias is None:
         print_answer(url, admin_key, lambda client: client.remove(name, wait_s))
     else:
@@ -118,7 +118,7 @@ def remove(
 
 @adapters.command("verify")
 def verify(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
-    """Read an adapter's files again and compare their digests."""
+    """Reads an adapter's files again and compares their digests."""
     print_answer(url, admin_key, lambda client: client.verify(name))
 
 
@@ -146,7 +146,7 @@ def _weight(number: str, text: str) -> float:
 
 
 def print_answer(url: str, key: str, call: Callable[[AdminClient], Any]) -> None:
-    """The answer, or the server's own words and status 1."""
+    """Prints the answer, or prints the server's error message and exits with status 1."""
     try:
         with AdminClient(url, key) as client:
             answer = call(client)

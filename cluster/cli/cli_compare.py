@@ -1,4 +1,4 @@
-"""`lorafleet compare`: the command line of workers/tools/comparing/."""
+"""Defines `lorafleet compare`, whose work is done in tools/compare.py."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Write an HTML report there.")] = None,
     as_json: JSONOption = False,
 ) -> None:
-    """Run prompts through a base and its adapters: agreement, perplexity, KL, drift between versions of an adapter,
-    and what the base knew and an adapter lost."""
+    """Runs prompts through a base and its adapters. Reports agreement, perplexity, KL, drift between versions of an
+    adapter, and what the base knew and an adapter lost."""
     with ending_in_words():
         from lorafleet.tools.compare import Questions
         from lorafleet.tools.compare import compare as run
@@ -126,7 +126,8 @@ def _server(url: str, models: Mapping[str, str], api_key: str | None) -> Iterato
 
 
 def _weight_changes(forms: Mapping[str, AdapterForms], baseline: str) -> dict[str, float]:
-    """From the baseline adapter, where all are plain LoRAs or exactly as plain ones."""
+    """Returns how far each adapter's weights are from the baseline adapter's. The result is empty if the baseline is
+    the base, or if any adapter has no exact plain LoRA."""
     from lorafleet.protocol.errors import AdapterUnsupported
     from lorafleet.tools.drift import relative_change
     from lorafleet.tools.plain_lora import PlainLoRA
@@ -135,6 +136,6 @@ def _weight_changes(forms: Mapping[str, AdapterForms], baseline: str) -> dict[st
         return {}
     try:
         plain = {name: PlainLoRA.from_forms(one) for name, one in forms.items()}
-    except AdapterUnsupported:  # of no low rank: what they answer is compared all the same
+    except AdapterUnsupported:  # Only the weights cannot be compared; the answers still are.
         return {}
     return {name: relative_change(plain[baseline], other) for name, other in plain.items() if name != baseline}

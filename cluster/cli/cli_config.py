@@ -1,4 +1,4 @@
-"""`lorafleet config`: the command line of checking/."""
+"""Defines `lorafleet config`, whose checks are done in cluster/checking/."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ config = typer.Typer(help="Check the files that a cluster is started from.", no_
 def check(
     file: Annotated[Path, typer.Argument(help="For `serve run`, for `ray up`, or a KubeRay RayService.")],
 ) -> None:
-    """Refuse what is wrong in a file, all of it at once, and print what would run where. Starts nothing.
+    """Checks a file and prints all its mistakes at once, or what would run where. It starts nothing.
 
-    Status 1 where anything is wrong.
+    The exit status is 1 if anything is wrong.
     """
-    from lorafleet.cluster.checking.check import check_file  # Ray takes two seconds to import
+    from lorafleet.cluster.checking.check import check_file  # Ray takes two seconds to import.
     from lorafleet.cluster.checking.check_report import describe
 
     try:
@@ -43,7 +43,7 @@ def check(
 
 @config.command()
 def environment() -> None:
-    """Print what a node of a cluster needs in its environment before `ray start`, for a shell to read:
+    """Prints what a node of a cluster needs in its environment before `ray start`, for a shell to read:
 
     eval "$(lorafleet config environment)"
     """

@@ -1,4 +1,4 @@
-"""`lorafleet convert`: the command line of tools/convert.py."""
+"""Defines `lorafleet convert`, whose work is done in tools/convert.py."""
 
 from __future__ import annotations
 
@@ -42,8 +42,11 @@ def convert(
     seed: Annotated[int | None, typer.Option(help="Of dare's random choice; default 0.")] = None,
     as_json: JSONOption = False,
 ) -> None:
-    """Write an adapter anew in today's PEFT layout: from .bin, old configs, mlx-lm and other key layouts; LoHa, LoKr,
-    PiSSA and others as a plain LoRA where that is exact; other floats, a lower rank, or several adapters as one."""
+    """Writes an adapter in today's PEFT layout.
+
+    It reads .bin files, old configs, mlx-lm and other key layouts. LoHa, LoKr, PiSSA and others become a plain LoRA
+    if that is exact. It can also store other floats, lower the rank, or combine several adapters into one.
+    """
     with ending_in_words(), ExitStack() as stack:
         from lorafleet.tools.convert import convert as convert_one
         from lorafleet.tools.convert import convert_several

@@ -1,4 +1,4 @@
-"""`lorafleet inspect`: the command line of tools/inspection.py."""
+"""Defines `lorafleet inspect`, whose work is done in tools/inspection.py."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def inspect(
     max_lora_rank: Annotated[int, typer.Option(min=1, help="As serve's.")] = LoRAConfig().max_lora_rank,
     as_json: JSONOption = False,
 ) -> None:
-    """Say what an adapter is, what it costs on a GPU, which bases it fits, and what serving would refuse and why.
+    """Shows what an adapter is, what it costs on a GPU, which bases it fits, and what serving would reject and why.
 
-    Status 2 where the adapter, or one of the bases with it, would be refused.
+    The exit status is 2 if one of the bases, or without --model the reader alone, would reject the adapter.
     """
     with ending_in_words(), ExitStack() as stack:
         import torch

@@ -1,5 +1,5 @@
-"""`lorafleet keys …`: makes and ends the keys of a file that servers read (--api-keys). Servers take a change over by
-themselves; nothing here speaks with them."""
+"""Defines `lorafleet keys …`, which creates and revokes keys in a file that servers read (--api-keys). Servers notice
+a change by themselves; nothing here connects to them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ File = Annotated[Path, typer.Argument(help="The file given to servers as --api-k
 def create(
     file: File,
     id_: Annotated[str, typer.Option("--id", help="The key's public name, for logs and for revoking it.")],
-    scope: Annotated[list[str], typer.Option(help="infer, admin or metrics; several times.")] = ["infer"],  # noqa: B006  # typer copies it
+    # A mutable default is safe, since typer copies it.
+    scope: Annotated[list[str], typer.Option(help="infer, admin or metrics; several times.")] = ["infer"],  # noqa: B006
     tenant: Annotated[str | None, typer.Option(help="Whose it is; without, it sees what is public.")] = None,
     expires: Annotated[
         str | None, typer.Option(help="A date such as 2027-01-31, or a time from now: 90d, 12h.")
     ] = None,
 ) -> None:
-    """Add a key to the file, and print it: the only time that anybody sees it."""
+    """Adds a key to the file and prints it. The key is never shown again."""
     key = make_key()
     entry = {"id": id_, "hash": HASH_PREFIX + digest_of(key), "scopes": scope, "tenant": tenant}
     with _complaints():
@@ -47,7 +48,7 @@ def create(
 
 @keys.command("list")
 def list_keys(file: File) -> None:
-    """Show the keys of the file, one a line."""
+    """Shows the keys of the file, one per line."""
     with _complaints():
         found = key_file.read(file).keys
     for key in found:
@@ -60,7 +61,7 @@ def list_keys(file: File) -> None:
 
 @keys.command("revoke")
 def revoke(file: File, id_: Annotated[str, typer.Argument(metavar="ID")]) -> None:
-    """Take a key out of the file. Servers refuse it within a second or two; what it has begun goes on."""
+    """Removes a key from the file. Servers reject it within a second or two. Requests that it has started continue."""
     with _complaints():
         before = key_file.read(file)
         kept = [key for key in before.keys if key.id != id_]
@@ -71,7 +72,7 @@ def revoke(file: File, id_: Annotated[str, typer.Argument(metavar="ID")]) -> Non
 
 @keys.command("hash")
 def hash_key() -> None:
-    """Read a key from standard input and print what a file has in its place."""
+    """Reads a key from standard input and prints the hash that a file has in its place."""
     key = sys.stdin.readline().strip()
     with _complaints():
         check_key(key)
@@ -80,7 +81,7 @@ def hash_key() -> None:
 
 @contextmanager
 def _complaints() -> Iterator[None]:
-    """Every fault as one line, without a traceback."""
+    """Reports every fault as one line, without a traceback."""
     try:
         yield
     except LorafleetError as error:

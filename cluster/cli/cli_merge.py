@@ -1,4 +1,4 @@
-"""`lorafleet merge`: the command line of tools/merging.py."""
+"""Defines `lorafleet merge`, whose work is done in tools/merging.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def merge(
     dtype: Annotated[FloatName | None, typer.Option(help="Of the weights; default: each tensor's own.")] = None,
     as_json: JSONOption = False,
 ) -> None:
-    """Write a checkpoint of the base with an adapter merged into its weights."""
+    """Writes a checkpoint of the base with an adapter merged into its weights."""
     with ending_in_words(), ExitStack() as stack:
         from lorafleet.tools.base_checkpoint import BaseModel
         from lorafleet.tools.merging import merge as merge_into

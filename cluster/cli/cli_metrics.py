@@ -1,4 +1,5 @@
-"""`lorafleet metrics …`: Prometheus and Grafana over a running server, and the files for ones that run elsewhere."""
+"""Defines `lorafleet metrics …`, which runs Prometheus and Grafana for a server, or writes the files for ones that
+run elsewhere. The work is done in cluster/monitoring/."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def up(
         Path | None, typer.Option(help="Grafana's homepath, where it is not where packages put it.")
     ] = None,
 ) -> None:
-    """Start Prometheus, and Grafana where it is installed, over a running server; Ctrl-C stops them."""
+    """Starts Prometheus for a running server, and Grafana if it is installed. Ctrl-C stops them."""
     from lorafleet.cluster.monitoring.up import Options, run
 
     with ending_in_words():
@@ -58,7 +59,7 @@ def config(
     ca_file: CAFile = None,
     scrape_interval: Interval = 15,
 ) -> None:
-    """Write prometheus.yml and the rules, for a Prometheus that is started elsewhere."""
+    """Writes prometheus.yml and the rules for a Prometheus that is started elsewhere."""
     with ending_in_words():
         target = Target(server, bearer_token_file, ca_file, scrape_interval)
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,7 @@ def config(
 
 @metrics.command("dashboards")
 def write_dashboards(folder: Folder) -> None:
-    """Write Grafana's dashboards as JSON, to import or to provision."""
+    """Writes Grafana's dashboards as JSON, to import or to provision."""
     for path in dashboards.write(folder):
         typer.echo(path)
 

@@ -1,4 +1,4 @@
-"""`lorafleet quality …`: a running server's quality probes, by client/admin.py."""
+"""Defines `lorafleet quality …`, which shows and runs a server's quality probes through client/admin.py."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Model = Annotated[str, typer.Argument(help="As the file of --quality-probes name
 
 @quality.command("show")
 def show(url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
-    """Show the last run of every set of probes."""
+    """Shows the last run of every set of probes."""
     print_answer(url, admin_key, lambda client: client.quality())
 
 
 @quality.command("run")
 def run(model: Model, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
-    """Run a model's probes now."""
+    """Runs a model's probes now."""
     print_answer(url, admin_key, lambda client: client.run_quality(model))
 
 
 @quality.command("accept")
 def accept(model: Model, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
-    """Run a model's probes now, and take what comes out as its new baseline."""
+    """Runs a model's probes now and makes the result its new baseline."""
     print_answer(url, admin_key, lambda client: client.accept_quality(model))

@@ -1,6 +1,6 @@
-"""What the tools of the command line share: how they end, and options that several have.
+"""Provides what the tools of the command line share: error handling, and options that several tools have.
 
-Each tool's work is in tools/, imported when it runs: so that --help need not wait for torch.
+Each tool's work is in tools/, which is imported when the tool runs, so that --help does not wait for torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ModelOption = Annotated[Path | None, typer.Option("--model", help="Folder of the
 
 @contextmanager
 def ending_in_words() -> Iterator[None]:
-    """A user's mistake is one line on stderr and status 1."""
+    """Reports a user's mistake as one line on stderr, and exits with status 1."""
     try:
         yield
     except LorafleetError as error:

@@ -1,4 +1,4 @@
-"""`lorafleet usage DIR`: adds up what servers metered (--usage-dir)."""
+"""Defines `lorafleet usage DIR`, which adds up what servers metered (--usage-dir)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def usage(
     ] = None,
     until: Annotated[str | None, typer.Option(help="Likewise; what ended then is not in it.")] = None,
 ) -> None:
-    """Print sequences and tokens, a line of CSV for each tenant, or whatever --by names."""
+    """Prints sequences and tokens as CSV, with one line for each tenant, or for each combination of the fields in
+    --by."""
     names = [name for name in by.split(",") if name]
     try:
         sums = summed(
@@ -41,7 +42,7 @@ def usage(
 
 
 def _time_s(given: str) -> float:
-    """Since 1970."""
+    """Parses a date, a time or an age such as 7d, and returns seconds since 1970. Raises InvalidRequest."""
     ago = re.fullmatch(r"(\d+)([dh])", given)
     if ago is not None:
         return time.time() - int(ago[1]) * {"d": 86400, "h": 3600}[ago[2]]

@@ -1,7 +1,7 @@
-"""Puts together what the console is sent: the directory's view and the replicas' own, as one JSON object.
+"""Combines the directory's view and the replicas' views into one JSON object for the console.
 
-Everything that comes here has been cut to what the viewer may see, but for digests in a replica's slots and memory:
-those that the directory gives this viewer no name for are shown as nothing.
+Both views are already cut to what the viewer may see, except for the digests in a replica's slots and memory. Of
+these, only digests for which the directory gives this viewer a name are shown.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lorafleet.cluster.console.view import (
 )
 from lorafleet.protocol.names import tenant_of
 
-BASE = ""  # the base model among the names of traffic
-MAX_FAILURES = 100  # shown
+BASE = ""  # The base model's name in the traffic.
+MAX_FAILURES = 100  # Failures that are shown.
 POLL_S = 2.0
 
 
@@ -59,7 +59,7 @@ def state_of(
 
 
 def names_of(adapter: AdapterView) -> list[str]:
-    """That requests for it may give."""
+    """Returns the names by which requests may ask for the adapter."""
     return [adapter.name, *(alias for alias in adapter.aliases if alias != adapter.name)]
 
 
@@ -73,7 +73,7 @@ class Views:
         return total_of(view.traffic[name] for view in self._views for name in names if name in view.traffic)
 
     def adapter(self, adapter: AdapterView) -> dict[str, Any]:
-        """One row: what its aliases stand for now. history() has what they stood for before."""
+        """Returns one row, with what the aliases stand for now. history() returns all that they stood for."""
         return {
             **_adapter(adapter, self._viewer),
             "aliases": {self._viewer.naming(alias): moves[-1].split for alias, moves in adapter.aliases.items()},
@@ -157,7 +157,7 @@ def _failure(failure: Failure, viewer: Viewer) -> dict[str, Any]:
 def _loads(
     directory: DirectoryView, views: Sequence[ReplicaView], names: Mapping[str, str], viewer: Viewer
 ) -> list[dict[str, Any]]:
-    """What replicas were told to do, and what requests wait for."""
+    """Returns the commands that replicas have not completed, and the adapters that their requests wait for."""
     told: list[dict[str, Any]] = [
         {**msgspec.structs.asdict(one), "adapter": viewer.naming(one.adapter)} for one in directory.orders
     ]

@@ -1,4 +1,4 @@
-"""What the console asks of the directory: a page of adapters, where they are, and what replicas were told to do."""
+"""Reads the console's data from the directory: a page of adapters, where they are, and the open commands."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lorafleet.protocol.lora_request import LoRARequest, turn_group
 from lorafleet.protocol.names import OWNED, PAST_ALL, full_name, past_names_of, tenant_of
 from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
 
-STEP = 200  # names looked at before other work may run
-MAX_ORDERS = 200  # shown
-SEARCHES = TurnLimits(running=1, waiting=16, waiting_in_all=64)  # Each looks at all names; tenants take turns.
+STEP = 200  # Names examined before other work may run.
+MAX_ORDERS = 200  # Commands that are shown.
+SEARCHES = TurnLimits(running=1, waiting=16, waiting_in_all=64)  # Each examines all names; tenants take turns.
 ALL = 1 << 62
 
 
 class DirectoryWindow:
-    """Runs on the directory's loop and reads what it has; changes nothing."""
+    """Reads the directory's data on its event loop, and changes nothing."""
 
     def __init__(self, directory: AdapterDirectory) -> None:
         self._directory = directory
@@ -57,7 +57,7 @@ class DirectoryWindow:
         )
 
     def adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
-        """None where there is none, or another tenant's."""
+        """Returns an adapter, or None if there is none or the viewer may not see it."""
         if not self._is_visible(name, viewer):
             return None
         adapter = self._directory.catalogue.state.adapters.get(name)
@@ -67,7 +67,7 @@ class DirectoryWindow:
         return self._of_resolver(resolved, viewer) if resolved is not None else None
 
     async def _names(self, query: Query, viewer: Viewer) -> tuple[list[str], bool]:
-        """Of the adapters on the page, and whether there are more behind it."""
+        """Returns the names of the adapters on the page, and whether there are more after it."""
         if query.names is not None:
             owners = (self._owner(name) for name in query.names)
             return list(dict.fromkeys(name for name in owners if name is not None)), False
@@ -85,8 +85,11 @@ class DirectoryWindow:
         return page[: query.limit], len(page) > query.limit
 
     def _candidates(self, after: str, viewer: Viewer, limit: int, public_after: str = "") -> Iterator[str]:
-        """The first names behind `after`, as the viewer calls it, of each kind that it may see: adapters and what
-        resolvers found, and where all are wanted aliases too."""
+        """Yields the first names after `after`, which is the viewer's name for an adapter, from each range that it
+        may see.
+
+        These are the names of adapters and of what resolvers found. If all names are wanted, aliases are included.
+        """
         spans = [(after, PAST_ALL)] if viewer.sees_all else [(max(after, public_after), OWNED)]
         if not viewer.sees_all and viewer.tenant is not None:
             spans.append((full_name(viewer.tenant, after), past_names_of(viewer.tenant)))
@@ -97,7 +100,8 @@ class DirectoryWindow:
                 yield from index.between(begin, end, limit)
 
     def _gather(self, candidates: Iterator[str], query: Query, viewer: Viewer, page: list[str]) -> Iterator[None]:
-        """Fills `page` with the first limit + 1 names, sorted as the viewer calls them; few are looked at closer."""
+        """Fills `page` with the first limit + 1 names, sorted by the viewer's names. Only few names need the slower
+        checks."""
         wanted, shown = query.search.casefold(), viewer.naming
         after = shown(query.after)
         for at, candidate in enumerate(candidates):
@@ -119,14 +123,15 @@ class DirectoryWindow:
         return tenant_of(name) is None and name <= query.public_after
 
     def _owner(self, name: str) -> str | None:
-        """The adapter that is called so, or has such an alias."""
+        """Returns the adapter that has this name or alias, or None."""
         state = self._directory.catalogue.state
         if name in state.adapters or name in self._directory.resolved:
             return name
         return state.owner_name(name)
 
     def _is_visible(self, name: str, viewer: Viewer) -> bool:
-        """A tenant's own adapter is before a public one of the same name, which its requests do not reach."""
+        """Returns whether the viewer sees the adapter. A tenant's own adapter hides a public one of the same name,
+        which its requests do not reach."""
         own = full_name(viewer.tenant, name)
         hidden = own != name and tenant_of(name) is None and own in self._directory.catalogue.state.adapters
         return viewer.may_see(name) and not hidden
@@ -171,7 +176,8 @@ class DirectoryWindow:
         )
 
     def _names_held(self, replicas: list[str], viewer: Viewer) -> dict[str, str]:
-        """A name for each digest: the adapter's that has it, the first where several have the same bytes."""
+        """Returns a name for each digest that the replicas have. If several adapters have the same bytes, the first
+        one gives the name."""
         residency, names = self._directory.residency, dict[str, str]()
         for digest in {digest for one in replicas for digest in residency.held(one)}:
             name = self._name(digest, viewer)

@@ -1,7 +1,7 @@
-"""GET /console: the page and its files, as they lie in static/. No build step, and nothing from elsewhere.
+"""Serves the console's page and files (GET /console) as they are in static/. There is no build step, and nothing
+comes from other hosts.
 
-The page is opened without a key and shows nothing by itself; what it asks for goes through the API as anybody's calls
-do.
+The page opens without a key and shows nothing by itself. It gets its data through the API, as any client does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# The page has no inline script or style, and makes no HTML of strings: names, messages and answers are anybody's.
+# The page has no inline script or style, and never builds HTML from strings: names, messages and answers are untrusted.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -46,7 +46,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # Kept by the browser, and asked for anew each time: files of two releases must not come together.
+    # The browser caches files but revalidates them each time, so that files of two releases never mix.
     "cache-control": "no-cache",
 }
 
@@ -74,7 +74,7 @@ async def page(_: Front, request: Request) -> Response:
 
 
 async def page_elsewhere(_: Front, __: Request) -> Response:
-    """The page's own links are relative to /console, without a slash behind it."""
+    """Redirects to /console, since the page's own links are relative to it, without a trailing slash."""
     return Response(status_code=308, headers={"location": "../console"})
 
 

@@ -1,4 +1,4 @@
-"""What one replica tells the console of itself, and how all of them are asked."""
+"""Builds one replica's report for the console, and requests the reports of all replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from lorafleet.api.front import Front
 from lorafleet.cluster.console.view import ReplicaView, Viewer
 
-PATIENCE_S = 2.0  # a replica that takes longer is drawn without what only it knows
+PATIENCE_S = 2.0  # A slower replica is shown without the data that only it has.
 BUSIEST = 50
 
 logger = logging.getLogger("lorafleet.cluster")
@@ -35,7 +35,7 @@ def replica_view(front: Front, names: list[str], viewer: Viewer, cpu_loras: int,
 
 
 async def ask_all(replicas: Any, names: list[str], viewer: Viewer) -> list[ReplicaView]:
-    """Of those that answer in time. replicas: a handle whose deployment has look()."""
+    """Returns the reports of the replicas that answer in time. `replicas` is a handle whose deployment has look()."""
     try:
         answers = await replicas.broadcast("look", names, viewer).results_async(
             timeout_s=PATIENCE_S, return_exceptions=True

@@ -1,7 +1,9 @@
-"""GET /v1/console/state: what the console shows, cut to what its viewer may see; GET /v1/console/adapters/NAME: one
-adapter, with the history of its aliases.
+"""Serves the console's data, cut to what the viewer may see.
 
-A page polls every few seconds, so an answer that is what the page has already is 304 without a body.
+GET /v1/console/state           everything that the console shows
+GET /v1/console/adapters/NAME   one adapter, with the history of its aliases
+
+The page polls every few seconds, so an answer that it already has is a 304 without a body.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from lorafleet.protocol.errors import LorafleetError, ModelNotFound
 from lorafleet.protocol.names import full_name, tenant_of
 
 MAX_SEARCH_CHARS = 256
-MAX_ADAPTERS = 200  # on a page
+MAX_ADAPTERS = 200  # Adapters on a page.
 MAX_REPLICAS = 100
-MAX_LOOKS = 16  # pages of the directory that one search is shown from, where most of what it finds is other tenants'
+MAX_LOOKS = 16  # Pages of the directory that one search may read, if most of its results are other tenants'.
 
 ViewDirectory = Callable[[Query, Viewer], Awaitable[DirectoryView]]
 ViewAdapter = Callable[[str, Viewer], Awaitable[AdapterView | None]]
@@ -39,12 +41,12 @@ ViewReplicas = Callable[[list[str], Viewer], Awaitable[list[ReplicaView]]]
 
 
 class StateQuery(Strict):
-    """order: of adapters: by name from behind `after`, or those with the most requests of late."""
+    """The query parameters of /v1/console/state."""
 
     search: Annotated[str, Field(max_length=MAX_SEARCH_CHARS)] = ""
     after: Annotated[str, Field(max_length=MAX_SEARCH_CHARS)] = ""
     limit: Annotated[int, Field(ge=1, le=MAX_ADAPTERS)] = 50
-    order: Literal["name", "busiest"] = "name"
+    order: Literal["name", "busiest"] = "name"  # By name, or those with the most requests in the last minutes.
     replicas_after: Annotated[str, Field(max_length=MAX_SEARCH_CHARS)] = ""
     replica_limit: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 24
 
@@ -84,7 +86,8 @@ class StateApi:
         return json_response({**views.adapter(adapter), "history": views.history(adapter)})
 
     async def _page(self, query: Query, viewer: Viewer, catalog: CallersCatalog) -> DirectoryView:
-        """Without the public names that are kept for other tenants, of which the directory knows nothing."""
+        """Returns a page without the public names that are reserved for other tenants, since the directory does not
+        know of them."""
         view = await self._view_directory(query, viewer)
         if viewer.sees_all:
             return view
@@ -106,7 +109,7 @@ class StateApi:
         )
 
     async def _busiest(self, viewer: Viewer, limit: int) -> list[str]:
-        """By requests over all replicas."""
+        """Returns the names with the most requests over all replicas."""
         views = await self._view_replicas([], viewer)
         names = list({name for view in views for name in view.busiest})
         counted = Views(await self._view_replicas(names, viewer), viewer)
@@ -114,13 +117,14 @@ class StateApi:
 
 
 def viewer_of(front: Front, request: Request) -> Viewer:
-    """Where nobody needs a key, nobody has secrets either: /metrics and /v1/models tell all, too."""
+    """Returns the viewer of a request. If nobody needs a key, nothing is secret: /metrics and /v1/models show
+    everything, too."""
     caller = caller_of(request)
     return Viewer(caller.tenant, caller.is_operator or _refusal(front, None, "metrics") is None)
 
 
 def _rights(front: Front, request: Request, viewer: Viewer) -> dict[str, object]:
-    """What the page should offer. It is decided again at every call."""
+    """Returns what the page should offer. Each call is authorized again."""
     refused = _refusal(front, sent_key(request.headers), "admin")
     return {
         "tenant": viewer.tenant,
@@ -132,7 +136,7 @@ def _rights(front: Front, request: Request, viewer: Viewer) -> dict[str, object]
 
 
 def _refusal(front: Front, key: str | None, needed: Needed) -> LorafleetError | None:
-    """Why the key does not open it; None where it does."""
+    """Returns the error if the key does not grant this access, or None if it does."""
     try:
         front.gate.caller(key, needed)
     except LorafleetError as error:

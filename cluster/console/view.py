@@ -1,8 +1,9 @@
-"""What the console shows, as plain data: of the directory, of each replica, and both put together for one viewer.
+"""Defines what the console shows as plain data: the view of the directory, the view of each replica, and their
+viewer.
 
-The directory knows adapters and where they are; a replica knows its slots, its traffic and its failures. Nobody is told
-more than they may see: what is another tenant's is left out where it is kept, not where it is drawn. Names are
-full in all of this; console_state.py turns them into the viewer's.
+The directory knows adapters and where they are. A replica knows its slots, its traffic and its failures. Data of
+other tenants is left out where it is stored, not where it is displayed. All names here are full names;
+console_state.py turns them into the viewer's.
 """
 
 from __future__ import annotations
@@ -15,116 +16,116 @@ from lorafleet.protocol.names import bare_name, in_the_words_of, tenant_of
 
 
 class Viewer(msgspec.Struct, frozen=True):
-    """sees_all: the operator, or anybody where there are no keys. Others see what is public and their tenant's."""
+    """The caller that looks at the console. It sees public adapters and those of its tenant."""
 
     tenant: str | None
-    sees_all: bool
+    sees_all: bool  # True for the operator, and for anyone if there are no keys.
 
     def may_see(self, full: str) -> bool:
-        """An adapter of this full name (protocol/names.py)."""
+        """Returns whether the viewer may see the adapter of this full name (protocol/names.py)."""
         return self.sees_all or tenant_of(full) in (None, self.tenant)
 
     def naming(self, full: str) -> str:
-        """What the viewer calls it."""
+        """Returns the viewer's name for the adapter."""
         return full if self.tenant is None else bare_name(full)
 
     def words(self, text: str) -> str:
-        """A message with full names in it."""
+        """Replaces the full names in a message by the viewer's, and hides those of other tenants, unless the viewer
+        sees all."""
         return text if self.sees_all else in_the_words_of(self.tenant, text)
 
 
 class Query(msgspec.Struct, frozen=True):
-    """A page of adapters behind the name `after`, and one of replicas. names: these adapters in their order, in the
-    place of the page. public_after: public names up to this one are left out besides."""
+    """A request for one page of adapters and one page of replicas."""
 
     search: str = ""
-    after: str = ""
+    after: str = ""  # The page begins after this adapter.
     limit: int = 50
-    replicas_after: str = ""
+    replicas_after: str = ""  # The page begins after this replica.
     replica_limit: int = 24
-    names: tuple[str, ...] | None = None
-    public_after: str = ""
+    names: tuple[str, ...] | None = None  # Requests these adapters, in this order, instead of a page.
+    public_after: str = ""  # Public names up to this one are left out as well.
 
 
 class VersionView(msgspec.Struct):
-    """homes: replicas where placement wants it. tiers: where it is, by replica. source: for who sees all."""
+    """One version of an adapter."""
 
-    number: int | None  # None: a resolver found it
+    number: int | None  # None if a resolver found it.
     digest: str
-    homes: tuple[str, ...]
-    tiers: dict[str, Tier]
+    homes: tuple[str, ...]  # Replicas that placement has chosen for it.
+    tiers: dict[str, Tier]  # The tier where it is, by replica.
     rank: int | None = None
     num_bytes: int | None = None
     created_s: float | None = None
-    source: str = ""
+    source: str = ""  # Empty unless the viewer sees all.
     metadata: dict[str, str] = {}
 
 
 class MoveView(msgspec.Struct):
-    """split: version -> weight."""
+    """One move of an alias."""
 
-    at_s: float
-    split: dict[str, float]
+    at_s: float  # Seconds since 1970.
+    split: dict[str, float]  # Version -> weight.
 
 
 class AdapterView(msgspec.Struct):
-    """aliases: each with its moves, the present one last. found: by a resolver, and not in the catalogue."""
+    """One adapter with its versions and aliases."""
 
     name: str
     versions: list[VersionView]
-    aliases: dict[str, list[MoveView]]
+    aliases: dict[str, list[MoveView]]  # Each with its moves, the present one last.
     pinned_replicas: int = 0
     removing: bool = False
-    found: bool = False
+    found: bool = False  # True if a resolver found it and the catalogue does not have it.
 
 
 class Order(msgspec.Struct):
-    """What a replica was told to do and has not done yet."""
+    """A command that a replica has not completed yet."""
 
     replica: str
     adapter: str
     digest: str
     kind: str
-    since_s: float  # seconds since 1970
+    since_s: float  # Seconds since 1970.
 
 
 class ReplicaState(msgspec.Struct):
-    """As the directory has heard. pinned: digests that it shall keep in slots."""
+    """The directory's knowledge of one replica."""
 
     replica: str
     ready: bool
     draining: bool
-    load: ReplicaLoad | None
-    pinned: list[str]
+    load: ReplicaLoad | None  # None if it is unknown, or the viewer does not see all.
+    pinned: list[str]  # Digests that must stay in its slots.
 
 
 class DirectoryView(msgspec.Struct):
-    """names: of what is held by the replicas on this page, as far as the viewer may see it; others are no one's."""
+    """The directory's answer to a query."""
 
     adapters: list[AdapterView]
     has_more: bool
-    num_adapters: int | None  # None: not counted for this viewer
+    num_adapters: int | None  # None if it is not counted for this viewer.
     replicas: list[ReplicaState]
     num_replicas: int
     more_replicas: bool
-    names: dict[str, str]
+    names: dict[str, str]  # By digest, for what the replicas on this page have and the viewer may see.
     orders: list[Order]
     failures: list[Failure]
 
 
 class ReplicaView(msgspec.Struct):
-    """One replica of itself. slots: digests, "" for an empty one. traffic: by the names that were asked for."""
+    """One replica's report about itself."""
 
     replica: str
-    slots: list[str]
-    in_cpu: list[str]
-    cpu_loras: int  # room in host memory
-    waiting: list[str]  # digests that requests wait for
+    slots: list[str]  # Digests; "" for an empty slot.
+    in_cpu: list[str]  # Digests in host memory.
+    cpu_loras: int  # Number of adapters that host memory has room for.
+    waiting: list[str]  # Digests that requests wait for.
     num_running: int
     num_waiting: int
     max_num_seqs: int
-    kv_used: float  # share
-    traffic: dict[str, Traffic]
+    kv_used: float  # Share of the KV blocks, from 0 to 1.
+    traffic: dict[str, Traffic]  # By the requested names.
     total: Traffic
     failures: list[Failure]
-    busiest: list[str]
+    busiest: list[str]  # Names with the most requests.

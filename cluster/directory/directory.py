@@ -1,9 +1,10 @@
-"""The adapter directory: what each public name stands for, and which replica holds which adapter.
+"""The adapter directory, which knows what each public name stands for and which replica holds which adapter.
 
-Plain asyncio without Ray (cluster/directory/directory_actor.py wraps it into an actor). The catalogue below it is
-durable; what resolvers found is kept in memory, and brought back by the replicas after a restart. Every replica keeps
-copies of the names that it was asked for and polls `watch`; a write returns once every live replica has heard of it, or
-can no longer use its old copies: see LEASE_S. What administrators ask for is in cluster/admin/administration.py.
+It is plain asyncio without Ray; cluster/directory/directory_actor.py wraps it into an actor. The catalogue below it is
+durable. Names that resolvers found are held in memory only, and the replicas bring them back after a restart. Every
+replica copies the names that it was asked for and polls `watch`. A write returns once every live replica has
+acknowledged it, or can no longer use its old copies; see LEASE_S. The operations of administrators are in
+cluster/admin/administration.py.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.names import tenant_of
 
 # A replica may answer from its copies for LEASE_S after it *sent* the last watch call that was answered. A watch call
-# is held for HOLD_S at most, so the lease of a healthy replica never runs out. A write that waited ACKNOWLEDGE_S for a
-# silent replica may return: that replica's lease is over, so it asks the directory before it answers.
+# is held for at most HOLD_S, so the lease of a healthy replica never expires. A write that has waited ACKNOWLEDGE_S for
+# a silent replica may return: the replica's lease has expired, so it asks the directory before it answers.
 HOLD_S = 1.0
 LEASE_S = 4.0
 ACKNOWLEDGE_S = 5.0
-FORGET_S = 60.0  # a replica that was silent for this long is gone without having said so
-HAND_OVER_S = 10.0  # how long a replica that Serve stops waits for others to read what only it holds
-# Routers hear at once of what moved, and together, as one answer serves all that are alike far; how busy replicas are,
-# which each of a thousand may say ten times a second, is gathered for longer.
+FORGET_S = 60.0  # Seconds of silence after which a replica that did not leave counts as gone.
+HAND_OVER_S = 10.0  # Seconds that a replica being stopped waits for others to read what only it holds.
+# New locations of adapters are published at once, but to all routers together, since one answer serves all routers at
+# the same version. Loads are gathered for longer, since each of a thousand replicas may report ten times a second.
 MOVES_S = 0.002
 LOADS_S = 0.05
-GATHER_S = 0.02  # a thousand replicas may come within a second
-MAX_FOUND = 100_000  # Names that resolvers have found; the first of them is looked for again when it is asked for.
+GATHER_S = 0.02  # Seconds for which joins are gathered; a thousand replicas may join within a second.
+MAX_FOUND = 100_000  # Names found by resolvers; the oldest is dropped, and looked up again when it is requested.
 MAX_NAMES_LISTED = 2000  # Names in one answer of `listed`.
-MAX_CHANGES = 10_000  # names, remembered for replicas that are behind; who is further behind joins again
+MAX_CHANGES = 10_000  # Changed names recorded for replicas that are behind; a replica further behind joins again.
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -59,33 +60,34 @@ OrderKind = Literal["load", "pin", "unpin", "drop"]
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """What a replica did not know: names that stand for something else now (None: for nothing), and its orders."""
+    """The changes that a replica does not know yet, and its orders."""
 
-    epoch: str  # of the directory process
+    epoch: str  # Epoch of the directory process.
     version: int
-    served: dict[str, Served | None]
+    served: dict[str, Served | None]  # Names that stand for something else now; None: for nothing.
     orders: tuple[Order, ...] = ()
-    log: LogPosition = LogPosition("", 0)  # of what the names stand for
+    log: LogPosition = LogPosition("", 0)  # Position in the log that `served` reflects.
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What one replica shall do, answered by `done`. load: into host memory. pin: keep in a slot. drop: wait for the
-    requests in flight, then forget it in every tier."""
+    """An order to one replica, which answers it with `done`."""
 
     number: int
+    # load: read the adapter into host memory. pin: hold it in a slot. unpin: end that. drop: wait for its in-flight
+    # requests, then remove it from every tier.
     kind: OrderKind
     lora: LoRARequest
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The answer to a lookup, and the version in which it holds."""
+    """The answer to a lookup of a name."""
 
-    version: int
+    version: int  # Version of the directory in which the answer holds.
     served: Served | None
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """A step of a replica's start, for the person who waits for it."""
+    """A step of a replica's start, shown to the person who waits for it."""
 
     replica_id: str
     text: str
@@ -93,11 +95,12 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class StaleEpoch(Exception):
-    """The directory was restarted, or has forgotten how far this replica was: join again, then repeat the call."""
+    """Raised if the directory was restarted, or no longer knows how far this replica was. The caller joins again, then
+    repeats the call."""
 
 
 class Directory(Protocol):
-    """What replicas and routers call; AdapterDirectory itself, or its actor's handle in RemoteDirectory."""
+    """The calls of replicas and routers. AdapterDirectory answers them itself, RemoteDirectory through the actor."""
 
     async def join(
         self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
@@ -123,7 +126,7 @@ class Directory(Protocol):
 class _Ordered(NamedTuple):
     order: Order
     answer: asyncio.Future[AdapterInfo | None]
-    since_s: float  # seconds since 1970
+    since_s: float  # Seconds since 1970.
 
 
 class _Replica:
@@ -140,19 +143,22 @@ class _Replica:
 
 
 class AdapterDirectory:
-    """Everything runs on one event loop; between two awaits nothing else happens.
+    """The directory runs on one event loop, so nothing else happens between two awaits.
 
-    It can be called before load() has ended, and must be: with the catalogue of a million adapters that takes longer
-    than a lease. Until then it takes reports, tells routers who holds what, and lets replicas use their copies, since
-    nothing can be written; who asks for what a name stands for waits. Then it begins a new epoch, for which all join
-    again and compare their copies.
+    It must be callable before load() has ended, since loading the catalogue of a million adapters takes longer than a
+    lease. Until then it behaves as follows:
+    - It accepts reports, and gives routers the location of adapters.
+    - Replicas may use their copies, since nothing can be written.
+    - Lookups of names wait.
+
+    After load() it begins a new epoch, for which all replicas join again and compare their copies.
     """
 
     def __init__(
         self, catalogue: Catalogue, clock: Callable[[], float] = time.monotonic, fill_cpu_loras: bool = False
     ) -> None:
         self.catalogue = catalogue
-        self.on_replicas: Callable[[], None] = lambda: None  # told when one has come or gone
+        self.on_replicas: Callable[[], None] = lambda: None  # Called when a replica has joined or left.
         self.pins: Pins = dict
         self.failures = RecentFailures()
         catalogue.on_change = self._publish
@@ -161,14 +167,14 @@ class AdapterDirectory:
         self._epoch = uuid.uuid4().hex
         self._version = 0
         self._changes = RecentChanges[str]()
-        self._since: dict[str, int] = {}  # of the served names that changed in this epoch
+        self._since: dict[str, int] = {}  # Version of each served name that changed in this epoch.
         self._found: dict[str, LoRARequest] = {}
         self._found_index = NameIndex()
-        self._found_names: dict[str, tuple[str, ...]] = {}  # by digest
+        self._found_names: dict[str, tuple[str, ...]] = {}  # Names in _found, by digest.
         self._replicas: dict[str, _Replica] = {}
         self._live_before: set[str] = set()
         self._placing_now = asyncio.Lock()
-        self._draining: dict[str, tuple[float, asyncio.Task[None]]] = {}  # since when, and what is handed over
+        self._draining: dict[str, tuple[float, asyncio.Task[None]]] = {}  # Start and task of the hand-over.
         self._order_numbers = itertools.count(1)
         self._leases_until = clock()
         self._loaded = False
@@ -186,7 +192,8 @@ class AdapterDirectory:
         self._progress: list[Progress] = []
 
     async def load(self) -> None:
-        """Where it fails, all who wait for it are told why; to be tried again."""
+        """Loads the catalogue and begins a new epoch. If this fails, all waiting callers receive the error, and load()
+        may be repeated."""
         try:
             await self.catalogue.load()
         except Exception as error:
@@ -195,7 +202,7 @@ class AdapterDirectory:
             raise
         self._epoch = uuid.uuid4().hex
         if self.catalogue.state.adapters:
-            # Copies of before may still be in use, by replicas too that this process has not heard of.
+            # Replicas may still use copies from before, even replicas that have not joined this process.
             self._leases_until = self._clock() + ACKNOWLEDGE_S
         self._residency.begin(self._epoch)
         self._loaded, self._load_error = True, None
@@ -213,25 +220,26 @@ class AdapterDirectory:
 
     @property
     def idle(self) -> bool:
-        """No replica has called for a while: nobody is left who could use this directory."""
+        """Whether no replica has called for a while, so that nobody is left who could use this directory."""
         return not self.live()
 
     def live(self) -> list[str]:
         return [name for name, one in self._replicas.items() if self._clock() - one.seen < ACKNOWLEDGE_S + HOLD_S]
 
     def ready(self) -> list[str]:
-        """Those that can be given something to keep."""
+        """Returns the live replicas that can be ordered to load or pin an adapter."""
         return [name for name in self.live() if self._replicas[name].ready and name not in self._draining]
 
     async def wait_for_ready(self, count: int) -> list[str]:
-        """Those that are ready; gives a restarted directory's replicas time to come back to it."""
+        """Returns the ready replicas. Until ACKNOWLEDGE_S after the start it waits for `count` of them, since the
+        replicas of a restarted directory need time to join again."""
         while len(self.ready()) < count and await self._wait(self._acknowledgement, self._started + ACKNOWLEDGE_S):
             pass
         return self.ready()
 
     def tick(self) -> None:
-        """Called every second: a replica that fell silent counts as gone, and one that still lives long after it was
-        said to go as not stopped after all."""
+        """Treats a silent replica as gone, and ends a drain after FORGET_S, since a replica that still lives then was
+        not stopped after all. Called every second."""
         for replica_id in [one for one, (since, _) in self._draining.items() if self._clock() - since > FORGET_S]:
             self._end_draining(replica_id)
         live = set(self.ready())
@@ -243,7 +251,7 @@ class AdapterDirectory:
         self._tell_routers()
 
     async def place(self) -> None:
-        """One round of placement, about every ROUND_S."""
+        """Runs one round of placement. Called about every ROUND_S."""
         if not self._loaded:
             return
         async with self._placing_now:
@@ -258,8 +266,12 @@ class AdapterDirectory:
     async def join(
         self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
     ) -> Changes:
-        """A replica starts (epoch ""), or finds a restarted directory and brings what resolvers found for it: the
-        first to bring a name wins. Answers what its names stand for now. ready: to be ordered to load adapters."""
+        """Registers a replica, and returns what its names stand for now.
+
+        The replica has just started (epoch ""), or has found a restarted directory. In that case it brings what
+        resolvers found for it, and the first replica to bring a name wins. `ready` says that it may be ordered to load
+        adapters.
+        """
         if epoch not in ("", self._epoch):
             self._leases_until = max(self._leases_until, self._clock() + ACKNOWLEDGE_S)
         if not self._loaded:
@@ -282,8 +294,9 @@ class AdapterDirectory:
         self._forget(replica_id)
 
     async def drain(self, replica_id: str) -> None:
-        """Serve sends it no more requests: a router says so at once, the replica itself when it has answered those it
-        had. Returns when others hold what is asked for and was only there, or HAND_OVER_S after the first call."""
+        """Hands over the adapters of a replica to which Serve sends no more requests. A router calls this at once, and
+        the replica itself when it has answered its requests. Returns when other replicas hold the requested adapters
+        that only it held, or HAND_OVER_S after the first call."""
         if replica_id not in self._replicas:
             return
         if replica_id not in self._draining:
@@ -294,7 +307,7 @@ class AdapterDirectory:
         await asyncio.wait([self._draining[replica_id][1]])
 
     async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
-        """Acknowledges `version`; returns as soon as there is another one or an order behind `order`, or after
+        """Acknowledges `version`, and returns as soon as there is a newer version or an order after `order`, or after
         HOLD_S."""
         self._check(epoch)
         replica = self._seen(replica_id)
@@ -327,15 +340,16 @@ class AdapterDirectory:
         return Found(self._version, self.served(name))
 
     async def found(self, epoch: str, lora: LoRARequest) -> Found:
-        """A resolver has found it, and a worker has read it; who was first wins."""
+        """Records an adapter that a resolver has found and a worker has read. The first replica to record a name
+        wins."""
         await self.until_loaded()
         self._check(epoch)
         self._keep_found(lora)
         return Found(self._version, self.served(lora.lora_name))
 
     async def listed(self, epoch: str, after: str, end: str, limit: int) -> list[LoRARequest]:
-        """The first public names that are greater than `after` and less than `end`, MAX_NAMES_LISTED at most; of a
-        split, its first version."""
+        """Returns the adapters of the first public names that are greater than `after` and less than `end`, at most
+        MAX_NAMES_LISTED. For a split it returns the first version."""
         await self.until_loaded()
         self._check(epoch)
         limit = min(limit, MAX_NAMES_LISTED)
@@ -353,24 +367,26 @@ class AdapterDirectory:
             yield
 
     def order(self, replica_id: str, kind: OrderKind, lora: LoRARequest) -> asyncio.Future[AdapterInfo | None]:
-        """The answer comes with `done`; Overloaded where the replica goes before."""
+        """Sends an order to a replica. The future has the answer that comes with `done`, or Overloaded if the replica
+        leaves first."""
         replica = self._replicas[replica_id]
         number = next(self._order_numbers)
         answer: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting any more
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # Perhaps nobody waits for it.
         replica.orders[number] = _Ordered(Order(number, kind, lora), answer, time.time())
         replica.changed.set()
         return answer
 
     def forget_found(self, name: str) -> bool:
-        """A name that only resolvers know of; it is looked for again when it is asked for."""
+        """Removes a name that only resolvers know, and returns whether it was there. It is looked up again when it is
+        requested."""
         if not self._drop_found(name):
             return False
         self._publish({name})
         return True
 
     async def acknowledged(self) -> None:
-        """Until every live replica knows of all changes so far, or its lease is over because it asked for nothing."""
+        """Waits until every live replica knows all changes so far, or its lease has expired because it did not poll."""
         version = self._version
         await asyncio.sleep(max(0.0, self._leases_until - self._clock()))
         deadline = self._clock() + ACKNOWLEDGE_S
@@ -384,7 +400,8 @@ class AdapterDirectory:
         return self.accept(report)
 
     def accept(self, report: Report) -> bool:
-        """Residency.accept. A replica that has left is not taken in again by a report that was under way."""
+        """Accepts a report; see Residency.accept. A report that was in flight when its replica left is rejected, so
+        that it does not register the replica again."""
         if report.replica_id not in self._replicas:
             return False
         self._seen(report.replica_id)
@@ -393,7 +410,7 @@ class AdapterDirectory:
         return accepted
 
     async def routes(self, epoch: str, version: int) -> Routes:
-        """Returns as soon as there is something behind `version` of `epoch`, or after HOLD_S."""
+        """Returns routes as soon as there are newer ones than `version` of `epoch`, or after HOLD_S."""
         deadline = self._clock() + HOLD_S
         while (epoch, version) == (self._epoch, self._residency.told):
             if not await self._wait(self._routes_changed, deadline):
@@ -403,7 +420,8 @@ class AdapterDirectory:
     async def admit(
         self, replica_id: str, asks: list[Ask], charges: dict[str, int], running: dict[str, int]
     ) -> list[Verdict]:
-        """QuotaBook.admit, of all replicas' requests."""
+        """Admits or rejects requests against the quotas, which count the requests of all replicas; see
+        QuotaBook.admit."""
         return self._quotas.admit(replica_id, asks, charges, running)
 
     async def counts(self) -> DirectoryCounts:
@@ -429,7 +447,7 @@ class AdapterDirectory:
     async def progress(self, after: int) -> list[Progress]:
         return self._progress[after:]
 
-    # -- who looks ----------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     @property
     def residency(self) -> Residency:
@@ -437,7 +455,7 @@ class AdapterDirectory:
 
     @property
     def resolved(self) -> Mapping[str, LoRARequest]:
-        """What resolvers have found, by name."""
+        """The adapters that resolvers have found, by name."""
         return self._found
 
     @property
@@ -451,11 +469,11 @@ class AdapterDirectory:
         return replica_id in self._draining
 
     def owners(self, digest: str) -> list[str]:
-        """Names of the adapters that have these bytes."""
+        """Returns the names of the adapters that have these bytes."""
         return [*self.catalogue.state.users(digest), *self._found_names.get(digest, ())]
 
     def open_orders(self) -> Iterator[tuple[str, OrderKind, LoRARequest, float]]:
-        """What replicas were told and have not answered, and since when."""
+        """Yields the orders that replicas have not answered, with the time of each in seconds since 1970."""
         for replica_id, replica in self._replicas.items():
             for order, _, since_s in replica.orders.values():
                 yield replica_id, order.kind, order.lora, since_s
@@ -467,7 +485,7 @@ class AdapterDirectory:
         self.failures.note(error, name, tenant_of(name), replica_id)
 
     def _look_at_replicas(self) -> None:
-        """Soon, and once for all that join together."""
+        """Schedules one call of on_replicas for all replicas that join within GATHER_S."""
         if self._looking_at_replicas is None:
             self._looking_at_replicas = asyncio.get_running_loop().call_later(GATHER_S, self._replicas_came)
 
@@ -575,7 +593,7 @@ class AdapterDirectory:
         moved.set()
 
     def _tell_routers(self) -> None:
-        """Of all that changed so far, as soon as they may be told again."""
+        """Publishes all changes so far to the routers, as soon as the pause since the last publication is over."""
         if not self._residency.untold:
             return
         wait_s = self._told_s + (MOVES_S if self._residency.moved else LOADS_S) - self._clock()
@@ -598,7 +616,7 @@ class AdapterDirectory:
         return True
 
     def _size(self, digest: str) -> tuple[int, int] | None:
-        """Bytes and rank, of what the catalogue holds."""
+        """Returns the bytes and the rank of an adapter in the catalogue, or None."""
         versions = self.catalogue.state.versions(digest)
         return (versions[0].num_bytes, versions[0].rank) if versions else None
 
@@ -607,12 +625,13 @@ class AdapterDirectory:
         return size[0] if size is not None else TYPICAL_BYTES
 
     def _all_adapters(self) -> Iterator[str]:
-        """Digests of what public names stand for when this is begun."""
+        """Yields the digests behind the public names that exist when the iteration begins."""
         for name in [*self.catalogue.state.aliases(), *self._found]:
             yield from self.adapters(name)
 
     def _read_ahead(self, replica_id: str, digest: str) -> asyncio.Future[AdapterInfo | None] | None:
-        """None where it cannot."""
+        """Orders the replica to load the adapter. Returns None if the replica is not ready or no name stands for the
+        adapter."""
         if replica_id not in self.ready():
             return None
         for name in self.names(digest):

@@ -1,7 +1,7 @@
-"""The adapter directory as a named Ray actor, and how the other processes reach it.
+"""The adapter directory as a named Ray actor, and the client through which other processes reach it.
 
-One for each application and base model, made by whoever comes first. It ends by itself when no replica has called for
-a while, so that an application that was deleted leaves nothing behind but its catalogue.
+There is one actor for each application and base model, created by the first process that needs it. It exits by itself
+when no replica has called for a while, so a deleted application leaves nothing behind but its catalogue.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 
 NAMESPACE = "lorafleet"
 IDLE_EXIT_S = 30.0
-ADMINISTER_S = 660.0  # More than membership.CHANGE_S, so that a change is never repeated because it took long.
-MAX_CALLS = 10_000  # at a time: every replica and router holds one or two
-HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives the head node
+ADMINISTER_S = 660.0  # Longer than membership.CHANGE_S, so that a change is never repeated because it took long.
+MAX_CALLS = 10_000  # Calls at a time: every replica and router has one or two in flight.
+HEAD_NODE = "node:__internal_head__"  # A resource that Ray gives to the head node.
 
 LOAD_AGAIN_S = 2.0
-READ_ON_S = 1.0  # How often the log is read for what other directories of the same catalogue have written.
-COLLECT_S = 3600.0  # How often files that nobody names are looked for.
-SWITCH_S = 0.0001  # How long a thread may keep the interpreter from the event loop; Python's own default is 5 ms.
-MOVED_S = 3.0  # a directory that was not heard of for so long may run elsewhere; Ray knows where
+READ_ON_S = 1.0  # Seconds between reads of the log for changes by other directories of the same catalogue.
+COLLECT_S = 3600.0  # Seconds between searches for files that nothing names.
+SWITCH_S = 0.0001  # Seconds for which a thread may block the event loop with the GIL; Python's default is 5 ms.
+MOVED_S = 3.0  # After so many silent seconds the directory may run elsewhere, so Ray is asked where.
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ logger = logging.getLogger("lorafleet.cluster")
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPlace:
-    """Which directory, and where its catalogue is: all that is needed to reach or to make it."""
+    """The identity of a directory and the place of its catalogue: all that is needed to reach or to create it."""
 
     app_name: str
     model: str
@@ -70,7 +70,7 @@ class DirectoryPlace:
 
     @property
     def uri(self) -> str:
-        """A folder of its own under the state directory where none was configured."""
+        """The catalogue's URI, by default a folder of its own under the state directory."""
         return self.catalog_uri or str(state_folder() / "catalogues" / f"{self.app_name}-{self._model_id}")
 
     @property
@@ -79,12 +79,12 @@ class DirectoryPlace:
 
 
 class DirectoryActor:
-    """AdapterDirectory and Administration in a process of their own. Not derived from them: Ray would wrap each of
-    their methods."""
+    """Runs AdapterDirectory and Administration in their own process. It does not inherit from them, since Ray would
+    wrap each of their methods."""
 
     def __init__(self, catalog_uri: str, base_names: tuple[str, ...], fill_cpu_loras: bool, secret: str) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each, of a thousand replicas
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # A thousand replicas have a connection each.
         self._directory = AdapterDirectory(Catalogue(open_store(catalog_uri)), fill_cpu_loras=fill_cpu_loras)
         self._administration = Administration(self._directory, base_names)
         self._window = DirectoryWindow(self._directory)
@@ -96,16 +96,16 @@ class DirectoryActor:
         self._caring: list[asyncio.Task[None]] = []
 
     async def address(self) -> Address:
-        """Where join, report, routes and watch are answered."""
+        """Returns the address that answers join, report, routes and watch."""
         return self._server.address
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """A public method of AdapterDirectory."""
+        """Calls a public method of AdapterDirectory."""
         assert not method.startswith("_"), method
         return await getattr(self._directory, method)(*arguments)
 
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
-        """A public method of Administration."""
+        """Calls a public method of Administration, once the catalogue is loaded."""
         assert not verb.startswith("_"), verb
         await self._directory.until_loaded()
         return await getattr(self._administration, verb)(**arguments)
@@ -160,8 +160,8 @@ class DirectoryActor:
 
 @contextlib.contextmanager
 def _quick_switches() -> Iterator[None]:
-    """The loop gives Python's lock away with every system call, and a thread that reads a catalogue would keep it for
-    5 ms each time: a thousand replicas would wait for minutes."""
+    """Shortens the time for which a thread may hold the GIL. The event loop releases the GIL with every system call,
+    and a thread that reads a catalogue would then hold it for 5 ms: a thousand replicas would wait for minutes."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
@@ -171,8 +171,8 @@ def _quick_switches() -> Iterator[None]:
 
 
 def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
-    # A local folder is where the head node has it, wherever the caller runs. With S3 the head is only the better place:
-    # it does not go when the load does, and has no GPU to keep busy.
+    # A local folder is on the head node, wherever the caller runs. With S3 the head node is only preferred: it is not
+    # removed when the load drops, and has no GPU to keep busy.
     in_s3 = place.uri.startswith("s3://")
     actor = (
         ray.remote(DirectoryActor)
@@ -185,10 +185,10 @@ def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
             max_task_retries=0,
             num_cpus=0,
             resources={} if in_s3 else {HEAD_NODE: 0.001},
-            # A replica's own strategy, which it has without one, would put it into that replica's placement group.
+            # Without a strategy, it would inherit the calling replica's own and run in its placement group.
             scheduling_strategy=_rather_on_head() if in_s3 else "DEFAULT",
             max_concurrency=MAX_CALLS,
-            # Ray's head would remember each of the last 100 000 calls: 200 MB.
+            # Otherwise Ray's head would record each of the last 100 000 calls: 200 MB.
             enable_task_events=False,
         )
         .remote(place.uri, place.base_names, place.fill_cpu_loras, secrets.token_hex(16))
@@ -203,8 +203,8 @@ def _rather_on_head() -> NodeAffinitySchedulingStrategy | str:
 
 
 class RemoteDirectory:
-    """directory.Directory over the actor and its socket; raises the actor's own exceptions, and TimeoutError where it
-    does not answer in time."""
+    """Implements directory.Directory over the actor and its socket. It raises the actor's own exceptions, and
+    TimeoutError if the actor does not answer in time."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -268,7 +268,7 @@ class RemoteDirectory:
         await _result(self._actor.call.remote("note", progress))
 
     def note_soon(self, progress: Progress) -> None:
-        """note, from code that is not asyncio and does not care for the outcome."""
+        """Calls `note` from code that is not asyncio, and ignores the outcome."""
         self._actor.call.remote("note", progress)
 
     def close(self) -> None:
@@ -287,14 +287,15 @@ class RemoteDirectory:
             return self._connection
 
     async def _connect(self) -> DirectoryConnection:
-        """A restarted directory is nearly always where it was, and answers there before it answers Ray's calls."""
+        """Connects to the directory. A restarted directory is nearly always where it was, and answers there before it
+        answers Ray's calls."""
         if self._address is None or time.monotonic() - self._answered_s > MOVED_S:
             self._address = await _address_of(self._actor)
         return await DirectoryConnection.open(self._address)
 
 
 def read_progress(name: str, after: int) -> list[Progress]:
-    """What was noted since the first `after` notes; nothing while there is no directory yet."""
+    """Returns the steps after the first `after` steps, or nothing while there is no directory yet."""
     try:
         actor: Any = ray.get_actor(name, namespace=NAMESPACE)
         notes: list[Progress] = ray.get(actor.call.remote("progress", after), timeout=5)
@@ -309,7 +310,8 @@ async def _address_of(actor: Any) -> Address:
 
 
 async def _result(reference: Awaitable[T], limit_s: float = ANSWER_S) -> T:
-    """Raises TimeoutError after limit_s: a process that is stopped never answers."""
+    """Waits for an answer of the actor. Raises TimeoutError after limit_s seconds, since a stopped process never
+    answers."""
     try:
         return await asyncio.wait_for(reference, limit_s)
     except RayTaskError as error:

@@ -1,4 +1,5 @@
-"""What /metrics shows of the adapter directory. Whichever replica is scraped asks for the counts and writes them."""
+"""The metrics of the adapter directory on /metrics. The replica that is scraped requests the counts and renders
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _COUNTERS = {
 
 
 class DirectoryCounts(msgspec.Struct, frozen=True):
-    """The gauges as they are, the counters since the directory's process started."""
+    """Gauges have their present values. Counters count from the start of the directory's process."""
 
     adapters: int
     replicas: int

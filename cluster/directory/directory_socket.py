@@ -1,9 +1,9 @@
-"""What replicas and routers say to the directory many times a second, or all at once when it has been restarted: to
-join, reports, and the long polls for names and routes. A TCP connection each, frames of msgpack, any number of calls
-under way.
+"""The socket protocol for the directory's frequent calls: join, reports, and the long polls for names and routes.
 
-Not actor calls, which cost Ray's actor twenty times as much (benchmarks/directory_cluster.py). Who may call the actor
-is told the address and a secret by it (cluster/directory/directory_actor.py), and shows the secret first.
+Replicas and routers send them many times a second, or all at once when the directory has been restarted. Each has one
+TCP connection with frames of msgpack, on which any number of calls may be in flight. Calls of the actor would cost
+Ray's actor twenty times as much (benchmarks/directory_cluster.py). The actor gives the address and a secret to those
+that may call it (cluster/directory/directory_actor.py), and a connection must show the secret first.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lorafleet.cluster.directory.directory import AdapterDirectory, Changes, Sta
 from lorafleet.cluster.directory.residency import Report, Routes
 from lorafleet.protocol.lora_request import LoRARequest
 
-PORTS = range(20_000, 32_000)  # between those of Ray's workers and those that the system gives away
-MAX_CALL_BYTES = 64 << 20  # a full report has 100 bytes for each adapter that the replica holds
-MAX_ANSWER_BYTES = 1 << 30  # a router's whole table has 140 for each
+PORTS = range(20_000, 32_000)  # Between the ports of Ray's workers and those that the system assigns.
+MAX_CALL_BYTES = 64 << 20  # A full report has 100 bytes for each adapter that the replica holds.
+MAX_ANSWER_BYTES = 1 << 30  # A router's whole table has 140 bytes for each adapter.
 CONNECT_S = 2.0
-ANSWER_S = 5.0  # more than any call is held: whoever is silent for so long is gone, node and all
+ANSWER_S = 5.0  # Longer than any call is held: a peer that is silent for so long is gone, perhaps with its node.
 
-MAX_HELLO_BYTES = 256  # Before it has shown the secret a connection may send no more.
-HELLO_S = 5.0  # How long a connection may take to show the secret.
-MAX_STRANGERS = 1024  # Connections that have not shown it yet; a thousand replicas may come together.
+MAX_HELLO_BYTES = 256  # Size of a frame on a connection that has not shown the secret.
+HELLO_S = 5.0  # Seconds in which a connection must show the secret.
+MAX_STRANGERS = 1024  # Connections that have not shown the secret yet; a thousand replicas may connect together.
 
 _SIZE_BYTES = 4
 
@@ -81,18 +81,18 @@ _Call = _Report | _Routes | _Watch | _Join
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """stale: instead of a result, the epoch of the call, which is over."""
+    """The answer to one call."""
 
     number: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
-    stale: str | None = None
+    stale: str | None = None  # Replaces the result if the call's epoch is over.
 
 
 class DirectoryServer:
-    """Listens from the constructor on; start() begins to answer. One event loop with the directory.
+    """Listens from its construction on, and answers after start(). It runs on the directory's event loop.
 
-    identity: of the directory, whichever process it runs in. The next one on the same node has the same address, so
-    that replicas and routers need not ask for it, unless another program has taken the port meanwhile.
+    `identity` identifies the directory, whichever process it runs in. The next process on the same node gets the same
+    address, so that replicas and routers need not ask for it, unless another program has taken the port meanwhile.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class DirectoryServer:
     ) -> None:
         self.directory = directory
         self.hello_s = hello_s
-        self.num_strangers = 0  # connections that have not shown the secret
+        self.num_strangers = 0  # Connections that have not shown the secret.
         self._socket = _listen(host, PORTS[zlib.crc32(identity.encode()) % len(PORTS)])
         self.address = Address(host, self._socket.getsockname()[1], secret)
         self._connections: set[_ServerConnection] = set()
@@ -117,7 +117,7 @@ class DirectoryServer:
             connection.abort()
 
     def encode(self, routes: Routes) -> msgspec.Raw:
-        """Routers that are alike far get the same object; it is written once for all of them."""
+        """Encodes routes once for all routers at the same version, since these get the same object."""
         if self._encoded is None or self._encoded[0] is not routes:
             self._encoded = routes, _raw(routes)
         return self._encoded[1]
@@ -135,7 +135,7 @@ class _ServerConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it.
         self._open.add(self)
         self._server.num_strangers += 1
         if self._server.num_strangers > MAX_STRANGERS:
@@ -152,7 +152,7 @@ class _ServerConnection(asyncio.Protocol):
         self._transport.abort()
 
     def _is_stranger_no_more(self) -> None:
-        """It has shown the secret, or has gone."""
+        """Stops counting the connection as a stranger, since it has shown the secret or is gone."""
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
@@ -170,7 +170,7 @@ class _ServerConnection(asyncio.Protocol):
 
     def _take(self, frame: bytes) -> None:
         if not self._known:
-            shown = _hello_decoder.decode(frame).secret.encode()  # as text it would have to be ASCII
+            shown = _hello_decoder.decode(frame).secret.encode()  # compare_digest needs ASCII text, or bytes.
             self._known = secrets.compare_digest(shown, self._server.address.secret.encode())
             if not self._known:
                 raise _BadFrame("it does not know the secret")
@@ -178,7 +178,7 @@ class _ServerConnection(asyncio.Protocol):
             self._frames.limit = MAX_CALL_BYTES
             return
         call = _call_decoder.decode(frame)
-        if isinstance(call, _Report):  # answered at once: there are ten thousand a second
+        if isinstance(call, _Report):  # A report is answered at once, since there are ten thousand a second.
             self._answer(_Answer(call.number, _raw(self._directory.accept(call.report))))
             return
         task = asyncio.get_running_loop().create_task(self._serve(call))
@@ -209,7 +209,7 @@ class _ServerConnection(asyncio.Protocol):
 
 
 class DirectoryConnection(asyncio.Protocol):
-    """Calls raise StaleEpoch, or ConnectionError where the directory has gone."""
+    """A connection to the directory. Its calls raise StaleEpoch, or ConnectionError if the directory is gone."""
 
     def __init__(self) -> None:
         self._frames = _Frames(MAX_ANSWER_BYTES)
@@ -244,7 +244,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it.
 
     def connection_lost(self, _: Exception | None) -> None:
         self.closed = True
@@ -279,7 +279,7 @@ class DirectoryConnection(asyncio.Protocol):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """At this port, or another one where it is taken."""
+    """Listens at this port, or at another one if it is taken."""
     try:
         return socket.create_server((host, port), backlog=4096)
     except OSError:
@@ -291,14 +291,14 @@ class _BadFrame(Exception):
 
 
 class _Frames:
-    """Cuts a stream into frames: so many bytes, in four bytes, and then they themselves."""
+    """Cuts a stream into frames. A frame is its length in four bytes, followed by as many bytes."""
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit  # of a frame, in bytes; may be changed between two frames
+        self.limit = limit  # Bytes of a frame; may be changed between two frames.
         self._buffer = bytearray()
 
     def cut(self, data: bytes) -> Iterator[bytes]:
-        """To be used up before the next call."""
+        """Yields the complete frames. The iterator must be exhausted before the next call."""
         buffer = self._buffer
         buffer += data
         at = 0

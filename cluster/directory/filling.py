@@ -1,5 +1,5 @@
-"""Fills host memory that is empty with adapters that nobody has asked for yet, so that first requests need not wait for
-a disk. Switched on by `fill_cpu_loras`; takes no room from an adapter that is there."""
+"""Fills empty host memory with adapters that nobody has requested yet, so that first requests need not wait for a disk.
+`fill_cpu_loras` turns it on. It takes no memory from adapters that are there."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from lorafleet.cluster.directory.placement import STEP
 from lorafleet.cluster.directory.residency import Residency
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 
-FULL = 0.9  # of a replica's host memory; the rest is for what is asked for meanwhile
-AT_ONCE = 4  # adapters that one replica is told to read in a round
-SCAN = 1000  # adapters looked at in a round
+FULL = 0.9  # Share of a replica's host memory; the rest is for adapters that are requested meanwhile.
+AT_ONCE = 4  # Adapters that one replica is ordered to read per round.
+SCAN = 1000  # Adapters examined per round.
 
 
 class Filler:
-    """adapters: all there are, anew at each call. prefetch(replica, adapter): the replica should read it."""
+    """Chooses the adapters that replicas read into empty host memory.
+
+    Args:
+        adapters: returns all adapters, anew at each call.
+        prefetch: prefetch(replica, adapter) orders the replica to read the adapter.
+    """
 
     def __init__(
         self,
@@ -27,13 +32,13 @@ class Filler:
         self._residency = residency
         self._adapters = adapters
         self._prefetch = prefetch
-        self._unseen: Iterator[str] = iter(())  # what is left of a pass over all
-        # adapter -> replica, for as long as both live: what fails is not tried for ever.
+        self._unseen: Iterator[str] = iter(())  # The rest of a pass over all adapters.
+        # Adapter -> replica that was ordered to read it, while both exist. So a failed read is not repeated forever.
         self._told: dict[str, str] = {}
-        self._told_before: dict[str, str] = {}  # what this pass has not come by yet; the rest of it is gone at its end
+        self._told_before: dict[str, str] = {}  # Entries that this pass has not reached; any left at its end are gone.
 
     def steps(self, leaving: Container[str]) -> Iterator[None]:
-        """A round's share of the work, in short steps. leaving: replicas that take nothing more."""
+        """Does a round's share of the work, in short steps. Replicas in `leaving` receive nothing more."""
         room = self._room(leaving)
         rendezvous = Rendezvous(dict.fromkeys(room, 1.0))
         for at in range(SCAN):
@@ -59,7 +64,8 @@ class Filler:
                 yield
 
     def _room(self, leaving: Container[str]) -> dict[str, int]:
-        """Adapters that each replica may read, where nobody waits for its disk."""
+        """Returns how many adapters each replica may read. A replica with unread adapters is left out, since requests
+        may wait for its disk."""
         residency, room = self._residency, {}
         for replica, load in residency.loads.items():
             left = int(FULL * residency.cpu_loras[replica]) - len(residency.held(replica))

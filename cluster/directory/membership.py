@@ -1,9 +1,9 @@
-"""A replica's copies of what names stand for: kept fresh by polling the directory, never used once they may be out of
-date; and the orders that come with the answers.
+"""A replica's copies of what names stand for, and its execution of the directory's orders.
 
-Also repeats a call for which the directory turns out to have been restarted, after bringing it what this replica knows.
-Every call has a time limit. While the directory is silent, calls fail at once, and copies are used as long as the
-catalogue's log shows that they were not changed (catalogue/log_end.py).
+The copies are refreshed by polling the directory, and are never used once they may be out of date. Orders come with the
+answers. A call that finds the directory restarted is repeated, after this replica has brought the directory what it
+knows. Every call has a time limit. While the directory is silent, calls fail at once, and copies are used as long as
+the catalogue's log shows that they have not changed (catalogue/log_end.py).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.names import tenant_of
 
 RETRY_S = 0.1
-PATIENCE_S = 10.0  # How long a call waits for a directory that is being restarted, is stopped or slow.
-START_S = 120.0  # How long a replica that starts waits for the first answer: the directory's process may start with it.
-ADMIT_S = 1.0  # How long a request waits for the quotas.
-READ_S = 10.0  # Time limit of administrative calls that only read.
-CHANGE_S = 600.0  # Time limit of those that change something: replicas may load adapters for minutes.
-RETRY_AFTER_S = 2.0  # What clients are told after a call that failed.
-MAX_COPIES = 100_000  # names; the one asked for first goes
+PATIENCE_S = 10.0  # Seconds that a call waits for a directory that is being restarted, is stopped or is slow.
+START_S = 120.0  # Seconds that a starting replica waits for an answer; the directory's process may start with it.
+ADMIT_S = 1.0  # Seconds that a request waits for the quotas.
+READ_S = 10.0  # Time limit in seconds of administrative calls that only read.
+CHANGE_S = 600.0  # Time limit in seconds of calls that change something; replicas may load adapters for minutes.
+RETRY_AFTER_S = 2.0  # Seconds after which clients should repeat a failed call.
+MAX_COPIES = 100_000  # Names; the oldest copy is evicted first.
 
 T = TypeVar("T")
 logger = logging.getLogger("lorafleet.cluster")
@@ -39,8 +39,12 @@ Obey = Callable[[Order], Awaitable[AdapterInfo | None]]
 
 
 class Membership:
-    """obey: does what an order says; its LorafleetError is the order's answer. log_end: without it copies are not used
-    beyond their lease."""
+    """A replica's membership of the directory.
+
+    Args:
+        obey: executes an order; a LorafleetError that it raises is the order's answer.
+        log_end: without it, copies are not used after their lease.
+    """
 
     def __init__(
         self,
@@ -55,26 +59,27 @@ class Membership:
         self._obey = obey
         self._clock = clock
         self._log_end = log_end
-        self._log = LogPosition("", 0)  # of the copies
-        self._answered_s = clock()  # when the directory was heard last
+        self._log = LogPosition("", 0)  # The part of the log that the copies reflect.
+        self._answered_s = clock()  # Time of the directory's last answer.
         self._ready = False
         self._epoch = ""
         self._version = -1
         self._order = 0
         self._copies: dict[str, Served] = {}
-        self._absent: dict[str, None] = {}  # of tenants: their requests for public adapters ask for these first
+        # Names of tenants that stand for nothing. A tenant's requests for public adapters look these names up first.
+        self._absent: dict[str, None] = {}
         self._lease_until = 0.0
         self._following: asyncio.Task[None] | None = None
         self._obeying: set[asyncio.Task[None]] = set()
 
     @property
     def epoch(self) -> str:
-        """Of the directory process that was joined last."""
+        """The epoch of the directory process that was joined last."""
         return self._epoch
 
     @property
     def fresh(self) -> bool:
-        """Whether copies may be trusted: no write that they miss has been acknowledged to anybody."""
+        """Whether copies may be used: no write that they miss has been acknowledged to anybody."""
         return self._clock() < self._lease_until
 
     async def start(self) -> None:
@@ -88,12 +93,12 @@ class Membership:
         await self.directory.leave(self.replica_id)
 
     async def become_ready(self) -> None:
-        """From now on the directory may order this replica to load something."""
+        """Allows the directory to order this replica to load adapters from now on."""
         self._ready = True
         await self.call(lambda _: self._join())
 
     async def lookup(self, name: str) -> Served | None:
-        """What the name stands for, from the copy while it may be trusted, else from the directory."""
+        """Returns what the name stands for, from the copy while it may be used, else from the directory."""
         copy = self._copies.get(name)
         is_known = copy is not None or name in self._absent
         if is_known and (self.fresh or await self._is_unchanged(name, copy)):
@@ -101,20 +106,20 @@ class Membership:
         return self._keep(name, await self.call(lambda epoch: self.directory.lookup(epoch, name)))
 
     async def found(self, lora: LoRARequest) -> Served | None:
-        """A resolver has found it; answers with what another replica brought first."""
+        """Records an adapter that a resolver has found. Returns another replica's adapter if that one was first."""
         return self._keep(lora.lora_name, await self.call(lambda epoch: self.directory.found(epoch, lora)))
 
     async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
-        """Public names in order, see AdapterDirectory.listed."""
+        """Returns the adapters of public names, in order; see AdapterDirectory.listed."""
         return await self.call(lambda epoch: self.directory.listed(epoch, after, end, limit))
 
     @property
     def list_version(self) -> tuple[str, int] | None:
-        """Another one whenever a public name may stand for something else; None if that is not known now."""
+        """A value that changes whenever a public name may stand for something else; None if that is not known now."""
         return (self._epoch, self._version) if self.fresh else None
 
     async def admit(self, asks: list[Ask], charges: dict[str, int], running: dict[str, int]) -> list[Verdict]:
-        """Raises DirectoryUnavailable after ADMIT_S."""
+        """Requests admission against the quotas. Raises DirectoryUnavailable after ADMIT_S."""
         return await self.call(lambda _: self.directory.admit(self.replica_id, asks, charges, running), ADMIT_S)
 
     async def report(self, report: Report) -> bool:
@@ -127,15 +132,15 @@ class Membership:
     async def call(
         self, call: Callable[[str], Awaitable[T]], limit_s: float | None = None, patience_s: float | None = None
     ) -> T:
-        """A call to the directory, given its epoch, repeated while it is away.
+        """Makes a call to the directory with its epoch, and repeats it while the directory is away.
 
-        Raises DirectoryUnavailable after limit_s, or once the directory has been silent for patience_s; both are
-        PATIENCE_S where they are not given. What was asked for may still be done then.
+        Raises DirectoryUnavailable after limit_s seconds, or once the directory has been silent for patience_s seconds.
+        Both default to PATIENCE_S. The directory may still do what was requested.
         """
         patience_s = PATIENCE_S if patience_s is None else patience_s
         deadline_s = self._clock() + (PATIENCE_S if limit_s is None else limit_s)
         if self._following is None:
-            self._answered_s = self._clock()  # nobody has listened yet
+            self._answered_s = self._clock()  # Polling has not begun yet, so silence means nothing.
         if self._clock() >= self._answered_s + patience_s:
             raise _unavailable(self._clock() - self._answered_s)
         calling = asyncio.get_running_loop().create_task(self._repeat(call))
@@ -163,17 +168,18 @@ class Membership:
                 raise
             except StaleEpoch:
                 stale = True
-            except Exception as error:  # it is being restarted
+            except Exception as error:  # The directory is being restarted.
                 logger.debug("replica %s: the adapter directory does not answer: %r", self.replica_id, error)
                 await asyncio.sleep(RETRY_S)
 
     async def _is_unchanged(self, name: str, copy: Served | None) -> bool:
-        """Whether the catalogue says of this name what it said when the copies were right."""
+        """Returns whether the catalogue's log shows that this name has not changed since the copies were correct."""
         changed = None if self._log_end is None else await self._log_end.changed_since(self._log)
         return changed is not None and changed.isdisjoint((name, name if copy is None else copy.adapter))
 
     def _keep(self, name: str, answer: Found) -> Served | None:
-        """Takes a copy, unless the answer is older than what this replica has heard since."""
+        """Copies the answer, unless it is older than the version of this replica's copies. Returns what the name stands
+        for."""
         if answer.version >= self._version:
             self._copy(name, answer.served)
             if answer.served is None and tenant_of(name) is not None:
@@ -199,14 +205,14 @@ class Membership:
                 self._adopt(changes, sent)
             except StaleEpoch:
                 await self._try_to_join()
-            except Exception as error:  # the directory is being restarted
+            except Exception as error:  # The directory is being restarted.
                 logger.warning("replica %s: the adapter directory does not answer: %r", self.replica_id, error)
                 await asyncio.sleep(RETRY_S)
 
     async def _try_to_join(self) -> None:
         try:
             await self._join()
-        except Exception as error:  # it went again
+        except Exception as error:  # The directory has gone again.
             logger.warning("replica %s: cannot join the adapter directory: %r", self.replica_id, error)
             await asyncio.sleep(RETRY_S)
 
@@ -215,21 +221,21 @@ class Membership:
         found = [copy.loras[0] for copy in self._copies.values() if copy.found]
         changes = await self.directory.join(self.replica_id, self._epoch, list(self._copies), found, self._ready)
         self._answered_s = self._clock()
-        self._absent.clear()  # the answer is of copies only
+        self._absent.clear()  # The answer covers only the copies.
         if changes.epoch != self._epoch:
             self._epoch, self._version, self._order = changes.epoch, -1, 0
         self._adopt(changes, sent)
 
     def _adopt(self, changes: Changes, sent: float) -> None:
-        """Names that nobody asked for here are not copied."""
+        """Applies changes to the copies and executes orders. Names that nobody requested here are not copied."""
         if changes.epoch != self._epoch or changes.version < self._version:
-            return  # another call's answer has overtaken this one
+            return  # The answer of another call has overtaken this one.
         for name, served in changes.served.items():
             self._absent.pop(name, None)
             if name in self._copies:
                 self._copy(name, served)
         self._version = changes.version
-        if changes.log.store_id:  # else the catalogue is still being read
+        if changes.log.store_id:  # Otherwise the catalogue is still being read.
             self._log = changes.log
         self._lease_until = sent + LEASE_S
         for order in changes.orders:
@@ -250,7 +256,7 @@ class Membership:
             error = to_wire(LorafleetError(f"{order.kind} failed: {fault!r}"))
         try:
             await self.directory.done(self.replica_id, epoch, order.number, info, error)
-        except Exception as gone:  # a restarted directory gives its own orders
+        except Exception as gone:  # A restarted directory sends its own orders.
             logger.warning("replica %s: nobody hears of order %d: %r", self.replica_id, order.number, gone)
 
 

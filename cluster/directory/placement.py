@@ -1,8 +1,8 @@
-"""Where each adapter should live: a pure function of demand, bytes, ranks, residency, capacity and pins.
+"""Decides where each adapter should live: a pure function of demand, bytes, ranks, residency, capacity and pins.
 
-Only adapters that somebody asks for or pins are placed; the cold rest lives at its rendezvous home, which whoever
-needs it computes on the spot. A home is kept unless there is cause to leave it: its replica is gone, or holds more
-than its bound. Moves that only balance are few a round, so that loads never come as a wave.
+Only requested or pinned adapters are placed. The others live at their rendezvous homes, which any caller can compute. A
+home changes only if its replica is gone or holds more than its bound. Moves that only balance are limited per round, so
+that loads never come as a wave.
 """
 
 # R replicas
@@ -19,38 +19,41 @@ import numpy as np
 
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 
-STEP = 32  # adapters that are only counted, between two pauses
+STEP = 32  # Adapters that are only counted between two pauses.
 
-Homes = dict[str, tuple[str, ...]]  # by adapter digest, the first home first
-Holders = Callable[[str], Iterable[str]]  # of an adapter: who has it in memory now, best tier first
+Homes = dict[str, tuple[str, ...]]  # By adapter digest; the first home comes first.
+Holders = Callable[[str], Iterable[str]]  # Returns the replicas that have an adapter in memory, best tier first.
 
 
 class Adapter(NamedTuple):
-    """What placement knows of one that is asked for or pinned."""
+    """The properties of a requested or pinned adapter that placement uses."""
 
     num_bytes: int
     rank: int
-    demand: float = 0.0  # prompt and answer tokens a second
-    pinned: tuple[str, ...] = ()  # replicas that keep it in a slot
+    demand: float = 0.0  # Prompt and answer tokens per second.
+    pinned: tuple[str, ...] = ()  # Replicas that hold it in a slot.
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    split: float = 0.35  # of a replica's fair share of the load: an adapter has a home for each such part of its demand
-    grow: float = 1.1  # one more home is made once the demand is above this multiple of what its homes are for
-    shrink: float = 0.5  # a home is given up once the demand is below this share of what brought it
-    bound: float = 1.25  # of the fair share: no home is chosen where that would be exceeded
-    leave: float = 1.5  # of the fair share: homes leave a replica above it, until it is below `bound`
-    max_moves: int = 8  # a round, of those that only balance
-    rank_cost: float = 1 / 256  # a token of a rank-64 adapter takes a quarter more of a step than one of the base
+    split: float = 0.35  # Share of a replica's fair load; an adapter has one home for each such part of its demand.
+    grow: float = 1.1  # A home is added once the demand is above this multiple of what the homes are for.
+    shrink: float = 0.5  # A home is removed once the demand is below this share of what added it.
+    bound: float = 1.25  # Multiple of the fair share; no home is chosen where it would be exceeded.
+    leave: float = 1.5  # Multiple of the fair share; homes leave a replica above it, until it is below `bound`.
+    max_moves: int = 8  # Moves per round that only balance or add a further home.
+    rank_cost: float = 1 / 256  # Cost per rank: a token of rank 64 takes a quarter more of a step than a base token.
 
 
 DEFAULT = Policy()
 
 
 class Placement:
-    """replicas: each one's share of the work, 1 in general and less while a new one warms up. A home is rather chosen
-    among the holders."""
+    """One round of placement, which prefers holders of an adapter as its homes.
+
+    Args:
+        replicas: each replica's share of the work, normally 1, and less while a new one warms up.
+    """
 
     def __init__(
         self,
@@ -74,12 +77,12 @@ class Placement:
         self._fair_load = 0.0
         self._fair_bytes = 0.0
         self._copies: dict[str, int] = {}
-        self._to_fit: list[tuple[float, str]] = []  # a heap, the hottest first
+        self._to_fit: list[tuple[float, str]] = []  # A heap, hottest adapter first.
         self._moves = 0
 
     def steps(self) -> Iterator[None]:
-        """Does the work; `homes` is complete at the end. Pauses after each adapter that needs a home, and after STEP
-        of those that keep theirs."""
+        """Does the work, after which `homes` is complete. Pauses after each adapter that needs a home, and after STEP
+        of those whose homes stay."""
         if not self._names:
             return
         yield from self._sum_up()
@@ -98,7 +101,7 @@ class Placement:
         self._fair_load = total / float(self._weight_R.sum())
 
     def _keep(self) -> Iterator[None]:
-        """Counts the homes that stay, and notes who needs others."""
+        """Counts the homes that stay, and queues the adapters that need other homes."""
         num_bytes = 0
         for at, (one, adapter) in enumerate(self._adapters.items()):
             had = self._before.get(one, ())
@@ -131,7 +134,8 @@ class Placement:
         return tuple(home for home in homes if home in self._index)
 
     def _fit(self, one: str) -> None:
-        """As many homes as it should have. A lost or first one at once, more of them as moves allow."""
+        """Gives the adapter its number of homes. A first home is added at once, and further ones as far as moves
+        allow."""
         target, pinned = self._copies[one], self._adapters[one].pinned
         while len(self.homes[one]) > target:
             worst = max((home for home in self.homes[one] if home not in pinned), key=self._excess)
@@ -144,7 +148,8 @@ class Placement:
             self._add(one, self._choose(one))
 
     def _choose(self, one: str) -> str:
-        """The first that stays within its bound, of the holders and then in rendezvous order; else the emptiest."""
+        """Returns the first replica that stays within its bound: holders first, then in rendezvous order. If there is
+        none, returns the emptiest replica."""
         for replica in self._preferred(one):
             if replica not in self.homes[one] and self._fits(one, replica):
                 return replica
@@ -183,7 +188,7 @@ class Placement:
         self._count(one, home, -1)
 
     def _balance(self) -> Iterator[None]:
-        """Replicas above `leave` give homes to those that stay below `bound`, the hottest that fit first."""
+        """Moves homes from replicas above `leave` to those that stay below `bound`, the hottest that fit first."""
         above = {name: self._excess(name) for name in self._names if self._excess(name) > 1}
         if not above or self._moves >= self._policy.max_moves:
             return
@@ -202,7 +207,7 @@ class Placement:
                 yield
 
     def _move(self, one: str, replica: str) -> None:
-        """Away from that replica, if another has room for it."""
+        """Moves the adapter away from the replica, if another one has room for it."""
         for to in [*self._preferred(one), self._emptiest(one)]:
             if to not in self.homes[one] and self._fits(one, to):
                 self._drop(one, replica)
@@ -211,7 +216,7 @@ class Placement:
                 return
 
     def _excess(self, replica: str) -> float:
-        """Above 1 where it holds so much that homes should leave."""
+        """Returns a number above 1 if the replica holds so much that homes should leave it."""
         at = self._index[replica]
         limit = self._policy.leave * self._weight_R[at]
         of_load = self._load_R[at] / (limit * self._fair_load) if self._fair_load else 0.0

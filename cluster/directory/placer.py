@@ -1,7 +1,9 @@
-"""The directory's placement round: measures demand from the replicas' reports and says where adapters should live.
+"""The directory's placement round, which measures demand from the replicas' reports and sets where adapters should
+live.
 
-Its outcome goes two ways: homes to the routers through Residency, and to replicas the adapters that they should read
-before they are asked for. A round is an iterator of short steps, as it runs on the directory's event loop.
+Its outcome goes two ways. Routers receive the homes through Residency, and replicas receive the adapters that they
+should read before they are requested. A round is an iterator of short steps, since it runs on the directory's event
+loop.
 """
 
 from __future__ import annotations
@@ -17,42 +19,47 @@ from lorafleet.cluster.directory.residency import Placed, Residency
 from lorafleet.cluster.routing.routing import TYPICAL_BYTES
 
 ROUND_S = 1.0
-MEMORY_S = 6.0  # demand is the mean of about so many seconds
-FORGET_TOKENS_S = 0.5  # an adapter asked for less than this is left to its rendezvous home
-WARM_UP_S = 30.0  # until a new replica has its full share
+MEMORY_S = 6.0  # Seconds over which demand is averaged, approximately.
+FORGET_TOKENS_S = 0.5  # Tokens per second; an adapter with less demand is left to its rendezvous home.
+WARM_UP_S = 30.0  # Seconds until a new replica has its full share.
 NEW_WEIGHT = 0.1
-READ_AHEAD = 4  # adapters that one replica is told to read in a round
-ROOM = 0.8  # of a replica's host memory is filled ahead
+READ_AHEAD = 4  # Adapters that one replica is ordered to read per round.
+ROOM = 0.8  # Share of a replica's host memory that is filled ahead.
 
 Prefetch = Callable[[str, str], object]
-Sizes = Callable[[str], tuple[int, int] | None]  # of an adapter: bytes and rank, where the catalogue knows it
-Pins = Callable[[], Mapping[str, tuple[str, ...]]]  # by adapter, the replicas that keep it in a slot
+Sizes = Callable[[str], tuple[int, int] | None]  # An adapter's bytes and rank; None: the catalogue lacks it.
+Pins = Callable[[], Mapping[str, tuple[str, ...]]]  # By adapter: the replicas that hold it in a slot.
 _TIERS = ("gpu", "coming", "cpu")
 
 
 @dataclass(slots=True)
 class PlacerCounts:
-    """Since the directory's start, but for `placed` and `homes`."""
+    """The counts since the directory's start; `placed` and `homes` are present values."""
 
-    placed: int = 0  # adapters that have homes now
-    homes: int = 0  # of them all together, now
+    placed: int = 0  # Adapters that have homes now.
+    homes: int = 0  # Homes of all these adapters together.
     rounds: int = 0
-    round_seconds: float = 0.0  # with what ran between their slices
-    rebalances: int = 0  # rounds that gave an adapter another home
-    placements: int = 0  # adapters that got homes and had none
-    moves: int = 0  # homes of adapters that had some before
-    moved_bytes: int = 0
-    reads_ahead: int = 0  # that replicas were told of
+    round_seconds: float = 0.0  # Includes other work that ran between the slices.
+    rebalances: int = 0  # Rounds that gave an adapter another home.
+    placements: int = 0  # Adapters that got homes and had none.
+    moves: int = 0  # New homes of adapters that had some before.
+    moved_bytes: int = 0  # Bytes of the adapters at these homes.
+    reads_ahead: int = 0  # Reads that replicas were ordered to do.
 
 
 class Placer:
-    """prefetch(replica, adapter): the replica should read it, soon. filler: None leaves empty host memory empty."""
+    """Runs the rounds of placement.
+
+    Args:
+        prefetch: prefetch(replica, adapter) orders the replica to read the adapter soon.
+        filler: None leaves empty host memory empty.
+    """
 
     def __init__(
         self, residency: Residency, sizes: Sizes, pins: Pins, prefetch: Prefetch, filler: Filler | None
     ) -> None:
         self.counts = PlacerCounts()
-        self._demand: dict[str, float] = {}  # tokens a second
+        self._demand: dict[str, float] = {}  # Tokens per second, by adapter.
         self._homes: Homes = {}
         self._residency = residency
         self._sizes = sizes
@@ -60,11 +67,11 @@ class Placer:
         self._filler = filler
         self._prefetch = prefetch
         self._known_since: dict[str, float] = {}
-        self._leaving: set[str] = set()  # nothing is placed there
+        self._leaving: set[str] = set()  # Replicas where nothing is placed.
         self._last_s: float | None = None
 
     def round(self, now: float) -> Iterator[None]:
-        """Called about every ROUND_S, never while another one runs."""
+        """Runs one round, in short steps. Called about every ROUND_S, and never while another round runs."""
         adapters: dict[str, Adapter] = {}
         yield from self._measure(now, adapters)
         placement = Placement(adapters, self._weights(now), self._homes, self._holders)
@@ -75,16 +82,16 @@ class Placer:
             yield from self._filler.steps(self._leaving)
 
     def leaves(self, replica_id: str) -> None:
-        """From the next round on its homes are elsewhere."""
+        """Moves the replica's homes elsewhere from the next round on."""
         self._leaving.add(replica_id)
 
     def stays(self, replica_id: str) -> None:
-        """It was not stopped after all, or is gone by now."""
+        """Ends the effect of leaves(), since the replica was not stopped after all, or is gone by now."""
         self._leaving.discard(replica_id)
 
     def orphans(self, replica_id: str) -> list[tuple[str, str]]:
-        """After leaves() and a round: (home, adapter) of what is asked for and nobody else holds; the most asked for
-        in proportion to its bytes first, as far as the homes have room."""
+        """Returns (home, adapter) for the requested adapters that nobody else holds, as far as the homes have room. The
+        adapters with the highest demand per byte come first. Called after leaves() and a round."""
         residency, found = self._residency, []
         hot = [one for one in residency.held(replica_id) if one in self._homes]
         room: dict[str, float] = {}
@@ -103,7 +110,7 @@ class Placer:
         return self._demand.get(one, 0.0) / max(1, num_bytes)
 
     def _measure(self, now: float, adapters: dict[str, Adapter]) -> Iterator[None]:
-        """Fills `adapters` with what is to be placed."""
+        """Updates the demand, and fills `adapters` with the adapters that are to be placed."""
         elapsed = now - self._last_s if self._last_s is not None else ROUND_S
         self._last_s = now
         keep = math.exp(-elapsed / MEMORY_S)
@@ -119,7 +126,8 @@ class Placer:
                 yield
 
     def _weights(self, now: float) -> dict[str, float]:
-        """The first replicas are all alike; one that joins others starts small, and gets adapters a few at a time."""
+        """Returns the replicas' weights. The first replicas are all alike. One that joins later starts small, and gets
+        its adapters a few at a time."""
         present = self._residency.loads.keys() - self._leaving
         first = not self._known_since
         known = {one: self._known_since.get(one, now - WARM_UP_S * first) for one in present}
@@ -153,8 +161,8 @@ class Placer:
         self.counts.rebalances += self.counts.moves > moves_before
 
     def _read_ahead(self, adapters: Mapping[str, Adapter]) -> Iterator[None]:
-        """Second homes that do not have their adapter yet; the first one is read by the request that makes it one. The
-        most asked for in proportion to its bytes first."""
+        """Orders reads at further homes that do not have their adapter yet. The first home reads it with the request
+        that makes it a home. The adapters with the highest demand per byte come first."""
         several: list[tuple[float, str]] = []
         for at, (one, homes) in enumerate(self._homes.items()):
             if len(homes) > 1:
@@ -168,7 +176,7 @@ class Placer:
             holders = self._residency.holders(one)
             for home in self._homes[one]:
                 if home not in room:
-                    continue  # it has left during this round
+                    continue  # It has left during this round.
                 room[home] -= 1
                 if home not in holders and room[home] >= 0 and told[home] < READ_AHEAD:
                     told[home] += 1

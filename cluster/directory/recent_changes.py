@@ -1,5 +1,5 @@
-"""Which things changed after a version, each once: for those who poll and are a little behind. What they changed to is
-for the caller to look up."""
+"""Records which things changed after a version, each once, for pollers that are a little behind. The caller looks up
+what they changed to."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ K = TypeVar("K", bound=Hashable)
 
 
 class RecentChanges(Generic[K]):
-    """What changes again takes the place of its earlier change: else the busiest thing would push out all others."""
+    """A record of changes. A new change of a key replaces its earlier one; otherwise the busiest key would push out all
+    others."""
 
     def __init__(self) -> None:
-        self.forgotten = 0  # who is not as far misses changes
+        self.forgotten = 0  # A poller at an earlier version misses changes.
         self._versions: OrderedDict[K, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._versions)
 
     def note(self, key: K, version: int) -> None:
-        """Versions never fall."""
+        """Records a change of the key. The version must not be lower than the last one."""
         self._versions[key] = version
         self._versions.move_to_end(key)
 
     def shrink(self, most: int) -> None:
-        """Forgets what changed longest ago."""
+        """Drops the oldest changes until at most `most` are left."""
         while len(self._versions) > most:
             _, self.forgotten = self._versions.popitem(last=False)
 
     def since(self, version: int) -> Iterator[K]:
-        """What changed after `version`, which is not before `forgotten`; the last one first."""
+        """Returns the keys that changed after `version`, the last one first. `version` must not be before
+        `forgotten`."""
         return itertools.takewhile(lambda key: self._versions[key] > version, reversed(self._versions))

@@ -1,8 +1,8 @@
-"""Which replica holds which adapter in which tier, from the replicas' reports to every router's view.
+"""Tracks which replica holds which adapter in which tier, from the replicas' reports to every router's view.
 
-A replica numbers its reports. Most say only what changed; one that does not follow the last accepted one is answered
-with a request for a full report, and a full one comes every few seconds anyway (cluster/serve/reporting.py). Routers
-poll for what changed since their version; one that is too far behind, or comes from another epoch, is sent everything.
+A replica numbers its reports, most of which contain only changes. If one does not follow the last accepted report, the
+answer requests a full report. A full report comes every few seconds anyway (cluster/serve/reporting.py). Routers poll
+for changes since their version. A router that is too far behind, or comes from another epoch, receives everything.
 """
 
 from __future__ import annotations
@@ -16,46 +16,47 @@ from lorafleet.cluster.directory.recent_changes import RecentChanges
 from lorafleet.cluster.routing.routing import TYPICAL_BYTES, ReplicaChooser, ReplicaLoad, Tier
 from lorafleet.protocol.names import bare_name, tenant_of
 
-MAX_CHANGES = 200_000  # remembered for routers that are behind
-FEW_CHANGES = 1000  # remembered however little there is to tell
+MAX_CHANGES = 200_000  # Changes recorded for routers that are behind.
+FEW_CHANGES = 1000  # Changes recorded however small the table is.
 
-_Change = tuple[str, str, str]  # kind and key
+_Change = tuple[str, str, str]  # Kind and key; the key of a tier is replica and adapter.
 
 
 class Report(msgspec.Struct, frozen=True):
-    """tiers: of the adapters that changed, or of all that the replica holds. None: it holds it no more."""
+    """A replica's report of its adapters and its load."""
 
     replica_id: str
-    sequence: int  # counts up by one, from 1, as long as the replica's process lives
+    sequence: int  # Starts at 1 and counts up by one as long as the replica's process lives.
     full: bool
-    tiers: dict[str, Tier | None]
+    tiers: dict[str, Tier | None]  # Changed adapters, or all if `full`; None: no longer held.
     load: ReplicaLoad
-    tokens: dict[str, int] = {}  # asked for, by adapter, since the last report
-    cpu_loras: int = 0  # room for so many adapters in host memory
-    unread: list[str] = []  # adapters that are being read from disk, or wait to be
+    tokens: dict[str, int] = {}  # Tokens requested since the last report, by adapter.
+    cpu_loras: int = 0  # Number of adapters that fit into host memory.
+    unread: list[str] = []  # Adapters that are being read from disk, or wait to be read.
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True):
-    """Where an adapter should live; nowhere in particular while `homes` is empty."""
+    """The homes of an adapter: the replicas where it should live. It may live anywhere while `homes` is empty."""
 
     homes: tuple[str, ...] = ()
     num_bytes: int = 0
 
 
 class Routes(msgspec.Struct, frozen=True):
-    """What a router did not know, or all there is. Adapters are digests; a name may stand for several, or for none."""
+    """The changes that a router does not know yet, or the whole table. Adapters are digests; a name may stand for
+    several, or for none."""
 
     epoch: str
     version: int
-    full: bool
-    tiers: list[tuple[str, str, Tier | None]]  # replica, adapter
-    loads: dict[str, ReplicaLoad | None]  # None: the replica is gone, with all that it held
-    names: dict[str, tuple[str, ...]]  # of adapters that are held or placed somewhere; nothing: route by the name
+    full: bool  # Whether this is the whole table.
+    tiers: list[tuple[str, str, Tier | None]]  # Replica, adapter, tier.
+    loads: dict[str, ReplicaLoad | None]  # None: the replica is gone, with all that it held.
+    names: dict[str, tuple[str, ...]]  # Adapters that are held or placed somewhere; if empty, route by the name.
     placed: dict[str, Placed]
 
 
 class Names(Protocol):
-    """Of the catalogue and of what resolvers have found; too many to be kept here."""
+    """Looks up names in the catalogue and among what resolvers have found, which is too much to store here."""
 
     def names(self, adapter: str) -> Sequence[str]: ...
     def adapters(self, name: str) -> Sequence[str]: ...
@@ -66,41 +67,43 @@ def _typical(_: str) -> int:
 
 
 class Residency:
-    """The directory's side. Knows nothing of waiting: the directory wakes the pollers when `told` has moved.
+    """The directory's side of residency. It does not wait: the directory wakes the pollers when `told` has moved.
 
-    names: None where requests name adapters by their digests. num_bytes: of an adapter.
+    Args:
+        names: None if requests name adapters by their digests.
+        num_bytes: returns the bytes of an adapter.
     """
 
     def __init__(self, epoch: str, names: Names | None = None, num_bytes: Callable[[str], int] = _typical) -> None:
         self.epoch = epoch
         self.num_reports = 0
-        self.told = 0  # the version that routers are brought to; later changes wait for tell()
+        self.told = 0  # The version that is published to routers; later changes wait for tell().
         self.loads: dict[str, ReplicaLoad] = {}
         self.cpu_loras: dict[str, int] = {}
-        self._tokens: dict[str, int] = {}  # asked for, by adapter, since somebody took them
-        self._tiers: dict[str, dict[str, Tier]] = {}  # by replica
-        self._holders: dict[str, dict[str, Tier]] = {}  # by adapter
+        self._tokens: dict[str, int] = {}  # Tokens requested since the last take_tokens(), by adapter.
+        self._tiers: dict[str, dict[str, Tier]] = {}  # Replica -> adapter -> tier.
+        self._holders: dict[str, dict[str, Tier]] = {}  # Adapter -> replica -> tier.
         self._sequence: dict[str, int] = {}
         self._names = names
         self._num_bytes = num_bytes
         self._placed: dict[str, Placed] = {}
         self._version = 0
-        self._moved_at = 0  # the last version that said more than how busy a replica is
+        self._moved_at = 0  # The last version that changed more than a replica's load.
         self._untold: dict[_Change, None] = {}
-        self._num_held = 0  # of all replicas together
-        self._changes = RecentChanges[_Change]()  # by the version that told of it last
-        self._deltas: dict[int, Routes] = {}  # to `told`, by the version that the router has
+        self._num_held = 0  # Adapters in _tiers, of all replicas together.
+        self._changes = RecentChanges[_Change]()  # By the version that published them last.
+        self._deltas: dict[int, Routes] = {}  # Changes up to `told`, by the router's version.
 
     def begin(self, epoch: str) -> None:
-        """From now on all names are known: routers get everything anew."""
+        """Begins an epoch in which all names are known, so that routers receive everything again."""
         self.epoch = epoch
         self._note("name", "")
 
     # -- replicas -------------------------------------------------------------------------------------------------
 
     def accept(self, report: Report) -> bool:
-        """False where the reports before it are missing, so that the next one must be full. A repeated or late one
-        changes nothing."""
+        """Applies a report and returns True. Returns False if reports before it are missing, so that the next one must
+        be full. A repeated or late report changes nothing."""
         replica_id, last = report.replica_id, self._sequence.get(report.replica_id, 0)
         if report.sequence <= last:
             return True
@@ -125,7 +128,7 @@ class Residency:
         return True
 
     def forget(self, replica_id: str) -> None:
-        """It is gone. Should it come back, it starts with a full report."""
+        """Removes a replica that is gone. If it comes back, it starts with a full report."""
         if self.loads.pop(replica_id, None) is None:
             return
         held = self._tiers[replica_id]
@@ -135,7 +138,7 @@ class Residency:
         self._note("load", replica_id)
 
     def take_tokens(self) -> dict[str, int]:
-        """Asked for, by adapter, since the last call."""
+        """Returns the tokens requested since the last call, by adapter."""
         taken, self._tokens = self._tokens, {}
         return taken
 
@@ -146,7 +149,7 @@ class Residency:
         return self._tiers.get(replica_id, {})
 
     def homes(self, adapter: str) -> tuple[str, ...]:
-        """Where placement wants it."""
+        """Returns the replicas where placement wants the adapter."""
         return self._placed.get(adapter, Placed()).homes
 
     def _set_tier(self, replica_id: str, held: dict[str, Tier], adapter: str, tier: Tier | None) -> None:
@@ -174,7 +177,7 @@ class Residency:
     # -- the directory itself ---------------------------------------------------------------------------------------
 
     def name_changed(self, name: str) -> None:
-        """It stands for something else now, or for nothing."""
+        """Records that the name stands for something else now, or for nothing."""
         self._note("name", name)
 
     def set_placed(self, adapter: str, placed: Placed) -> None:
@@ -187,7 +190,7 @@ class Residency:
             self._note_names(adapter)
 
     def _matters(self, adapter: str) -> bool:
-        """To routers: they need not know of the others, which may be a million."""
+        """Returns whether routers need to know the adapter; they need not know the others, which may be a million."""
         return adapter in self._holders or adapter in self._placed
 
     def _note_names(self, adapter: str) -> None:
@@ -203,7 +206,7 @@ class Residency:
 
     @property
     def moved(self) -> bool:
-        """Whether there is something untold that cannot wait."""
+        """Whether there is an unpublished change that cannot wait."""
         return self.told < self._moved_at
 
     def tell(self) -> None:
@@ -215,7 +218,8 @@ class Residency:
         self._deltas.clear()
 
     def since(self, epoch: str, version: int) -> Routes:
-        """What has changed up to `told`, as it is now. Routers that have the same version get the same object."""
+        """Returns the changes since `version` up to `told`, as they are now. Routers at the same version get the same
+        object."""
         if epoch != self.epoch or not self._changes.forgotten <= version <= self.told:
             return self._everything()
         if version not in self._deltas:
@@ -247,8 +251,8 @@ class Residency:
 
     @property
     def _num_tellable(self) -> int:
-        """About what _everything() holds, where each adapter has one name. To remember more is of no use: it is mostly
-        of adapters that are gone, and who missed so much is told everything in fewer words."""
+        """About the number of items in _everything(), if each adapter has one name. More changes are not worth
+        recording: most would concern adapters that are gone, and sending everything would be shorter."""
         return self._num_held + len(self.loads) + len(self._holders) + 2 * len(self._placed)
 
     def _told_of(self, name: str) -> tuple[str, ...]:
@@ -263,19 +267,20 @@ class Residency:
 
 
 class RouteView:
-    """A router's side: brings a ReplicaChooser up to date, and knows which adapters a name stands for.
+    """A router's side of residency. It updates a ReplicaChooser, and knows which adapters a name stands for.
 
-    A restarted directory knows nothing at first. What a replica held before goes on counting until that directory has
-    heard of the replica, and so do the names of what is held, which replicas bring when they join.
+    A restarted directory knows nothing at first. So what a replica held before still counts until that directory has
+    received a report of the replica. The same applies to the names of held adapters, which replicas bring when they
+    join.
     """
 
     def __init__(self, chooser: ReplicaChooser) -> None:
         self.chooser = chooser
         self.epoch, self.version = "", -1
         self._names: dict[str, tuple[str, ...]] = {}
-        self._held: dict[str, set[str]] = {}  # by replica
-        self._carried: set[str] = set()  # replicas of which an earlier epoch has told
-        self._owned: dict[str, str] = {}  # of a bare name: the full one, of a tenant's adapter, that was told last
+        self._held: dict[str, set[str]] = {}  # Adapters, by replica.
+        self._carried: set[str] = set()  # Replicas whose tiers are from an earlier epoch.
+        self._owned: dict[str, str] = {}  # Bare name -> the full name of a tenant's adapter that was published last.
 
     def apply(self, routes: Routes) -> None:
         chooser = self.chooser
@@ -307,7 +312,7 @@ class RouteView:
                 self._names[name] = adapters
                 if tenant_of(name) is not None:
                     self._owned[bare_name(name)] = name
-            elif not (self._carried and self._is_held(name)):  # else who holds it may not have said so yet
+            elif not (self._carried and self._is_held(name)):  # Otherwise its holder may not have reported yet.
                 self._names.pop(name, None)
         if routes.full:
             self._names = {
@@ -326,7 +331,8 @@ class RouteView:
         return any(map(self.chooser.is_held, self._names.get(name, ())))
 
     def adapter(self, name: str) -> str:
-        """The digest to route by. Of several versions behind one name the first: they share their homes' queue. A
-        router does not know whose a request is: a name that is nobody's is taken for the tenant's who has it."""
+        """Returns the digest to route by. For several versions behind one name it is the first, since they share their
+        homes' queue. A router does not know a request's tenant, so a bare name that nobody owns is taken for the
+        tenant's adapter of this name."""
         known = self._names.get(name) or self._names.get(self._owned.get(name, ""), (name,))
         return known[0]

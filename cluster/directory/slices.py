@@ -1,4 +1,4 @@
-"""Long work on an event loop that must go on answering: a little at a time."""
+"""Runs long work a little at a time, on an event loop that must go on answering."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 
-SLICE_S = 0.002  # of work, and then as long for the others
+SLICE_S = 0.002  # Seconds of work, followed by as many seconds for other tasks.
 
 
 async def in_slices(steps: Iterator[None], clock: Callable[[], float] = time.perf_counter) -> None:
-    """Runs the steps, each of which must be short; between slices the loop is free."""
+    """Runs the steps, each of which must be short. The event loop is free between slices."""
     until = clock() + SLICE_S
     for _ in steps:
         if clock() >= until:

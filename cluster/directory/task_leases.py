@@ -1,5 +1,6 @@
-"""Which replica does what only one of them should do: whoever asks first, until it has not asked again for a while.
-Kept in the directory's process; after its restart the next to ask has the turn."""
+"""Leases for tasks that only one replica should do. The first replica to ask holds the lease until it has not asked
+again for a while. Leases are stored in the directory's process; after its restart, the next replica to ask gets the
+lease."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from collections.abc import Callable
 class Turns:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._taken: dict[str, tuple[str, float]] = {}  # by task: the replica, and until when
+        self._taken: dict[str, tuple[str, float]] = {}  # By task: the replica, and the end of its lease.
 
     def take(self, task: str, replica_id: str, for_s: float) -> bool:
-        """Whether it is the replica's turn, from now on for so long."""
+        """Returns whether the replica holds the task's lease, which then lasts `for_s` seconds from now."""
         now = self._clock()
         holder, until_s = self._taken.get(task, (replica_id, now))
         if holder != replica_id and now < until_s:

@@ -1,4 +1,4 @@
-"""Who asks for which adapter, and how adapters come to the GPUs."""
+"""Defines the dashboard that shows who uses which adapter, and how adapters get to the GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the dashboards' queries have in common: selectors by the variables, rates over Grafana's own interval, and
+"""Provides what the dashboards' queries share: selectors by the variables, rates over Grafana's own interval, and
 quantiles."""
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def total(series: str, where: str = JOB) -> str:
 
 
 def part(condition: str, series: str, where: str = JOB) -> str:
-    """Share of a counter's growth; 0, not nothing, while nothing of the part has been seen."""
+    """Returns the share of a counter's growth that meets a condition. It is 0, and not missing, until the condition
+    is first met."""
     whole = total(series, where)
     return f"({total(series, f'{where},{condition}')} or 0 * {whole}) / {whole}"
 

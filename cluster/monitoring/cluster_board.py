@@ -1,4 +1,4 @@
-"""How load and adapters are spread over the replicas."""
+"""Defines the dashboard that shows how load and adapters are spread over the replicas."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The dashboards that ship with lorafleet. `lorafleet metrics dashboards DIR` writes them; configs/grafana/ has what it
-writes. They ask the series themselves, so they work without the recording rules."""
+"""Collects the dashboards that ship with lorafleet. `lorafleet metrics dashboards DIR` writes them, and
+configs/grafana/ has its output. They query the series directly, so they work without the recording rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DASHBOARDS = (OVERVIEW, ADAPTERS, REPLICA, CLUSTER)
 
 
 def write(folder: Path) -> list[Path]:
-    """One file each, named by the uid."""
+    """Writes one file for each dashboard, named by its uid, and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for dashboard in DASHBOARDS:

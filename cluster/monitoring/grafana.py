@@ -1,4 +1,4 @@
-"""What Grafana is provisioned with: Prometheus as its source, and the dashboards."""
+"""Provisions Grafana with Prometheus as its data source, and with the dashboards. up.py starts it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import yaml
 
 from lorafleet.cluster.monitoring import dashboards
 
-HOMES = (Path("/usr/share/grafana"), Path("/opt/grafana"))  # where packages put its web pages
+HOMES = (Path("/usr/share/grafana"), Path("/opt/grafana"))  # Folders where packages install its web pages.
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """home: the folder of its web pages and defaults."""
+    """A Grafana that is installed."""
 
     program: str
-    home: Path
+    home: Path  # Folder of its web pages and defaults.
 
     def command(self) -> list[str]:
         first = [self.program] if self.program.endswith("grafana-server") else [self.program, "server"]
@@ -33,8 +33,8 @@ def find_installed(home: Path | None = None) -> Installed | None:
 
 
 def provision(folder: Path, prometheus_url: str) -> None:
-    """folder/dashboards and folder/provisioning."""
-    shutil.rmtree(folder / "dashboards", ignore_errors=True)  # one that is no more must not stay
+    """Writes folder/dashboards and folder/provisioning for a Grafana that reads this Prometheus."""
+    shutil.rmtree(folder / "dashboards", ignore_errors=True)  # A dashboard that no longer exists must not stay.
     dashboards.write(folder / "dashboards")
     source = {"name": "lorafleet", "type": "prometheus", "access": "proxy", "url": prometheus_url, "isDefault": True}
     _write(folder / "provisioning" / "datasources" / "lorafleet.yml", {"apiVersion": 1, "datasources": [source]})
@@ -49,7 +49,8 @@ def provision(folder: Path, prometheus_url: str) -> None:
 
 
 def settings(folder: Path, port: int) -> Mapping[str, str]:
-    """As Grafana's environment: on the loopback interface, its own login left as it is, nothing sent home."""
+    """Returns the environment variables for Grafana. It listens on the loopback interface, keeps its own login, and
+    sends no reports home."""
     return {
         "GF_SERVER_HTTP_ADDR": "127.0.0.1",
         "GF_SERVER_HTTP_PORT": str(port),

@@ -1,4 +1,4 @@
-"""Traffic, latency, errors and saturation of the whole cluster."""
+"""Defines the dashboard of traffic, latency, errors and saturation of the whole cluster."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Grafana's dashboards as data: what a panel asks and how it is shown, without where it stands. `Dashboard.to_json`
-gives each its place, row by row, and the variables that all queries use: the data source, the job, the replicas."""
+"""Describes Grafana's dashboards as data: what a panel queries and how it is shown, but not its position.
+
+`Dashboard.to_json` positions the panels row by row. It adds the variables that all queries use: the data source, the
+job, and the dashboard's own.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-SCHEMA_VERSION = 39  # Grafana 10 and newer read it
-WIDTH = 24  # Grafana's columns
+SCHEMA_VERSION = 39  # Grafana 10 and newer read it.
+WIDTH = 24  # Number of Grafana's columns.
 HEIGHTS = {"stat": 4, "timeseries": 8, "heatmap": 8, "table": 10}
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
@@ -17,23 +20,23 @@ Kind = Literal["timeseries", "stat", "heatmap", "table"]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """legend: Grafana's template of labels."""
+    """One PromQL query of a panel."""
 
     expr: str
-    legend: str = ""
+    legend: str = ""  # Grafana's template of labels.
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """unit: Grafana's name of it. needs_gpu: empty on a CPU, and the description says so."""
+    """One panel of a dashboard."""
 
     title: str
     queries: tuple[Query, ...]
-    unit: str = "short"
+    unit: str = "short"  # Grafana's name for the unit.
     kind: Kind = "timeseries"
     width: int = 8
     text: str = ""
-    needs_gpu: bool = False
+    needs_gpu: bool = False  # Whether it is empty on a CPU, which the description then says.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """Values of a label, of which several may be chosen."""
+    """A variable for the values of a label, of which the user may choose several."""
 
     name: str
     label: str
-    of: str  # a series that has the label
+    of: str  # A series that has the label.
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ def _variable(one: Variable) -> dict[str, Any]:
 
 
 def _placed(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """From left to right and from top to bottom; a panel that does not fit begins a line."""
+    """Positions the panels from left to right and from top to bottom. A panel that does not fit begins a new line."""
     placed: list[dict[str, Any]] = []
     top = 0
     for row in rows:
@@ -164,6 +167,6 @@ def _target(kind: Kind, number: int, query: Query) -> dict[str, Any]:
 
 
 def _columns(panel: Panel) -> dict[str, Any]:
-    """A table's value columns are named after the queries' legends."""
+    """Returns the transformation that names a table's value columns after the queries' legends."""
     names = {f"Value #{chr(ord('A') + i)}": query.legend for i, query in enumerate(panel.queries)}
     return {"id": "organize", "options": {"excludeByName": {"Time": True}, "renameByName": names}}

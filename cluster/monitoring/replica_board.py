@@ -1,4 +1,4 @@
-"""Engines beside each other: steps, batches, caches, memory, slots."""
+"""Defines the dashboard that compares engines: steps, batches, caches, memory and slots."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The Prometheus rules that ship with lorafleet: ratios and quantiles worth keeping, and alerts with what to do.
+"""Defines the Prometheus rules that ship with lorafleet: ratios and quantiles worth recording, and alerts with what
+to do.
 
-`lorafleet metrics config DIR` writes them as YAML; configs/prometheus/ has what it writes. Thresholds are where we
-would want to be woken; whoever runs a cluster edits the file.
+`lorafleet metrics config DIR` writes them as YAML, and configs/prometheus/ has its output. The thresholds are where
+we would want to be woken; whoever runs a cluster edits the file.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ JOB = 'job=~"lorafleet.*"'
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """name: level:metric:operation, as Prometheus' own advice has it."""
+    """A recording rule of Prometheus."""
 
-    name: str
+    name: str  # level:metric:operation, as Prometheus' own documentation advises.
     expr: str
     meaning: str
     needs_gpu: bool = False
@@ -28,14 +29,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """for_: how long it must hold. summary, action: one sentence each; the runbook says more."""
+    """An alerting rule of Prometheus."""
 
     name: str
     expr: str
-    for_: str
+    for_: str  # How long the expression must hold.
     severity: str
-    summary: str
-    action: str
+    summary: str  # One sentence.
+    action: str  # One sentence; the runbook says more.
 
     @property
     def runbook(self) -> str:
@@ -47,7 +48,7 @@ def _quantile(q: float, by: str, metric: str) -> str:
 
 
 def _share(by: str, part: str, whole: str) -> str:
-    """0, not nothing, while nothing of the part has been seen."""
+    """Returns the share that a part has of a whole. It is 0, and not missing, until the part is first seen."""
     total = f"sum by ({by}) (rate({whole}[5m]))"
     return f"(sum by ({by}) (rate({part}[5m])) or 0 * {total}) / {total}"
 

@@ -1,4 +1,5 @@
-"""prometheus.yml for one lorafleet: one target, since whichever replica answers gives the metrics of all."""
+"""Writes prometheus.yml for one lorafleet. It has one target, since whichever replica answers gives the metrics of
+all."""
 
 from __future__ import annotations
 
@@ -18,13 +19,12 @@ METRICS_PATH = "/metrics"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """url: where clients send their requests. bearer_token_file: with a key of the metrics scope, where keys are
-    configured; Prometheus reads it anew at each scrape. ca_file: of an https server whose certificate no system CA
-    signed."""
+    """The server that Prometheus scrapes."""
 
-    url: str = "http://127.0.0.1:8000"
+    url: str = "http://127.0.0.1:8000"  # The address to which clients send their requests.
+    # Has a key of the metrics scope, if keys are configured. Prometheus reads it again at each scrape.
     bearer_token_file: Path | None = None
-    ca_file: Path | None = None
+    ca_file: Path | None = None  # For an https server whose certificate no system CA signed.
     scrape_interval_s: int = 15
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class Target:
 
     @property
     def address(self) -> str:
-        """Host and port, as Prometheus wants them."""
+        """The host and port in the form that Prometheus needs."""
         parts = urlsplit(self.url)
         return f"{parts.netloc}" if parts.port else f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"
 
@@ -49,7 +49,7 @@ class Target:
 
 
 def to_yaml(target: Target, rules: str = RULES_FILE) -> str:
-    """rules: their file, beside this one or absolute."""
+    """Returns the text of prometheus.yml. `rules` is the path of the rules file, absolute or relative to this one."""
     interval = f"{target.scrape_interval_s}s"
     job: dict[str, Any] = {
         "job_name": JOB_NAME,

@@ -1,6 +1,6 @@
-"""`lorafleet metrics up`: Prometheus, and Grafana where it is installed, over a running server, until Ctrl-C.
+"""Runs Prometheus, and Grafana if it is installed, for a running server until Ctrl-C (`lorafleet metrics up`).
 
-Both listen on the loopback interface alone. Their files and data are in one folder, and outlive them.
+Both listen on the loopback interface only. Their files and data are in one folder, which remains afterwards.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ from lorafleet.protocol.errors import ConfigError
 READY_S = 60.0
 STOP_S = 15.0
 POLL_S = 0.2
-SERVER_S = 10.0  # a scrape may take so long
+SERVER_S = 10.0  # A scrape may take this long.
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """folder: of the configuration and the data of both. retention: Prometheus' own spelling, such as 15d."""
+    """The options of `lorafleet metrics up`."""
 
     target: Target
-    folder: Path
+    folder: Path  # Configuration and data of both programs.
     port: int
     grafana_port: int
     grafana_home: Path | None
-    retention: str
+    retention: str  # In Prometheus' own spelling, such as 15d.
 
 
 class Stopped(BaseException):
-    """SIGINT or SIGTERM came."""
+    """Raised when SIGINT or SIGTERM arrives."""
 
 
 def run(options: Options) -> None:
-    """Returns when it is told to stop. Raises ConfigError before anything was started, or when Prometheus ends."""
+    """Runs both programs until SIGINT or SIGTERM. Raises ConfigError before it starts anything, or when Prometheus
+    ends."""
     program = shutil.which("prometheus")
     if program is None:
         raise ConfigError(
@@ -83,7 +84,7 @@ def run(options: Options) -> None:
 
 
 def write_files(options: Options) -> None:
-    """prometheus.yml and the rules; Grafana's folder."""
+    """Writes prometheus.yml, the rules, and Grafana's folder."""
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "prometheus.yml").write_text(scrape_config.to_yaml(options.target))
     (options.folder / rules.RULES_FILE).write_text(rules.to_yaml())
@@ -112,7 +113,8 @@ def _check_free(port: int, option: str) -> None:
 
 
 def _check_server(target: Target) -> None:
-    """That it shows its metrics to who asks with this key: Prometheus would only say so on a page of its own."""
+    """Checks that the server shows its metrics to this key. Prometheus would report a failure only on a page of its
+    own."""
     headers = {}
     if target.bearer_token_file is not None:
         headers["authorization"] = f"Bearer {target.bearer_token_file.read_text().strip()}"
@@ -136,7 +138,8 @@ def _check_server(target: Target) -> None:
 def _child(
     command: Sequence[str], folder: Path, name: str, settings: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Its output goes to NAME.log. In a session of its own: Ctrl-C reaches it from here, once."""
+    """Runs a program until the block ends, with its output in NAME.log. It has a session of its own, so that Ctrl-C
+    reaches it only through this process, once."""
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=os.environ | dict(settings or {}), start_new_session=True
@@ -175,7 +178,7 @@ def _url(port: int) -> str:
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Stopped, once."""
+    """Makes SIGINT and SIGTERM raise Stopped, once."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(one, _raise_stopped) for one in signals]
     try:
@@ -187,5 +190,5 @@ def _stopping() -> Iterator[None]:
 
 def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
     for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_IGN)  # a second one must not break into the clean-up
+        signal.signal(one, signal.SIG_IGN)  # A second signal must not interrupt the cleanup.
     raise Stopped

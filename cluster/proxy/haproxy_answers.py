@@ -1,6 +1,6 @@
-"""The answers that HAProxy gives by itself: where no replica can answer, and to clients that break its bounds.
+"""Defines the responses that HAProxy gives by itself: if no replica answers, and to clients that exceed its bounds.
 
-What is wrong with a request's first bytes HAProxy answers before it reads these: with a 400 or 408 in HTML.
+HAProxy rejects a request whose first bytes are wrong before it uses these responses, with a 400 or 408 in HTML.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ErrorAnswer:
         return json.dumps({"error": error})
 
     def whole(self) -> str:
-        """Returns the answer with its head, as HAProxy's errorfile wants it."""
+        """Returns the response with its head, as HAProxy's errorfile requires."""
         headers = {"content-type": "application/json", "content-length": str(len(self.body)), **self.headers}
         lines = [f"{name}: {value}" for name, value in headers.items()]
         return "\r\n".join([f"HTTP/1.1 {self.status.value} {self.status.phrase}", *lines, "", self.body])
@@ -69,7 +69,7 @@ OUTCOME_UNKNOWN = ErrorAnswer(
     "request was carried out. Check that before you repeat a call that changes something; repeat any other request.",
     {"retry-after": "1"},
 )
-ERRORS = {  # by the status of HAProxy's own error: 502 is a broken connection, 503 none, 504 a silent replica
+ERRORS = {  # By the status of HAProxy's own error: 502 is a broken connection, 503 no connection, 504 a silent replica.
     400: NOT_A_REQUEST,
     408: TOO_SLOW,
     502: OUTCOME_UNKNOWN,
@@ -79,7 +79,7 @@ ERRORS = {  # by the status of HAProxy's own error: 502 is a broken connection, 
 
 
 def write_error_files(folder: Path) -> dict[int, str]:
-    """Writes a file for each of ERRORS. Returns their paths."""
+    """Writes a file for each of ERRORS. Returns their paths by status."""
     paths = {status: folder / f"error-{status}.http" for status in ERRORS}
     for status, path in paths.items():
         path.write_text(ERRORS[status].whole(), newline="")

@@ -1,10 +1,10 @@
-"""Edits the configuration that Ray Serve has written for HAProxy. Serve's template has no setting for any of it.
+"""Edits the configuration that Ray Serve has written for HAProxy. Serve's template has no setting for any of this.
 
-- Pages that nothing protects listen on the loopback interface, and the ingress where clients are, with TLS.
-- A client gets bounds on time, headers and connections, so that it cannot hold what others need.
-- Without a router HAProxy chooses a replica by itself. A request that has not begun to be answered goes to another
-  replica once, where repeating it is safe.
-- Where every replica is too busy to answer its health checks in time, requests wait for one instead of being refused.
+- Unprotected pages listen on the loopback interface. The ingress listens where clients are, with TLS.
+- Each client has bounds on time, headers and connections, so that it cannot take what others need.
+- Without a router, HAProxy chooses a replica by itself. A request whose answer has not begun is sent to another
+  replica once, if it is safe to repeat.
+- If every replica is too busy to answer its health checks in time, requests wait for one instead of being rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lorafleet.api.answer.elsewhere import MEANT_HEADER, RETRY_HEADER, RETRY_STA
 from lorafleet.cluster.proxy.haproxy_answers import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
 
 EDITED = "# edited by lorafleet\n"
-REPEATABLE_PATHS = (  # of POST requests that change nothing, so that two replicas may try to answer one
+REPEATABLE_PATHS = (  # POST requests that change nothing, so that two replicas may try to answer one.
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
@@ -27,34 +27,34 @@ REPEATABLE_PATHS = (  # of POST requests that change nothing, so that two replic
     "/tokenize",
     "/detokenize",
 )
-HEADERS_S = 10  # for a client to send its request's headers
-BODY_S = 30  # and the beginning of its body, which the router sees and which can be sent again
-CLIENT_S = 60  # without progress while a client sends the rest of a body, or reads an answer
-CONNECTIONS_PER_CLIENT = 1024  # of the 4096 that HAProxy takes
-WAIT_FOR_SILENT_S = 15  # While all replicas are silent, each still gets requests until it has been silent this long.
-PATIENT = "-patient"  # The name of the backend that is used then ends with it.
+HEADERS_S = 10  # Seconds for a client to send its request's headers.
+BODY_S = 30  # Seconds for the beginning of its body, which the router sees and which can be sent again.
+CLIENT_S = 60  # Seconds without progress while a client sends the rest of a body or reads an answer.
+CONNECTIONS_PER_CLIENT = 1024  # HAProxy accepts 4096 in all.
+WAIT_FOR_SILENT_S = 15  # While all replicas are silent, each gets requests until it has been silent this long.
+PATIENT = "-patient"  # Suffix of the name of the backend that is used then.
 
 
 class NotServesTemplate(Exception):
-    """A line to edit is not there once. What would be left open is not known."""
+    """Raised if a line to edit does not occur exactly once, since the result might leave something open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ingress:
-    """What the edited configuration says. None means: as Serve has it."""
+    """The settings of the edited configuration. None keeps what Serve has written."""
 
     host: str | None = None
-    socket: str | None = None
-    pem: str | None = None  # Certificate and key in one file.
-    client_ca: str | None = None
-    keep_log: bool = False  # Else requests are logged nowhere, and no UDP socket is opened for it.
+    socket: str | None = None  # Path of a further socket, without TLS.
+    pem: str | None = None  # Path of certificate and key in one file.
+    client_ca: str | None = None  # Path of the CAs; clients must show a certificate of one of them.
+    keep_log: bool = False  # Otherwise requests are not logged, and no UDP socket is opened for logs.
     needs_key: bool = False  # Whether only clients that send a key have their bodies read.
     connections_per_client: int = CONNECTIONS_PER_CLIENT  # Open connections from one address.
     headers_s: int = HEADERS_S
     client_s: int = CLIENT_S
     body_s: int = BODY_S
     wait_for_silent_s: int = WAIT_FOR_SILENT_S
-    error_files: Mapping[int, str] = field(default_factory=dict)  # HAProxy's own answers by the status of its error.
+    error_files: Mapping[int, str] = field(default_factory=dict)  # HAProxy's responses, by the status of its error.
 
     @property
     def _tls(self) -> str:
@@ -72,7 +72,7 @@ class Ingress:
 
 
 def edit(config: str, ingress: Ingress) -> str:
-    """Raises NotServesTemplate. A configuration that is edited already stays as it is."""
+    """Returns the edited configuration. Returns an edited one as it is. Raises NotServesTemplate."""
     if config.startswith(EDITED):
         return config
     config = _edit_listeners(config, ingress)
@@ -119,7 +119,7 @@ def _edit_clients(config: str, ingress: Ingress) -> str:
         config, r"^(    timeout) client \d+s$", rf"\1 client {ingress.client_s}s\n\1 http-request {ingress.headers_s}s"
     )
     routed = " repeatable has_key" if ingress.needs_key else " repeatable"
-    if not re.search(r"^    http-request lua\.", config, re.MULTILINE):  # before there are replicas
+    if not re.search(r"^    http-request lua\.", config, re.MULTILINE):  # There are no replicas yet.
         return config
     config = _replace(
         config, r"^(    http-request wait-for-body time) \d+s (if METH_POST .*)$", rf"\1 {ingress.body_s}s \2{routed}"
@@ -138,8 +138,8 @@ def _edit_replicas(config: str) -> str:
     config = _replace(
         config, r"^    retry-on .*$", f"    retry-on conn-failure empty-response {RETRY_STATUS}\n    retries 1"
     )
-    # A replica that is silent for 2 s gets no new requests while another one answers: 0.5 s until it is asked, twice
-    # 0.6 s for its answer, 0.1 s between them.
+    # A replica that is silent for 2 s gets no new requests while another one answers: 0.5 s until the first check,
+    # twice 0.6 s for its answer, and 0.1 s between the two checks.
     config = _replace(config, r"^(defaults\n    mode http)$", r"\1\n    timeout check 600ms")
     config = re.sub(
         r"^    default-server .*$",
@@ -147,14 +147,14 @@ def _edit_replicas(config: str) -> str:
         config,
         flags=re.MULTILINE,
     )
-    # Where a connection breaks that had served a request before, HAProxy closes the client's without an answer.
+    # If a connection that was used before breaks, HAProxy closes the client's connection without an answer.
     config = re.sub(
         r"^(    # Enable HTTP connection reuse for better performance\n)    http-reuse always$",
         "    http-reuse never\n    option http-server-close",
         config,
         flags=re.MULTILINE,
     )
-    # Serve's own proxy would let a request wait for a replica without a bound: HAProxy says that there is none.
+    # Serve's own proxy would let a request wait for a replica without a bound. HAProxy reports that there is none.
     config = re.sub(r"^    server .* backup\n", "", config, flags=re.MULTILINE)
     config = _replace(
         config,
@@ -162,22 +162,23 @@ def _edit_replicas(config: str) -> str:
         rf"    http-request del-header {RETRY_HEADER}\n"
         rf"    http-request set-header {RETRY_HEADER} %[uuid()] if repeatable\n\1",
     )
-    # Where the router has not chosen, HAProxy does: Serve's 503, and its way through its own proxy, are left out.
+    # If the router has not chosen, HAProxy does. Serve's 503 and its route through its own proxy are removed.
     failed = r"\{ var\(txn\.ingress_request_router_failed\) -m (?:found|str \"unknown_replica_id\") \}"
     return re.sub(rf"^    (?:http-request return|use_backend|use-server) .*{failed}.*\n", "", config, flags=re.M)
 
 
 def _edit_start(config: str) -> str:
-    """While Serve has not named an application yet, its 404 would say that there is none: HAProxy's own 503 is true."""
+    """Removes Serve's 404 while Serve has not named an application yet: it would say that there is none. HAProxy's
+    own 503 is true."""
     if re.search(r"^    use_backend ", config, re.MULTILINE):
         return config
     return _replace(config, r"^(backend default_backend)\n    http-request return status 404 .*$", r"\1")
 
 
 def _add_patient_backends(config: str, silent_s: int) -> str:
-    """Adds a twin of each backend with health checks, for when no server of that backend is up: all are so busy that
-    they answer too late, or one refuses and the others are busy. In the twin a server is down as soon as it refuses a
-    check or a connection, but only after silent_s where it does not answer at all."""
+    """Adds a twin of each backend with health checks, for when no server of that backend is up: either all are so
+    busy that they answer too late, or one rejects a check and the others are busy. In the twin, a server is down as
+    soon as it rejects a check or a connection. If it does not answer at all, it is down only after silent_s seconds."""
     checked = re.compile(r"^backend (\S+)\n((?: .*\n)* +option httpchk .*\n(?: .*(?:\n|\Z))*)", re.MULTILINE)
     for backend in checked.finditer(config):
         name, body = backend[1], backend[2].rstrip("\n")
@@ -207,7 +208,7 @@ def _replace(config: str, pattern: str, by: str | Callable[[re.Match[str]], str]
 
 
 def edit_lua(template: str, serves: str) -> str:
-    """Our own program with the tables of Serve's. Raises NotServesTemplate."""
+    """Returns our own Lua program with the tables of Serve's program. Raises NotServesTemplate."""
     for table in ("ROUTERS", "REPLICA_TARGETS"):
         found = re.findall(rf"^local {table} = (\{{.*?^\}})$", serves, re.MULTILINE | re.DOTALL)
         if len(found) != 1:

@@ -1,8 +1,8 @@
-"""Ray Serve's manager of HAProxy, which also watches over it: an actor on every node that clients reach.
+"""Extends Ray Serve's manager of HAProxy, an actor on every node that clients reach: this one also watches HAProxy.
 
-Serve's own manager starts HAProxy and hands it new configurations, but does not notice for half a minute that it has
-ended. This one starts another at once. It also frees requests that wait for a replica which has stopped answering:
-HAProxy sends those to another replica that have not begun to be answered and may be repeated.
+Serve's own manager starts HAProxy and gives it new configurations, but takes half a minute to notice that it has
+ended. This one starts another at once. It also frees requests that wait for a replica which has stopped answering.
+HAProxy sends them to another replica if their answers have not begun and they may be repeated.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ray.serve._private import haproxy as serves
 
 from lorafleet.cluster.proxy.haproxy_sessions import free_waiting
 
-LOOK_S = 0.2  # Time between two looks at HAProxy.
-ANSWER_S = 0.5  # Time that HAProxy has to answer at its admin socket.
-MAX_IDLE = 4  # HAProxy is ended when it has neither answered nor run at so many looks in a row,
-MAX_UNANSWERED = 40  # or when it has run, or waited for a processor, without an answer at so many.
+LOOK_S = 0.2  # Seconds between two checks of HAProxy.
+ANSWER_S = 0.5  # Seconds that HAProxy has to answer on its admin socket.
+MAX_IDLE = 4  # HAProxy is killed if it has neither answered nor run for so many checks in a row,
+MAX_UNANSWERED = 40  # or if it has run, or waited for a processor, without an answer for so many.
 
 logger = logging.getLogger("ray.serve")
 
@@ -31,13 +31,14 @@ ServesManager: Any = serves.HAProxyManager.__ray_metadata__.modified_class  # ty
 class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives no type
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unanswered = 0  # Looks in a row at which HAProxy has not answered,
+        self._unanswered = 0  # Checks in a row that HAProxy has not answered,
         self._idle = 0  # and those of them between which it has not run either.
         self._activity: Activity | None = None
         self._watching = self.event_loop.create_task(self._watch())
 
     async def _update_haproxy_backends(self) -> None:
-        """Serve's fallback may be known before the replicas are: HAProxy would forget those that it has."""
+        """Updates HAProxy only once the replicas are known. Serve's fallback may be known before them, and HAProxy
+        would then forget the replicas that it has."""
         if self._received_target_groups_broadcast:
             await super()._update_haproxy_backends()
 
@@ -51,11 +52,12 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
             await asyncio.sleep(LOOK_S)
             try:
                 await self._look()
-            except Exception:  # Whatever it was, HAProxy must go on being watched.
+            except Exception:  # Whatever it was, HAProxy must still be watched.
                 logger.exception("HAProxy could not be looked after; this is tried again.")
 
     async def _look(self) -> None:
-        """Does nothing while HAProxy is reloaded: Serve then watches over the new process itself."""
+        """Checks HAProxy once, and replaces it if it is lost. Waits while HAProxy is reloaded, since Serve then
+        watches the new process itself."""
         async with self._reload_lock:
             stats = await self._ask_stats()
             if stats is None:
@@ -65,7 +67,7 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
         await free_waiting(stats, self._haproxy._send_socket_command)
 
     async def _ask_stats(self) -> str | None:
-        """Returns None where HAProxy has ended, or does not answer in time."""
+        """Returns the output of `show stat`, or None if HAProxy has ended or does not answer in time."""
         if self._haproxy._proc.returncode is not None:
             return None
         try:
@@ -78,8 +80,8 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
         return stats
 
     def _count_unanswered(self) -> None:
-        """Counts looks, not seconds. On a machine that is overloaded or stood still, a late answer shows no fault of
-        HAProxy, so looks between which HAProxy has run are counted apart."""
+        """Counts checks, not seconds. If the machine is overloaded or was suspended, a late answer shows no fault of
+        HAProxy, so checks between which HAProxy has run are counted separately."""
         self._unanswered += 1
         before, self._activity = self._activity, Activity.of(self._haproxy._proc.pid)
         self._idle = self._idle + 1 if self._activity == before else 0
@@ -102,7 +104,7 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """How long a process has run, and waited for a processor: the same while it sleeps or is stopped."""
+    """The time that a process has run and has waited for a processor. It stays the same while the process sleeps."""
 
     run_ns: int
     waited_ns: int
@@ -110,7 +112,7 @@ class Activity:
 
     @classmethod
     def of(cls, pid: int) -> Activity:
-        """Sums the schedstat files of proc(5) over the threads; zeros for a process that has ended."""
+        """Sums the schedstat files of proc(5) over the threads of a process. Returns zeros if the process has ended."""
         found = [_schedstat(path) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
         return cls(*(sum(numbers) for numbers in zip(*found, strict=True))) if found else cls(0, 0, 0)
 

@@ -1,8 +1,8 @@
-"""How requests reach replicas: everything that is alpha or private in Ray Serve 2.60 is in this file.
+"""Connects requests to replicas through the alpha and private parts of Ray Serve 2.60. Ray is pinned to this minor
+version because of the names in this file and in haproxy_manager.py.
 
-Direct streaming: HAProxy takes the client's connection, asks `POST /internal/route` for a replica, and then speaks with
-the replica's own HTTP server: no token passes through Ray. Serve's own proxy: proxy_affinity.py. Ray is pinned to this
-minor version because of these names.
+With direct streaming, HAProxy accepts the client's connection, asks `POST /internal/route` for a replica, and then
+talks to the replica's own HTTP server, so no token passes through Ray. proxy_affinity.py is for Serve's own proxy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lorafleet.cluster.serve.serve_environment import PROXY_MIDDLEWARES
 
 
 def direct_streaming() -> bool:
-    """Whether this process was started with RAY_SERVE_ENABLE_HA_PROXY=1."""
+    """Returns whether this process was started with RAY_SERVE_ENABLE_HA_PROXY=1."""
     return bool(constants.RAY_SERVE_ENABLE_HA_PROXY)
 
 
 def proxy_affinity() -> bool:
-    """Whether this process, and so probably the proxies, were started with our middleware for them."""
+    """Returns whether this process, and so probably the proxies, were started with our middleware for them."""
     return bool(constants.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH == PROXY_MIDDLEWARES)
 
 
@@ -42,14 +42,16 @@ def start_handle(handle: Any) -> None:
 
 
 async def choose(handle: Any, route: Route) -> str:
-    """The full id of the replica that AffinityRouter picks. Reserves nothing: the request itself goes by HAProxy."""
+    """Returns the full id of the replica that AffinityRouter picks. Reserves nothing there: HAProxy sends the
+    request itself."""
     async with handle.choose_replica(route=route, _reserve=False) as chosen:
         return str(chosen._replica.replica_id.to_full_id_str())
 
 
 def watch_haproxy() -> None:
-    """Called by Serve when its controller starts, which then starts our manager of HAProxy in place of its own."""
-    from ray.serve._private import controller  # Only the controller's process has it already.
+    """Makes Serve's controller start our manager of HAProxy in place of its own. Serve calls this when its
+    controller starts."""
+    from ray.serve._private import controller  # Only the controller's process has imported it already.
 
     from lorafleet.cluster.proxy.haproxy_manager import Manager
 
@@ -57,8 +59,8 @@ def watch_haproxy() -> None:
 
 
 def answer_health_checks(is_well: Callable[[], bool]) -> None:
-    """In a process of a replica: HAProxy's health checks fail while this replica cannot answer requests. Serve's own
-    health checks, after which it replaces a replica, are others."""
+    """Makes HAProxy's health checks fail while this replica cannot answer requests. Call it in a replica's process.
+    These are not Serve's own health checks, after which Serve replaces a replica."""
     serves_check = replica.Replica._dataplane_health_check
 
     async def check(self: Any) -> tuple[bool, str]:
@@ -69,8 +71,8 @@ def answer_health_checks(is_well: Callable[[], bool]) -> None:
 
 
 def listen_on_node_address() -> None:
-    """In a process of a replica, before it is up: the gRPC server that Serve starts in each, for calls by handle, is
-    bound to the node's own address, where handles look for it, and not to all interfaces."""
+    """Binds the gRPC server that Serve starts in each replica, for calls by handle, to the node's own address, where
+    handles look for it, and not to all interfaces. Call it in a replica's process, before the replica is up."""
     name = "add_port_to_grpc_server"
     add_port = vars(replica)[name]
     host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's
@@ -79,13 +81,13 @@ def listen_on_node_address() -> None:
 
 
 def http_options() -> Any:
-    """Serve's: where it listens. None where Serve does not run."""
+    """Returns Serve's HTTP options, which have the address where it listens, or None if Serve does not run."""
     client = _get_global_client(raise_if_no_controller_running=False)
     return None if client is None else client.http_config
 
 
 async def keep_certificate() -> None:
-    """On each node with an HAProxy of ours that serves TLS: renews its certificate. Returns where there is none."""
+    """Renews the certificate of this node's HAProxy, if it is ours and serves TLS. Otherwise returns at once."""
     files = tls.files_from_environment(os.environ)
     if files is None or not direct_streaming():
         return
@@ -95,5 +97,5 @@ async def keep_certificate() -> None:
 
 
 def _of_node(path: str, node: str) -> Path:
-    """Serve keeps the files of each node's HAProxy in a folder of its own."""
+    """Returns the path of a file of this node's HAProxy. Serve keeps the files of each node in a separate folder."""
     return Path(path).parent / node / Path(path).name

@@ -1,7 +1,8 @@
-"""Affinity behind Ray Serve's own proxy, which asks for a replica before it has read the body.
+"""Adds affinity to Ray Serve's own proxy, which chooses a replica before it has read the body.
 
-A middleware in the proxy reads how the body begins, and sends the route along as the request's session, which Serve
-hands to the router. Serve finds it by its environment, see PATH in serve_environment.py.
+A middleware in the proxy reads the beginning of the body, and sends the route along as the request's session, which
+Serve passes to the router. Serve finds the middleware through its environment (PROXY_MIDDLEWARES in
+serve_environment.py).
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from starlette.middleware import Middleware
 from lorafleet.cluster.routing.route import read_route
 from lorafleet.cluster.serve.serve_environment import ROUTED_BODY_BYTES
 
-SESSION_HEADER = os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id")  # Serve's own setting
+SESSION_HEADER = os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id")  # Serve's own setting.
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
 
 def middlewares() -> list[Middleware]:
-    """Called by Serve when a proxy starts."""
+    """Returns the middlewares of the proxy. Serve calls this when a proxy starts."""
     return [Middleware(TellRoute)]
 
 
 class TellRoute:
-    """ASGI."""
+    """An ASGI middleware that adds the route of each POST request as its session."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -43,12 +44,13 @@ class TellRoute:
         async def receive_all() -> Message:
             return begun.popleft() if begun else await receive()
 
-        # Of several such headers Serve takes the last one.
+        # If there are several such headers, Serve uses the last one.
         await self._app(scope | {"headers": [*scope["headers"], session]}, receive_all, send)
 
 
 async def _beginning(receive: Receive) -> tuple[deque[Message], bytes]:
-    """What came, to be given on, and the body in it."""
+    """Reads at least ROUTED_BODY_BYTES of the body, or all of it. Returns the messages, which must be passed on, and
+    the beginning of the body."""
     messages: deque[Message] = deque()
     body = bytearray()
     more = True
@@ -56,5 +58,5 @@ async def _beginning(receive: Receive) -> tuple[deque[Message], bytes]:
         message = await receive()
         messages.append(message)
         body += message.get("body", b"")
-        more = message.get("more_body", False)  # there is none where the client has left
+        more = message.get("more_body", False)  # It is absent if the client has disconnected.
     return messages, bytes(body[:ROUTED_BODY_BYTES])

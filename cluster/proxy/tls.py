@@ -1,6 +1,8 @@
-"""The ingress's certificate and key: where they are, whether they fit, and how a renewed certificate comes into use.
+"""Manages the ingress's certificate and key: finds them, checks that they match, and activates a renewed
+certificate.
 
-HAProxy takes a new certificate through its admin socket, and connections in flight stay. Free of Ray.
+HAProxy takes a new certificate through its admin socket, and connections in flight stay. Nothing here depends on
+Ray.
 """
 
 from __future__ import annotations
@@ -18,22 +20,21 @@ from lorafleet.protocol.errors import ConfigError
 CERT_VARIABLE = "LORAFLEET_SSL_CERTFILE"
 KEY_VARIABLE = "LORAFLEET_SSL_KEYFILE"
 CA_VARIABLE = "LORAFLEET_SSL_CA_CERTS"
-WATCH_S = 5.0  # how often it is looked whether the files have changed
+WATCH_S = 5.0  # Seconds between two checks whether the files have changed.
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
 @dataclass(frozen=True, slots=True)
 class TLSFiles:
-    """PEM files. cert: the server's own, then those of its issuers. ca_certs: clients must show a certificate of one of
-    these; None: any client may come."""
+    """The paths of the PEM files for TLS."""
 
-    cert: str
+    cert: str  # The server's own certificate, then those of its issuers.
     key: str
-    ca_certs: str | None = None
+    ca_certs: str | None = None  # Clients must show a certificate of one of these; None accepts any client.
 
     def check(self) -> None:
-        """Raises ConfigError where they cannot be read or do not belong together."""
+        """Raises ConfigError if the files cannot be read or do not belong together."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.cert, self.key, _no_password)
@@ -49,13 +50,15 @@ class TLSFiles:
                 raise ConfigError(f"ssl_ca_certs={self.ca_certs!r} has no certificates: {error}.") from None
 
     def pem(self) -> str:
-        """Both in one text, without empty lines: one would end it in HAProxy's admin socket. Raises ConfigError."""
+        """Returns certificate and key as one text, without empty lines, since one would end it on HAProxy's admin
+        socket. Raises ConfigError."""
         self.check()
         lines = [*Path(self.cert).read_text().splitlines(), *Path(self.key).read_text().splitlines()]
         return "".join(f"{line}\n" for line in lines if line.strip())
 
     def own_context(self) -> ssl.SSLContext:
-        """For the server itself, to see whether it answers: trusts this certificate alone, whatever its names are."""
+        """Returns a context for the server's own client, which checks that the server answers. It trusts this
+        certificate alone, whatever its names are."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -63,13 +66,14 @@ class TLSFiles:
         return context
 
     def environment(self) -> dict[str, str]:
-        """For those who call files_from_environment."""
+        """Returns the variables that files_from_environment() reads."""
         values = {CERT_VARIABLE: self.cert, KEY_VARIABLE: self.key, CA_VARIABLE: self.ca_certs}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def tls_files(cert: str | None, key: str | None, ca_certs: str | None) -> TLSFiles | None:
-    """Of three settings; None where there are none. Raises ConfigError where one is missing or a file is wrong."""
+    """Returns the files of three settings; None if none is set. Raises ConfigError if one is missing or a file is
+    wrong."""
     if cert is None and key is None and ca_certs is None:
         return None
     if cert is None or key is None:
@@ -89,7 +93,8 @@ def files_from_environment(environment: Mapping[str, str]) -> TLSFiles | None:
 
 
 async def keep_renewing(files: TLSFiles, admin_socket: str, name: str) -> None:
-    """Gives HAProxy the certificate again whenever its files change. name: of the file that HAProxy read it from."""
+    """Gives HAProxy the certificate again whenever its files change. `name` is the file from which HAProxy read it.
+    Never returns."""
     known = _stamp(files)
     while True:
         await asyncio.sleep(WATCH_S)
@@ -100,7 +105,7 @@ async def keep_renewing(files: TLSFiles, admin_socket: str, name: str) -> None:
             pem = await asyncio.to_thread(files.pem)
             await _renew(pem, admin_socket, name)
         except (ConfigError, OSError) as error:
-            # Perhaps only one of the two is written: it is tried again.
+            # Perhaps only one of the two files is written yet, so this is tried again.
             logger.warning("the ingress keeps its certificate: %s", error)
             continue
         known = stamp
@@ -127,7 +132,7 @@ async def _ask(admin_socket: str, command: str) -> str:
 
 
 def _stamp(files: TLSFiles) -> tuple[int, ...]:
-    """Changes with the files; all zero while one is missing."""
+    """Returns the times when the files last changed, in nanoseconds, or zeros while one is missing."""
     try:
         return tuple(os.stat(path).st_mtime_ns for path in (files.cert, files.key))
     except OSError:

@@ -1,7 +1,7 @@
-"""Baselines and standings in the catalogue's store, which every replica reads: a restart loses nothing. What is newer
-has a higher number; the store never changes what it has.
+"""Stores baselines and standings in the catalogue's store, which every replica reads, so that a restart loses
+nothing. A newer record has a higher number, since the store never changes an object.
 
-quality/SET/baseline/NUMBER, quality/SET/standing/NUMBER      SET: the probes' digest, with their model's name
+quality/SET/baseline/NUMBER, quality/SET/standing/NUMBER      SET: the digest of the probes and their model's name
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from lorafleet.cluster.quality.probes import ProbeSet
 from lorafleet.cluster.quality.quality_records import Baseline, Standing
 from lorafleet.protocol.errors import StoreError
 
-KEPT = 5  # of each kind, for people who look into the store
+KEPT = 5  # Records of each kind that are not deleted, for people who look into the store.
 MAX_OVERTAKEN = 20
 
 Kind = Literal["baseline", "standing"]
 
 
 class QualityBook:
-    """Blocking; called in threads. Raises StoreError where the store does not answer."""
+    """Reads and writes the records of all sets. It blocks, so it is called in threads. Raises StoreError if the store
+    does not answer."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,6 +1,7 @@
-"""Runs the sets of quality probes when they are due, on the one replica whose turn it is; and when the operator asks.
+"""Runs the sets of quality probes when they are due, on the one replica that holds the lease, or when the operator
+requests it.
 
-What comes out is in the store (book.py), so that any replica can tell, and another one goes on where this one is gone.
+The results are in the store (book.py). So any replica can report them, and another one continues if this one is gone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from lorafleet.cluster.quality.probes import ProbeSet, QualityProbes
 from lorafleet.cluster.quality.quality_records import Baseline, Observed, Standing, measure
 from lorafleet.protocol.errors import LorafleetError, ModelNotFound
 
-LOOK_S = 15.0  # how often it is looked whose turn it is and what is due
-TURN_S = 60.0  # a replica that has not asked for so long has lost its turn
+LOOK_S = 15.0  # Interval between checks of the lease and of what is due.
+TURN_S = 60.0  # A replica that does not renew its lease for so long loses it.
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -29,7 +30,12 @@ TakeTurn = Callable[[], Awaitable[bool]]
 
 
 class QualityMonitor:
-    """take_turn: whether this replica is the one, for TURN_S from now. clock: since 1970, alike on all nodes."""
+    """Runs the probes and remembers their last standings.
+
+    Args:
+        take_turn: Takes or renews the lease for TURN_S, and returns whether this replica holds it.
+        clock: Seconds since 1970, the same on all nodes.
+    """
 
     def __init__(
         self,
@@ -40,8 +46,8 @@ class QualityMonitor:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.has_turn = False
-        self.standings: dict[str, Standing] = {}  # by model, as this replica knows them
-        self.runs: Counter[str] = Counter({one.model: 0 for one in probes.sets})  # here, by model
+        self.standings: dict[str, Standing] = {}  # By model, as far as this replica knows.
+        self.runs: Counter[str] = Counter({one.model: 0 for one in probes.sets})  # On this replica, by model.
         self.failures: Counter[str] = Counter({one.model: 0 for one in probes.sets})
         self._probes = probes
         self._book = book
@@ -54,13 +60,13 @@ class QualityMonitor:
         while True:
             try:
                 await self.look()
-            except Exception as error:  # the directory or the store is away, for a while
+            except Exception as error:  # The directory or the store may be unavailable for a while.
                 self.has_turn = False
                 logger.warning("quality probes: %r", error)
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Runs the sets that are due, if it is this replica's turn."""
+        """Runs the sets that are due, if this replica holds the lease."""
         self.has_turn = await self._take_turn()
         for one in self._probes.sets:
             if not self.has_turn:
@@ -74,7 +80,8 @@ class QualityMonitor:
                         logger.warning("quality probes of %s failed: %s", one.model, error.message)
 
     async def run(self, model: str, *, accept: bool) -> Standing:
-        """Now. accept: what is found becomes the baseline. Raises LorafleetError where it fails."""
+        """Runs a model's probes now. With `accept`, the result becomes the new baseline. Raises LorafleetError if the
+        run fails."""
         one = next((one for one in self._probes.sets if one.model == model), None)
         if one is None:
             known = ", ".join(repr(one.model) for one in self._probes.sets)
@@ -83,7 +90,7 @@ class QualityMonitor:
             return await self._run(one, accept=accept)
 
     async def show(self) -> list[Standing]:
-        """Of all sets that have run, wherever they did."""
+        """Returns the standings of all sets that have run, on whichever replica."""
         found = [await self._standing(one) for one in self._probes.sets]
         return [standing for standing in found if standing is not None]
 
@@ -131,7 +138,7 @@ class QualityMonitor:
     async def _observe(self, one: ProbeSet, model: ServedModel, baseline: Baseline | None) -> list[Observed]:
         observed = []
         for at, probe in enumerate(one.probes):
-            if self.has_turn:  # a long run keeps it
+            if self.has_turn:  # A long run renews the lease.
                 self.has_turn = await self._take_turn()
             along = None if baseline is None else baseline.observed[at].answer
             observed.append(await self._prober.observe(model, probe, one.max_tokens, along))

@@ -1,4 +1,4 @@
-"""Asks models the probes, on the way of every request but behind all of them: the last priority, one at a time."""
+"""Sends probes to the models on the same path as any request, but with the lowest priority, and one at a time."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from lorafleet.protocol.messages import TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.tools.measures import Score, score
 
-# Of no tenant, so that nobody's quota pays; usage logs name it as the key.
+# It has no tenant, so that it uses nobody's quota. Usage logs show it as the key.
 CALLER = Caller(None, "quality", frozenset(("infer", "admin")))
 
 _numbers = itertools.count()
 
 
 class Prober:
-    """Raises LorafleetErrors, as requests do."""
+    """Runs probes on the served models. Its methods raise LorafleetErrors, as requests do."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
 
     async def model(self, name: str) -> ServedModel:
-        """The same version for a whole run, also where several share the name."""
+        """Returns the model's version for a whole run, even if several versions share the name."""
         model = await self._front.model(CALLER, name, key=CALLER.key_id)
         _check_own(model, model.fallback_reason)
         return model
 
     async def observe(self, model: ServedModel, probe: Probe, max_tokens: int, along: Sequence[int] | None) -> Observed:
-        """along: the baseline's answer; None where the model's own becomes it."""
+        """Runs one probe on a model. `along` is the baseline's answer, or None if the model's own answer becomes it."""
         front = self._front
         prompt = await encode(front, model, probe.prompt, add_special_tokens=True, must_fit="prompt")
-        room = fit_max_tokens(front, len(prompt) + 1, None, max_tokens, "prompt")  # one for what scores the answer
+        # One more token is for the request that scores the answer.
+        room = fit_max_tokens(front, len(prompt) + 1, None, max_tokens, "prompt")
         answer = (await self._run(model, prompt, SamplingParams(temperature=0, max_tokens=room))).token_ids
         places = await self._score(model, prompt, answer if along is None else along, MAX_LOGPROBS)
         return Observed(answer, places, await self._completion(model, prompt, probe))
@@ -56,7 +57,7 @@ class Prober:
     async def _score(
         self, model: ServedModel, prompt: list[int], text: Sequence[int], top_k: int
     ) -> list[TokenLogprobs]:
-        """What the model says of each token of the text behind the prompt."""
+        """Returns the model's logprobs for each token of the text after the prompt."""
         sequence = checked_ids(self._front, model, [*prompt, *text], "prompt")
         fit_max_tokens(self._front, len(sequence), 1, None, "prompt")
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=top_k)
@@ -67,7 +68,7 @@ class Prober:
         self, model: ServedModel, token_ids: list[int], params: SamplingParams, *, scoring: bool = False
     ) -> Delta:
         group = f"{CALLER.key_id}-{next(_numbers)}"
-        # Its own salt: a prefix that was computed before would hide that it comes out differently now.
+        # Its own salt avoids cached prefixes, which would hide that the model now computes something else.
         salt = f"{group}-{time.time_ns()}"
         task = Task(Prompt(token_ids, None), model, params, scoring=scoring, cache_salt=salt, priority=INT32)
         deadline = Deadline(None, time.monotonic())
@@ -79,6 +80,6 @@ class Prober:
 
 
 def _check_own(model: ServedModel, fallback_reason: str | None) -> None:
-    """The base's answers say nothing of an adapter."""
+    """Raises AdapterError if the base answered instead, since its answers tell nothing about an adapter."""
     if fallback_reason is not None:
         raise AdapterError(f"the base answered in the place of {model.name!r}: {fallback_reason}")

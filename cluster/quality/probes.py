@@ -1,4 +1,5 @@
-"""The file that quality_probes names: which models are asked what, and how often. Read once, strictly, at the start."""
+"""Reads the file that quality_probes names: which models get which prompts, and how often. It is read once, strictly,
+at the start."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from lorafleet.cluster.wording import in_words, nearest
 from lorafleet.protocol.errors import ConfigError
 
-MAX_PROBES = 256  # of a set: a baseline keeps logprobs of each
-MAX_TOKENS = 1024  # of an answer
+MAX_PROBES = 256  # Probes of a set; a baseline stores logprobs of each.
+MAX_TOKENS = 1024  # Tokens of an answer.
 
 
 class _Strict(BaseModel):
@@ -32,10 +33,10 @@ class _Strict(BaseModel):
 
 
 class Probe(_Strict):
-    """A line of a set's prompts. completion: a text of which the model's perplexity is measured."""
+    """One line of a set's prompts."""
 
     prompt: str = Field(min_length=1)
-    completion: str | None = Field(None, min_length=1)
+    completion: str | None = Field(None, min_length=1)  # A text on which the model's perplexity is measured.
 
 
 class _SetEntry(_Strict):
@@ -51,24 +52,24 @@ class _ProbesFile(_Strict):
 
 @dataclass(frozen=True)
 class ProbeSet:
-    """model: an adapter's full name, or the base's. max_tokens: of each answer."""
+    """The probes of one model."""
 
-    model: str
-    max_tokens: int
+    model: str  # An adapter's full name, or the base's.
+    max_tokens: int  # Of each answer.
     probes: tuple[Probe, ...]
 
     @functools.cached_property
     def digest(self) -> str:
-        """Another set of probes has another baseline, and so has another model."""
+        """The digest of the model and its probes. If either changes, a new baseline is needed."""
         content = [self.model, self.max_tokens, [[one.prompt, one.completion] for one in self.probes]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class QualityProbes:
-    """interval_s: between two runs of a set."""
+    """All sets of probes, and how often they run."""
 
-    interval_s: float
+    interval_s: float  # Time between two runs of a set.
     sets: tuple[ProbeSet, ...]
 
 
@@ -76,7 +77,8 @@ M = TypeVar("M", bound=_Strict)
 
 
 def read_probes(path: str | Path) -> QualityProbes:
-    """Raises ConfigError, naming the file, the place in it and what is wrong."""
+    """Reads the probes file and its prompts. Raises ConfigError, which names the file, the place in it and what is
+    wrong."""
     path = Path(path)
     try:
         content = yaml.safe_load(_text(path))

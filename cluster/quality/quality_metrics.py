@@ -1,5 +1,5 @@
-"""What /metrics shows of the quality probes: how models stand, told by the replica whose turn it is alone, and the runs
-of each replica. Their labels are the models of the probes' file, so there are few."""
+"""Shows the quality probes in /metrics: how models stand, from the one replica that holds the lease, and the runs of
+each replica. The labels are the models of the probes' file, so there are few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is kept of the probes in the catalogue's store, and what follows from two of them."""
+"""Defines what the catalogue's store has about the probes, and compares two of these records. book.py reads and
+writes them."""
 
 from __future__ import annotations
 
@@ -11,41 +12,38 @@ from lorafleet.tools.measures import Score, compare_places, equal_share, mean, p
 
 
 class Observed(msgspec.Struct, frozen=True, array_like=True):
-    """Of one probe. answer: the model's own, greedy. places: what it says of each token of the baseline's answer.
-    completion: of the probe's, where it has one."""
+    """The result of one probe."""
 
-    answer: list[int]
-    places: list[TokenLogprobs]
-    completion: Score | None = None
+    answer: list[int]  # The model's own greedy answer.
+    places: list[TokenLogprobs]  # Its logprobs for each token of the baseline's answer.
+    completion: Score | None = None  # Its score of the probe's completion, if there is one.
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """One version on one set of probes, in their order. digest: the adapter's, "" of the base. at_s: since 1970."""
+    """The results of one version on one set of probes."""
 
-    digest: str
-    at_s: float
-    observed: list[Observed]
+    digest: str  # The adapter's; "" for the base.
+    at_s: float  # Seconds since 1970.
+    observed: list[Observed]  # In the order of the probes.
 
 
 class Measures(msgspec.Struct, frozen=True):
-    """Of a model beside its baseline. agreement: mean share of equal tokens up to the first difference. drift, kl:
-    along the baseline's answers, the mean absolute difference of logprobs, and the mean KL from the baseline, both in
-    nats. Perplexities are of the probes' completions; None where none has one."""
+    """A comparison of a model with its baseline."""
 
-    agreement: float
-    drift: float
-    kl: float
-    perplexity: float | None
-    baseline_perplexity: float | None
+    agreement: float  # Mean share of equal tokens up to the first difference.
+    drift: float  # Mean absolute difference of logprobs along the baseline's answers, in nats.
+    kl: float  # Mean KL from the baseline along the baseline's answers, in nats.
+    perplexity: float | None  # Of the probes' completions; None if there are none.
+    baseline_perplexity: float | None  # Of the same completions, when the baseline was made.
 
 
 class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one set stands. tried_s: its last run began, which `error` says more of where it failed; the rest is of the
-    last one that did not. Times are since 1970."""
+    """The standing of one set of probes. Times are in seconds since 1970."""
 
     model: str
-    tried_s: float
-    error: str = ""
+    tried_s: float  # Start of the last run.
+    error: str = ""  # Why the last run failed; "" if it did not.
+    # All further fields are of the last run that did not fail.
     at_s: float | None = None
     digest: str = ""
     baseline_digest: str = ""
@@ -54,7 +52,7 @@ class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def measure(baseline: Sequence[Observed], now: Sequence[Observed]) -> Measures:
-    """Of the same probes; now.places are along the baseline's answers."""
+    """Compares two results of the same probes. The places of `now` must be along the baseline's answers."""
     pairs = list(zip(baseline, now, strict=True))
     places = [place for then, one in pairs for place in compare_places(then.places, one.places)]
     return Measures(

@@ -1,8 +1,8 @@
-"""/v1/quality: how models stand beside their baselines, for the operator's key.
+"""Serves /v1/quality, which compares models with their baselines, for the operator's key.
 
 GET   /v1/quality                the last run of every set of probes
-POST  /v1/quality/MODEL/run      run it now
-POST  /v1/quality/MODEL/accept   run it now, and take what comes out as the new baseline
+POST  /v1/quality/MODEL/run      runs it now
+POST  /v1/quality/MODEL/accept   runs it now, and makes the result the new baseline
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class ShownMeasures(TypedDict):
 
 @_exactly
 class ShownStanding(TypedDict):
-    """error: of the last try; the measures are of the last run that did not fail, and null before there was one."""
+    """The standing of one model's probes. The measures are of the last run that did not fail, and null before there
+    was one."""
 
     id: str
     object: Literal["quality"]
-    tried_s: float
-    error: str
+    tried_s: float  # Start of the last try, in seconds since 1970.
+    error: str  # Of the last try; "" if it did not fail.
     at_s: float | None
     digest: str
     baseline_digest: str
@@ -97,7 +98,7 @@ class QualityApi:
 
 
 def _check_operator(request: Request) -> None:
-    """The probes, and what models answer to them, are the operator's."""
+    """Raises Forbidden unless the caller is the operator, who owns the probes and the models' answers to them."""
     if not caller_of(request).is_operator:
         raise Forbidden("Quality probes need the operator's key, one of the scope admin and of no tenant.")
 

@@ -1,8 +1,8 @@
-"""Rendezvous hashing: which replica a key belongs to, computed on the spot and alike in every process.
+"""Implements rendezvous hashing, which computes on the spot to which replica a key belongs, alike in every process.
 
-Each replica draws a number for the key and the smallest wins, so that a replica that comes or goes moves only the keys
-that it wins or had won. A weight makes a replica win more or fewer of them; as it grows, keys only move towards it.
-Source: Thaler and Ravishankar 1996; weights by Schindelhauer and Schomaker 2005.
+Each replica draws a number for the key, and the smallest number wins. When a replica comes or goes, only the keys
+that it wins or had won move. A weight makes a replica win more or fewer keys; as it grows, keys only move towards
+that replica. Source: Thaler and Ravishankar 1996; weights by Schindelhauer and Schomaker 2005.
 """
 
 # R replicas
@@ -22,12 +22,12 @@ _SHIFT_11 = np.uint64(11)
 
 
 def key_of(text: str) -> int:
-    """64 bits that are the same in every process, unlike hash()."""
+    """Returns 64 bits that are the same in every process, unlike hash()."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 class Rendezvous:
-    """Of a fixed set of replicas; weights are above 0."""
+    """The hash over a fixed set of replicas, whose weights are above 0."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.replicas = sorted(weights)
@@ -35,11 +35,11 @@ class Rendezvous:
         self._scale_R = -1.0 / np.array([weights[one] for one in self.replicas], np.float64)
 
     def home(self, key: int) -> int:
-        """The winner's index in `replicas`, of which there must be one at least."""
+        """Returns the winner's index in `replicas`, which must not be empty."""
         return int(self._draw(key).argmin())
 
     def order(self, key: int, count: int) -> list[int]:
-        """The first `count` of them, best first."""
+        """Returns the indices of the first `count` replicas, best first."""
         drawn_R = self._draw(key)
         if count < len(drawn_R):
             first = np.argpartition(drawn_R, count)[:count]
@@ -47,11 +47,12 @@ class Rendezvous:
         return [int(one) for one in drawn_R.argsort(kind="stable")]
 
     def first(self, key: int, count: int) -> list[str]:
-        """order(), by name."""
+        """Returns the ids of the first `count` replicas, best first."""
         return [self.replicas[one] for one in self.order(key, count)]
 
     def _draw(self, key: int) -> npt.NDArray[np.float64]:
-        """Exponentially distributed with the weight as the rate: the smallest is r's with probability w[r] / sum(w)."""
+        """Draws from an exponential distribution for each replica, with its weight as the rate. The smallest number
+        is r's with probability w[r] / sum(w)."""
         mixed_R = self._seed_R ^ np.uint64(key)
         mixed_R ^= mixed_R >> _SHIFT_33
         mixed_R *= _MIX_1

@@ -1,4 +1,4 @@
-"""What a router reads in a request's body, which may have been cut off. Nothing but the choice depends on it."""
+"""Reads what a router needs from a request's body, which may be cut off. Only the choice of a replica depends on it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from lorafleet.cluster.routing.model_name import find_adapter
 
-BYTES_PER_TOKEN = 4  # of English text
+BYTES_PER_TOKEN = 4  # In English text.
 PREFIX_BYTES = 2048
 PREFIX_TOKENS = PREFIX_BYTES // BYTES_PER_TOKEN
-PROMPT_BYTES = 4096  # A prompt that begins later in the body has no prefix.
+PROMPT_BYTES = 4096  # A prompt that begins later in the body gets no prefix.
 
 _SESSION = "lorafleet-route"
 _PROMPT = re.compile(rb'"(?:messages|prompt|text)"\s*:')
@@ -19,14 +19,14 @@ _PROMPT = re.compile(rb'"(?:messages|prompt|text)"\s*:')
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """name: of the adapter, or "". num_tokens: about so many. prefix: of how the prompt begins, where it is long."""
+    """The properties of a request by which a router chooses a replica."""
 
-    name: str = ""
-    num_tokens: int = 0
-    prefix: int | None = None
+    name: str = ""  # The adapter's name, or "" if there is none.
+    num_tokens: int = 0  # Approximate size of the request.
+    prefix: int | None = None  # Hash of the beginning of the prompt, if the prompt is long.
 
     def to_session(self) -> str:
-        """As one text, which a router takes in place of the body."""
+        """Returns the route as text, which a router accepts in place of the body."""
         return f"{_SESSION} {self.num_tokens} {'-' if self.prefix is None else self.prefix} {self.name}"
 
 
@@ -34,13 +34,15 @@ NO_ROUTE = Route()
 
 
 def read_route(body: bytes, num_bytes: int | None = None) -> Route:
-    """num_bytes: the size of the whole body, where only its beginning, or both its ends, are here."""
+    """Reads the route from a body. `num_bytes` is the size of the whole body if only its beginning, or its two ends,
+    are given."""
     num_tokens = (len(body) if num_bytes is None else num_bytes) // BYTES_PER_TOKEN
     return Route(find_adapter(body), num_tokens, _prefix(body))
 
 
 def route_of_session(text: str) -> Route:
-    """NO_ROUTE for a text that to_session() has not made: clients may send sessions of their own."""
+    """Parses the text of to_session(). Returns NO_ROUTE for other texts, since clients may send sessions of their
+    own."""
     match text.split(" ", 3):
         case [kind, tokens, prefix, name] if kind == _SESSION and tokens.isdecimal():
             return Route(name, int(tokens), int(prefix) if prefix.isdecimal() else None)
@@ -48,7 +50,8 @@ def route_of_session(text: str) -> Route:
 
 
 def _prefix(body: bytes) -> int | None:
-    """Of raw bytes: equal prompts that are written differently are taken for different ones."""
+    """Returns a hash of the prompt's beginning, or None if the prompt is short. It hashes raw bytes, so equal
+    prompts that are written differently count as different."""
     prompt = _PROMPT.search(body, 0, PROMPT_BYTES)
     if prompt is None or len(body) - prompt.end() < PREFIX_BYTES:
         return None

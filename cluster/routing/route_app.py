@@ -1,4 +1,5 @@
-"""What HAProxy asks for a replica: a small ASGI application, without a framework, as every request waits for it."""
+"""Answers HAProxy when it asks for a replica. Every request waits for this, so it is a small ASGI application
+without a framework."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from starlette.datastructures import Headers
 from lorafleet.api.telemetry.traced import ROUTED_HEADER
 from lorafleet.cluster.routing.route import NO_ROUTE, Route, read_route
 
-NUM_BYTES_HEADER = "x-body-bytes"  # from route.lua: of the whole body, of which only both ends come where it is large
+NUM_BYTES_HEADER = "x-body-bytes"  # Size of the whole body. Of a large one, route.lua sends only both ends.
 
 Message = dict[str, Any]
 
@@ -20,8 +21,11 @@ Message = dict[str, Any]
 class RouteApp:
     """Answers `POST /internal/route` with {"replica_id": …}.
 
-    admits: whether the client of these headers has a key. The body of one that has none is not read, as any replica can
-    reject it. traced: the replica is told how long it took, for its traces."""
+    Args:
+        admits: Returns whether the client that sent these headers has a key. If it has none, the body is not read,
+            as any replica can reject the request.
+        traced: Whether to send the replica the time that routing took, for its traces.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Sends a request to a replica that already holds its adapter.
 
-AffinityRouter runs in every process that has a handle to the replicas, and follows the directory; AdapterRouter is the
-deployment that HAProxy asks, with the request's body.
+AffinityRouter runs in every process that has a handle to the replicas, and follows the directory. AdapterRouter is
+the deployment that HAProxy asks, with the request's body.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.protocol.errors import Forbidden, Unauthorized
 
 RETRY_S = 0.1
-SILENT_S = 2.0  # The directory answers this router once a second at least. After so long its loads are out of date.
+SILENT_S = 2.0  # The directory answers this router at least once a second. After so long its loads are out of date.
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
 class AffinityRouter(RequestRouter):
-    """Ray Serve's extension point. Never refuses: any replica answers any adapter correctly."""
+    """Extends Ray Serve's request router. It never rejects a request, since any replica can answer for any adapter."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._directory = DirectoryPlace(self.app_name, **kwargs["directory"])
         self._view = RouteView(ReplicaChooser())
         self._by_id: dict[str, RunningReplica] = {}
         self._following: asyncio.Task[None] | None = None
-        self._heard_s = time.monotonic()  # when the directory last answered
+        self._heard_s = time.monotonic()  # Time of the directory's last answer.
         self._telling: set[asyncio.Task[None]] = set()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -57,9 +57,9 @@ class AffinityRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        if self._following is None:  # not before: the handles of cluster/serve/scraping.py never choose
+        if self._following is None:  # Not earlier: the handles of cluster/serve/scraping.py never choose.
             self._following = self._event_loop.create_task(self._follow_directory())
-        if not candidate_replicas:  # else they are all that update_replicas named
+        if not candidate_replicas:  # Otherwise they are all those of update_replicas().
             return []
         route = _route_of(pending_request) if pending_request is not None else NO_ROUTE
         adapter = "" if route.name in self._directory.base_names else self._view.adapter(route.name)
@@ -71,10 +71,11 @@ class AffinityRouter(RequestRouter):
         return [[self._by_id[replica_id]] for replica_id in ranked]
 
     async def _say_that_it_goes(self, replica_id: str) -> None:
-        """Its adapters must be elsewhere before the requests for them are."""
+        """Informs the directory that a replica stops, so that its adapters are elsewhere before requests for them
+        are."""
         try:
             await get_or_create(self._directory).drain(replica_id)
-        except Exception as error:  # the replica says it again
+        except Exception as error:  # The replica informs it again.
             logger.warning("the directory does not hear that replica %s goes: %r", replica_id, error)
 
     async def _follow_directory(self) -> None:
@@ -83,21 +84,21 @@ class AffinityRouter(RequestRouter):
             try:
                 self._view.apply(await directory.routes(self._view.epoch, self._view.version))
                 self._heard_s = time.monotonic()
-            except ActorDiedError:  # it had ended, as no replica was left
+            except ActorDiedError:  # It had ended because no replica was left.
                 directory = get_or_create(self._directory)
-            except Exception as error:  # the directory is being restarted; the last table still serves
+            except Exception as error:  # The directory is being restarted; the last routes still serve.
                 logger.warning("the adapter directory does not answer: %r", error)
                 await asyncio.sleep(RETRY_S)
 
 
 def _route_of(request: PendingRequest) -> Route:
-    """From AdapterRouter, or with what proxy_affinity.py has read."""
+    """Returns the route that AdapterRouter has passed, or else the one that proxy_affinity.py has read."""
     given: Route | None = request.kwargs.get("route")
     return given or route_of_session(request.metadata.session_id)
 
 
 class AdapterRouter:
-    """One on every node that has an HAProxy; cluster/serve/app.py makes the deployment of it."""
+    """The router on each node that has an HAProxy. cluster/serve/app.py makes a Serve deployment of it."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class AdapterRouter:
         ingress.start_handle(replicas)
 
     def _admits(self, headers: Headers) -> bool:
-        """Whether a replica would let these headers infer: without keys it lets everybody."""
+        """Returns whether a replica would let a client with these headers infer. Without API keys it lets everyone."""
         try:
             self._gate.caller(sent_key(headers), "infer")
         except (Unauthorized, Forbidden):

@@ -1,7 +1,7 @@
-"""Which replica should answer a request: the one where its first token is expected soonest. Knows nothing of Ray.
+"""Chooses the replica that should answer a request: the one where its first token is expected soonest. Free of Ray.
 
-Holds a router's view of the cluster: what is resident where, how busy each replica said that it is, what this router
-has sent there since, and where placement wants each adapter. The same class drives benchmarks/placement.py.
+It holds a router's view of the cluster: what is resident where, how busy each replica says it is, what this router
+has sent there since, and where placement wants each adapter. benchmarks/placement.py uses the same class.
 """
 
 # R replicas
@@ -19,50 +19,51 @@ import numpy as np
 
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 
-Tier = Literal["gpu", "coming", "cpu"]  # coming: requests there wait for it, it will have a slot next
-MAX_HOLDERS = 8  # looked at for one request, at random where more replicas hold its adapter
-MAX_PREFIXES = 20_000  # remembered
-TYPICAL_BYTES = 84_000_000  # of an adapter that the directory has not described: rank 16 on an 8B
+Tier = Literal["gpu", "coming", "cpu"]  # coming: requests there wait for it, so it gets a slot next.
+MAX_HOLDERS = 8  # Considered for one request, at random if more replicas hold its adapter.
+MAX_PREFIXES = 20_000  # Prefixes whose replica is cached.
+TYPICAL_BYTES = 84_000_000  # Assumed for an adapter that the directory has not described: rank 16 on an 8B.
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What a replica says of itself."""
+    """The load that a replica reports about itself."""
 
     num_running: int = 0
     num_waiting: int = 0
-    queued_tokens: int = 0  # of prompts, not computed yet
-    reading_bytes: int = 0  # of adapters that are being read from disk, or wait to be; the directory knows their sizes
-    free_slots: int = 1  # empty or idle, less the adapters that wait for one: below 0 is a queue
-    free_places: int = 256  # in the running batch, less the requests that wait: below 0 is a queue
+    queued_tokens: int = 0  # Prompt tokens that are not computed yet.
+    reading_bytes: int = 0  # Adapters that are or will be read from disk; the directory knows their sizes.
+    free_slots: int = 1  # Empty or idle, minus the adapters that wait for one; below 0 is a queue.
+    free_places: int = 256  # In the running batch, minus the requests that wait; below 0 is a queue.
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds. Defaults: an 8B on one H200 (docs/measured.md); their proportions decide."""
+    """Expected costs in seconds. The defaults are those of an 8B model on one H200 (docs/measured.md). Only their
+    proportions matter."""
 
-    token_s: float = 1 / 42e3  # of prefill
-    request_s: float = 0.5e-3  # what a request that runs or waits adds to the next one's first token
-    fill_byte_s: float = 1 / 53e9  # host memory -> slot
-    read_byte_s: float = 1 / 0.9e9  # disk -> host memory, with digest, checks and packing
-    place_s: float = 0.1  # until a place in a full batch is free, for each request that waits for one
-    slot_s: float = 0.2  # until a slot is given back where all are in use, for each adapter that waits for one
-    move_s: float = 0.1  # what filling a slot costs others: an adapter that leaves it and comes back
+    token_s: float = 1 / 42e3  # For each token of prefill.
+    request_s: float = 0.5e-3  # Added to a first token by each request that runs or waits already.
+    fill_byte_s: float = 1 / 53e9  # For each byte copied from host memory to a slot.
+    read_byte_s: float = 1 / 0.9e9  # For each byte read from disk to host memory, with digest, checks and packing.
+    place_s: float = 0.1  # Until a place in a full batch is free, for each request that waits for one.
+    slot_s: float = 0.2  # Until a slot is released if all are in use, for each adapter that waits for one.
+    move_s: float = 0.1  # The cost to others of filling a slot: an adapter is evicted and comes back.
 
 
 @dataclass(slots=True)
 class _Replica:
     replica_id: str
-    index: int = -1  # in the list of those that may be chosen
-    wait_s: float = 0.0  # before a first token here, residency apart
-    batch_s: float = 0.0  # of it, what is spent on others' prompts and steps
-    reading_s: float = 0.0  # of the adapters ahead of one more
+    index: int = -1  # In the list of replicas that may be chosen; -1 if this one may not.
+    wait_s: float = 0.0  # Before a first token here, without loading the adapter.
+    batch_s: float = 0.0  # The part of it that is spent on others' prompts and steps.
+    reading_s: float = 0.0  # For reading the adapters that are queued already.
     free_slots: int = 1
     free_places: int = 256
-    coming: set[str] = field(default_factory=set)  # adapters that requests sent here since its last report bring
+    coming: set[str] = field(default_factory=set)  # Adapters brought by requests since its last report.
 
 
 class ReplicaChooser:
-    """`adapter` is a digest, or the name where no digest is known; "" is the base model."""
+    """Ranks replicas for requests. `adapter` is a digest, or a name if no digest is known; "" is the base model."""
 
     def __init__(self, costs: Costs | None = None, seed: int | None = None) -> None:
         self._costs = costs or Costs()
@@ -70,19 +71,19 @@ class ReplicaChooser:
         self._known: dict[str, _Replica] = {}
         self._live: list[_Replica] = []
         self._wait_R = np.zeros(0)
-        self._slot_R = np.zeros(0)  # with the wait for a slot
-        self._cold_R = np.zeros(0)  # and for the disk, too
+        self._slot_R = np.zeros(0)  # Including the wait for a slot.
+        self._cold_R = np.zeros(0)  # Including the waits for a slot and for the disk.
         self._rendezvous = Rendezvous({})
         self._tiers: dict[str, dict[str, Tier]] = {}
         self._homes: dict[str, tuple[str, ...]] = {}
         self._num_bytes: dict[str, int] = {}
-        self._sent_to: dict[str, list[str]] = {}  # by adapter, the replicas that have it in `coming`
+        self._sent_to: dict[str, list[str]] = {}  # By adapter: the replicas that have it in `coming`.
         self._prefixes: OrderedDict[tuple[str, int], str] = OrderedDict()
 
-    # -- what the directory and Serve say -------------------------------------------------------------------------
+    # -- updates from the directory and Serve ---------------------------------------------------------------------
 
     def set_replicas(self, replica_ids: Iterable[str]) -> None:
-        """Those that may be chosen."""
+        """Sets the replicas that may be chosen."""
         for replica in self._live:
             replica.index = -1
         self._rendezvous = Rendezvous(dict.fromkeys(replica_ids, 1.0))
@@ -94,7 +95,7 @@ class ReplicaChooser:
             self._set_wait(replica)
 
     def set_load(self, replica_id: str, load: ReplicaLoad) -> None:
-        """A report includes what was sent before it."""
+        """Records a replica's report. The report includes what was sent there before it."""
         replica, costs = self._replica(replica_id), self._costs
         replica.reading_s = load.reading_bytes * costs.read_byte_s
         replica.free_slots = load.free_slots
@@ -114,7 +115,7 @@ class ReplicaChooser:
             holders[replica_id] = tier
 
     def set_homes(self, adapter: str, homes: Sequence[str], num_bytes: int) -> None:
-        """Nothing in homes: as nobody has placed it."""
+        """Records where placement wants an adapter. With empty `homes`, the adapter has not been placed."""
         if homes:
             self._homes[adapter], self._num_bytes[adapter] = tuple(homes), num_bytes
         else:
@@ -122,7 +123,7 @@ class ReplicaChooser:
             self._num_bytes.pop(adapter, None)
 
     def forget(self, replica_id: str) -> None:
-        """Its load is not known any more; what it held is told by set_tier."""
+        """Removes the load of a replica that may not be chosen anymore. set_tier() removes what it held."""
         replica = self._known.get(replica_id)
         if replica is not None and replica.index < 0:
             self._forget_sent(replica)
@@ -137,7 +138,7 @@ class ReplicaChooser:
 
     @property
     def holding(self) -> set[str]:
-        """Replicas that hold something and may be chosen."""
+        """The replicas that hold an adapter and may be chosen."""
         held = {replica_id for holders in self._tiers.values() for replica_id in holders}
         return {one.replica_id for one in self._live} & held
 
@@ -146,10 +147,13 @@ class ReplicaChooser:
     def rank(
         self, adapter: str, prefix: int | None = None, prefix_tokens: int = 0, *, by_load: bool = True
     ) -> list[str]:
-        """Replicas to try, best first. prefix: a hash of how the prompt begins, for so many tokens.
+        """Returns the replicas to try, best first.
 
-        by_load: False while no replica's reports come. An adapter's requests then stay where it is: what has been sent
-        there since would soon count more than its residency, and another replica may not know what the name stands for.
+        Args:
+            prefix: A hash of how the prompt begins, which covers `prefix_tokens` tokens.
+            by_load: False while no replica's reports come. An adapter's requests then stay where it is resident.
+                Otherwise what has been sent there since would soon count more than its residency, and another
+                replica may not know what the name stands for.
         """
         if not self._live:
             return []
@@ -163,7 +167,7 @@ class ReplicaChooser:
         return sorted(scores, key=scores.__getitem__)
 
     def sent(self, adapter: str, replica_id: str, num_tokens: int, prefix: int | None = None) -> None:
-        """A request goes there now; the replica's next report will include it."""
+        """Records that a request goes to this replica now. The replica's next report will include it."""
         replica, costs = self._replica(replica_id), self._costs
         if adapter and adapter not in replica.coming:
             tier = self._tiers.get(adapter, {}).get(replica_id)
@@ -181,8 +185,14 @@ class ReplicaChooser:
                 self._prefixes.popitem(last=False)
 
     def _candidates(self, adapter: str, seen_at: str | None) -> list[_Replica]:
-        """Who holds it or has been sent requests that bring it, who should, who has its prefix, and the least busy of
-        all; for what nobody has, also who is the first to read one more."""
+        """Returns the replicas that are worth comparing:
+        - those that hold the adapter, or have been sent requests that bring it,
+        - those where placement wants it,
+        - the one that has the prompt's prefix,
+        - the least busy of all,
+        - its rendezvous home, if there is none of the first three,
+        - the one that can read another adapter soonest, if nobody holds it and placement has no home for it.
+        """
         ids = [*self._tiers.get(adapter, ()), *self._sent_to.get(adapter, ())]
         if len(ids) > MAX_HOLDERS:
             ids = self._random.sample(ids, MAX_HOLDERS)
@@ -200,7 +210,7 @@ class ReplicaChooser:
         return found
 
     def _residency_s(self, adapter: str, replica: _Replica) -> float:
-        """What is added to the first token because the adapter is not in a slot there."""
+        """Returns the seconds added to the first token because the adapter is not in a slot there."""
         if not adapter:
             return 0.0
         tier = self._tiers.get(adapter, {}).get(replica.replica_id)

@@ -1,7 +1,8 @@
-"""The adapters that a replica may answer for: the front's view of the directory.
+"""Looks up the adapters that a replica may serve. This is the HTTP front's view of the directory.
 
-A name is looked up in the replica's copies, then in the directory, then by the resolvers; what is found is read and
-checked by the engine before anybody may use it, and its digest goes with it from then on.
+A name is looked up in the replica's copies of directory entries, then in the directory, and then by the resolvers.
+The engine reads and checks an adapter that a resolver finds before anyone may use it. From then on the adapter is
+identified by its digest.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from lorafleet.resolvers.store import FETCH_THREADS
 from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
 
 NO_LIMITS = StorageLimits()
-MISS_S = 2.0  # how long it is remembered that no resolver knows a name
+MISS_S = 2.0  # Seconds for which a failed lookup by the resolvers is cached.
 MAX_MISSES = 10_000
-# Names that resolvers look for, or that are loaded from where a client says; each may take a thread.
+# Lookups by resolvers, and loads from a place that a client names. Each may occupy a thread.
 SEARCHES = TurnLimits(running=FETCH_THREADS, waiting=128)
-# A request that resolved its name before a removal has reached the engine this much later.
+# Seconds after a removal until the requests that resolved the name before it have reached the engine.
 SETTLE_S = 1.0
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
 class AdapterEngine(Protocol):
-    """What the catalogue needs of workers.transport.EngineClient."""
+    """The methods of an engine that DirectoryCatalog needs. EngineClient (protocol/transport.py) and CheckingEngine
+    have them."""
 
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo: ...
     async def drop_adapter(self, digest: str) -> None: ...
@@ -49,7 +51,7 @@ class AdapterEngine(Protocol):
 
 
 async def obey(engine: AdapterEngine, order: Order) -> AdapterInfo | None:
-    """What the directory orders of a replica."""
+    """Carries out an order that the directory gave to this replica. Returns the adapter's info for `load` and `pin`."""
     match order.kind:
         case "load":
             return await engine.load_adapter(order.lora)
@@ -65,7 +67,7 @@ async def obey(engine: AdapterEngine, order: Order) -> AdapterInfo | None:
 
 
 class DirectoryCatalog:
-    """The front's AdapterCatalog. Base model names never come here."""
+    """The HTTP front's AdapterCatalog. It is never asked for the names of the base model."""
 
     def __init__(
         self,
@@ -94,13 +96,19 @@ class DirectoryCatalog:
         return self._membership.list_version
 
     async def known(self, name: str) -> LoRARequest | None:
-        """None where only a resolver might know it."""
+        """Returns the adapter with this name, or None if only a resolver might know it."""
         served = await self._membership.lookup(name)
         return None if served is None else served.loras[0]
 
     async def resolve(self, name: str, key: str | None = None, group: str = "") -> LoRARequest:
-        """group: whose turn it takes where resolvers must look for the name. Raises ModelNotFound, AdapterError where
-        the adapter exists but cannot be served, and QueueFull."""
+        """Returns the adapter to use for this name.
+
+        Args:
+            key: If several versions share the name, the same key always selects the same version.
+            group: The queue in which the name waits if resolvers must look for it (see turn_group).
+
+        Raises ModelNotFound, QueueFull, and AdapterError if the adapter exists but cannot be served.
+        """
         served = await self._membership.lookup(name)
         if served is not None:
             return served.draw(key)
@@ -117,13 +125,13 @@ class DirectoryCatalog:
         limits: StorageLimits = NO_LIMITS,
         within: str | None = None,
     ) -> LoRARequest:
-        """Registers the adapter with its files, and makes it known to every replica."""
+        """Registers the adapter with its files, and publishes it to every replica."""
         check_full_name(name, self._base_names)
         if not load_inplace and await self.known(name) is not None:
             raise AdapterExists(
                 f"There is an adapter {name!r} already; allow `replace` for a new version.", "lora_name"
             )
-        # What cannot be served is refused by its header, before its bytes, however many, are copied into the store.
+        # Loading rejects an unusable adapter by its header, before its files, however large, are copied into the store.
         async with self._turn(name, turn_group(tenant_of(name), None)):
             await self._engine.load_adapter(LoRARequest(name, adapter_number(name), path, within=within))
         await self._admin.push_folder(
@@ -137,16 +145,17 @@ class DirectoryCatalog:
         return await self.resolve(name)
 
     async def read_at_start(self, name: str, path: str, base_model_name: str | None) -> tuple[LoRARequest, AdapterInfo]:
-        """Nobody may ask for it before seed()."""
+        """Reads an adapter that is served from the start. No request may use it before seed()."""
         check_adapter_name(name, self._base_names)
         return await self._read(LoRARequest(name, adapter_number(name), path, base_model_name=base_model_name))
 
     async def seed(self, lora: LoRARequest, info: AdapterInfo) -> LoRARequest | None:
-        """None where the name was removed while other replicas ran: a restart does not bring it back."""
+        """Publishes an adapter of read_at_start(). Returns None if the name was removed while other replicas ran: a
+        restart does not bring it back."""
         return await self._admin.seed(lora, info)
 
     async def remove(self, name: str) -> None:
-        """The adapter's bytes are freed when its requests have ended."""
+        """Removes the adapter from every replica. Its bytes are freed when its requests have ended."""
         if await self.known(name) is None:
             raise _not_found(name)
         await self._admin.remove(name, wait_s=0)
@@ -161,7 +170,7 @@ class DirectoryCatalog:
                 self._find_in_turn(resolver, name, group)
             )
             task.add_done_callback(lambda _: self._resolving.pop(name, None))
-        return await asyncio.shield(task)  # a client that leaves must not cancel the others' wait
+        return await asyncio.shield(task)  # A client that disconnects must not cancel the others' wait.
 
     async def _find_in_turn(self, resolver: LoRAResolver, name: str, group: str) -> LoRARequest:
         async with self._turn(name, group):
@@ -169,7 +178,8 @@ class DirectoryCatalog:
 
     @asynccontextmanager
     async def _turn(self, name: str, group: str) -> AsyncIterator[None]:
-        """A source may take minutes for each name: one tenant's names leave places for others'. Raises QueueFull."""
+        """Queues a lookup in its group. A source may take minutes for each name, so one tenant's names must leave
+        room for others'. Raises QueueFull."""
         try:
             async with self._turns.turn(group):
                 yield
@@ -190,7 +200,7 @@ class DirectoryCatalog:
             raise _not_found(name)
         lora, _ = await self._read(found)
         served = await self._membership.found(lora)
-        if served is None:  # brought, and unloaded at once by somebody else
+        if served is None:  # Another client unloaded it as soon as it was found.
             raise _not_found(name)
         return served.draw(None)
 

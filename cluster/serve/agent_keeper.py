@@ -1,8 +1,9 @@
-"""Stands in the place of one of Ray's two agents of a node: starts the agent, and starts it again when it has ended.
+"""Runs in place of one of a node's two Ray agents: it starts the agent, and restarts it whenever it has ended.
 
-A raylet ends, with all workers of its node, when the program that it has started as an agent ends. ray_agents.py makes
-raylets start this program, in an interpreter that reads the standard library only, so that little can end it. It ends
-with its raylet. Its own end ends the raylet, as an agent's does without it: raylets end their agents by killing them.
+A raylet ends, with all workers of its node, when the program that it started as an agent ends. ray_agents.py makes
+raylets start this program instead. Its interpreter imports only the standard library, so little can end it. It ends
+with its raylet. If it ends earlier, its raylet ends too, as raylets do when an agent ends without it. Raylets end
+their agents by killing them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-RAYLET_VARIABLE = "RAY_RAYLET_PID"  # An agent ends when its parent is not this process.
-PORT_NAMES = {  # option of an agent: the name under which the agent leaves the port that it has bound, for the raylet
+RAYLET_VARIABLE = "RAY_RAYLET_PID"  # An agent ends if its parent is not the process with this id.
+PORT_NAMES = {  # option of an agent: the file (without node id) in which the agent stores its port for the raylet
     "--grpc-port": "metrics_agent_port",
     "--listen-port": "dashboard_agent_listen_port",
     "--metrics-export-port": "metrics_export_port",
     "--runtime-env-agent-port": "runtime_env_agent_port",
 }
-SHORTEST_PAUSE_S = 0.1  # before an agent is started again; twice as long each time that the last one ended soon
+SHORTEST_PAUSE_S = 0.1  # Seconds before an agent is restarted; doubled each time that it ended within SOON_S.
 LONGEST_PAUSE_S = 30.0
 SOON_S = 60.0
 
@@ -31,7 +32,7 @@ _OPTION = re.compile(r"(--[a-z-]+)=(.*)", re.DOTALL)
 
 
 def keep(command: Sequence[str], raylet_pid: int) -> int:
-    """Returns the exit status of this program, when the raylet has ended or the agent never came up."""
+    """Runs the agent until the raylet has ended or the agent fails to start. Returns this program's exit status."""
     raylet = os.pidfd_open(raylet_pid)
     environment = os.environ | {RAYLET_VARIABLE: str(os.getpid())}
     pause_s = SHORTEST_PAUSE_S
@@ -43,7 +44,7 @@ def keep(command: Sequence[str], raylet_pid: int) -> int:
         status = agent.wait()
         ports = bound_ports(command)
         if ports is None:
-            return 1  # The raylet waits for the ports, and says best that they do not come.
+            return 1  # The raylet waits for the ports, and reports best that they are missing.
         command = with_ports(command, ports)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if time.monotonic() - began_s < SOON_S else SHORTEST_PAUSE_S
         print(f"an agent ended with status {status} and is started again in {pause_s} s", file=sys.stderr, flush=True)
@@ -52,7 +53,7 @@ def keep(command: Sequence[str], raylet_pid: int) -> int:
 
 
 def bound_ports(command: Sequence[str]) -> dict[str, int] | None:
-    """The agent's ports by their options. None: it has not bound them all yet."""
+    """Returns the agent's ports by option, or None if it has not bound all of them yet."""
     options = _options(command)
     folder, node_id = Path(options["--session-dir"]), options["--node-id"]
     files = {option: folder / f"{name}_{node_id}" for option, name in PORT_NAMES.items() if option in options}
@@ -62,7 +63,8 @@ def bound_ports(command: Sequence[str]) -> dict[str, int] | None:
 
 
 def with_ports(command: Sequence[str], ports: Mapping[str, int]) -> list[str]:
-    """The command with these ports, where raylet and workers look for the agent. A port that is not in use is -1."""
+    """Returns the command with these ports, where the raylet and the workers expect the agent. A port that is not in
+    use is -1, and its option stays unchanged."""
     wanted = {option: f"{option}={port}" for option, port in ports.items() if port > 0}
     return [wanted.get(argument.partition("=")[0], argument) for argument in command]
 
@@ -73,7 +75,8 @@ def _options(command: Sequence[str]) -> dict[str, str]:
 
 
 def _ended(raylet: int, agent: int | None = None, within_s: float | None = None) -> bool:
-    """Waits until one of these processes has ended, for within_s at most. Whether the raylet has."""
+    """Waits until one of these processes, given as pidfds, has ended, or for `within_s` seconds. Returns whether the
+    raylet has ended."""
     poll = select.poll()
     for process in (raylet,) if agent is None else (raylet, agent):
         poll.register(process, select.POLLIN)

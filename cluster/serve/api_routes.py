@@ -1,4 +1,4 @@
-"""The routes that a replica of a cluster has beside those of every front (api/routes/build_api.py)."""
+"""Lists the routes that a replica has in addition to those of every HTTP front (api/routes/build_api.py)."""
 
 from __future__ import annotations
 

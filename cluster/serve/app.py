@@ -1,6 +1,6 @@
-"""The Ray Serve application: `serve run` imports `lorafleet.cluster.serve.app:build`."""
+"""Builds the Ray Serve application. `serve run` imports `lorafleet.cluster.serve.app:build`."""
 
-# Annotations stay objects here (no `from __future__ import annotations`): Serve looks at the type of build's argument.
+# There is no `from __future__ import annotations` here, since Serve needs the type of build's argument as an object.
 
 import dataclasses
 import logging
@@ -23,18 +23,18 @@ from lorafleet.cluster.serve.serve_environment import PROXY_MIDDLEWARES
 from lorafleet.protocol.engine_config import Device, EngineConfig
 from lorafleet.protocol.errors import ConfigError
 
-HEALTH_PERIOD_S = 0.5  # Serve replaces a replica after three checks that fail
+HEALTH_PERIOD_S = 0.5  # Serve replaces a replica after three failed checks.
 HEALTH_TIMEOUT_S = 15.0
-DRAIN_S = 20.0  # a replica that is told to stop waits this long for its requests
+DRAIN_S = 20.0  # Seconds that a stopping replica waits for its requests.
 MAX_START_ATTEMPTS = 3
-QUIET = LoggingConfig(enable_access_log=False)  # a line for every request costs 0.1 ms; /metrics counts them
-MAX_ROUTED = 10_000  # requests waiting for a router's answer
+QUIET = LoggingConfig(enable_access_log=False)  # A line for every request costs 0.1 ms; /metrics counts requests.
+MAX_ROUTED = 10_000  # Requests that may wait for a router's answer.
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
 def build(args: AppArgs) -> Application:
-    """Replicas of one base model and, with direct streaming, the router before them."""
+    """Builds the replicas of one base model and, with direct streaming, the router in front of them."""
     options = ingress.http_options()
     if options is not None and options.host is not None:
         check_exposure(options.host, args)
@@ -63,13 +63,13 @@ def _device(args: AppArgs) -> Device:
     except ConfigError as error:
         if args.device == "auto":
             raise
-        # A cluster may be growing: its head deploys before nodes with GPUs have joined, or so that they are started.
+        # A cluster may still grow: nodes with GPUs may join after this deployment, or be started because of it.
         logger.warning("%s Until then replicas wait.", error.message)
     return "cuda"
 
 
 def node_gpus() -> list[int]:
-    """Of each node that is there."""
+    """Returns the number of GPUs of each live node."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's own omission
     return [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
 
@@ -82,7 +82,7 @@ def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
         max_constructor_retry_count=MAX_START_ATTEMPTS,
         ray_actor_options={"num_cpus": FRONT_CPUS},
         placement_group_bundles=replica_bundles(args, config.device),
-        placement_group_strategy="STRICT_PACK",  # they speak over Unix sockets
+        placement_group_strategy="STRICT_PACK",  # The processes communicate over Unix sockets.
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter,  # type: ignore[arg-type]  # Serve's annotation is of what it stores
             request_router_kwargs={"directory": args.directory_place()},
@@ -116,7 +116,7 @@ def _scaling(args: AppArgs) -> dict[str, Any]:
 
 
 def router() -> serve.Deployment:
-    """What HAProxy asks for a replica."""
+    """Returns the deployment that HAProxy asks for a replica."""
     return serve.deployment(name="AdapterRouter", max_ongoing_requests=MAX_ROUTED, ray_actor_options={"num_cpus": 0})(
         serve.ingress()(AdapterRouter)
     )

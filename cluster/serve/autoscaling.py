@@ -1,9 +1,9 @@
-"""How many replicas there should be. Ray Serve's controller asks this policy every now and then, and waits, bounds and
-starts or stops as its own settings say.
+"""Decides how many replicas there should be. Ray Serve's controller calls this policy periodically. It starts or
+stops replicas within the delays and bounds of its own settings.
 
-A replica is as busy as the fullest of what it can run out of: sequences of a step, or tokens of the KV cache, with what
-waits counted too, so that a queue is more than full. Adapters are counted apart: where those asked for are more than
-all slots, replicas spend their time on swapping, however few the requests are.
+A replica is as busy as the fuller of two limits: the sequences of a step, and the tokens of the KV cache. Waiting
+requests count too, so a replica with a queue is more than full. Adapters are counted separately: if requests use
+more adapters than there are slots, replicas spend their time on swapping, however few the requests are.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 
 from lorafleet.protocol.messages import EngineStats
 
-Wish = tuple[float, dict[str, Any]]  # replicas, and state to be given back next time: none
+Wish = tuple[float, dict[str, Any]]  # Number of replicas, and state for the next call, which stays empty.
 
 
 def load_of(stats: EngineStats, max_num_seqs: int, kv_tokens: int) -> dict[str, float]:
-    """What a replica tells. busy: 1 is full. adapters: asked for by running and waiting requests, over its slots."""
+    """Returns the load that a replica reports: `busy`, where 1 is full, and `adapters`, the number of adapters that
+    running and waiting requests use, divided by the replica's slots."""
     sequences = (stats.num_running + stats.num_waiting) / max_num_seqs
     tokens = (stats.running_tokens + stats.waiting_tokens) / kv_tokens
     slots = max(stats.lora_slots_total, 1)
@@ -25,18 +26,20 @@ def load_of(stats: EngineStats, max_num_seqs: int, kv_tokens: int) -> dict[str, 
 
 
 def wanted_replicas(busy: Collection[float], adapters: Collection[float], target: float) -> float:
-    """busy, adapters: of each replica, load_of. target: how busy each should be."""
+    """Returns how many replicas there should be. `busy` and `adapters` hold the values of load_of() of each replica,
+    and `target` is how busy each should be."""
     return max(sum(busy) / target, sum(adapters), 1.0)
 
 
 class LoadPolicy:
-    """Made and called by Serve's controller."""
+    """The policy object that Serve's controller creates and calls."""
 
     def __init__(self, target: float) -> None:
         self._target = target
 
     def __call__(self, context: Any) -> Wish:
-        """context: ray.serve.config.AutoscalingContext. Nothing changes until the replicas have told something."""
+        """Returns the wanted number of replicas for a ray.serve.config.AutoscalingContext. The number does not
+        change until replicas have reported a load."""
         told: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
         busy = told.get("busy", {})
         if not busy:

@@ -1,4 +1,4 @@
-"""Sees to it that a command leaves no process behind, on Linux: adopts orphaned descendants, and ends them."""
+"""Makes sure that a command leaves no process behind, on Linux: it adopts orphaned descendants and ends them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ REAP_S = 1.0
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant whose parent dies becomes this process's child, and so can be found."""
+    """Makes a descendant whose parent dies from now on a child of this process, so that it can be found."""
     if ON_LINUX:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap_adopted(until: Callable[[], bool]) -> None:
-    """Collects adopted children that have ended, so that they are no zombies while this process runs. The children that
-    it has now are left to whoever in this process started them."""
+    """Reaps adopted children that have ended until `until()` is true, so that none stays a zombie while this process
+    runs. Leaves the children that exist now to the code that started them."""
     own = _children_of(os.getpid()).keys()
     while not until():
         time.sleep(REAP_S)
@@ -35,7 +35,7 @@ def reap_adopted(until: Callable[[], bool]) -> None:
 
 
 def end_descendants(patience_s: float = 2.0) -> None:
-    """SIGTERM, and SIGKILL for what is still there after patience_s."""
+    """Sends SIGTERM to all descendants, and SIGKILL to those that are left after `patience_s` seconds."""
     for signal_number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 5.0)):
         deadline = time.monotonic() + wait_s
         signalled: set[int] = set()
@@ -49,7 +49,7 @@ def end_descendants(patience_s: float = 2.0) -> None:
 
 
 def _reap(deadline: float) -> None:
-    """Collects the dead children, so that none is left as a zombie where nobody else would do it."""
+    """Reaps the dead children until the deadline, so that none stays a zombie where no other process would reap it."""
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -57,7 +57,7 @@ def _reap(deadline: float) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Living ones, by /proc."""
+    """Returns the ids of all living descendants, from /proc."""
     children: dict[int, list[int]] = {}
     for pid, parent, state in _all_processes():
         if state != "Z":
@@ -71,12 +71,12 @@ def descendants(root: int) -> list[int]:
 
 
 def _children_of(parent: int) -> dict[int, str]:
-    """The state of each, by process id."""
+    """Returns the state of each child, by process id."""
     return {pid: state for pid, its_parent, state in _all_processes() if its_parent == parent}
 
 
 def _all_processes() -> Iterator[tuple[int, int, str]]:
-    """Yields (process id, parent's id, state)."""
+    """Yields (process id, parent's id, state) of each process."""
     for path in Path("/proc").glob("[0-9]*/stat") if ON_LINUX else ():
         with contextlib.suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]

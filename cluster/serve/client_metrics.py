@@ -1,4 +1,5 @@
-"""What a replica's front knows of its engine from the outside: shown also when the engine has stopped answering."""
+"""Exports what a replica's HTTP front knows about its engine. These metrics are available even if the engine has
+stopped answering."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The environment that Ray needs on every node of a cluster, so that Serve streams directly and that a node outlives
-Ray's agents (serve_environment.py has what one machine needs besides). `lorafleet config environment` prints it for a
-shell."""
+"""Defines the environment that Ray needs on every node of a cluster. With it, Serve streams directly, and a node
+outlives Ray's agents. serve_environment.py has what one machine needs in addition. `lorafleet config environment`
+prints it for a shell."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ NEEDED = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
-    # HAProxy may hold two such buffers for each of 4096 connections: with the default of 8 MiB, 64 GiB.
+    # HAProxy may hold two such buffers for each of 4096 connections, which is 64 GiB with the default of 8 MiB.
     "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
-    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a line parsed in Python for every request
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # Otherwise Python parses a log line for every request.
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # an ended manager of HAProxy is noticed after three times as long
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # A dead manager of HAProxy is noticed after 3 periods.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
     "RAY_worker_niceness": WORKER_NICENESS,
-    "RAY_START_HOOK": "lorafleet.cluster.serve.ray_agents.keep_agents",  # a raylet does not end with its agents
+    "RAY_START_HOOK": "lorafleet.cluster.serve.ray_agents.keep_agents",  # A raylet outlives its agents.
 }
-TOKEN = {"RAY_AUTH_MODE": "token"}  # whoever reaches Ray's ports can run code
+TOKEN = {"RAY_AUTH_MODE": "token"}  # Anyone who can reach Ray's ports can run code.
 
 
 def environment() -> dict[str, str]:
-    """Of this machine: Serve wants lorafleet-haproxy, which closes HAProxy's own pages, by its whole path."""
+    """Returns the variables for this machine. They include the whole path of lorafleet-haproxy, which closes
+    HAProxy's own pages. Raises ConfigError if it is not installed."""
     path = Path(sys.executable).with_name(haproxy.NAME)
     if not path.exists():
         raise ConfigError(f"there is no {path}. Install lorafleet into this Python environment again.")

@@ -1,4 +1,5 @@
-"""The engine as the catalogue has it: what it loads is checked whole, so that it is the push or the load that fails."""
+"""Wraps the engine so that a loaded adapter is checked completely. An adapter with a fault then fails its push or
+load, not a later request."""
 
 from __future__ import annotations
 
@@ -8,20 +9,20 @@ from lorafleet.protocol.transport import EngineClient
 
 
 class CheckingEngine:
-    """Loads weights in the engine's process, then reads the tokenizer, template and formats that lie beside them."""
+    """An engine that loads weights in its process, then reads the tokenizer, template and formats beside them."""
 
     def __init__(self, engine: EngineClient, languages: AdapterLanguages) -> None:
         self._engine = engine
         self._languages = languages
 
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
-        """Raises AdapterError."""
+        """Loads and checks an adapter. Raises AdapterError if it cannot be served."""
         info = await self._engine.load_adapter(lora)
         await self._languages.check(lora, info)
         return info
 
     async def pin_adapter(self, lora: LoRARequest) -> AdapterInfo:
-        """Raises AdapterError."""
+        """Pins and checks an adapter. Raises AdapterError if it cannot be served."""
         info = await self._engine.pin_adapter(lora)
         await self._languages.check(lora, info)
         return info

@@ -1,4 +1,4 @@
-"""`lorafleet serve`: a Ray of its own on this machine, the application on it, and an end that leaves nothing behind."""
+"""Implements the command `lorafleet serve`: it runs the application on a private Ray, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from lorafleet.cluster.serve.resources import check_gpus, replica_bundles
 from lorafleet.protocol.errors import ConfigError, LorafleetError
 
 APP_NAME = "lorafleet"
-OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
+OBJECT_STORE_BYTES = 128 << 20  # No large object passes through the store.
 UNAUTHORIZED = 401
-HTTP_S = 60.0  # how long HTTP may take after the replicas are up
+HTTP_S = 60.0  # Seconds that HTTP may take to answer once the replicas are up.
 POLL_S = 0.2
 RAY_IS_LATE = "timed out during startup"
 RAY_STARTS = 4
@@ -39,17 +39,17 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 class Stopped(BaseException):
-    """SIGINT or SIGTERM came."""
+    """Raised when SIGINT or SIGTERM arrives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """What clients reach."""
+    """The address and TLS settings that clients connect to."""
 
     host: str
     port: int
     tls: TLSFiles | None
-    direct_streaming: bool  # through HAProxy; else through Serve's own proxy
+    direct_streaming: bool  # Through HAProxy; otherwise through Serve's own proxy.
 
     def __post_init__(self) -> None:
         if self.tls is not None and self.tls.ca_certs is not None and not self.direct_streaming:
@@ -60,13 +60,13 @@ class Listener:
 
     @property
     def url(self) -> str:
-        """For a client on this machine."""
+        """The URL for a client on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http{'' if self.tls is None else 's'}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def http_options(self) -> dict[str, Any]:
-        """Serve's. With direct streaming HAProxy alone listens elsewhere: see serve_environment.open_ingress."""
+        """The http_options for Serve. With direct streaming only HAProxy listens on `host`: see open_ingress()."""
         if self.direct_streaming:
             return {"host": "127.0.0.1", "port": self.port}
         files = {} if self.tls is None else {"ssl_certfile": self.tls.cert, "ssl_keyfile": self.tls.key}
@@ -74,9 +74,10 @@ class Listener:
 
 
 def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
-    """Runs until SIGINT or SIGTERM, and ends the process. Raises ConfigError before anything was started.
+    """Serves until SIGINT or SIGTERM arrives, then ends the process. Raises ConfigError before anything is started
+    if the address cannot be used. Later errors are printed, and the exit status is 1.
 
-    Begins anew, as the same process, when Ray's raylet or GCS has ended, since all that serves ends with them.
+    Restarts as the same process when Ray's raylet or GCS has ended, since all serving processes end with them.
     """
     _check_address(listener)
     adopt_orphans()
@@ -85,7 +86,7 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
     status = 0
     try:
         _catch_signals()
-        os.environ["LORAFLEET_RUN_DIR"] = run_dir  # the replicas' sockets go there
+        os.environ["LORAFLEET_RUN_DIR"] = run_dir  # The replicas create their sockets there.
         serve_environment.prepare(run_dir, direct_streaming=listener.direct_streaming)
         check_exposure(listener.host, args)
         if listener.direct_streaming:
@@ -100,7 +101,7 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
     except LorafleetError as error:
         console.print(f"lorafleet: {error.message}", markup=False, style="red")
         status = 1
-    except Exception:  # _exit would end the process before anybody heard of it
+    except Exception:  # _exit would end the process before the error is printed.
         console.print_exception()
         status = 1
     finally:
@@ -122,7 +123,7 @@ def _check_address(listener: Listener) -> None:
 
 def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     console.print("starting Ray")
-    from ray import serve  # these read the environment when they are imported
+    from ray import serve  # These modules read the environment when they are imported.
 
     from lorafleet.cluster.directory.directory_actor import DirectoryPlace
     from lorafleet.cluster.serve.app import build, node_gpus
@@ -130,10 +131,10 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
     num_cpus = max(os.cpu_count() or 1, math.ceil(args.most_replicas * replica_cpus) + 1)
     start_ray(num_cpus)
-    _catch_signals()  # ray.init puts its own handlers in place
+    _catch_signals()  # ray.init has installed its own handlers.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if args.device == "cuda":
-        check_gpus(args, node_gpus())  # no other node will join
+        check_gpus(args, node_gpus())  # No other node will join.
     console.print(f"starting {args.num_replicas} replica{'s' if args.num_replicas > 1 else ''} of {args.model}")
     serve.start(http_options=listener.http_options)
     target = serve.RunTarget(build(args), name=APP_NAME, route_prefix="/")
@@ -145,7 +146,8 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
 
 
 def start_ray(num_cpus: int) -> None:
-    """Again where its processes were late: Ray waits 15 s for one of them, and 30 s for all, on any machine."""
+    """Starts Ray, and tries again if its processes were late: Ray waits 15 s for one of them and 30 s for all,
+    however slow the machine is. Raises ConfigError after RAY_STARTS attempts."""
     import ray
 
     from lorafleet.cluster.serve.ray_agents import keep_agents
@@ -162,7 +164,7 @@ def start_ray(num_cpus: int) -> None:
                 logging_level=logging.ERROR,
             )
             return
-        except Exception as error:  # Ray has no class of its own for it
+        except Exception as error:  # Ray has no class of its own for this error.
             if RAY_IS_LATE not in str(error):
                 raise
             end_descendants()
@@ -175,7 +177,8 @@ def start_ray(num_cpus: int) -> None:
 
 
 def _wait_for_replicas(directory: str) -> None:
-    """Prints what the replicas tell. Raises ConfigError with a replica's own words when it fails."""
+    """Prints the replicas' progress until the application runs. Raises ConfigError with a replica's own message if
+    it fails."""
     from ray import serve
 
     from lorafleet.cluster.directory.directory_actor import read_progress
@@ -199,7 +202,7 @@ def _wait_for_replicas(directory: str) -> None:
 
 
 class _Show:
-    """Lines as they come, and a bar for each replica whose weights are being loaded."""
+    """Prints progress lines as they come, and shows a bar for each replica whose weights are being loaded."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
@@ -216,7 +219,9 @@ class _Show:
 
 
 def _own_client(listener: Listener, run_dir: str) -> httpx.Client:
-    """Behind the ingress's TLS where that asks clients for a certificate; else it takes this server's, for any name."""
+    """Returns an HTTP client for this server. With direct streaming it uses the ingress's Unix socket, which has no
+    TLS, since TLS may require a certificate of clients. Otherwise it trusts this server's certificate, for any host
+    name."""
     if listener.direct_streaming:
         transport = httpx.HTTPTransport(uds=serve_environment.ingress_socket(run_dir))
         return httpx.Client(transport=transport, base_url="http://localhost", timeout=HTTP_S, trust_env=False)
@@ -225,13 +230,14 @@ def _own_client(listener: Listener, run_dir: str) -> httpx.Client:
 
 
 def _wait_for_http(args: AppArgs, client: httpx.Client) -> None:
-    """Until one token has come the whole way: HAProxy hears of new replicas only after they are up."""
+    """Waits until one token has come the whole way, since HAProxy learns of new replicas only after they are up.
+    Raises ConfigError after HTTP_S seconds."""
     body = {"model": args.base_names[0], "prompt": "a", "max_tokens": 1}
     deadline = time.monotonic() + HTTP_S
     while True:
         try:
             answer = client.post("/v1/completions", json=body)
-            if answer.is_success or answer.status_code == UNAUTHORIZED:  # a replica that wants a key
+            if answer.is_success or answer.status_code == UNAUTHORIZED:  # A replica that requires a key has answered.
                 return
             cause = f"{answer.status_code} {answer.text[:500]}"
         except httpx.HTTPError as error:
@@ -260,7 +266,8 @@ def _announce(args: AppArgs, listener: Listener) -> None:
 
 
 def _exit(status: int, run_dir: str) -> NoReturn:
-    """Ends every process started from here, then this one, without Ray's own exit handlers, which wait for them.
+    """Ends every process started from here, then this one. Skips Ray's own exit handlers, which would wait for those
+    processes.
 
     Serve's shutdown would take about ten seconds and drain nothing, since it kills HAProxy first.
     """
@@ -272,16 +279,17 @@ def _exit(status: int, run_dir: str) -> NoReturn:
 
 
 def _ray_has_ended() -> bool:
-    """Whether its raylet or its GCS has. A minute after the GCS, Ray would end this process."""
+    """Returns whether Ray's raylet or its GCS has ended. One minute after the GCS ends, Ray would end this process."""
     from ray._private import ray_constants, worker
 
     needed = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
-    node: Any = worker._global_node  # ray.init has set it; Ray gives it no type
+    node: Any = worker._global_node  # ray.init has set it; Ray does not annotate it.
     return any(kind in needed for kind, _ in node.dead_processes())
 
 
 def _begin_anew(environment: dict[str, str], run_dir: str) -> NoReturn:
-    """environment: what this process was started with. A signal that comes meanwhile stops it for good."""
+    """Replaces this process by a new run of its command, in the environment that it was started with. A signal that
+    arrives meanwhile ends it for good."""
     console.print("Ray has ended, and all that serves with it; starting anew", style="red")
     _leave_nothing(run_dir)
     sys.stdout.flush()
@@ -306,5 +314,5 @@ def _ignore_signals() -> None:
 
 
 def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
-    _ignore_signals()  # one is enough: a second must not break into the clean-up
+    _ignore_signals()  # One signal is enough: a second must not interrupt the cleanup.
     raise Stopped

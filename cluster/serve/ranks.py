@@ -1,7 +1,7 @@
-"""All ranks of one replica, that live and end together: started at once, and none outlives another.
+"""Manages all ranks of one replica. They are started at once, and none outlives another.
 
-A rank that lost a peer may wait for it in a collective for ever, where no order reaches it. So whoever notices a
-failure ends them all.
+A rank that lost a peer may wait for it in a collective forever, where no call reaches it. Therefore the replica ends
+all ranks as soon as it notices that one has failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("lorafleet.cluster")
 
 
 class ReplicaRanks:
-    """One worker actor for each bundle of the replica's placement group but the first."""
+    """The worker actors of one replica: one for each bundle of its placement group except the first."""
 
     def __init__(self, size: int, num_cpus: float, num_gpus: int) -> None:
         group = get_current_placement_group()
@@ -35,7 +35,8 @@ class ReplicaRanks:
         self._running = False
 
     async def start(self, order: StartOrder) -> EngineHello:
-        """Raises the error of the rank that failed first, in its own words; stop() ends the others then."""
+        """Starts all ranks, and returns what rank 0 reports about its engine. If any fails, raises the error of the
+        rank that failed first, in its own words; stop() then ends the others."""
         starting = [asyncio.create_task(rank.start(order)) for rank in self._ranks]
         try:
             failure = await _first_failure(starting)
@@ -49,7 +50,7 @@ class ReplicaRanks:
         return hello
 
     async def check_health(self) -> None:
-        """Raises EngineDead as soon as one of them is known to have ended."""
+        """Raises EngineDead as soon as one rank is known to have ended."""
         checks = [asyncio.create_task(rank.check_health()) for rank in self._ranks]
         try:
             await asyncio.gather(*checks)
@@ -60,8 +61,8 @@ class ReplicaRanks:
             await _cancel(checks)
 
     async def stop(self) -> None:
-        """Ends the processes. Where all are well they end their work first: rank 0 before the rest, since it would
-        otherwise find a peer missing in the midst of a step."""
+        """Ends all ranks of the replica. Healthy ranks end their work first: rank 0 before the rest, since it would
+        otherwise miss a peer in the middle of a step."""
         if self._running:
             self._running = False
             try:
@@ -75,7 +76,8 @@ class ReplicaRanks:
 
 
 async def _first_failure(starting: Sequence[asyncio.Task[EngineHello | None]]) -> BaseException | None:
-    """None when all have started. Ranks fail of one another too; their errors come within CAUSE_S of the cause."""
+    """Returns the error that made the start fail, or None when all ranks have started. One rank's failure makes
+    others fail too; their errors come within CAUSE_S seconds of the cause."""
     errors: list[BaseException] = []
     waiting, wait_s = set(starting), None
     while waiting:
@@ -89,7 +91,7 @@ async def _first_failure(starting: Sequence[asyncio.Task[EngineHello | None]]) -
 
 
 def _is_a_cause(error: BaseException) -> bool:
-    """What a rank says of itself in its own words. Other errors may be those of a lost peer."""
+    """Returns whether a rank has reported a fault of its own. Other errors may only mean that it lost a peer."""
     return isinstance(error, LorafleetError) and not isinstance(error, EngineDead)
 
 

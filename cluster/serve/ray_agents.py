@@ -1,7 +1,8 @@
-"""Makes the raylets that this process starts outlive their agents: see agent_keeper.py.
+"""Makes the raylets that this process starts outlive their agents (see agent_keeper.py).
 
-`lorafleet serve` calls keep_agents before it starts Ray. On a cluster `ray start` does, by the variable RAY_START_HOOK
-in its environment. Ray has no setting for it: the name of Ray's that is replaced here is private.
+`lorafleet serve` calls keep_agents() before it starts Ray. On a cluster `ray start` calls it, through the variable
+RAY_START_HOOK in its environment. Ray has no setting for this: the function of Ray's that is replaced here is
+private.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _rays_command = services._build_python_executable_command_memory_profileable
 
 
 def keep_agents(_ray_params: object = None, _is_head: bool = True) -> None:
-    """The arguments are those that Ray gives to such a hook. Does nothing where a process's end cannot be waited for
-    by its descriptor: before Linux 5.3, and on other systems."""
+    """Makes raylets start agent_keeper.py in place of their agents. Takes the arguments that Ray passes to such a
+    hook. Does nothing if the system has no pidfds: before Linux 5.3, and on other systems."""
     if _has_pidfds():
         services._build_python_executable_command_memory_profileable = _kept_command
 
 
 def _kept_command(component: str, session_dir: str, unbuffered: bool = True) -> list[str]:
-    """How one of Ray's Python programs is started, without the program and its arguments."""
+    """Returns the command that starts one of Ray's Python programs, without the program and its arguments."""
     command: list[str] = _rays_command(component, session_dir, unbuffered)
     return [sys.executable, "-I", "-S", str(KEEPER), *command] if component in AGENTS else command
 

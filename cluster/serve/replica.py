@@ -1,7 +1,8 @@
-"""One replica: the HTTP front of one engine, and the engine's worker processes, a rank each.
+"""Runs one replica, which consists of the HTTP front of one engine and the engine's worker processes, one for each
+rank.
 
-Starts the workers, connects to rank 0, joins the directory, loads the adapters it was told to, and then serves the API
-of workers/openai. Ends when a worker ends, so that Serve replaces them all.
+A replica joins the directory, starts the workers, connects to rank 0, loads the configured adapters, and then serves
+the API of api/routes. It ends when a worker ends, so that Serve replaces them all.
 """
 
 from __future__ import annotations
@@ -66,25 +67,26 @@ from lorafleet.resolvers.store import AdapterStore
 if TYPE_CHECKING:
     from lorafleet.api.telemetry.tracing import Tracing
 
-READING_VERBS = {"list_adapters", "show", "take_turn"}  # of administration: they answer at once
-WATCH_S = 0.5  # how often it is looked whether the workers live
-SILENT_S = 2.0  # An engine that has sent nothing for so long gets no new requests; it sends something every second.
+READING_VERBS = {"list_adapters", "show", "take_turn"}  # Administration calls that answer at once.
+WATCH_S = 0.5  # Seconds between two checks that the workers are alive.
+SILENT_S = 2.0  # An engine that has sent nothing for this long gets no new requests. It sends something every second.
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
 class StartFailed(RuntimeError):
-    """One line for Serve's status; the cause was logged and noted in the directory."""
+    """Carries one line for Serve's status. The cause has been logged and recorded in the directory."""
 
 
 class EngineReplica:
-    """cluster/serve/app.py makes the deployment of it."""
+    """The actor of one replica. cluster/serve/app.py makes a Serve deployment of it."""
 
     def __init__(self, args: AppArgs, config: EngineConfig, deployment: str) -> None:
-        """deployment: alike for all replicas that one `serve run` started, however often each is replaced."""
+        """Prepares the replica without starting it. `deployment` is the same for all replicas of one `serve run`,
+        however often each is replaced."""
         ingress.listen_on_node_address()
         ingress.answer_health_checks(self._is_well)
-        sys.setswitchinterval(SWITCH_S)  # Threads write /metrics and long answers beside the event loop.
+        sys.setswitchinterval(SWITCH_S)  # Threads write /metrics and long answers while the event loop runs.
         self._args = args
         self._deployment = deployment
         self._config = with_cpu_threads(config, args.most_replicas)
@@ -98,7 +100,7 @@ class EngineReplica:
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
-        # Otherwise requests without a seed would draw the same numbers on every replica.
+        # Otherwise requests without a seed would use the same random numbers on every replica.
         self._config = replace(self._config, seed=named_seed(config.seed, self._replica_id))
         self._place = DirectoryPlace(context.app_name, **args.directory_place())
         self._directory = get_or_create(self._place)
@@ -108,7 +110,7 @@ class EngineReplica:
         self._ranks = ReplicaRanks(config.tensor_parallel_size, args.num_cpus, 1 if config.device == "cuda" else 0)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve calls this once, after the constructor: here is where a replica starts."""
+        """Starts the replica, and returns its HTTP application. Serve calls this once, after the constructor."""
         await self._membership.start()
         try:
             return await self._start()
@@ -119,30 +121,31 @@ class EngineReplica:
             raise StartFailed(cause) from None
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises."""
+        """Raises EngineDead if the engine or a rank has failed. Serve then replaces the replica."""
         _check_alive(self._engine)
         await self._ranks.check_health()
 
     def _is_well(self) -> bool:
-        """Whether requests should come here: the engine lives, and has said something lately."""
+        """Returns whether requests should come here: the engine is alive and has sent something in the last SILENT_S
+        seconds. This is also true while the replica starts."""
         engine = self._engine
         return engine is None or (engine.dead is None and engine.stats_age_s < SILENT_S)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve asks for it where the number of replicas follows the load."""
+        """Returns the replica's load. Serve calls this if the number of replicas follows the load."""
         if self._engine is None:
             return {}
         return load_of(self._engine.stats, self._config.max_num_seqs, self._engine.hello.kv_cache_tokens)
 
     async def render_metrics(self) -> bytes:
-        """This replica's own; others ask for it."""
+        """Returns the metrics of this replica alone. Other replicas call it."""
         return await self._front.metrics.render() if self._front is not None else b""
 
     async def _scrape(self) -> bytes:
         return await scrape_all(self._replicas(), self.render_metrics, self._render_directory)
 
     def _replicas(self) -> Any:
-        """A handle of all replicas, this one among them."""
+        """Returns a handle of all replicas, including this one."""
         context = serve.get_replica_context()
         return serve.get_deployment_handle(context.deployment, context.app_name)
 
@@ -150,7 +153,7 @@ class EngineReplica:
         return directory_metrics.render(await self._membership.call(lambda _: self._directory.counts()))
 
     async def look(self, names: list[str], viewer: Viewer) -> ReplicaView | None:
-        """What the console shows of this replica; others ask for it."""
+        """Returns the console's view of this replica, or None while it starts. Other replicas call it."""
         if self._front is None:
             return None
         return replica_view(self._front, names, viewer, self._cpu_loras, self._config.max_num_seqs)
@@ -165,17 +168,19 @@ class EngineReplica:
         return await self._membership.call(lambda _: self._directory.view_adapter(name, viewer))
 
     async def __del__(self) -> None:
-        """Serve calls this when it stops the replica, once its requests are answered."""
+        """Hands over to the other replicas, and stops. Serve calls this when the replica's requests have been
+        answered."""
         await self._hand_over()
         await self._stop()
 
     async def _hand_over(self) -> None:
-        """To the other replicas, what is asked for and only here."""
+        """Makes other replicas load the requested adapters that only this one holds. Waits at most HAND_OVER_S
+        seconds."""
         if self._engine is None or self._engine.dead is not None:
             return
         try:
             await asyncio.wait_for(self._directory.drain(self._replica_id), HAND_OVER_S)
-        except Exception as error:  # it goes all the same
+        except Exception as error:  # The replica stops all the same.
             logger.warning("replica %s leaves without handing over: %r", self._replica_id, error)
 
     async def _start(self) -> FastAPI:
@@ -235,7 +240,7 @@ class EngineReplica:
 
     @property
     def _cpu_loras(self) -> int:
-        """Room in host memory."""
+        """Number of adapters that fit in host memory."""
         return self._config.lora.cpu_loras if self._config.lora is not None else 0
 
     def _make_tenancy(self) -> Tenancy:
@@ -260,7 +265,8 @@ class EngineReplica:
         return StartOrder(self._config, address, addresses, self._place, self._replica_id)
 
     async def _load_adapters(self, catalog: DirectoryCatalog) -> None:
-        """All are asked for at once, the worker reads several at a time; they are served in the order given."""
+        """Loads the configured adapters, and publishes them in the given order. All are requested at once, since the
+        worker reads several at a time."""
         for entry in await asyncio.gather(*(self._read_adapter(catalog, one) for one in self._args.lora_modules)):
             await catalog.seed(*entry)
 
@@ -274,7 +280,7 @@ class EngineReplica:
         return entry
 
     async def _obey(self, order: Order) -> AdapterInfo | None:
-        if self._checking is None:  # only what is dropped is asked of a replica that is starting: it has nothing yet
+        if self._checking is None:  # A replica that is starting only gets orders to drop adapters, and it has none.
             return None
         info = await obey(self._checking, order)
         if order.kind == "drop":
@@ -286,13 +292,14 @@ class EngineReplica:
         return await self._membership.call(lambda _: self._directory.administer(verb, arguments), limit_s)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs beside the requests; the loop itself holds tasks weakly."""
+        """Runs the coroutine beside the requests. The task is stored, since the event loop has only weak references
+        to tasks."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _watch_ranks(self, engine: EngineClient) -> None:
-        """Ends the requests in flight and all ranks when one is gone, or when the connection to rank 0 has failed.
+        """Ends the requests in flight and all ranks when a rank has ended or the connection to rank 0 has failed.
 
         Serve's own health check comes later.
         """
@@ -322,13 +329,13 @@ class EngineReplica:
         await asyncio.to_thread(self._adapter_store.stop)
         if self._engine is not None:
             await self._engine.close()
-        with contextlib.suppress(Exception):  # the cluster is going down: nobody needs to know
+        with contextlib.suppress(Exception):  # Expected while the whole cluster shuts down.
             await self._membership.stop()
         self._directory.close()
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
 def _check_alive(engine: EngineClient | None) -> None:
-    """Raises EngineDead where the engine, or the connection to it, has failed."""
+    """Raises EngineDead if the engine, or the connection to it, has failed."""
     if engine is not None and engine.dead is not None:
         raise EngineDead(engine.dead)

@@ -1,4 +1,4 @@
-"""Puts a replica's HTTP front together from what the replica has."""
+"""Assembles a replica's HTTP front from the parts of the replica."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def make_front(
 
 
 def start_tracing(args: AppArgs, replica_id: str) -> Tracing | None:
-    """None where traces are off. Raises ConfigError where they cannot be sent."""
+    """Starts tracing, or returns None if traces are off. Raises ConfigError if they cannot be sent."""
     if args.otlp_traces_endpoint is None:
         return None
     check_otel(args)
-    from lorafleet.api.telemetry.tracing import Tracing  # OpenTelemetry is an extra
+    from lorafleet.api.telemetry.tracing import Tracing  # OpenTelemetry is an optional dependency.
 
     return Tracing(args.otlp_traces_endpoint, args.otlp_traces_ratio, replica_id)
 
@@ -78,7 +78,7 @@ def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
         allow_runtime_lora_updating=args.allow_runtime_lora_updating,
         queue_timeout_s=args.queue_timeout,
         max_body_bytes=args.max_body_bytes,
-        # Without keys check_exposure() lets the ingress listen elsewhere only where it is told to.
+        # Without keys, check_exposure() allows an address beyond loopback only if insecure_without_keys is set.
         origins=Origins(tuple(args.allowed_origins), only_loopback=not args.insecure_without_keys),
         replica_id=replica_id,
         chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
@@ -89,7 +89,8 @@ def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
 
 
 def make_resolver(args: AppArgs, store: AdapterStore) -> LoRAResolverRegistry | None:
-    """In the order of lora_resolvers; those that it does not name come first. None where there is none."""
+    """Returns the resolvers in the order of lora_resolvers, after those that it does not name; None if there are
+    none."""
     registry = LoRAResolverRegistry()
     names = [args.model, *args.base_names]
     for name in args.resolver_order:

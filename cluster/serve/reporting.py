@@ -1,4 +1,5 @@
-"""What a replica tells the directory: which adapters it holds, how busy it is, and what it was asked for."""
+"""Reports to the directory which adapters a replica holds, how busy it is, and how many tokens each adapter was
+asked for."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
 from lorafleet.protocol.messages import EngineStats
 from lorafleet.protocol.transport import EngineClient
 
-AGAIN_S = 0.1
-FULL_S = 5.0  # between full reports
+AGAIN_S = 0.1  # Seconds from a report that was not accepted to the next one.
+FULL_S = 5.0  # Seconds between full reports.
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
 class Reporter:
-    """What the next report says. now: seconds, of any clock that does not jump."""
+    """Builds each report from the changes since the previous one."""
 
     def __init__(self, replica_id: str, cpu_loras: int) -> None:
         self._replica_id = replica_id
@@ -39,7 +40,8 @@ class Reporter:
         tokens: Mapping[str, int],
         now: float,
     ) -> Report | None:
-        """None where there is nothing to say."""
+        """Returns the next report, or None if there is nothing to report. `now` is in seconds, of any clock that
+        does not jump."""
         full = self._full_wanted or now >= self._full_at
         changed: dict[str, Tier | None] = {one: tier for one, tier in tiers.items() if self._told.get(one) != tier}
         changed |= dict.fromkeys(self._told.keys() - tiers.keys())
@@ -53,12 +55,13 @@ class Reporter:
         return Report(self._replica_id, self._sequence, full, said, load, dict(tokens), self._cpu_loras, unread)
 
     def want_full(self) -> None:
-        """The directory has missed something: an answer said so, or none came, or it was restarted."""
+        """Makes the next report a full one, since the directory has missed something: an answer said so, none came,
+        or the directory was restarted."""
         self._full_wanted = True
 
 
 def tiers_of(stats: EngineStats) -> dict[str, Tier]:
-    """Each adapter's best tier."""
+    """Returns the best tier of each adapter."""
     tiers: dict[str, Tier] = dict.fromkeys(stats.resident_cpu, "cpu")
     tiers |= dict.fromkeys(stats.waiting_adapters, "coming")
     return tiers | dict.fromkeys(filter(None, stats.resident_slots), "gpu")
@@ -76,13 +79,13 @@ def load_of(stats: EngineStats, max_num_seqs: int) -> ReplicaLoad:
 
 
 def unread_of(stats: EngineStats) -> list[str]:
-    """Adapters that requests wait for and no tier has."""
+    """Returns the adapters that requests wait for and that are in no tier yet."""
     held = {*stats.resident_slots, *stats.resident_cpu}
     return [one for one in stats.waiting_adapters if one not in held]
 
 
 async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras: int, max_num_seqs: int) -> None:
-    """A report whenever the engine's stats say something new, and again until one is accepted."""
+    """Sends a report whenever the engine's stats say something new, and again until one is accepted. Never returns."""
     reporter, epoch = Reporter(membership.replica_id, cpu_loras), membership.epoch
     accepted = True
     while True:
@@ -101,7 +104,7 @@ async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras
         engine.tokens_asked.clear()
         try:
             accepted = await membership.report(report)
-        except Exception as error:  # it is being restarted
+        except Exception as error:  # The directory is being restarted.
             logger.warning("replica %s: the directory took no report: %r", membership.replica_id, error)
             accepted = False
         if not accepted:

@@ -1,4 +1,4 @@
-"""What the replicas take of a machine: bundles, GPUs, cores. Knows nothing of Ray."""
+"""Computes what the replicas need of a machine: bundles, GPUs and CPU cores. It does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from lorafleet.cluster.config import AppArgs
 from lorafleet.protocol.engine_config import Device, EngineConfig
 from lorafleet.protocol.errors import ConfigError
 
-FRONT_CPUS = 0.1  # the HTTP front's share; Ray counts it, nothing enforces it
+FRONT_CPUS = 0.1  # The HTTP front's share. Ray counts it, but nothing enforces it.
 
 
 def replica_bundles(args: AppArgs, device: Device) -> list[dict[str, float]]:
-    """The front's, then one for each rank of its engine (cluster/serve/ranks.py)."""
+    """Returns the HTTP front's bundle, then one for each rank of the engine (cluster/serve/ranks.py)."""
     rank = {"CPU": args.num_cpus} | ({"GPU": 1.0} if device == "cuda" else {})
     return [{"CPU": FRONT_CPUS}, *[rank] * args.tensor_parallel_size]
 
 
 def check_gpus(args: AppArgs, num_gpus: list[int]) -> None:
-    """num_gpus: of each node. Raises ConfigError where the replicas do not fit, each of them on one node."""
+    """Raises ConfigError if the replicas do not fit on the nodes, each replica on one node. `num_gpus` holds the
+    number of GPUs of each node."""
     size, total = args.tensor_parallel_size, sum(num_gpus)
     if sum(count // size for count in num_gpus) >= args.num_replicas:
         return
@@ -36,7 +37,8 @@ def check_gpus(args: AppArgs, num_gpus: list[int]) -> None:
 
 
 def with_cpu_threads(config: EngineConfig, num_replicas: int) -> EngineConfig:
-    """Ray gives a worker one thread; share the machine's cores among the replicas' ranks instead."""
+    """Returns the configuration with the machine's cores divided among the replicas' ranks, since Ray gives each
+    worker one thread. A value of cpu_threads that the user has set stays."""
     if config.cpu_threads is not None or config.device != "cpu":
         return config
     num_workers = num_replicas * config.tensor_parallel_size

@@ -1,7 +1,7 @@
-"""The metrics of all replicas and of the directory in one answer, whichever replica is asked: each replica has labelled
-its own with its id.
+"""Merges the metrics of all replicas and of the directory into one answer, whichever replica is scraped. Each
+replica has labeled its own metrics with its id.
 
-Who does not answer in time is missing for that scrape, and lorafleet_scrape_complete is 0 then.
+A replica or directory that does not answer in time is missing from that scrape; lorafleet_scrape_complete is then 0.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-PATIENCE_S = 5.0  # Prometheus itself waits for ten
+PATIENCE_S = 5.0  # Seconds; Prometheus itself waits for ten.
 
 _COMPLETE = """\
 # HELP lorafleet_scrape_complete Whether every replica and the directory answered this scrape: 1, else 0.
@@ -23,8 +23,8 @@ Render = Callable[[], Awaitable[bytes]]
 
 
 async def scrape_all(replicas: Any, render_own: Render, render_directory: Render) -> bytes:
-    """replicas: a handle whose deployment has render_metrics(). render_own: this replica's, which is all that there is
-    of replicas where one of the others is silent."""
+    """Returns the merged metrics. `replicas` is a handle whose deployment has render_metrics(). If one of the
+    replicas does not answer in time, only the metrics of this replica (`render_own`) are included."""
     of_replicas, of_directory = await asyncio.gather(
         _of_replicas(replicas, render_own), _of_directory(render_directory)
     )
@@ -47,12 +47,13 @@ async def _of_replicas(replicas: Any, render_own: Render) -> list[Any]:
 async def _of_directory(render: Render) -> bytes | Exception:
     try:
         return await asyncio.wait_for(render(), PATIENCE_S)
-    except Exception as error:  # it is being restarted
+    except Exception as error:  # The directory is being restarted.
         return error
 
 
 def merge(texts: Iterable[bytes]) -> bytes:
-    """Prometheus' text format wants each metric's lines together, its HELP and TYPE once."""
+    """Merges texts in Prometheus's format, which requires the lines of each metric to be together, with its HELP and
+    TYPE once."""
     metrics: dict[str, list[str]] = {}
     for text in texts:
         lines = metrics.setdefault("", [])

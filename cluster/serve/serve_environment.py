@@ -1,6 +1,7 @@
-"""The environment in which Ray Serve starts: it reads its settings for HAProxy from there when it is imported.
+"""Sets the environment in which Ray Serve starts. Serve reads its settings for HAProxy from it when it is imported.
 
-Imports nothing of Ray, so that it can be set before. The other half of direct streaming is cluster/proxy/ingress.py.
+This file imports nothing of Ray, so that the environment can be set before. The other half of direct streaming is
+cluster/proxy/ingress.py.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from lorafleet.cluster.proxy import haproxy
 from lorafleet.cluster.proxy.tls import TLSFiles
 from lorafleet.protocol.errors import ConfigError
 
-PORTS = 100  # of a range: one only held, HAProxy's two, Serve's proxy's, one for each replica on this machine
+PORTS = 100  # In a range: a reserved one, two for HAProxy, one for Serve's proxy, one for each local replica.
 PROXY_MIDDLEWARES = "lorafleet.cluster.proxy.proxy_affinity:middlewares"
 CONTROLLER_CALLBACK = "lorafleet.cluster.proxy.ingress:watch_haproxy"
-# Ray's default is 15. All that serves is a worker of Ray's here: every other program of the machine would delay it.
+# Ray's default is 15. All serving processes are Ray workers, so every other program of the machine would delay them.
 WORKER_NICENESS = "0"
-# Bytes of a request that the router may see; a name behind them costs affinity only. HAProxy's buffers are as large, of
-# which each stream holds one or two.
+# Bytes of a request that the router may see; a name after them only costs affinity. HAProxy's buffers have this size,
+# and each stream holds one or two of them.
 ROUTED_BODY_BYTES = 1 << 18
 
 
 def prepare(run_dir: str, *, direct_streaming: bool) -> None:
-    """Sets this process's environment; Ray's processes inherit it. What the user has set stays.
+    """Sets environment variables of this process, which Ray's processes inherit. Those that the user has set stay.
 
-    run_dir: private, its path at most 20 characters, since a Unix socket's path with a node id in it must fit 108.
+    `run_dir` must be private, and its path at most 20 characters, since the path of a Unix socket with a node id in
+    it must fit into 108 bytes.
     """
     for name, value in _ray().items():
         os.environ.setdefault(name, value)
@@ -40,8 +42,9 @@ def prepare(run_dir: str, *, direct_streaming: bool) -> None:
 
 
 def open_ingress(run_dir: str, host: str, tls: TLSFiles | None, *, needs_key: bool = False) -> None:
-    """With direct streaming, after prepare: only HAProxy listens on this address, with TLS where there are files for
-    it, and at ingress_socket(). Serve's own host stays the loopback interface, for the replicas and its proxy."""
+    """Opens the ingress for direct streaming, after prepare(). Only HAProxy listens on this address, with TLS if
+    there are files for it, and at ingress_socket(). Serve's own host stays the loopback interface, for the replicas
+    and its proxy."""
     if haproxy.RAYS_VARIABLE in os.environ:
         os.environ.setdefault(haproxy.BINARY_VARIABLE, os.environ[haproxy.RAYS_VARIABLE])
     os.environ |= {
@@ -56,7 +59,7 @@ def open_ingress(run_dir: str, host: str, tls: TLSFiles | None, *, needs_key: bo
 
 
 def ingress_socket(run_dir: str) -> str:
-    """Where this user reaches the ingress whatever its address and TLS are."""
+    """Returns the path of the socket where this user reaches the ingress, whatever its address and TLS are."""
     return f"{run_dir}/ingress.sock"
 
 
@@ -65,20 +68,20 @@ def _ray() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
-        # A proxy that is not ready after three times as long is killed, and the start fails with it: 15 s are too few
-        # on a machine that is busy. The start itself waits for it for 60 s.
+        # A proxy that is not ready after three times this long is killed, and the start fails. The default of 15 s in
+        # all is too short on a busy machine. The start itself waits 60 s for the proxy.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
-        # Ray's own metrics are answered without its token, by three processes: they are not exported. The latter two
-        # processes have no setting for it, but go on where they cannot listen.
+        # Three processes would answer requests for Ray's own metrics without its token, so they are not exported. The
+        # last two have no setting for this, but continue if they cannot listen.
         "RAY_enable_metrics_collection": "0",
         "AUTOSCALER_METRIC_PORT": "-1",
         "DASHBOARD_METRIC_PORT": "-1",
-        # Ray's processes listen on the loopback interface only; what the name says is not all that it does.
+        # Ray's processes listen on the loopback interface only, although the name does not say so.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_worker_niceness": WORKER_NICENESS,
     }
     if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
-        # Whoever reaches Ray's ports can run code: a token of this run's own, and no file in the home directory.
+        # Anyone who can reach Ray's ports can run code. This run gets its own token, without a file in the home folder.
         settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     return settings
 
@@ -90,13 +93,13 @@ def _direct_streaming(run_dir: str) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
-        # HAProxy may hold two such buffers for each of 4096 connections: with the default of 8 MiB, 64 GiB.
+        # HAProxy may hold two such buffers for each of 4096 connections, which is 64 GiB with the default of 8 MiB.
         "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
         "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
-        # A manager of HAProxy that has ended is noticed after three times as long.
+        # A dead manager of HAProxy is noticed after 3 periods.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-        # Replicas bind with SO_REUSEPORT from 30000 on: a second Ray on this machine would share the first one's ports,
-        # and each would get some of the other's requests.
+        # By default replicas bind ports from 30000 on, with SO_REUSEPORT. A second Ray on this machine would share
+        # them, and each Ray would get some of the other's requests.
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(held + PORTS - 1),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
@@ -104,18 +107,18 @@ def _direct_streaming(run_dir: str) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{run_dir}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{run_dir}/admin.sock",
-        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a line parsed in Python for every request
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # Otherwise Python parses a log line for every request.
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": run_dir,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{run_dir}/state",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
-        # A stopping replica stays open this long for an HAProxy that does not know yet; on one machine it hears soon.
+        # A stopping replica stays open this long for an HAProxy that does not know yet. On one machine it soon does.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }
 
 
 def _hold_range() -> int:
-    """The first of PORTS ports that nobody listens on, below those that Linux gives to clients. It stays bound until
-    this process ends, so that a server that starts meanwhile takes another range."""
+    """Returns the first of PORTS consecutive ports on which nothing listens, below those that Linux gives to
+    clients. It stays bound until this process ends, so that a server that starts meanwhile takes another range."""
     starts = list(range(10_000, 30_000, PORTS))
     random.SystemRandom().shuffle(starts)
     for start in starts:
@@ -144,7 +147,8 @@ def _binds(probe: socket.socket, port: int) -> bool:
 
 
 def _haproxy_stand_in(run_dir: str) -> str:
-    """cluster/proxy/haproxy.py as one file: this environment may have no `lorafleet-haproxy` on its path."""
+    """Writes a script that runs cluster/proxy/haproxy.py, and returns its path. This environment may have no
+    `lorafleet-haproxy` on its own path."""
     script = Path(run_dir) / haproxy.NAME
     script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m {haproxy.__name__} "$@"\n')
     script.chmod(0o700)

@@ -1,4 +1,5 @@
-"""Where what must outlive a restart is kept. Imports nothing, so that the command line may ask."""
+"""Names the folder for state that must survive a restart. It imports nothing of lorafleet, so that the command line
+can use it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 
 def state_folder() -> Path:
-    """LORAFLEET_STATE_DIR, or lorafleet's in the XDG base directory for state."""
+    """Returns LORAFLEET_STATE_DIR, or lorafleet's folder in the XDG base directory for state."""
     own = os.environ.get("LORAFLEET_STATE_DIR")
     xdg = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(own).expanduser() if own else Path(xdg).expanduser() / "lorafleet"

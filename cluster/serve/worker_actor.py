@@ -1,7 +1,7 @@
-"""One rank of a replica's engine as a Ray actor: rank 0 is the GPUWorker, the others follow it.
+"""Runs one rank of a replica's engine as a Ray actor. Rank 0 is the GPUWorker, and the others follow it.
 
-The actor starts empty and builds the worker in `start`, so that an error of the model or of the configuration comes
-back as itself and not as the death of an actor.
+The actor starts empty and builds the worker in start(), so that an error in the model or the configuration is
+returned as itself and not as the death of an actor.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.messages import EngineHello
 
-FIRST_BUNDLE = 1  # rank 0's, of the replica's placement group; the replica itself has bundle 0
+FIRST_BUNDLE = 1  # Rank 0's bundle in the replica's placement group; the replica itself has bundle 0.
 
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """What each rank of a replica is started with. address: where rank 0 meets the replica. addresses: where the ranks
-    meet, None for a rank alone. directory, replica_id: whom to tell of the progress, and as whom."""
+    """The arguments with which each rank of a replica is started."""
 
     config: EngineConfig
-    address: str
-    addresses: RankAddresses | None
-    directory: DirectoryPlace
-    replica_id: str
+    address: str  # Where the replica connects to rank 0.
+    addresses: RankAddresses | None  # Where the ranks connect to each other; None if there is only one.
+    directory: DirectoryPlace  # Receives the progress messages.
+    replica_id: str  # The sender of those messages.
 
 
 class WorkerActor:
-    """Calls one after another; the engine loop runs in a thread of its own."""
+    """The actor of one rank. Its calls run one after another; the engine loop runs in its own thread."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def start(self, order: StartOrder) -> EngineHello | None:
-        """Loads the model; rank 0 says what it can do. What it logs meanwhile is told to the directory too, for
-        whoever waits: the other ranks do the same things at the same time."""
-        # Here, so that only this process pays for torch.
+        """Loads the model in this process. Rank 0 returns a description of its engine. Meanwhile it sends its log
+        lines to the directory, for users who wait. The other ranks return None and send nothing, since they do the
+        same things at the same time."""
+        # Imported here, so that only this process pays for torch.
         from lorafleet.workers.follower import RankWorker
         from lorafleet.workers.worker import GPUWorker
 
@@ -82,12 +82,12 @@ class _TellDirectory(logging.Handler):
 
 
 class WorkerHandle:
-    """The replica's side of one rank. Raises the worker's own errors; EngineDead where the process is gone."""
+    """The replica's side of one rank. Its calls raise the worker's own errors, or EngineDead if the process is gone."""
 
     def __init__(self, rank: int, group: PlacementGroup, num_cpus: float, num_gpus: int) -> None:
         bundle = FIRST_BUNDLE + rank
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        # Ray's head would remember each of the last 100 000 calls, and health is asked for every few seconds.
+        # Ray's head would store each of the last 100 000 calls, and health is checked continually.
         options = {
             "num_cpus": num_cpus,
             "num_gpus": num_gpus,
@@ -95,7 +95,7 @@ class WorkerHandle:
             "enable_task_events": False,
         }
         self._rank = rank
-        named = type(f"WorkerActor:rank{rank}", (WorkerActor,), {})  # Ray titles the process with it
+        named = type(f"WorkerActor:rank{rank}", (WorkerActor,), {})  # Ray uses it as the process title.
         self._actor: Any = ray.remote(named).options(**options).remote(rank)
 
     async def start(self, order: StartOrder) -> EngineHello | None:
@@ -106,7 +106,7 @@ class WorkerHandle:
         await self._call("check_health")
 
     async def shutdown(self) -> None:
-        """Lets it close its sockets and free its memory."""
+        """Makes the worker close its sockets and free its memory."""
         await self._call("shutdown")
 
     def kill(self) -> None:

@@ -1,7 +1,8 @@
-"""Who administered what, when, from where and with what outcome, as lines of JSON that are on the disk in time.
+"""Logs who administered what, when, from where and with what outcome, as lines of JSON. A call waits for its lines
+to be on the disk.
 
-A call that acts has two lines: one before it acts, one with its outcome before it is answered. A call that is refused
-before it acts has only the second. The lines have names, never keys or bodies.
+A call that acts has two lines: one before it acts, and one with its outcome before it is answered. A call that is
+rejected before it acts has only the second. The lines contain names, but never keys or bodies.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from lorafleet.api.access.audit import Audited
 from lorafleet.cluster.tenancy.line_file import LineFile
 from lorafleet.protocol.errors import LogUnwritable
 
-MAX_REFUSALS_PER_MINUTE = 60  # Lines of refused calls, for each key, and for all callers without a known key together.
+MAX_REFUSALS_PER_MINUTE = 60  # Lines of rejected calls, for each key, and for all callers without a known key together.
 
 
 class AuditLog(Collector):
     def __init__(self, folder: Path, replica_id: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError where the folder cannot be written."""
+        """Creates the log's first file. Raises ConfigError if the folder cannot be written."""
         self._lines = DurableLines(LineFile(folder, f"audit-{replica_id}"))
         self._clock = clock
-        self._refusals: dict[str, _Refusals] = {}  # by key id: as many as the file of keys has, and ""
+        self._refusals: dict[str, _Refusals] = {}  # By key id, as many as the file of keys has, and "".
         self._num_unlogged = 0
 
     async def acted(self, entry: Audited) -> None:
         await self._lines.append(msgspec.json.encode(entry))
 
     async def refused(self, entry: Audited) -> None:
-        """A caller that is refused in a loop must neither fill the disk nor keep it busy."""
+        """Logs a rejected call, unless the key has too many: a caller that is rejected in a loop must neither fill
+        the disk nor keep it busy."""
         refusals = self._refusals.setdefault(entry.key, _Refusals())
         if not refusals.may_log(self._clock()):
             refusals.num_unlogged += 1
@@ -56,7 +58,7 @@ class AuditLog(Collector):
 
 
 class _Refusals:
-    """A bucket of lines for one key, which fills evenly and holds a minute's worth."""
+    """A token bucket of lines for one key. It fills evenly and holds a minute's worth."""
 
     def __init__(self) -> None:
         self.num_unlogged = 0
@@ -74,16 +76,16 @@ class _Refusals:
 
 
 class DurableLines:
-    """Lines that are on the disk when append() returns. All that wait at a time share one write and one fsync."""
+    """Appends lines that are on the disk when append() returns. All waiting lines share one write and one fsync."""
 
     def __init__(self, file: LineFile) -> None:
         self._file = file
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit-log")  # One: the file has one writer at a time.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit-log")  # One, since the file has one writer.
         self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
         self._committing: asyncio.Task[None] | None = None
 
     async def append(self, line: bytes) -> None:
-        """Raises LogUnwritable where the line cannot be written; then no part of it is in the file."""
+        """Appends a line durably. Raises LogUnwritable if it cannot be written; then no part of it is in the file."""
         loop = asyncio.get_running_loop()
         written: asyncio.Future[None] = loop.create_future()
         self._waiting.append((line + b"\n", written))
@@ -108,7 +110,7 @@ class DurableLines:
                     "made room in --audit-dir."
                 )
             for _, written in group:
-                if written.done():  # Its caller has left.
+                if written.done():  # Its caller no longer waits.
                     continue
                 if error is None:
                     written.set_result(None)

@@ -1,6 +1,7 @@
-"""The file of keys and tenants (--api-keys), YAML or JSON: read strictly, written whole. It has hashes, never keys.
+"""Reads and writes the file of keys and tenants (--api-keys), which is YAML or JSON and has hashes, never keys.
+Reading is strict, and writing is atomic.
 
-Reading takes time in proportion to the file's size, since a server reads it beside its requests; its size is bounded.
+A server reads the file beside its requests, so reading takes time in proportion to its size, which is bounded.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from lorafleet.protocol.names import check_adapter_name, check_tenant
 
 try:
     from yaml import CSafeDumper as _Dumper
-    from yaml import CSafeLoader as _Loader  # five times as fast as Python's own
+    from yaml import CSafeLoader as _Loader  # Five times as fast as the loader in Python.
 except ImportError:
     from yaml import SafeDumper as _Dumper  # type: ignore[assignment]  # the same interface
     from yaml import SafeLoader as _Loader  # type: ignore[assignment]
 
-MAX_FILE_BYTES = 32 << 20  # 100,000 keys have about 13 MB.
+MAX_FILE_BYTES = 32 << 20  # 100,000 keys take about 13 MB.
 MAX_DEPTH = 16  # Levels of nesting; a file of keys has 6.
 MAX_KEYS = 100_000
 MAX_TENANTS = 100_000
-MAX_PLACES = 1000  # Name prefixes, and sources, of one tenant.
+MAX_PLACES = 1000  # Name prefixes of one tenant, and sources of one tenant.
 MAX_PLACE_CHARS = 4096
-MAX_LIMIT = 10**12  # The largest number that a limit may have.
+MAX_LIMIT = 10**12  # The largest value that a limit may have.
 MAX_LIMIT_BYTES = 2**60
-MAX_FAULTS = 10  # That one message names.
+MAX_FAULTS = 10  # Faults that one message lists.
 HASH_PREFIX = "sha256:"
 _HASH = re.compile(rf"{HASH_PREFIX}[0-9a-f]{{64}}")
 _KEY_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,63}")
@@ -67,12 +68,12 @@ class _Strict(BaseModel):
 
 
 class RateLimits(_Strict):
-    """Over all replicas together. None: no limit."""
+    """Limits over all replicas together. None means that there is no limit."""
 
     requests_per_minute: Limit | None = None  # A generation counts as its number of sequences.
-    tokens_per_minute: Limit | None = None  # Of prompts and answers.
-    max_concurrent: Limit | None = None  # Sequences that run at a time.
-    count_auxiliary_tokens: bool = False  # tokens_per_minute has those of /tokenize and the like, too.
+    tokens_per_minute: Limit | None = None  # Tokens of prompts and answers.
+    max_concurrent: Limit | None = None  # Sequences that run at the same time.
+    count_auxiliary_tokens: bool = False  # Whether tokens_per_minute includes those of /tokenize and the like.
 
     @property
     def limits_anything(self) -> bool:
@@ -84,16 +85,16 @@ class TenantLimits(RateLimits):
     adapters: int | None = Field(default=None, ge=0, le=MAX_LIMIT)
     adapter_bytes: int | None = Field(
         default=None, ge=0, le=MAX_LIMIT_BYTES
-    )  # of all versions of its adapters, in the serving dtype
+    )  # For all versions of its adapters, in the serving dtype.
 
 
 class TenantEntry(_Strict):
-    """name_prefixes: names of public adapters and of what resolvers find that begin so are this tenant's alone.
-    sources: where it may push from besides uploading: folders and URI prefixes."""
+    """The settings of one tenant in the file."""
 
     limits: TenantLimits = TenantLimits()
+    # Names with these prefixes are this tenant's alone: of public adapters, and of adapters that resolvers find.
     name_prefixes: Places = []
-    sources: Places = []
+    sources: Places = []  # Folders and URI prefixes from which it may push, besides uploading.
 
     @field_validator("name_prefixes")
     @classmethod
@@ -105,13 +106,13 @@ class TenantEntry(_Strict):
 
 
 class KeyEntry(_Strict):
-    """expires: a date or a time; without a zone it is UTC."""
+    """The entry of one key in the file."""
 
     id: str
     hash: str
     scopes: frozenset[Scope] = Field(min_length=1)
     tenant: Tenant | None = None
-    expires: datetime | None = None
+    expires: datetime | None = None  # A date or a time, in UTC if it has no zone.
     limits: RateLimits = RateLimits()
 
     @field_validator("id")
@@ -165,7 +166,7 @@ def _check_ids(ids: Iterable[str]) -> None:
 
 
 def _check_hashes(keys: Iterable[KeyEntry]) -> None:
-    """The message names the keys: a hash is never shown."""
+    """Raises ValueError if two keys have the same hash. The message names the keys, since a hash is never shown."""
     id_of_hash: dict[str, str] = {}
     for key in keys:
         other = id_of_hash.setdefault(key.hash, key.id)
@@ -174,14 +175,15 @@ def _check_hashes(keys: Iterable[KeyEntry]) -> None:
 
 
 def outermost_prefixes(owners: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The (prefix, tenant) pairs in order, in lower case, without those that lie within another of the same tenant.
+    """Returns the (prefix, tenant) pairs sorted and in lower case, without those that lie within another of the same
+    tenant.
 
-    Raises ValueError where one lies within another tenant's. Case does not tell names apart here, since the hubs and
-    file systems that resolvers look in may not tell them apart either.
+    Raises ValueError if one lies within another tenant's. Case does not distinguish names here, since the hubs and
+    file systems that resolvers search may ignore it.
     """
     found: list[tuple[str, str]] = []
     for prefix, tenant in sorted((prefix.lower(), tenant) for prefix, tenant in owners):
-        if not found or not prefix.startswith(found[-1][0]):  # In this order, what lies within follows at once.
+        if not found or not prefix.startswith(found[-1][0]):  # Sorted, so what lies within follows at once.
             found.append((prefix, tenant))
         elif tenant != found[-1][1]:
             raise ValueError(
@@ -192,7 +194,7 @@ def outermost_prefixes(owners: Iterable[tuple[str, str]]) -> list[tuple[str, str
 
 
 def parse(text: str, where: str) -> KeyFile:
-    """Raises ConfigError, which names the place and never shows a hash."""
+    """Parses the text of such a file. Raises ConfigError, whose message names the place and never shows a hash."""
     try:
         content = _parsed(text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -212,7 +214,7 @@ def parse(text: str, where: str) -> KeyFile:
 
 
 def _parsed(text: str) -> object:
-    """JSON is YAML too, but a JSON reader is a hundred times as fast."""
+    """Parses JSON, or else YAML. JSON is YAML too, but a JSON parser is a hundred times as fast."""
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(text)
     _check_depth(text)
@@ -220,7 +222,8 @@ def _parsed(text: str) -> object:
 
 
 def _check_depth(text: str) -> None:
-    """The compiled loader recurses: on a text that nests without end it would end the process."""
+    """Raises YAMLError for text with too many levels of nesting. The compiled loader recurses, so endless nesting
+    would end the process."""
     depth = 0
     for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -229,7 +232,7 @@ def _check_depth(text: str) -> None:
 
 
 def read(path: Path) -> KeyFile:
-    """Raises ConfigError."""
+    """Reads the file at this path. Raises ConfigError if it cannot be read or is wrong."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -241,7 +244,7 @@ def read(path: Path) -> KeyFile:
 
 
 def write(path: Path, file: KeyFile) -> None:
-    """Whole or not at all, and readable by its owner only where it is new."""
+    """Writes the whole file or nothing. A new file is readable by its owner only."""
     content = file.model_dump(mode="json", exclude_defaults=True)
     content.setdefault("keys", [])
     for key in content["keys"]:
@@ -262,7 +265,7 @@ def write(path: Path, file: KeyFile) -> None:
 
 
 def owners_of(tenants: Mapping[str, TenantEntry]) -> Iterator[tuple[str, str]]:
-    """(prefix, tenant)."""
+    """Yields (prefix, tenant) for each name prefix."""
     for name, tenant in tenants.items():
         for prefix in tenant.name_prefixes:
             yield prefix, name

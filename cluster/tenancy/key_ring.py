@@ -1,7 +1,8 @@
-"""The keys and tenants that are in force in this process: read at the start, and again when the file changes.
+"""Holds the keys and tenants that are active in this process: read at the start, and again when the file changes.
 
-A file that cannot be read or is wrong changes nothing: the keys read before stay in force, and log and metrics say so.
-Looked at by its inode, times and size, and read once these have stayed for one look, so not in the middle of a write.
+A file that is unreadable or wrong changes nothing: the previous keys stay active, and the log and metrics say so.
+The file's inode, times and size are polled. It is read once they have stayed the same for one poll, so that it is
+not read in the middle of a write.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ logger = logging.getLogger("lorafleet.cluster")
 
 
 def is_key_text(source: str) -> bool:
-    """Whether it is the content of a file of keys, and no path."""
+    """Returns whether this is the content of a file of keys, not a path."""
     return source.lstrip().startswith(("{", "keys:", "tenants:"))
 
 
 class KeyRing(Collector):
-    """source: a path, or the content of such a file, which is never read again."""
+    """The active API keys and tenants. `source` is a path, or the content of such a file, which is never read again."""
 
     def __init__(self, source: str) -> None:
         self._path = None if is_key_text(source) else Path(source)
         self._seen = self._read_signature()
         self._settling: _Signature | None = None
         self._num_reloads = {"ok": 0, "failed": 0}
-        self.broken = ""  # why the file as it is now is not in force
+        self.broken = ""  # Why the current file is not active; "" if it is.
         self._adopt(parse(source, "LORAFLEET_API_KEYS") if self._path is None else read(self._path))
 
     def _adopt(self, file: KeyFile) -> None:
@@ -72,15 +73,16 @@ class KeyRing(Collector):
         return name[: len(self._kept(name)[0])]
 
     def _kept(self, name: str) -> tuple[str, str | None]:
-        """The prefix that the name begins with and whose it is."""
+        """Returns the prefix that the name begins with and the tenant that owns it, or ("", None)."""
         lowered = name.lower()
-        # No prefix lies within another, so a name's own is the last one that does not come after the name.
+        # No prefix lies within another, so only the last one that does not sort after the name can match.
         at = bisect.bisect_right(self._owners, lowered, key=itemgetter(0))
         prefix, tenant = self._owners[at - 1] if at else ("", None)
         return (prefix, tenant) if prefix and lowered.startswith(prefix) else ("", None)
 
     def place_of(self, tenant: str, source: str) -> str | None:
-        """As the tenant's `sources` in the file say: beginnings of URIs, and folders with all that is in them."""
+        """Returns the entry of the tenant's `sources` that allows this source, or None. An entry is the beginning of
+        URIs, or a folder with everything in it."""
         places = self.tenant(tenant).sources
         if "://" in source:
             if ".." in source or "%" in source:
@@ -97,13 +99,13 @@ class KeyRing(Collector):
         return StorageLimits(limits.adapters, limits.adapter_bytes)
 
     async def follow(self) -> None:
-        """Never ends."""
+        """Polls the file for changes. Never returns, unless the keys come from text."""
         while self._path is not None:
             await asyncio.sleep(POLL_S)
             await asyncio.to_thread(self.look)
 
     def look(self) -> None:
-        """Reads the file again where it has changed, and has not gone on changing since the last look."""
+        """Reads the file again if it has changed, and has not changed further since the last poll."""
         signature = self._read_signature()
         if signature == self._seen and not self._settling:
             return

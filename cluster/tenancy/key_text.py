@@ -1,7 +1,7 @@
-"""What a key looks like: `lf-`, 40 random letters and digits, and six more that are their checksum, so that a mistyped
-key is told from a wrong one without asking anybody, and scanners for leaked secrets can find it.
+"""Defines the format of a key: `lf-`, 40 random letters and digits, and six more that are their checksum. With the
+checksum, a mistyped key is recognized without a lookup, and scanners for leaked secrets can find keys.
 
-A key has 238 random bits: one round of sha256 hides it for good, and a slow password hash would only slow requests.
+A key has 238 random bits, so one round of sha256 hides it for good. A slow password hash would only slow requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def make_key() -> str:
 
 
 def check_key(key: str) -> None:
-    """Raises InvalidRequest for what make_key() has not made; never shows it."""
+    """Raises InvalidRequest for text that make_key() cannot have made. The message never shows the text."""
     match = _KEY.fullmatch(key)
     if match is None or _checksum(match[1]) != match[2]:
         raise InvalidRequest(

@@ -1,6 +1,6 @@
-"""A file of lines that only grows, in a folder where several processes each have files of their own.
+"""Appends lines to a file that only grows, in a folder where several processes each have files of their own.
 
-Owns the file descriptor, its size and the change to a new file; who calls it decides when to write and to sync.
+This file owns the descriptor, its size and the change to a new file. The caller decides when to write and to sync.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.resolvers.durable import sync
 
-MAX_FILE_BYTES = 256 << 20  # A larger file is followed by another; this is about a million sequences.
+MAX_FILE_BYTES = 256 << 20  # A larger file is followed by another. This is about a million sequences.
 SUFFIX = ".jsonl"
 
 
 class LineFile:
-    """Not safe for threads: the caller holds a lock, or uses one thread."""
+    """A file of lines. It is not thread-safe: the caller holds a lock, or uses one thread."""
 
     def __init__(self, folder: Path, name: str, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        """Raises ConfigError where no file can be made in the folder."""
+        """Creates the first file. Raises ConfigError if no file can be made in the folder."""
         self._folder, self._name, self._max_file_bytes = folder, name, max_file_bytes
         self.size = 0
         try:
@@ -31,7 +31,7 @@ class LineFile:
             raise ConfigError(f"{folder} cannot be written: {error}. Give a folder that can, or mend it.") from None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Writes as much as there is room for; returns how many bytes that was. Raises OSError for none."""
+        """Writes as many bytes as there is room for, and returns their number. Raises OSError if it can write none."""
         if self.fd is None:
             self.fd = self._new()
         num_written = os.write(self.fd, data)
@@ -50,7 +50,7 @@ class LineFile:
         try:
             os.fsync(self.fd)
         except OSError:
-            # The kernel forgets which pages a failed fsync has not written: this file cannot be trusted any more.
+            # The kernel forgets which pages a failed fsync has not written, so this file cannot be trusted anymore.
             self._cut_back(start)
             self._abandon()
             raise
@@ -58,7 +58,7 @@ class LineFile:
             os.close(full)
 
     def next_if_full(self) -> int | None:
-        """Begins a new file once this one is large; returns the descriptor of the old one, for the caller to close."""
+        """Begins a new file if this one is large. Returns the old descriptor, which the caller must close, or None."""
         if self.size <= self._max_file_bytes:
             return None
         full, self.fd = self.fd, None
@@ -74,7 +74,7 @@ class LineFile:
         self._path = self._folder / f"{self._name}-{time.time_ns()}{SUFFIX}"
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            sync(self._folder)  # Without this the file's name may be lost with the machine's power.
+            sync(self._folder)  # Without this, a power failure may lose the file's name.
         except OSError:
             os.close(fd)
             self._path.unlink()
@@ -87,7 +87,7 @@ class LineFile:
             rest = rest[self.write(rest) :]
 
     def _cut_back(self, size: int) -> None:
-        """Takes off what was half written, so that no line in the file is cut in two."""
+        """Truncates the file to this size, so that no half-written line is left in it."""
         if self.fd is None:
             return
         try:
@@ -97,7 +97,8 @@ class LineFile:
             self._abandon()
 
     def _abandon(self) -> None:
-        """The next write begins a new file. One that holds nothing is removed, so that retries do not leave many."""
+        """Closes the file, so that the next write begins a new one. Removes an empty file, so that retries do not
+        leave many."""
         self.close()
         with contextlib.suppress(OSError):
             if self._path.stat().st_size == 0:

@@ -1,9 +1,11 @@
-"""The whole cluster's counts of what tenants and keys ask for: one token bucket for requests and one for tokens each,
-filled evenly and holding a minute's worth, and how many sequences run where. Plain arithmetic, in the directory's
-process; replicas ask with every request (quota_client.py), so that nothing is admitted twice.
+"""Counts for the whole cluster what tenants and keys use. Each has a token bucket for requests and one for tokens,
+which fill evenly and hold a minute's worth, and a count of the sequences that run on each replica. This is plain
+arithmetic in the directory's process. Replicas ask with every request (quota_client.py), so nothing is admitted
+twice.
 
-Answers are charged once they are there: a bucket may so fall below nothing, and nobody is admitted until it is filled
-again. So over any minutes the tokens are at most the limit, a full bucket, and the answers that were under way.
+Answers are charged once they exist, so a bucket may fall below zero, and nothing is admitted until it has filled
+again. Over any number of minutes, the tokens are at most the limit, a full bucket, and the answers that were in
+flight.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-MAX_COUNTED = 10_000  # Asks that count only once, which are remembered: of requests that two replicas refuse.
+MAX_COUNTED = 10_000  # Stored `once` texts, which are of requests that two replicas reject.
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of one subject. None: no limit."""
+    """The limits of one subject. None means that there is no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -25,32 +27,32 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What a request wants to use, of all the subjects that it counts for: a tenant, a key."""
+    """The use that a request asks for, and all subjects that it counts for: a tenant, a key."""
 
     subjects: dict[str, Limits]
-    num_tokens: int = 0  # Of its prompts.
-    num_requests: int = 1  # Of requests_per_minute.
-    num_running: int = 1  # Sequences that run from now on, of max_concurrent.
-    once: str = ""  # Of several asks with the same text here, only the first counts.
+    num_tokens: int = 0  # Tokens of its prompts.
+    num_requests: int = 1  # Counts against requests_per_minute.
+    num_running: int = 1  # Sequences that run from now on; counts against max_concurrent.
+    once: str = ""  # If several asks have the same text here, only the first counts.
 
 
 class Meter(msgspec.Struct, frozen=True):
-    """What is left of one limit, for OpenAI's headers. reset_s: until it is all there again."""
+    """The remainder of one limit, for OpenAI's headers."""
 
     limit: int
     remaining: int
-    reset_s: float
+    reset_s: float  # Seconds until all of it is available again.
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    refused_by: str = ""  # A field of Limits; "" where the request is admitted.
-    subject: str = ""  # Whose limit that is.
+    refused_by: str = ""  # A field of Limits; "" if the request is admitted.
+    subject: str = ""  # The owner of that limit.
     limit: int = 0
-    value: int = 0  # What would be used of it.
-    retry_after_s: float | None = None  # None: waiting does not help.
-    requests: Meter | None = None  # Of the subject that has the least left.
+    value: int = 0  # The use of it that the request would lead to.
+    retry_after_s: float | None = None  # Seconds; None if waiting does not help.
+    requests: Meter | None = None  # For the subject that has the least left.
     tokens: Meter | None = None
-    num_replicas: int = 0  # How many there are, this one included.
+    num_replicas: int = 0  # Including the replica that asks.
 
 
 class _Bucket:
@@ -60,7 +62,7 @@ class _Bucket:
         self._at_s = now_s
 
     def fill(self, limit: int, now_s: float) -> None:
-        if limit != self.limit:  # the operator has changed it: what was used stays used
+        if limit != self.limit:  # The operator has changed it; what was used stays used.
             self.level += limit - self.limit
             self.limit = limit
         self.level = min(limit, self.level + (now_s - self._at_s) * limit / 60)
@@ -74,22 +76,27 @@ class _Bucket:
 
 
 class QuotaBook:
-    """live: the replicas whose running requests count."""
+    """The counts of the whole cluster. `live` returns the replicas whose running requests count."""
 
     def __init__(self, live: Callable[[], Iterable[str]], clock: Callable[[], float] = time.monotonic) -> None:
         self._live = live
         self._clock = clock
         self._requests: dict[str, _Bucket] = {}
         self._tokens: dict[str, _Bucket] = {}
-        self._running: dict[str, dict[str, int]] = {}  # by replica and subject
-        self._counted: dict[str, None] = {}  # The last asks that count only once, in their order.
-        self._charged: dict[str, dict[str, int]] = {}  # the totals that each replica told last, by subject
+        self._running: dict[str, dict[str, int]] = {}  # By replica and subject.
+        self._counted: dict[str, None] = {}  # The latest `once` texts, in order.
+        self._charged: dict[str, dict[str, int]] = {}  # The totals that each replica sent last, by subject.
 
     def admit(
         self, replica_id: str, asks: Sequence[Ask], totals: dict[str, int], running: dict[str, int]
     ) -> list[Verdict]:
-        """totals: tokens that the replica has ever charged to a subject besides those of its asks. Totals, so that a
-        call that is repeated charges nothing twice. running: its sequences now, without those that it asks for."""
+        """Returns a verdict on each ask of a replica.
+
+        Args:
+            totals: Tokens that the replica has ever charged to each subject, besides those of its asks. They are
+                totals, so that a repeated call charges nothing twice.
+            running: The replica's sequences that run now, by subject, without those that it asks for.
+        """
         alive = {replica_id, *self._live()}
         for by_replica in (self._running, self._charged):
             for gone in by_replica.keys() - alive:
@@ -97,7 +104,7 @@ class QuotaBook:
         self._running[replica_id] = dict(running)
         charged = self._charged.setdefault(replica_id, {})
         for subject, total in totals.items():
-            # What a replica charged before this process knew of it is nobody's now.
+            # Tokens that a replica charged before this process knew of it are not charged here.
             self.charge(subject, total - charged.get(subject, total))
             charged[subject] = total
         return [msgspec.structs.replace(self._admit_one(replica_id, ask), num_replicas=len(alive)) for ask in asks]

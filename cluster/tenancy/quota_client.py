@@ -1,9 +1,9 @@
-"""A replica's side of the quotas: asks the directory for every request of a caller with limits, and tells it what has
-ended.
+"""Implements a replica's side of the quotas: it asks the directory for every request of a caller with limits, and
+reports what has ended.
 
-One call is under way at a time and takes along all that came meanwhile, so a busy replica asks no more often than the
-directory answers. Callers without limits ask for nothing. While the directory does not answer, the replica decides by
-itself, with its share of each limit.
+Only one call is in flight at a time. It carries everything that came meanwhile, so a busy replica asks no more often
+than the directory answers. Callers without limits cause no calls. While the directory does not answer, the replica
+decides by itself, with its share of each limit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.quota_book import Ask, Limits, Meter, QuotaBook, Verdict
 from lorafleet.protocol.errors import DirectoryUnavailable, QuotaExceeded
 
-GATHER_S = 0.05  # what ended is told so late at most, where no request comes by
-ANSWER_S = 1.0  # How long a request waits for the directory before this replica decides by itself.
-PROBE_S = 0.5  # How often a directory that does not answer is tried again.
+GATHER_S = 0.05  # Seconds until ended requests are reported at the latest, if no new one comes.
+ANSWER_S = 1.0  # Seconds that a request waits for the directory before this replica decides by itself.
+PROBE_S = 0.5  # Seconds between two calls to a directory that does not answer.
 
 Admit = Callable[[list[Ask], dict[str, int], dict[str, int]], Awaitable[list[Verdict]]]
 
@@ -43,7 +43,7 @@ _REMEDIES = {
 
 @dataclass(slots=True)
 class _Admission:
-    """See api/access/caller_admission.py."""
+    """An admitted request; see api/access/caller_admission.py."""
 
     headers: Mapping[str, str]
     end: Callable[[], None]
@@ -52,14 +52,14 @@ class _Admission:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """A bucket without a whole request in it: until then nobody needs to be asked."""
+    """A bucket without a whole request in it. Until it has one again, the directory need not be asked."""
 
     limits: Limits
     verdict: Verdict
     until_s: float
 
     def after(self, wait_s: float) -> Verdict:
-        """The verdict as it is when wait_s of the wait are left."""
+        """Returns the verdict as it is when wait_s of the wait are left."""
         waited_s = (self.verdict.retry_after_s or 0.0) - wait_s
         meter = self.verdict.requests
         requests = None if meter is None else Meter(meter.limit, 0, max(0.0, meter.reset_s - waited_s))
@@ -67,7 +67,7 @@ class _Spent:
 
 
 class QuotaClient:
-    """admit: QuotaBook's, wherever it is, for this replica."""
+    """The quotas of one replica. `admit` calls QuotaBook.admit for this replica, wherever the book is."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class QuotaClient:
         self._clock = clock
         self._answer_s, self._probe_s = answer_s, probe_s
         self._asks: list[tuple[Ask, asyncio.Future[Verdict]]] = []
-        self._totals: Counter[str] = Counter()  # tokens charged, of each subject that ever was
-        self._untold: set[str] = set()  # those whose totals the directory does not know
+        self._totals: Counter[str] = Counter()  # Tokens charged to each subject that ever existed.
+        self._untold: set[str] = set()  # Subjects whose totals the directory does not know.
         self._running: Counter[str] = Counter()
         self._has_news = False
-        self._asked = asyncio.Event()  # a request waits for the answer
+        self._asked = asyncio.Event()  # Set while a request waits for an answer.
         self._asking: asyncio.Task[None] | None = None
         self._spent: dict[str, _Spent] = {}
-        self._num_replicas = 0  # as the directory said last
-        self._is_alone = False  # the directory does not answer
-        self._own_book = QuotaBook(lambda: (), clock)  # for as long as it is alone
+        self._num_replicas = 0  # As the directory last reported.
+        self._is_alone = False  # True while the directory does not answer.
+        self._own_book = QuotaBook(lambda: (), clock)  # Used while this replica is alone.
 
     async def admit_request(self, caller: Caller, kind: Kind) -> _Admission | None:
         subjects = self._subjects(caller, kind)
@@ -114,11 +114,12 @@ class QuotaClient:
         return self._admission(ask, await self._verdict(ask))
 
     def _admission(self, ask: Ask, verdict: Verdict) -> _Admission:
-        """Raises QuotaExceeded."""
+        """Returns the admission that a verdict gives. Raises QuotaExceeded if the request is rejected."""
         return _Admission(_accepted(verdict), lambda: self._end(ask), lambda retry_id: self._give_back(ask, retry_id))
 
     async def _give_back(self, ask: Ask, retry_id: str) -> None:
-        """A replica that is alone keeps what it has charged: it cannot know what another one charges."""
+        """Ends the request and returns its charge. A replica that is alone keeps the charge, since it cannot know
+        what another replica charges."""
         self._end(ask)
         if not self._is_alone:
             negative = Ask(ask.subjects, -ask.num_tokens, -ask.num_requests, num_running=0, once=retry_id)
@@ -166,7 +167,8 @@ class QuotaClient:
         )
 
     def _check_spent(self, subjects: dict[str, Limits]) -> None:
-        """Who sends on in a loop is refused here and costs the directory nothing. Raises QuotaExceeded."""
+        """Raises QuotaExceeded while a bucket is spent, so that a client that sends in a loop costs the directory
+        nothing."""
         for subject, limits in subjects.items():
             spent = self._spent.get(subject)
             if spent is None:
@@ -188,7 +190,8 @@ class QuotaClient:
             return self._decide_alone(ask)
 
     def _decide_alone(self, ask: Ask) -> Verdict:
-        """With this replica's share of each limit, so that all replicas together admit no more than the limit."""
+        """Decides with this replica's share of each limit, so that all replicas together admit no more than the
+        limit, or one each if it is below their number. Raises DirectoryUnavailable if that number is not known."""
         if not self._num_replicas:
             raise DirectoryUnavailable(
                 "The adapter directory, which counts for the limits of your key and tenant, does not answer, and this "
@@ -263,7 +266,7 @@ class QuotaClient:
                 answer.set_exception(unavailable)
 
     def _deliver(self, ask: Ask, answer: asyncio.Future[Verdict], verdict: Verdict) -> None:
-        gone = answer.done()  # the client has left, or this replica has decided by itself
+        gone = answer.done()  # The client has disconnected, or this replica has decided by itself.
         if not gone:
             answer.set_result(verdict)
         if verdict.refused_by:
@@ -285,7 +288,7 @@ def _share(limits: Limits, num_replicas: int) -> Limits:
 
 
 def _accepted(verdict: Verdict) -> dict[str, str]:
-    """The headers of the answer. Raises QuotaExceeded where the request is refused."""
+    """Returns the headers of the answer. Raises QuotaExceeded if the request is rejected."""
     headers = _headers(verdict)
     if verdict.refused_by:
         raise QuotaExceeded(_in_words(verdict), None, verdict.retry_after_s, headers)

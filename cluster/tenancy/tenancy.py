@@ -1,5 +1,5 @@
-"""All that a replica knows of keys and tenants, put together from the configuration: the gate, quotas, metering and the
-audit log."""
+"""Builds a replica's gate, quotas, metering and audit log from the configuration: everything that depends on keys
+and tenants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lorafleet.cluster.tenancy.usage_log import UsageLog
 
 
 class Tenancy:
-    """usage_folder, audit_folder: None writes none."""
+    """Everything that a replica knows about keys and tenants. A log whose folder is None is not written."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Tenancy:
 
     @property
     def work(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """What goes on beside the requests."""
+        """The coroutines that run beside the requests."""
         if self.keys is not None:
             yield self.keys.follow()
         if self.usage is not None:

@@ -1,9 +1,9 @@
-"""The metering of one replica: a line of JSON for each sequence, appended to files of this process's own.
+"""Meters the use of one replica: a line of JSON for each sequence is appended to files of this process's own.
 
-A line is with the kernel before the client hears the end of its answer: a replica that is killed loses only what was
-under way. fsync follows within SYNC_S, so a machine that loses its power loses no more than that. What cannot be
-written, as on a full disk, is kept in memory and tried again every SYNC_S. Nothing is ever dropped: once
-MAX_UNWRITTEN_BYTES wait, no new sequence begins until the disk has room.
+The kernel has a line before the client receives the end of its answer, so a replica that is killed loses only what
+was in flight. fsync follows within SYNC_S seconds, so a machine that loses its power loses no more than that. Lines
+that cannot be written, as on a full disk, stay in memory and are tried again every SYNC_S seconds. Nothing is ever
+dropped: once MAX_UNWRITTEN_BYTES wait, no new sequence begins until the disk has room.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from lorafleet.cluster.tenancy.line_file import MAX_FILE_BYTES, LineFile
 from lorafleet.protocol.errors import LogUnwritable
 
 SYNC_S = 1.0
-MAX_UNWRITTEN_BYTES = 32 << 20  # About 100,000 sequences; those that had begun before still come on top.
+MAX_UNWRITTEN_BYTES = 32 << 20  # About 100,000 sequences; those in flight come on top.
 CHUNK_LINES = 1024  # Lines that one system call writes.
 
 logger = logging.getLogger("lorafleet.cluster")
 
 
 class BufferedLines:
-    """Writes each line at once where the disk has room, and keeps it otherwise.
+    """Writes each line at once if the disk has room, and buffers it otherwise.
 
-    add() is called by the event loop and costs the same however many lines wait; sync() is called in a thread.
+    The event loop calls add(), whose cost does not depend on how many lines wait. sync() is called in a thread.
     """
 
     def __init__(self, file: LineFile) -> None:
         self._file = file
-        self._lock = threading.Lock()  # Guards all below; nobody waits for fsync while holding it.
-        self._full: list[int] = []  # Files to be synced and closed.
+        self._lock = threading.Lock()  # Guards all fields below; it is not held during fsync.
+        self._full: list[int] = []  # Files to sync and close.
         self._waiting: deque[bytes] = deque()
         self._unsynced = False
         self.unwritten_bytes = 0
@@ -51,11 +51,11 @@ class BufferedLines:
         with self._lock:
             self._waiting.append(line + b"\n")
             self.unwritten_bytes += len(line) + 1
-            if len(self._waiting) == 1:  # While others wait, sync() tries for all of them.
+            if len(self._waiting) == 1:  # While other lines wait, sync() writes all of them.
                 self._write_some()
 
     async def keep_syncing(self) -> None:
-        """Never ends."""
+        """Calls sync() in a thread every SYNC_S seconds. Never returns."""
         while True:
             await asyncio.sleep(SYNC_S)
             await asyncio.to_thread(self.sync)
@@ -77,12 +77,12 @@ class BufferedLines:
 
     def _write_all(self) -> None:
         wrote = True
-        while wrote:  # The lock is free between two chunks, for the event loop's add().
+        while wrote:  # The lock is free between two chunks, for add() in the event loop.
             with self._lock:
                 wrote = bool(self._waiting) and self._write_some()
 
     def _write_some(self) -> bool:
-        """Whether a chunk could be written."""
+        """Writes a chunk of lines, and returns whether that was possible."""
         chunk = b"".join(itertools.islice(self._waiting, CHUNK_LINES))
         try:
             num_written = self._file.write(chunk)
@@ -91,7 +91,7 @@ class BufferedLines:
             return False
         self._take_off(num_written)
         self._unsynced = True
-        whole_lines = num_written == len(chunk)  # No line is parted between two files.
+        whole_lines = num_written == len(chunk)  # No line is split between two files.
         if whole_lines and (full := self._file.next_if_full()) is not None:
             self._full.append(full)
         return True
@@ -120,15 +120,15 @@ class UsageLog(Collector):
         max_unwritten_bytes: int = MAX_UNWRITTEN_BYTES,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
-        """Raises ConfigError where the folder cannot be written."""
+        """Creates the log's first file. Raises ConfigError if the folder cannot be written."""
         self.lines = BufferedLines(LineFile(folder, f"usage-{replica_id}", max_file_bytes))
         self._folder, self._max_unwritten_bytes = folder, max_unwritten_bytes
-        self._tokens: Counter[tuple[str, str]] = Counter()  # by tenant and kind
-        self._sequences: Counter[str] = Counter()  # by tenant
+        self._tokens: Counter[tuple[str, str]] = Counter()  # By tenant and kind.
+        self._sequences: Counter[str] = Counter()  # By tenant.
         self._num_refused = 0
 
     def check_room(self) -> None:
-        """Raises LogUnwritable while so much could not be written that nothing more may begin."""
+        """Raises LogUnwritable while so many bytes are unwritten that no new sequence may begin."""
         if self.lines.unwritten_bytes < self._max_unwritten_bytes:
             return
         self._num_refused += 1

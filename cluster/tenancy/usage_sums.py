@@ -30,7 +30,8 @@ class Sum:
 
 
 def read_usage(folder: Path) -> Iterator[Usage]:
-    """A last line that was cut off, by a machine's crash, is no line. Raises StoreError for any other that is none."""
+    """Yields each line of the usage logs. Skips a last line that a machine's crash has cut off. Raises StoreError
+    for any other line that cannot be parsed, and InvalidRequest if there are no logs."""
     paths = sorted(folder.glob(f"usage-*{SUFFIX}"))
     if not paths:
         raise InvalidRequest(f"{folder} has no usage logs. Give the folder that servers have as --usage-dir.")
@@ -49,7 +50,8 @@ def read_usage(folder: Path) -> Iterator[Usage]:
 def summed(
     folder: Path, by: Sequence[str], since_s: float = 0.0, until_s: float = float("inf")
 ) -> dict[tuple[str, ...], Sum]:
-    """by: names of FIELDS. Of what ended from since_s on and before until_s, in seconds since 1970."""
+    """Returns the sums by the fields `by`, which are names of FIELDS. Includes what ended from since_s on and before
+    until_s, in seconds since 1970. Raises InvalidRequest for an unknown field."""
     for field in by:
         if field not in FIELDS:
             raise InvalidRequest(f"usage has no field {field!r} to sum by; it has {', '.join(FIELDS)}.", "by")

@@ -1,5 +1,6 @@
-"""A decoder's packed linears with random weights and adapters, each followed by the kernel that reads its output:
-what tune.py and benchmarks/lora_kernels.py measure. 8B Llama shapes; attention is left out.
+"""A decoder's packed linears with random weights and adapters, each followed by the kernel that reads its output.
+
+tune.py and benchmarks/lora_kernels.py measure it. It has the shapes of an 8B Llama, without attention.
 """
 
 # T tokens · D in · O out
@@ -32,14 +33,14 @@ LINEARS = {
 MAX_SLOTS = 64
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
-FP8_STD = 100.0  # of random e4m3 numbers; the largest is 448
+FP8_STD = 100.0  # standard deviation of random e4m3 numbers; the largest is 448
 Linear = Callable[[Tensor, BaseWeight, PackedLoRA], LinearOutput]
 
 
 class Stack:
     """Random weights and adapters of `num_layers` layers. Zeros would run faster than real data.
 
-    Every layer has its own, so that with enough layers none is in the cache. lora_dtype: of A and B.
+    Every layer has its own weights, so that with enough layers none is in the cache. A and B have lora_dtype.
     """
 
     def __init__(self, num_layers: int, lora_dtype: torch.dtype = DTYPE) -> None:
@@ -82,7 +83,7 @@ class Stack:
 
 
 class _Readers:
-    """What reads each linear's output and adds the adapters' part in the same pass."""
+    """The kernels that read each linear's output and add the adapters' part in the same pass."""
 
     def __init__(self, num_tokens: int) -> None:
         self.cos, self.sin = (_random(num_tokens, 1, 64, std=1.0) for _ in range(2))
@@ -92,7 +93,7 @@ class _Readers:
         self.weight = _random(4096, std=0.01)
 
     def in_order(self) -> list[Callable[[LinearOutput], Tensor]]:
-        """Of LINEARS."""
+        """Returns the readers in the order of LINEARS."""
         return [self._rotate, self._norm, gated_mul, self._norm]
 
     def _rotate(self, out: LinearOutput) -> Tensor:
@@ -104,7 +105,7 @@ class _Readers:
 
 def _random_slot(packed: PackedLoRA, rank: int, dtype: torch.dtype) -> SlotWeights:
     a_std, b_std = (FP8_STD, FP8_STD) if dtype == FP8 else (packed.in_features**-0.5, rank**-0.5)
-    largest = torch.finfo(dtype).max  # e4m3 makes NaN of what is beyond
+    largest = torch.finfo(dtype).max  # larger numbers become NaN in e4m3
     b = tuple(_random(out, rank, std=b_std).clamp(-largest, largest).to(dtype) for out in packed.out_features)
     a_RD = _random(rank * len(b), packed.in_features, std=a_std).clamp(-largest, largest).to(dtype)
     row_scale_R = None
@@ -130,7 +131,7 @@ def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def medians(graphs: dict[str, torch.cuda.CUDAGraph], repeats: int) -> dict[str, float]:
-    """Milliseconds of each; they take turns, so that a slower clock slows all."""
+    """Returns the median milliseconds of each graph. The graphs alternate, so that a slower clock slows all of them."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for i in range(repeats + 2):
         for name, graph in graphs.items():
@@ -147,7 +148,7 @@ def medians(graphs: dict[str, torch.cuda.CUDAGraph], repeats: int) -> dict[str, 
 def smallest_batch(
     slot_of_token: Sequence[int], rank_of_slot: Sequence[int], tables: LoRATables, tile_tokens: int = TILE_TOKENS
 ) -> LoRABatch:
-    """A static batch with the fewest tiles that the engine would have for the step."""
+    """Returns a static batch with the fewest tiles that the engine would have for the step."""
     num_tokens = len(slot_of_token)
     needed = count_tiles(slot_of_token, num_tokens, tile_tokens)
     tiles = min(count for count in static_tile_counts(num_tokens, MAX_SLOTS, tile_tokens) if count >= needed)

@@ -1,4 +1,4 @@
-"""The gated activation between an MLP's two GEMMs. On CUDA one launch of kernels/decoder/gated_mul_triton.py."""
+"""The gated activation between an MLP's two GEMMs. On CUDA it is one launch of kernels/decoder/gated_mul_triton.py."""
 
 # T tokens · I intermediate size
 
@@ -15,9 +15,9 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 def gated_mul(gate_up: LinearOutput, activation: Activation = "silu") -> Tensor:
-    """activation(gate) * up [T, I], of the two halves of each row of gate_up.
+    """Returns activation(gate) * up [T, I] for the two halves of each row of gate_up.
 
-    gelu_tanh: GELU by its approximation with tanh.
+    gelu_tanh is GELU in its approximation by tanh.
     """
     if gate_up.y_TO.is_cuda:
         from lorafleet.kernels.decoder.gated_mul_triton import gated_mul_triton  # triton is optional on a CPU

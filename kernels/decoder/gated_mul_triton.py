@@ -1,8 +1,8 @@
-"""activation(gate) * up in one launch. kernels/decoder/gated_mul.py has its twin.
+"""The product activation(gate) * up in one launch. kernels/decoder/gated_mul.py has its twin.
 
-Idea: elementwise; one program takes BLOCK_I columns of one token, reads them from both halves and rounds once.
+Idea: elementwise. One program takes BLOCK_I columns of one token, reads them from both halves and rounds once.
 
-Memory: gate_up and the adapters' delta [T, 2I], a row is gate then up; out [T, I].
+Memory: gate_up and the adapters' delta are [T, 2I], where a row is gate, then up. out is [T, I].
 """
 
 # T tokens · I intermediate size
@@ -21,7 +21,7 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 BLOCK_I = 1024
 
 
-# Rows of the table of addresses begin anywhere: their alignment must not ask for another kernel.
+# Rows of the table of addresses begin anywhere: their alignment must not cause another compilation.
 @triton.jit(do_not_specialize=["affine_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
 def _gated_mul_kernel(
     gate_up_ptr: tl.tensor,

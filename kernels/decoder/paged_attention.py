@@ -1,15 +1,16 @@
 """Triton attention over a paged KV cache: prefill chunks, decodes and any mix of them in one launch.
 
 Idea: one program takes a tile of one sequence's query tokens and one KV head. The query heads that share the KV head
-are folded into the tile's rows, row = token * R + head, so that even a decode fills tl.dot's sixteen rows from one read
-of the keys. It walks the visible keys through the block table with an online softmax in fp32. A step of decodes alone
-also splits each context into chunks of SPLIT_KEYS, so that few long sequences fill the GPU; a second kernel merges the
-chunks in order. Chunks are a property of the sequence: its result does not depend on who else is in the batch.
+are folded into the tile's rows, row = token * R + head, so that even a decode fills tl.dot's sixteen rows from one
+read of the keys. The program walks the visible keys through the block table with an online softmax in fp32. A step of
+decodes alone also splits each context into chunks of SPLIT_KEYS, so that few long sequences fill the GPU; a second
+kernel merges the chunks in order. The chunks depend on the sequence alone, so its result does not depend on the rest
+of the batch.
 
-Memory: q and out [T, H, D]; caches [N, P, G, D], any block order, of q's dtype or of e4m3, each of whose numbers q's
-dtype holds exactly; tiles [K, 2] int32 rows (sequence, first query token in it). Partial results of split decodes:
-[S, B, H, D] fp32, normalized, with the logarithm of their sums, [S, B, H]. A head size that is no power of two (80, 96)
-is padded in registers, not in memory.
+Memory: q and out are [T, H, D]. The caches are [N, P, G, D], with blocks in any order, in q's dtype or in e4m3, whose
+numbers q's dtype holds exactly. tiles is [K, 2] int32, with rows (sequence, first query token in it). Partial results
+of split decodes are [S, B, H, D] fp32, normalized, with the logarithm of their sums, [S, B, H]. A head size that is
+not a power of two (80, 96) is padded in registers, not in memory.
 Source: FlashAttention-2, arXiv 2307.08691; split keys: Flash-Decoding.
 """
 
@@ -28,17 +29,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PREFILL_ROWS = 64  # rows of a tile in steps that have a prefill; half precision
-LEAST_ROWS = 16  # tl.dot's least M
-KEY_BYTES = 16384  # of one step's keys: 64 keys of 128 bf16 numbers
-SPLIT_KEYS = 512  # keys a program of a decode step takes
+PREFILL_ROWS = 64  # rows of a tile in steps that have a prefill, in half precision
+LEAST_ROWS = 16  # tl.dot's smallest M
+KEY_BYTES = 16384  # bytes of one loop step's keys: 64 keys of 128 bf16 numbers
+SPLIT_KEYS = 512  # keys that a program of a decode step takes
 LOG2_E = math.log2(math.e)
 TWO_LOG2_E = tl.constexpr(2 * LOG2_E)
-NO_WINDOW = 1 << 30  # as a window: every key is inside
+NO_WINDOW = 1 << 30  # a window that contains every key
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
-@triton.jit(do_not_specialize=["table_stride", "num_seqs", "window"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+    do_not_specialize=["table_stride", "num_seqs", "window"]
+)
 def _attention_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -97,8 +100,8 @@ def _attention_kernel(
     q = tl.load(q_ptr + q_row[:, None] + d[None, :], mask=row_mask[:, None] & inside_head[None, :], other=0.0)
 
     if k_ptr.dtype.element_ty == tl.float8e4nv and q_ptr.dtype.element_ty == tl.bfloat16:
-        # e4m3 becomes fp16 in one instruction and bf16 in several: an H200 takes 148 us for 175 (256 x 576 tokens).
-        # Scaled, so that no query is too large for fp16.
+        # e4m3 becomes fp16 in one instruction and bf16 in several: an H200 takes 148 us instead of 175 (256 x 576
+        # tokens). The queries are scaled, so that none is too large for fp16.
         q = (q.to(tl.float32) * scale_log2).to(tl.float16)
         scale_log2 = 1.0
     acc = tl.zeros((block_m, block_d), dtype=tl.float32)
@@ -115,7 +118,7 @@ def _attention_kernel(
         visible = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
         scores = tl.where(visible & ((n >= low) & (n < high))[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen no key yet (its window begins later) keeps -inf: subtracting that would make NaN.
+        # A row without a key so far (its window begins later) still has -inf: subtracting that would give NaN.
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - shift[:, None])
         shrunk = tl.exp2(largest - shift)
@@ -170,13 +173,13 @@ def _merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """One step's sequences in device memory, shared by all layers. starts_B: first token of each, and T at the end."""
+    """One step's sequences in device memory, shared by all layers."""
 
     num_tokens: int
-    num_splits: int  # 0: the step has a prefill, one program walks its whole context
+    num_splits: int  # 0 if the step has a prefill: then one program walks its whole context
     block_m: int
     tiles_K2: Tensor
-    starts_B: Tensor
+    starts_B: Tensor  # each sequence's first token, and T at the end
     context_B: Tensor
     tables_BL: Tensor
 
@@ -191,15 +194,15 @@ class PagedBatch:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PagedBatch:
-        """One copy to the device for everything."""
+        """Builds the batch of one step, with one copy to the device for everything."""
         decode_only = max(query_lens) == 1
-        # tl.dot in fp32 keeps its operands in registers: larger tiles spill.
+        # tl.dot in fp32 holds its operands in registers: larger tiles spill.
         rows = LEAST_ROWS if decode_only or dtype is torch.float32 else PREFILL_ROWS
         block_m = max(rows, triton.next_power_of_2(heads_of_kv_head))
         tokens_of_tile = block_m // heads_of_kv_head
         tiles = [(b, first) for b, length in enumerate(query_lens) for first in range(0, length, tokens_of_tile)]
         if not decode_only:
-            # Longest walks first: the last programs to finish are then short ones.
+            # The longest walks come first, so that the last programs to finish are short ones.
             tiles.sort(key=lambda tile: query_lens[tile[0]] - context_lens[tile[0]] - tile[1])
         num_blocks = [-(-length // page) for length in context_lens]
         starts = np.concatenate([[0], np.cumsum(query_lens)])
@@ -209,7 +212,7 @@ class PagedBatch:
         parts = [np.asarray(tiles), starts, np.asarray(context_lens), tables]
         packed = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).astype(np.int32))
         if device.type == "cuda":
-            packed = packed.pin_memory()  # a copy out of other memory would wait for the steps before it
+            packed = packed.pin_memory()  # a copy from unpinned memory would wait for the steps before it
         flat = torch.split(packed.to(device, non_blocking=True), [part.size for part in parts])
         return cls(
             num_tokens=int(starts[-1]),
@@ -233,10 +236,14 @@ def paged_attention(
     v_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention of the step's tokens over their sequences' cached keys, theirs included; [T, H, D] in q's dtype.
+    """Returns causal attention of the step's tokens over their sequences' cached keys, [T, H, D] in q's dtype.
 
-    window: how many tokens a query sees, counting its own. k_scale and v_scale multiply what the caches hold. The
-    cache's blocks past a sequence's context are never read. softcap: bounds the scores, as AttentionSpec says.
+    The step's own keys are among the cached ones. The cache's blocks past a sequence's context are never read.
+
+    Args:
+        window: Number of tokens that a query sees, counting its own.
+        k_scale, v_scale: Factors of the caches' numbers.
+        softcap: Bound of the scores, see AttentionSpec.
     """
     tokens, heads, head_dim = q_THD.shape
     page, kv_heads = k_NPGD.shape[1:3]

@@ -17,16 +17,16 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 
 
 class NormWeight(NamedTuple):
-    """weight: [D]; float32 where x is not: then nothing is rounded before it is multiplied. A token's adapter may have
-    its own (kernels/lora/norm_slots.py): on CUDA own_T says where it lies, on a CPU weight has a row a token, [T, D].
-    """
+    """The weight of a norm, and those of the tokens' adapters (kernels/lora/norm_slots.py)."""
 
+    # [D]; on a CPU [T, D] if adapters have weights of their own. If it is float32 and x is not, nothing is rounded
+    # before the multiplication.
     weight: Tensor
-    own_T: Tensor | None = None
+    own_T: Tensor | None = None  # on CUDA, the addresses of the tokens' own weights
 
 
 def rms_norm(x: Tensor, norm: NormWeight, eps: float) -> Tensor:
-    """x: [T, D], or on a CPU [T, H, D] too."""
+    """Returns the norm of x. x is [T, D], or on a CPU [T, H, D] too."""
     if x.is_cuda:
         from lorafleet.kernels.decoder.rms_norm_triton import rms_norm_triton  # triton is optional on a CPU
 
@@ -43,9 +43,9 @@ def rms_norm(x: Tensor, norm: NormWeight, eps: float) -> Tensor:
 def add_rms_norm(
     x: LinearOutput, residual_TD: Tensor, norm: NormWeight, eps: float, branch: NormWeight | None = None
 ) -> Tensor:
-    """residual += x, in place; returns the norm of that sum, as rounded to the residual's dtype.
+    """Adds x to the residual in place, and returns the norm of the sum, as rounded to the residual's dtype.
 
-    branch: x is normed by it before it is added, as Gemma does.
+    `branch` is a norm that is applied to x before it is added, as Gemma does.
     """
     if x.y_TO.is_cuda:
         from lorafleet.kernels.decoder.rms_norm_triton import rms_norm_triton

@@ -1,11 +1,12 @@
 """RMS norm and add + RMS norm in one pass over memory. kernels/decoder/rms_norm.py has its twin.
 
-Idea: one program holds one token's whole row in registers: reads it once, adds the adapters' delta and the residual,
-sums the squares in fp32, scales, stores. Where the branch has a norm of its own before the residual is added, that is
-done in the same pass. A row's bits do not depend on the batch.
+Idea: one program holds one token's whole row in registers. It reads the row once, adds the adapters' delta and the
+residual, sums the squares in fp32, scales, and stores. If the branch has its own norm before the residual is added,
+that is done in the same pass. A row's bits do not depend on the batch.
 
-Memory: x, delta, residual and out [T, D], row-major; the residual is overwritten by the sum. D need be no power of
-two: the row is padded in registers. own: int64 [T], the addresses of tokens' own weights, float32; 0: the norm's.
+Memory: x, delta, residual and out are [T, D], row-major. The sum overwrites the residual. D need not be a power of
+two: the row is padded in registers. own is int64 [T]: the addresses of the tokens' own weights, which are float32. 0
+selects the norm's weight.
 """
 
 # T tokens · D hidden size
@@ -21,7 +22,7 @@ from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.extras.affine_triton import own_vector, scaled_and_shifted
 from lorafleet.kernels.lora.linear_output import LinearOutput
 
-ELEMENTS_A_THREAD = 16  # of a row; two 16-byte loads in half precision
+ELEMENTS_A_THREAD = 16  # elements of a row; two 16-byte loads in half precision
 MOST_WARPS = 16
 
 
@@ -29,7 +30,7 @@ MOST_WARPS = 16
 def norm_weight(
     weight_ptr: tl.tensor, own_ptr: tl.tensor, token: tl.tensor, at: tl.tensor, inside: tl.tensor, has_own: tl.constexpr
 ) -> tl.tensor:
-    """fp32."""
+    """Returns the token's weight in fp32."""
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if has_own:
         own = tl.load(own_ptr + token)
@@ -37,8 +38,10 @@ def norm_weight(
     return weight
 
 
-# Rows of the table of addresses begin anywhere: their alignment must not ask for another kernel.
-@triton.jit(do_not_specialize=["affine_ptr", "branch_own_ptr", "own_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
+# Rows of the table of addresses begin anywhere: their alignment must not cause another compilation.
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+    do_not_specialize=["affine_ptr", "branch_own_ptr", "own_ptr"]
+)
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -81,7 +84,7 @@ def _rms_norm_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def normed(x: tl.tensor, weight: tl.tensor, eps: tl.tensor, size: tl.constexpr) -> tl.tensor:
-    """Of a row with zeros behind its end; in fp32."""
+    """Returns the norm in fp32 of a row that is padded with zeros."""
     x = x.to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight.to(tl.float32)
 
@@ -89,9 +92,9 @@ def normed(x: tl.tensor, weight: tl.tensor, eps: tl.tensor, size: tl.constexpr) 
 def rms_norm_triton(
     x: LinearOutput, residual_TD: Tensor | None, norm: NormWeight, eps: float, branch: NormWeight | None = None
 ) -> Tensor:
-    """The norm of x, or with a residual of x + residual, which then replaces the residual.
+    """Returns the norm of x or, with a residual, the norm of x + residual, which then replaces the residual.
 
-    branch: as in add_rms_norm.
+    `branch` is as in add_rms_norm.
     """
     x_TD, delta_TD, affine_2T = x
     x.check()

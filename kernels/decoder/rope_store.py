@@ -1,7 +1,5 @@
-"""Between the GEMM of q, k and v and attention: per-head norm, rotation, the write of k and v to the paged cache.
-
-On CUDA all of it is one launch of kernels/decoder/rope_store_triton.py.
-"""
+"""The work between the GEMM of q, k and v and attention: per-head norm, rotation, and the write of k and v to the
+paged cache. On CUDA all of it is one launch of kernels/decoder/rope_store_triton.py."""
 
 # T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F rotated pairs
 # N KV blocks · P block size
@@ -29,12 +27,12 @@ def rotate_and_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """Returns the rotated queries [T, H, D] of qkv; writes each token's key and value to the cache.
+    """Returns the rotated queries [T, H, D] of qkv, and writes each token's key and value to the cache.
 
-    A cache of float8_e4m3fn holds keys and values divided by k_scale and v_scale, and +-448 for what is out of its
-    range; other caches have qkv's dtype and no scales. q_norm and k_norm are both of RMS norms over D, or both None.
-    The first 2 F numbers of each head are rotated, all as a rule. slot_mapping_T is int64, block * P + offset; on CUDA
-    a negative one (the padding of a CUDA graph) stores nothing.
+    A cache of float8_e4m3fn holds keys and values divided by k_scale and v_scale, and +-448 for numbers out of its
+    range. Other caches have qkv's dtype and no scales. q_norm and k_norm are both weights of RMS norms over D, or both
+    None. The first 2 F numbers of each head are rotated; usually that is all of them. slot_mapping_T is int64 and has
+    block * P + offset. On CUDA a negative one (the padding of a CUDA graph) stores nothing.
     """
     qkv_TE = qkv.y_TO
     num_tokens, width = qkv_TE.shape
@@ -76,14 +74,15 @@ def rotate_and_store(
 def _store(x_TGD: Tensor, cache_NPGD: Tensor, slot_mapping_T: Tensor, scale: float) -> None:
     rows = cache_NPGD.view(-1, *cache_NPGD.shape[2:])
     if cache_NPGD.dtype == FP8:
-        # As bytes, since torch moves no rows of this dtype on a CPU. Its cast makes NaN of what is out of range.
+        # Use bytes, since torch moves no rows of this dtype on a CPU. Its cast makes NaN of numbers out of range.
         rows = rows.view(torch.uint8)
         x_TGD = (x_TGD.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
     rows.index_copy_(0, slot_mapping_T, x_TGD)
 
 
 def rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    """Rotates each pair (x[i], x[i + F]), the layout of Hugging Face checkpoints; what is behind them stays."""
+    """Rotates each pair (x[i], x[i + F]), the layout of Hugging Face checkpoints. Numbers behind the pairs do not
+    change."""
     pairs = cos_T1F.shape[-1]
     first, second, rest = x_THD.split((pairs, pairs, x_THD.shape[-1] - 2 * pairs), dim=-1)
     turned = first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F

@@ -1,17 +1,17 @@
 """Per-head norm, rotation and the paged write of keys and values in one launch. kernels/decoder/rope_store.py is its
 twin.
 
-Idea: one program takes BLOCK_HEADS heads of one token, whichever they are: queries are normed, rotated and stored to
-the output, keys the same but to the cache, values go to the cache as they are. Each head is held as its two halves,
-whose elements pair up, so nothing is exchanged but the norm's sum. All arithmetic is fp32 and rounds once, when stored;
-a cache of e4m3 takes what another cache would, divided by a scale, in a second rounding that saturates.
+Idea: one program takes BLOCK_HEADS heads of one token, of any kind. Queries are normed, rotated and stored to the
+output; keys likewise, but to the cache; values go to the cache unchanged. Each head is held as its two halves, whose
+elements form the pairs, so only the norm's sum is exchanged. All arithmetic is fp32 and rounds once, when stored. A
+cache of e4m3 gets the numbers of another cache divided by a scale, in a second rounding that saturates.
 
-Where only the head's first numbers are rotated, the rest are held as pairs too, behind the others, and turned by no
+If only the head's first numbers are rotated, the rest are held as pairs too, behind the others, and rotated by no
 angle.
 
-Memory: qkv and the adapters' delta [T, E], rows are H query heads, G keys, G values; cos and sin [T, F]; out
-[T, H, D]; caches [N, P, G, D], where a token's row is its slot_mapping. A head size that is no power of two (80, 96)
-is padded in registers.
+Memory: qkv and the adapters' delta are [T, E], where a row is H query heads, G keys, G values. cos and sin are [T, F].
+out is [T, H, D]. The caches are [N, P, G, D], where a token's row is its slot_mapping. A head size that is not a power
+of two (80, 96) is padded in registers.
 """
 
 # T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F rotated pairs
@@ -32,8 +32,10 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 BLOCK_HEADS = 8
 
 
-# slot_mapping and rows of addresses may start anywhere in a larger buffer: alignment must not ask for another kernel.
-@triton.jit(do_not_specialize=["affine_ptr", "own_q_ptr", "own_k_ptr", "slot_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
+# slot_mapping and rows of addresses begin anywhere in a larger buffer: alignment must not cause another compilation.
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+    do_not_specialize=["affine_ptr", "own_q_ptr", "own_k_ptr", "slot_ptr"]
+)
 def _rotate_and_store_kernel(
     qkv_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -68,7 +70,7 @@ def _rotate_and_store_kernel(
     f = tl.arange(0, block_f)[None, :]
     low = f
     high = f + half
-    if pairs < half:  # only then, since the compiler could not see that f is contiguous
+    if pairs < half:  # only in this case, since it hides from the compiler that f is contiguous
         low = tl.where(f < pairs, f, f + pairs)
         high = tl.where(f < pairs, f + pairs, f + half)
     inside = (head < heads + 2 * kv_heads) & (f < half)
@@ -136,7 +138,7 @@ def rotate_and_store_triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """As rotate_and_store, which has checked the shapes; a token with a negative slot_mapping is not stored."""
+    """Computes rotate_and_store, which has checked the shapes. A token with a negative slot_mapping is not stored."""
     qkv_TE, delta_TE, affine_2T = qkv
     qkv.check()
     kv_heads, head_dim = k_NPGD.shape[2:]

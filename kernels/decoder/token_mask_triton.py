@@ -1,9 +1,10 @@
 """Forbids tokens by bit-packed masks in one launch. kernels/decoder/token_mask.py has its twin.
 
-Idea: a program takes BLOCK_V tokens of one masked row and writes -inf where the bit is 0; logits are never read, and of
-rows without a mask nothing is touched.
+Idea: a program takes BLOCK_V tokens of one masked row and writes -inf where the bit is 0. It never reads logits, and
+rows without a mask are not touched.
 
-Memory: logits [B, V] with rows apart by their stride; bits [N, W] int32, token 32 w + i in bit i of word w.
+Memory: logits are [B, V], and their stride separates the rows. bits is [N, W] int32, with token 32 w + i in bit i of
+word w.
 """
 
 # B rows of logits · N of them with a mask · V vocabulary · W words of 32 tokens

@@ -1,7 +1,7 @@
-"""An adapter's own scale and bias of a linear's output: y = scale * (y + delta) + bias, float32 vectors by token.
+"""An adapter's own scale and bias of a linear's output: y = scale * (y + delta) + bias, with float32 vectors by token.
 
-On a GPU whoever reads the output applies them in the same pass: kernels/extras/affine_triton.py. What a reader gets is
-the linear's two rows of ExtraTables.by_token: int64 [2, T], the addresses of each token's scale and bias, 0 for none.
+On a GPU, the kernel that reads the output applies them in the same pass: kernels/extras/affine_triton.py. It gets the
+linear's two rows of ExtraTables.by_token: int64 [2, T], the addresses of each token's scale and bias, or 0 for none.
 """
 
 # T tokens · O out
@@ -16,7 +16,7 @@ from lorafleet.kernels.lora.packed_lora import PackedLoRA
 
 
 def apply_affine_torch(y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
-    """In place: the CPU's serving path, where delta is in y already."""
+    """Applies the scales and biases to y in place. This is the CPU's serving path, where y contains delta already."""
     for slot, (start, end) in zip(batch.slots, batch.spans, strict=True):
         extras = packed.extras[slot]
         if extras is None or (extras.scale_O is None and extras.bias_O is None):
@@ -31,7 +31,10 @@ def apply_affine_torch(y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> No
 
 
 def apply_affine(out: LinearOutput) -> Tensor:
-    """All of it in y, changed in place: where a collective comes between the linear and its reader."""
+    """Adds all parts of the output into y in place, and returns it.
+
+    This is needed if a collective comes between the linear and its reader.
+    """
     y_TO, delta_TO, affine_2T = out
     if affine_2T is None:
         return y_TO if delta_TO is None else y_TO.add_(delta_TO)

@@ -1,8 +1,8 @@
-"""A token's own scale and bias of a linear's output, as the kernels that read the output apply them.
+"""A token's own scale and bias of a linear's output, for the kernels that read the output.
 
-Idea: the addresses are loaded beside the output itself, and the vectors behind them only where there are any, so a
-token without them costs two loads of 8 bytes a program, which nothing waits for.
-Memory: scale and bias float32, aligned to 16 bytes.
+Idea: the addresses are loaded beside the output itself, and the vectors only if there are any. A token without them
+costs two loads of 8 bytes per program, and nothing waits for these.
+Memory: scale and bias are float32 and aligned to 16 bytes.
 """
 
 # T tokens · O out
@@ -27,7 +27,7 @@ def own_vector(address: tl.tensor) -> tl.tensor:
 def scaled_and_shifted(
     x: tl.tensor, affine_ptr: tl.tensor, token: tl.tensor, num_tokens: tl.tensor, at: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
-    """scale * x + bias of outputs `at`, in float32; x itself where the token has neither."""
+    """Returns scale * x + bias for the outputs `at`, in float32, or x itself if the token has neither."""
     scale = tl.load(affine_ptr + token)
     bias = tl.load(affine_ptr + num_tokens + token)
     x *= tl.load(own_vector(scale) + at, mask=inside & (scale != 0), other=1.0)

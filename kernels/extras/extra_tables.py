@@ -1,10 +1,15 @@
-"""Where each slot's extras lie: what an adapter has besides A and B.
+"""Addresses of each slot's extras, which are what an adapter has besides A and B.
 
-A row is one vector, or record, of one linear or norm of the model; the tables say for each slot at which address of the
-device it lies, 0 where the slot has none. Rows: of each linear its output's scale and its bias, side by side; then the
-norms' weights; then the embedding's record (kernels/extras/slot_embedding.py); then the linears' Kronecker records
-(kernels/extras/kronecker.py); then two records for each mixture of experts, for its gate_up and its down
-(kernels/moe/expert_lora.py). Nothing here holds the memory.
+A row belongs to one vector, or record, of one linear or norm of the model. For each slot it holds the device address
+of that vector, or 0 if the slot has none. The rows come in this order:
+
+- for each linear, its output's scale and bias, side by side
+- the norms' weights
+- the embedding's record (kernels/extras/slot_embedding.py)
+- the linears' Kronecker records (kernels/extras/kronecker.py)
+- for each mixture of experts, two records: for its gate_up and for its down (kernels/moe/expert_lora.py)
+
+This module does not own the memory at these addresses.
 """
 
 # V rows · S slots · T tokens
@@ -19,18 +24,18 @@ Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class ExtraTables:
-    """address_VS: int64, on the device."""
+    """The table of addresses by row and slot, on the device."""
 
     def __init__(
         self, num_linears: int, num_norms: int, max_loras: int, device: torch.device, num_mixtures: int = 0
     ) -> None:
         self._num_linears = num_linears
         self.embedding_row = 2 * num_linears + num_norms
-        self.num_by_token = self.embedding_row + 1  # the rows that readers look up by token
+        self.num_by_token = self.embedding_row + 1  # number of rows that readers look up by token
         num_rows = self.num_by_token + num_linears + 2 * num_mixtures
         self.address_VS = torch.zeros(num_rows, max_loras, dtype=torch.int64, device=device)
-        self.kronecker_slots: set[int] = set()  # the host's own copy
-        self.expert_slots: set[int] = set()
+        self.kronecker_slots: set[int] = set()  # slots with Kronecker products, on the host
+        self.expert_slots: set[int] = set()  # slots with adapters on experts, on the host
         self._filled: set[int] = set()
 
     @property
@@ -38,7 +43,7 @@ class ExtraTables:
         return len(self.address_VS)
 
     def affine_row(self, linear: int) -> int:
-        """Of the scale; the bias's is the next."""
+        """Returns the row of the linear's scale. The row of its bias is the next one."""
         return 2 * linear
 
     def norm_row(self, norm: int) -> int:
@@ -48,12 +53,14 @@ class ExtraTables:
         return self.num_by_token + linear
 
     def expert_row(self, mixture: int, linear: int) -> int:
-        """linear: 0 for gate_up, 1 for down."""
+        """Returns the row of a mixture's gate_up (linear 0) or down (linear 1)."""
         return self.num_by_token + self._num_linears + 2 * mixture + linear
 
     def write_slot(self, slot: int, address_V: Int64s | None) -> None:
-        """None: the slot's adapter has no extras, which costs nothing where the one before had none either. On the
-        current stream; the host does not wait."""
+        """Writes the slot's addresses on the current stream; the host does not wait.
+
+        None means that the slot's adapter has no extras. This costs nothing if the previous adapter had none either.
+        """
         self.kronecker_slots.discard(slot)
         self.expert_slots.discard(slot)
         if address_V is None:
@@ -74,7 +81,8 @@ class ExtraTables:
             self.expert_slots.add(slot)
 
     def by_token(self, slot_T: Tensor) -> Tensor:
-        """[V, T] of the first num_by_token rows: each token's own addresses, 0 for base tokens. slot_T: int32."""
+        """Returns each token's own addresses, [V, T] of the first num_by_token rows, with 0 for base tokens. slot_T is
+        int32."""
         if slot_T.is_cuda:
             from lorafleet.kernels.extras.extra_tables_triton import by_token_triton  # triton is optional on a CPU
 

@@ -1,5 +1,7 @@
-"""The look-up of kernels/extras/extra_tables.py as one launch a step: readers that asked slot -> address -> vector
-would wait for memory once more each. One program takes one row and BLOCK_T tokens."""
+"""The look-up of kernels/extras/extra_tables.py as one launch per step. One program takes one row and BLOCK_T tokens.
+
+If each reader looked up slot -> address -> vector, it would wait for memory once more.
+"""
 
 # V rows · S slots · T tokens
 

@@ -1,12 +1,13 @@
-"""Adapters that add a Kronecker product: y += scale * (w1 (x) w2) x, without ever making the product.
+"""Adapters that add a Kronecker product: y += scale * (w1 (x) w2) x, without computing the product itself.
 
-Output o1 * O2 + o2 reads input d1 * D2 + d2, so x and y are matrices [D1, D2] and [O1, O2], and what is added is
-w1 @ x @ w2.T. Each rank of a tensor-parallel group holds w1 and w2 whole: its range of inputs or outputs is contiguous
-(of fused projections there are a few) and may begin within a row of that matrix. It takes the rest of x for zeros, and
-leaves the rest of y out.
+Output o1 * O2 + o2 reads input d1 * D2 + d2, so x and y are matrices [D1, D2] and [O1, O2], and w1 @ x @ w2.T is added
+to y. Each rank of a tensor-parallel group holds the whole w1 and w2. Its range of inputs or outputs is contiguous (for
+fused projections there are a few ranges) and may begin within a row of that matrix. The rank treats the rest of x as
+zeros and leaves the rest of y out.
 
-For the Triton kernel a slot's products on one packed linear are a record: for each slice int64 (byte offset of w1, of
-w2, O1, D1, O2, D2, the float32 scale's bits, 0), offsets from the record's own address; O1 = 0: the slice has none.
+For the Triton kernel, a slot's products on one packed linear are a record. For each slice it has int64 numbers: the
+byte offsets of w1 and w2, O1, D1, O2, D2, the bits of the float32 scale, and 0. Offsets count from the record's own
+address. O1 is 0 if the slice has no product.
 """
 
 # T tokens · O1, O2 output factors · D1, D2 input factors
@@ -28,15 +29,15 @@ RECORD_FIELDS = 8
 
 @dataclass(frozen=True, slots=True)
 class KroneckerPart:
-    """Of one slice: w1 [O1, D1], w2 [O2, D2], whole on every rank, of one dtype."""
+    """The factors of one slice, whole on every rank and of one dtype."""
 
-    w1: Tensor
-    w2: Tensor
+    w1: Tensor  # [O1, D1]
+    w2: Tensor  # [O2, D2]
     scale: float
 
 
 def apply_kronecker(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
-    """y += each token's own product, in place; nothing where no slot of the step has one."""
+    """Adds each token's own product to y in place. Does nothing if no slot of the step has one."""
     if not batch.has_kronecker:
         return
     if x_TD.is_cuda:
@@ -48,7 +49,7 @@ def apply_kronecker(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRAB
 
 
 def apply_kronecker_torch(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
-    """In place. Two GEMMs a slot and slice."""
+    """Adds the products to y in place, with two GEMMs for each slot and slice."""
     for slot, (start, end) in zip(batch.slots, batch.spans, strict=True):
         extras = packed.extras[slot]
         if extras is None or not extras.kroneckers:
@@ -64,7 +65,7 @@ def apply_kronecker_torch(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch:
 
 
 def _product(x_TD: Tensor, part: KroneckerPart, first_input: int) -> Tensor:
-    """[T, O1 * O2], of the inputs that x has."""
+    """Returns the product [T, O1 * O2] of the inputs that x has."""
     (o1, d1), (o2, d2) = part.w1.shape, part.w2.shape
     dtype = torch.promote_types(x_TD.dtype, part.w1.dtype)
     whole_TD = torch.zeros(len(x_TD), d1 * d2, dtype=dtype)

@@ -1,14 +1,14 @@
-"""Triton kernel of kernels/extras/kronecker.py: y += scale * (w1 (x) w2) x with every token's own factors, a launch a
-linear.
+"""Triton kernel of kernels/extras/kronecker.py: y += scale * (w1 (x) w2) x with every token's own factors, in one
+launch per linear.
 
-Idea: x and y of a token are matrices, X [D1, D2] and Y [O1, O2], so even one token makes GEMMs of some rows. One
-program takes one token and a block of Y: it walks D1, makes w1's next columns' share of X @ w2.T and multiplies it by
-them, all in registers. Tokens share w1 and w2 through the L2 cache, which holds them: they are small. Each output
-belongs to one program, so no atomics and the same bits on every run.
+Idea: x and y of a token are matrices, X [D1, D2] and Y [O1, O2], so that even one token makes GEMMs of some rows. One
+program takes one token and a block of Y. It walks D1 in blocks: for each block it computes the rows of X @ w2.T and
+multiplies them by w1's columns, all in registers. w1 and w2 are small, so tokens share them through the L2 cache. Each
+output belongs to one program, so no atomics are needed and every run gives the same bits.
 
-Memory: x [T, D] and y [T, O], this rank's; X's element (d1, d2) is x's d1 * D2 + d2 - first_input where it has it, zero
-elsewhere, and Y's likewise. The record that a slot's address finds says where w1 and w2 lie
-(kernels/extras/kronecker.py). Operands are of the weights' dtype where x has it too, fp32 where it has not.
+Memory: x [T, D] and y [T, O] are this rank's parts. X's element (d1, d2) is x's element d1 * D2 + d2 - first_input if
+this rank has it, and zero otherwise. The same holds for Y. The record at the slot's address has the offsets of w1 and
+w2 (kernels/extras/kronecker.py). Operands have the weights' dtype if x has it too, and fp32 otherwise.
 """
 
 # T tokens · S slots · O1, O2 output factors · D1, D2 input factors
@@ -25,10 +25,12 @@ from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.lora.packed_lora import PackedLoRA
 from lorafleet.kernels.quant.fp8 import FP8
 
-BLOCK = 64  # rows and columns of Y, and rows of X, that a program takes at a time
+BLOCK = 64  # rows and columns of Y, and rows of X, that a program processes at a time
 BLOCK_D2 = 64
-OUTPUTS_A_PROGRAM = 1024  # factors far from square have more, smaller blocks: those of square ones leave programs idle
-MAX_RANGES = 3  # of a linear's outputs: slices, or what is fused in one
+# Outputs for which a program is launched. Factors far from square have more, smaller blocks. With square factors, some
+# programs have no block.
+OUTPUTS_A_PROGRAM = 1024
+MAX_RANGES = 3  # ranges of a linear's outputs: slices, or the projections that are fused in one
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -46,7 +48,7 @@ def _inner(
     block: tl.constexpr,
     block_d2: tl.constexpr,
 ) -> tl.tensor:
-    """X[d1] @ w2[o2].T, fp32."""
+    """Returns X[d1] @ w2[o2].T in fp32."""
     acc = tl.zeros((block, block), dtype=tl.float32)
     for first in tl.range(0, d2_end, block_d2):
         d2 = first + tl.arange(0, block_d2)
@@ -63,7 +65,7 @@ _SIZES = ["row", "first_input", "num_inputs", "y_stride"]
 _SIZES += [f"{name}_{i}" for name in ("part", "first_output", "num_outputs") for i in range(MAX_RANGES)]
 
 
-# Nothing about a step, a linear or an adapter may ask for another kernel.
+# Nothing about a step, a linear or an adapter may cause another compilation.
 @triton.jit(do_not_specialize=["slot_ptr", *_SIZES])  # type: ignore[untyped-decorator]  # triton has no types
 def _kronecker_kernel(
     x_ptr: tl.tensor,
@@ -132,7 +134,7 @@ def _kronecker_kernel(
 
 
 def apply_kronecker_triton(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
-    """In place. Slots are trusted here, since checking would sync the GPU."""
+    """Adds the products to y in place. Slots are not checked, since checking would synchronize the GPU."""
     assert x_TD.is_contiguous() and y_TO.is_contiguous()
     assert packed.dtype is not None, "a slot is filled before a step uses it"
     w_dtype = torch.bfloat16 if packed.dtype == FP8 else packed.dtype

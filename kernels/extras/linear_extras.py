@@ -1,4 +1,4 @@
-"""What one slot has on one packed linear besides A and B, as the torch twin takes it."""
+"""One slot's extras on one packed linear (besides A and B), as the torch twin reads them."""
 
 # O this rank's outputs of all slices
 
@@ -13,9 +13,8 @@ from lorafleet.kernels.extras.kronecker import KroneckerPart
 
 @dataclass(frozen=True, slots=True)
 class LinearExtras:
-    """y = scale_O * (base + what A, B and kroneckers add) + bias_O, where base has the base's own bias. Vectors are
-    float32; None: 1, and 0. kroneckers: of each slice."""
+    """The extras in y = scale_O * (base + delta) + bias_O. A, B and kroneckers give delta; base has its own bias."""
 
-    scale_O: Tensor | None
-    bias_O: Tensor | None
-    kroneckers: tuple[KroneckerPart | None, ...]
+    scale_O: Tensor | None  # float32; None is 1
+    bias_O: Tensor | None  # float32; None is 0
+    kroneckers: tuple[KroneckerPart | None, ...]  # one per slice

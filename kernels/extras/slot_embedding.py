@@ -1,12 +1,12 @@
-"""The embedding of tokens whose adapter has a table, rows or low-rank matrices of its own there.
+"""The embedding of tokens whose adapter has a table, rows or low-rank matrices of its own for it.
 
-A slot has a part of its tokens' embeddings, as each tensor-parallel rank has of the base's: the ranks' sum gets a token
-from the one rank that has it. Of other tokens a slot with a table gives zeros, and one without leaves what is there,
-which is zero on this rank too.
+A slot holds a part of its tokens' embeddings, just as each tensor-parallel rank holds a part of the base's: in the sum
+over the ranks, a token comes from the one rank that has it. For other tokens, a slot with a table gives zeros. A slot
+without a table leaves the base's value unchanged, which is zero on this rank too.
 
-For the Triton kernel a slot's embedding is a record of int64: first token, number of tokens, byte offset of the table,
-the number of replaced rows, offsets of their tokens and of the rows, the rank, offsets of A and of B, the float32
-scale's bits. Offsets are from the record's own address; 0: there is none.
+For the Triton kernel, a slot's embedding is a record of int64 numbers: the first token, the number of tokens, the byte
+offset of the table, the number of replaced rows, the offsets of their tokens and of the rows, the rank, the offsets of
+A and of B, and the bits of the float32 scale. Offsets count from the record's own address; 0 means that there is none.
 """
 
 # T tokens · D hidden size · W tokens of the slot's part · N replaced rows · R rank
@@ -27,20 +27,19 @@ RECORD_FIELDS = 10
 
 @dataclass(frozen=True, slots=True)
 class SlotEmbedding:
-    """One slot's, of tokens first_token and on. table_WD may have more rows than num_tokens. place_N: int64, ascending,
-    the replaced rows' tokens less first_token. Floats have one dtype, which need not be the model's."""
+    """One slot's part of the embedding. Its floats have one dtype, which need not be the model's."""
 
-    first_token: int
+    first_token: int  # first token of the slot's part
     num_tokens: int
-    table_WD: Tensor | None = None
-    place_N: Tensor | None = None
-    row_ND: Tensor | None = None
+    table_WD: Tensor | None = None  # may have more rows than num_tokens
+    place_N: Tensor | None = None  # int64, ascending: the replaced rows' tokens minus first_token
+    row_ND: Tensor | None = None  # the replaced rows
     a_WR: Tensor | None = None
     b_DR: Tensor | None = None
     scale: float = 1.0
 
     def apply(self, token_T: Tensor, base_TD: Tensor) -> Tensor:
-        """[T, D] float32, from the base's. The torch twin."""
+        """Returns the tokens' embeddings, float32 [T, D], made from the base's. This is the torch twin."""
         place_T = token_T - self.first_token
         own_T1 = ((place_T >= 0) & (place_T < self.num_tokens)).unsqueeze(1)
         place_T = place_T.clamp(0, max(self.num_tokens - 1, 0))
@@ -60,18 +59,18 @@ class SlotEmbedding:
 
 
 class EmbeddingSlots:
-    """The slots' own embeddings. dtype: of all their tensors, for the Triton kernel."""
+    """The slots' own embeddings. For the Triton kernel, `dtype` is that of all their tensors."""
 
     def __init__(self, tables: LoRATables, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._slots: list[SlotEmbedding | None] = [None] * tables.extras.address_VS.shape[1]
 
     def set_slot(self, slot: int, embedding: SlotEmbedding | None) -> None:
-        """For the torch twin."""
+        """Sets a slot's embedding for the torch twin."""
         self._slots[slot] = embedding
 
     def apply(self, token_T: Tensor, embedded_TD: Tensor, batch: LoRABatch) -> Tensor:
-        """embedded_TD, the base's part, with the slots' own in their tokens' place; in place. token_T: int64."""
+        """Replaces base embeddings by the slots' own in place, and returns embedded_TD. token_T is int64."""
         assert token_T.dtype == torch.int64 and embedded_TD.is_contiguous()
         if embedded_TD.is_cuda:
             from lorafleet.kernels.extras.slot_embedding_triton import (

@@ -1,9 +1,9 @@
-"""The Triton form of kernels/extras/slot_embedding.py: one launch a step, whatever its slots have.
+"""The Triton form of kernels/extras/slot_embedding.py: one launch per step, whatever its slots have.
 
-Idea: a token's program reads one address; most find 0 there and are done. Replaced rows are found by bisection, so that
-a slot costs what it replaces and nothing by the size of its vocabulary. The low-rank part reads one row of A and its
-block of B.
-Memory: as SlotEmbedding has it; blocks are aligned to 256 bytes.
+Idea: a token's program reads one address; most find 0 there and end. Replaced rows are found by bisection, so that a
+slot's cost depends on the number of rows that it replaces, not on the size of its vocabulary. The low-rank part reads
+one row of A and its block of B.
+Memory: as in SlotEmbedding. Blocks are aligned to 256 bytes.
 """
 
 # T tokens · D hidden size · R rank
@@ -22,7 +22,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _place_among(token_ptr: tl.tensor, count: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Where the token is among the ascending ones; count where it is not."""
+    """Returns the token's index among the ascending tokens, or count if it is not among them."""
     low = tl.zeros_like(count)
     high = count
     while low < high:
@@ -84,7 +84,11 @@ def _slot_embedding_kernel(
 
 
 def slot_embedding_triton(token_T: Tensor, x_TD: Tensor, address_T: Tensor, dtype: torch.dtype) -> None:
-    """x_TD in place. address_T: int64, of each token's record, 0 where there is none. dtype: of what they hold."""
+    """Replaces base embeddings by the slots' own in x_TD in place.
+
+    address_T is int64: the address of each token's record, or 0 if there is none. `dtype` is that of the records'
+    tensors.
+    """
     num_tokens, size = x_TD.shape
     assert token_T.shape == address_T.shape == (num_tokens,) and address_T.is_contiguous() and token_T.is_contiguous()
     _slot_embedding_kernel[(num_tokens, triton.cdiv(size, BLOCK_D))](

@@ -1,4 +1,4 @@
-"""The entries to batched adapters: a base linear with every token's own adapter, and the part of A and B alone."""
+"""The entry points of batched adapters: a base linear with every token's own adapter, and A and B alone."""
 
 # T tokens · D in · O out
 
@@ -20,11 +20,12 @@ from lorafleet.kernels.quant.fp8 import FP8
 def linear_with_lora(
     x_TD: Tensor, weight: BaseWeight, bias_O: Tensor | None, packed: PackedLoRA, batch: LoRABatch
 ) -> LinearOutput:
-    """x @ W.T + bias + scale * B[slot[t]] @ (A[slot[t]] @ x[t]), with the slot's Kronecker products, and its own scale
-    and bias of it all (kernels/extras/affine.py).
+    """Computes x @ W.T + bias + scale * B[slot[t]] @ (A[slot[t]] @ x[t]).
 
-    On a rank of a tensor-parallel group, W, A and B are its parts: see kernels/lora/lora_layout.py. Its partial sums
-    want the base's own all-reduce, of what the LinearOutput stands for.
+    The slot's Kronecker products are included, and so are its own scale and bias of the whole output
+    (kernels/extras/affine.py). On a rank of a tensor-parallel group, W, A and B are the rank's parts: see
+    kernels/lora/lora_layout.py. Its partial sums need the base's own all-reduce, applied to the value that the
+    LinearOutput stands for.
     """
     if not x_TD.is_cuda:
         y_TO = weight.linear(x_TD, bias_O)
@@ -45,10 +46,10 @@ def linear_with_lora(
 
 
 def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
-    """y[t] += scale * B[slot[t]] @ (A[slot[t]] @ x[t]), in place.
+    """Adds scale * B[slot[t]] @ (A[slot[t]] @ x[t]) to y[t], in place.
 
-    x and y are contiguous and of the base's dtype. Slots are trusted here, since checking would sync the GPU:
-    LoRAModelManager.activate checks.
+    x and y are contiguous and of the base's dtype. Slots are not checked here, since checking would synchronize the
+    GPU: LoRAModelManager.activate checks a slot before it is used.
     """
     cast_TD = _cast(x_TD, packed.dtype)
     if x_TD.is_cuda:
@@ -66,8 +67,11 @@ def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch)
 
 
 def _cast(x_TD: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """lora_dtype may be another than the base's: as in PEFT, x is cast and the sum is of the base's dtype. FP8 weights
-    are an exception: the kernels make them x's dtype, and their twin computes in float32."""
+    """Casts x to the adapters' dtype, which may differ from the base's.
+
+    As in PEFT, x is cast and the sum has the base's dtype. FP8 weights are an exception: the kernels convert them to
+    x's dtype, and the torch twin computes in float32.
+    """
     if dtype == FP8:
         dtype = None if x_TD.is_cuda else torch.float32
     return x_TD if dtype is None else x_TD.to(dtype)

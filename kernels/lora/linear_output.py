@@ -1,4 +1,4 @@
-"""What a linear with adapters gives its reader, who puts it together in the pass that reads it anyway."""
+"""The output of a linear with adapters, in parts. The kernel that reads it adds the parts in the same pass."""
 
 # T tokens · O out
 
@@ -10,23 +10,21 @@ from torch import Tensor
 
 
 class LinearOutput(NamedTuple):
-    """scale * (y + delta) + bias, all rows contiguous.
-
-    delta: what adapters add to y; None: nothing, or it is in y already. affine_2T: each token's own scale and bias of
-    the output, see kernels/extras/affine.py; None: nobody has any, or they are in y already, as on a CPU.
-    """
+    """The output scale * (y + delta) + bias. All rows are contiguous."""
 
     y_TO: Tensor
-    delta_TO: Tensor | None = None
+    delta_TO: Tensor | None = None  # what adapters add to y; None if that is nothing, or in y already
+    # Addresses of each token's own scale and bias of the output (kernels/extras/affine.py). None if no token has any,
+    # or if they are in y already, as on a CPU.
     affine_2T: Tensor | None = None
 
     def added(self) -> Tensor:
-        """For readers on a CPU: y + delta, rounded to nothing shorter than float32."""
+        """Returns y + delta for readers on a CPU, rounded to nothing shorter than float32."""
         assert self.affine_2T is None
         return self.y_TO if self.delta_TO is None else self.y_TO.float() + self.delta_TO.float()
 
     def check(self) -> None:
-        """For readers' wrappers: what their kernels take for granted."""
+        """Checks what the readers' kernels assume; their wrappers call it."""
         assert self.y_TO.is_contiguous()
         if self.delta_TO is not None:
             assert self.delta_TO.shape == self.y_TO.shape and self.delta_TO.dtype == self.y_TO.dtype

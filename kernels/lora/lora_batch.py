@@ -1,7 +1,8 @@
-"""Which adapter slot each token of one step uses, in the forms that the kernels read.
+"""The adapter slot that each token of one step uses, in the forms that the kernels read.
 
-Built once a step on the host, shared by every layer. A static batch keeps its device memory from step to step, so that
-a captured CUDA graph serves any mix. Of weights it knows only where they lie (kernels/lora/tile_tables.py).
+A batch is built once per step on the host and shared by every layer. A static batch has the same device memory in
+every step, so that a captured CUDA graph serves any mix. A batch knows the addresses of weights, but not their content
+(kernels/lora/tile_tables.py).
 """
 
 # T tokens in the step · K tiles · S slots in the step
@@ -21,52 +22,51 @@ from lorafleet.kernels.lora.lora_tuning import FEW_TILES, SOME_TILES, tuning_for
 from lorafleet.kernels.lora.packed_lora import LoRATables
 from lorafleet.kernels.lora.tile_tables import TileTables
 
-BASE_SLOT = -1  # in slot lists: this token uses the base model alone
-CHUNK_RANKS = 16  # ranks that the kernels take at a time: tl.dot's least K
-# Tokens of one slot that one Triton program takes. 16 is tl.dot's least M; where a step holds long prompts, larger
-# tiles read A and B less often.
+BASE_SLOT = -1  # in lists of slots: this token uses the base model alone
+CHUNK_RANKS = 16  # ranks that the kernels process at a time: tl.dot's smallest K
+# Tokens of one slot that one Triton program takes. 16 is tl.dot's smallest M. If a step has long prompts, larger tiles
+# read A and B less often.
 TILE_TOKENS = 16
 PREFILL_TILE_TOKENS = 64
-PREFILL_TOKENS = 512  # a step with prompts and so many tokens takes the larger tiles
-NUM_PINNED = 4  # host buffers of a static batch: how many steps may be queued before fill() waits
+PREFILL_TOKENS = 512  # a step with prompts and at least this many tokens uses the larger tiles
+NUM_PINNED = 4  # host buffers of a static batch: the number of steps that may be queued before fill() waits
 
 
 def prompt_tile_tokens(num_tokens: int) -> int:
-    """Of a step with prompts. One of decodes alone takes TILE_TOKENS, however many: they share few slots."""
+    """Returns the number of tokens in a tile of a step with prompts.
+
+    A step of decodes alone uses TILE_TOKENS, however many there are: they share few slots.
+    """
     return PREFILL_TILE_TOKENS if num_tokens >= PREFILL_TOKENS else TILE_TOKENS
 
 
 def static_tile_counts(num_tokens: int, num_slots: int, tile_tokens: int = TILE_TOKENS) -> list[int]:
-    """How many tiles the static batches of so many tokens should have, ascending; the last has room for any mix.
+    """Returns the tile counts of the static batches for this many tokens, ascending; the last has room for any mix.
 
-    Empty tiles cost their programs' launch, so a step with few adapters wants a batch of its own.
+    Empty tiles cost their programs' launch, so a step with few adapters should have a batch of its own.
     """
-    groups = num_slots + 1  # base tokens make tiles too
+    groups = num_slots + 1  # base tokens need tiles too
     most = min(num_tokens, groups + num_tokens // tile_tokens)
     fewest = -(-num_tokens // tile_tokens)
     return [*(count for count in (FEW_TILES, SOME_TILES) if fewest <= count < most), most]
 
 
 def count_tiles(slot_of_token: Sequence[int], num_tokens: int, tile_tokens: int = TILE_TOKENS) -> int:
-    """Tiles of a step that is padded with base tokens to num_tokens."""
+    """Returns the number of tiles of a step that is padded with base tokens to num_tokens."""
     counts = Counter(slot_of_token)
     counts[BASE_SLOT] += num_tokens - len(slot_of_token)
     return sum(-(-count // tile_tokens) for count in counts.values())
 
 
 class DevicePlan:
-    """What the Triton kernels read, views of one int32 buffer, so that a step costs one copy.
-
-    slot_K: each tile's slot, BASE_SLOT for base tokens' and for empty tiles. tokens_KM: its tokens, then -1. slot_T:
-    each token's slot, or BASE_SLOT.
-    """
+    """The inputs of the Triton kernels, as views of one int32 buffer, so that a step costs one copy."""
 
     def __init__(self, buffer: Tensor, num_tiles: int, tile_tokens: int) -> None:
         self.buffer = buffer
         end = num_tiles * (1 + tile_tokens)
-        self.slot_K = buffer[:num_tiles]
-        self.tokens_KM = buffer[num_tiles:end].view(num_tiles, tile_tokens)
-        self.slot_T = buffer[end:]
+        self.slot_K = buffer[:num_tiles]  # each tile's slot; BASE_SLOT for base tokens' tiles and for empty tiles
+        self.tokens_KM = buffer[num_tiles:end].view(num_tiles, tile_tokens)  # each tile's tokens, then -1
+        self.slot_T = buffer[end:]  # each token's slot, or BASE_SLOT
 
     @staticmethod
     def size(num_tokens: int, num_tiles: int, tile_tokens: int) -> int:
@@ -74,12 +74,10 @@ class DevicePlan:
 
 
 class LoRABatch:
-    """Tokens grouped by slot. The host's fields serve the torch twin; `plan` and `tables` the Triton kernels.
+    """A step's tokens, grouped by slot.
 
-    slots: the distinct slots of the step, ascending. spans: for each, its [start, end) in order_T.
-    order_T: int64 on the host; active_T: int64, index into `slots`, N for base tokens. max_rank: the launches are those
-    of any mix with ranks up to it; None where they are the least that the slots themselves need. has_experts: whether
-    adapters on experts are launched. tuning: of the kernels for so many tiles.
+    The torch twin uses the host's fields; the Triton kernels use `plan` and `tables`. If max_rank is set, the launches
+    are those of any mix with ranks up to it. If it is None, they are the smallest that the slots themselves need.
     """
 
     def __init__(
@@ -100,13 +98,13 @@ class LoRABatch:
         self._takes_kronecker = takes_kronecker
         self.plan = DevicePlan(plan_buffer, num_tiles, self.tile_tokens)
         self.tuning = tuning_for(device, num_tiles, self.is_prefill)
-        # From torch's own pool of streams: making one costs nothing.
+        # It comes from torch's own pool of streams, so it costs nothing.
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.slots: tuple[int, ...] = ()
-        self.spans: tuple[tuple[int, int], ...] = ()
-        self.order_T = torch.empty(0, dtype=torch.int64)
-        self.active_T = torch.empty(0, dtype=torch.int64)
-        self.has_experts = False
+        self.slots: tuple[int, ...] = ()  # the distinct slots of the step, ascending
+        self.spans: tuple[tuple[int, int], ...] = ()  # for each slot, its [start, end) in order_T
+        self.order_T = torch.empty(0, dtype=torch.int64)  # the tokens in the order of their slots, on the host
+        self.active_T = torch.empty(0, dtype=torch.int64)  # each token's index into `slots`, len(slots) for the base
+        self.has_experts = False  # whether adapters on experts are launched
         self._slot_tables = tables
         self._tables: TileTables | None = None
         self._address_VT: Tensor | None = None
@@ -123,7 +121,7 @@ class LoRABatch:
 
     @property
     def has_kronecker(self) -> bool:
-        """Whether Kronecker products are launched: a static batch does so whatever its content, or never."""
+        """Whether Kronecker products are launched. For a static batch, this does not depend on its content."""
         if self._takes_kronecker is not None:
             return self._takes_kronecker
         return not self.extras.kronecker_slots.isdisjoint(self.slots)
@@ -133,17 +131,17 @@ class LoRABatch:
         return self._slot_tables.extras
 
     def affine_addresses(self, linear: int) -> Tensor:
-        """int64 [2, T], on the device: kernels/extras/affine.py."""
+        """Returns the addresses that kernels/extras/affine.py reads: int64 [2, T], on the device."""
         assert self._address_VT is not None, "begin() comes before the first linear"
         return self._address_VT.narrow(0, self.extras.affine_row(linear), 2)
 
     def norm_addresses(self, norm: int) -> Tensor:
-        """int64 [T], on the device: kernels/lora/norm_slots.py."""
+        """Returns the addresses that kernels/lora/norm_slots.py reads: int64 [T], on the device."""
         assert self._address_VT is not None, "begin() comes before the first norm"
         return self._address_VT[self.extras.norm_row(norm)]
 
     def embedding_addresses(self) -> Tensor:
-        """int64 [T], on the device: kernels/extras/slot_embedding.py."""
+        """Returns the addresses that kernels/extras/slot_embedding.py reads: int64 [T], on the device."""
         assert self._address_VT is not None, "begin() comes before the embedding"
         return self._address_VT[self.extras.embedding_row]
 
@@ -156,8 +154,10 @@ class LoRABatch:
         tile_tokens: int = TILE_TOKENS,
         any_slots: bool = False,
     ) -> LoRABatch | None:
-        """None when no token uses an adapter: such a step runs no LoRA kernel. any_slots: launch what other adapters in
-        these slots would need."""
+        """Builds the batch of one step. Returns None if no token uses an adapter: such a step runs no LoRA kernel.
+
+        If any_slots is true, the batch also launches what other adapters in these slots would need.
+        """
         step = _Step.of(slot_of_token, tile_tokens)
         if not step.slots:
             return None
@@ -182,9 +182,10 @@ class LoRABatch:
         tile_tokens: int = TILE_TOKENS,
         takes_kronecker: bool = False,
     ) -> LoRABatch:
-        """A batch whose device memory never moves, for a CUDA graph of `num_tokens` tokens; base tokens until fill().
+        """Makes a batch whose device memory never moves, for a CUDA graph of num_tokens tokens.
 
-        num_tiles: one of static_tile_counts. takes_kronecker: whether its slots may add Kronecker products.
+        All of them are base tokens until fill(). num_tiles is one of static_tile_counts. takes_kronecker says whether
+        the batch's slots may add Kronecker products.
         """
         size = DevicePlan.size(num_tokens, num_tiles, tile_tokens)
         buffer = torch.zeros(size, dtype=torch.int32, device=tables.rank_LSP.device)
@@ -198,9 +199,9 @@ class LoRABatch:
         return batch
 
     def fill(self, slot_of_token: Sequence[int], rank_of_slot: Sequence[int]) -> None:
-        """The next step's slots, one copy on the current stream; missing tokens are padding and take no adapter.
+        """Sets the next step's slots, with one copy on the current stream.
 
-        rank_of_slot: each slot's largest rank over all modules.
+        Missing tokens are padding without an adapter. rank_of_slot is each slot's largest rank over all modules.
         """
         assert self.max_rank is not None, "only a static batch is filled"
         assert max(rank_of_slot, default=0) <= self.max_rank, "P has no room for such a rank"
@@ -220,9 +221,9 @@ class LoRABatch:
             self._pinned[-1][1].record()
 
     def begin(self) -> None:
-        """Looks up where the step's adapters lie; once, before the first linear. A captured graph repeats it.
+        """Looks up the addresses of the step's adapters, once, before the first linear.
 
-        Nothing on a CPU, where the torch twin has the matrices themselves.
+        A captured graph repeats the look-up. On a CPU this does nothing: the torch twin has the matrices themselves.
         """
         if self.plan.buffer.is_cuda:
             self.look_up()
@@ -243,14 +244,14 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step's grouping, exact sizes, on the host. tokens_KM: of each tile, then -1."""
+    """One step's grouping on the host, in exact sizes."""
 
     slots: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     order_T: Ints
     active_T: Ints
     slot_K: Ints
-    tokens_KM: Ints
+    tokens_KM: Ints  # each tile's tokens, then -1
     slot_T: Ints
 
     @classmethod
@@ -280,7 +281,7 @@ class _Step:
         )
 
     def write(self, plan: DevicePlan) -> None:
-        """Tiles beyond the step's own are empty."""
+        """Writes the grouping into the plan. Tiles beyond the step's own are empty."""
         used = len(self.slot_K)
         assert used <= len(plan.slot_K), "the batch has no room for this mix"
         plan.slot_K.numpy()[:used] = self.slot_K
@@ -291,7 +292,7 @@ class _Step:
 
 
 def _counting(counts: Ints) -> Ints:
-    """[2, 3] -> [0, 1, 0, 1, 2]."""
+    """Counts up from 0 within each count: [2, 3] -> [0, 1, 0, 1, 2]."""
     ends = np.cumsum(counts)
     counting: Ints = np.arange(ends[-1]) - (ends - counts).repeat(counts)
     return counting

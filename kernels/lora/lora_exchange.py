@@ -1,12 +1,12 @@
 """Triton exchange of P between shrink and expand, for ranks that divide both A and B: kernels/lora/lora_layout.py.
 
-Idea: a program sums shrink's splits of its numbers, sends the sum to all other ranks (kernels/ranks/peer_areas.py) and
-takes theirs as they come: gathered, or added in rank order. So P crosses the link once, in one launch on the stream
-that shrink and expand are on. More numbers than an area holds, and GPUs that do not reach each other, take a
-collective.
+Idea: a program sums shrink's splits of its numbers, sends the sum to all other ranks (kernels/ranks/peer_areas.py),
+and takes theirs as they come. It gathers them, or adds them in rank order. P crosses the link once, in one launch on
+the stream of shrink and expand. A collective is used instead if an area is too small for P, or if the GPUs do not
+reach each other.
 
-Memory: P as kernels/lora/lora_shrink.py lays it out; what shrink left unwritten is exchanged too, and stays
-meaningless.
+Memory: P has the layout that kernels/lora/lora_shrink.py describes. What shrink left unwritten is exchanged too, and
+stays meaningless.
 """
 
 # T tokens · C columns of P · K splits of shrink · N parts
@@ -23,7 +23,7 @@ from lorafleet.kernels.lora.lora_splits import sum_splits, summed_splits
 from lorafleet.kernels.ranks.peer_areas import EMPTY, PROGRAMS, PeerAreas
 from lorafleet.kernels.ranks.peer_areas_triton import begin_call, receive, send
 
-BLOCK = 256  # numbers
+BLOCK = 256  # numbers per block
 
 
 @triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -66,7 +66,7 @@ def _exchange_kernel(
 
 
 def exchanged_splits(p_KTC: Tensor, layout: LoRALayout) -> Tensor:
-    """fp32 [N, T, C] of what shrink() returned: all parts' P, complete. All ranks must call."""
+    """Returns the complete P of all parts, fp32 [N, T, C], made of what shrink() returned. All ranks must call it."""
     peers = layout.peers
     if peers is not None and peers.holds(p_KTC[0].nbytes):
         return _exchanged_by_sending(p_KTC, layout.num_parts, peers)

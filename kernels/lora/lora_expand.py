@@ -1,16 +1,20 @@
-"""Triton expand: what every token's own adapter adds to a packed linear, delta = B[slot] @ P (and a bias).
+"""Triton kernel for what every token's own adapter adds to a packed linear: delta = B[slot] @ P (and a bias).
 
-Idea: one program takes one tile (tokens of one slot) and a span of output columns of one slice. It sums shrink's splits
-once, then walks the span in blocks, the next block of B on its way while this one is multiplied: small programs would
-spend their time on the chain tile, address, B. With `early` it starts beside the shrink (programmatic dependent
-launch) and has its first block of B when P is there. Each output belongs to exactly one program, so no atomics and the
-same bits on every run, however long the span. The arithmetic is as wide as the slot's own rank.
+Idea: one program takes one tile (tokens of one slot) and a span of output columns of one slice. It sums shrink's
+splits once, then walks the span in blocks, and loads the next block of B while it multiplies this one: small programs
+would spend their time on the chain tile, address, B. With `early`, it starts beside the shrink (programmatic dependent
+launch) and has its first block of B when P is ready. Each output belongs to exactly one program, so no atomics are
+needed and every run gives the same bits, however long the span is. The arithmetic is as wide as the slot's own rank.
 
-Memory: delta [T, O] holds the slices side by side; every row is written, base tokens' and slices without an adapter
-with zeros (or the bias), so that who adds it need not ask. P as kernels/lora/lora_shrink.py lays it out, its splits or,
-where A's rows are divided over the ranks of a tensor-parallel group, the gathered parts of all ranks. B [out, rank] of
-each slice is row-major at the address that the tile's table row holds, without padding; a rank that is a multiple of
-16 gets vector loads. FP8 weights become fp16, or delta's fp32, in registers; their scales are in P, by the shrink.
+Memory:
+- delta [T, O] holds the slices side by side. Every row is written: base tokens, and slices without an adapter, get
+  zeros (or the bias), so whoever adds delta needs no check.
+- P has the layout that kernels/lora/lora_shrink.py describes: its splits or, if A's rows are divided over the ranks of
+  a tensor-parallel group, the gathered parts of all ranks.
+- B [out, rank] of each slice is row-major and unpadded at the address in the tile's table row. A rank that is a
+  multiple of 16 gets vector loads.
+- FP8 weights become fp16, or delta's fp32, in registers. The shrink has put their scales into P.
+
 Source: SGMV, Punica, arXiv 2310.18547.
 """
 
@@ -29,8 +33,8 @@ from lorafleet.kernels.lora.lora_shrink import chunk_of, columns_of
 from lorafleet.kernels.lora.packed_lora import MAX_SLICES, PackedLoRA
 from lorafleet.kernels.quant.fp8 import FP8
 
-MAX_BLOCK_R = 64  # ranks whose P a program keeps; larger adapters take more than one round a block
-MAX_BLOCKS = 32  # of a span
+MAX_BLOCK_R = 64  # ranks whose P a program holds; larger adapters take more than one round per block
+MAX_BLOCKS = 32  # blocks of a span
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -44,9 +48,9 @@ def _sum_p(
     num_parts: tl.constexpr,
     chunk: tl.constexpr,
 ) -> tl.tensor:
-    """fp32."""
+    """Returns the sum of P's splits, or the gathered parts of P, in fp32."""
     if num_parts > 1:
-        size = max(tl.cdiv(rank, num_parts), 1)  # never a division by zero, where the adapter leaves the slice alone
+        size = max(tl.cdiv(rank, num_parts), 1)  # avoids division by zero if the adapter leaves the slice alone
         p_tile = p_row + (r // size * split_stride + r % size)[None, :]
         p = tl.load(p_tile, mask=token_mask & (r < rank)[None, :], other=0.0)
     else:
@@ -61,7 +65,7 @@ def _sum_p(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _largest(p: tl.tensor) -> tl.tensor:
-    """Of each row, [tokens, 1]; never zero."""
+    """Returns the largest magnitude of each row, [tokens, 1]. It is never zero."""
     return tl.maximum(tl.max(tl.abs(p), axis=1), 1e-30)[:, None]
 
 
@@ -95,8 +99,8 @@ def _store_span(
     early: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = delta_row.dtype.element_ty
-    # One instruction makes two fp16 numbers of two e4m3 ones, and bf16 costs more. P may be beyond what fp16 holds, so
-    # each row of it is divided by its largest number first.
+    # One instruction converts two e4m3 numbers to fp16; bf16 costs more. P may exceed the range of fp16, so each of its
+    # rows is divided by its largest magnitude first.
     in_fp16: tl.constexpr = b_ptr.dtype.element_ty == tl.float8e4nv and dtype != tl.float32
     operand: tl.constexpr = tl.float16 if in_fp16 else dtype
     r = tl.arange(0, block_r)
@@ -133,7 +137,9 @@ def _store_span(
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
-@triton.jit(do_not_specialize=["linear", "split_stride", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+    do_not_specialize=["linear", "split_stride", "num_columns"]
+)
 def _expand_kernel(
     p_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -162,10 +168,10 @@ def _expand_kernel(
     early: tl.constexpr,
     fp8: tl.constexpr,
 ) -> None:
-    # Neighbours take neighbouring columns of the same rows: delta is written as whole rows.
+    # Neighboring programs take neighboring columns of the same rows, so that delta is written as whole rows.
     tile = tl.program_id(1)
     index = tl.program_id(0)
-    # Which slice this span belongs to: each slice has its own whole number of spans.
+    # Find the slice that this span belongs to: each slice has its own whole number of spans.
     spans_0 = tl.cdiv(out_0, span)
     spans_1 = tl.cdiv(out_1, span)
     row = linear * tl.num_programs(1) + tile
@@ -199,8 +205,8 @@ def _expand_kernel(
     delta_row = delta_ptr + token[:, None] * (out_0 + out_1 + out_2) + delta_column
     bias_row = bias_ptr + delta_column if with_bias else bias_ptr
     p_row = p_ptr + token[:, None] * num_columns + p_column
-    # The same number, but one that the compiler knows to be a multiple of 16. Not tl.multiple_of(rank, 16): that marks
-    # the load of rank itself, so the other branches would believe it too.
+    # The same number, but the compiler knows that it is a multiple of 16. tl.multiple_of(rank, 16) would mark the load
+    # of rank itself, so the other branches would assume it too.
     rank_16 = rank // 16 * 16
     if rank_16 != rank:
         _store_span(
@@ -220,8 +226,10 @@ def _expand_kernel(
 
 
 def expand(p_KTC: Tensor, packed: PackedLoRA, batch: LoRABatch, dtype: torch.dtype, bias_O: Tensor | None) -> Tensor:
-    """B[slot[t]] @ sum over K of P[k, t] + bias, [T, O] for this rank's rows of B; p is what shrink() returned for the
-    batch, or exchanged_splits() made of it. Base tokens' rows are the bias, or zero.
+    """Returns B[slot[t]] @ sum over K of P[k, t] + bias, [T, O], for this rank's rows of B.
+
+    p is what shrink() returned for the batch, or what exchanged_splits() made of it. Base tokens' rows are the bias,
+    or zero.
     """
     splits, rows, columns = p_KTC.shape
     num_parts = packed.layout.num_parts
@@ -229,7 +237,7 @@ def expand(p_KTC: Tensor, packed: PackedLoRA, batch: LoRABatch, dtype: torch.dty
     total = sum(packed.out_features)
     assert bias_O is None or (bias_O.shape == (total,) and bias_O.is_contiguous())
     delta_TO = torch.empty(batch.num_tokens, total, dtype=dtype, device=p_KTC.device)
-    if total == 0:  # the last ranks of many may have no part of a small output
+    if total == 0:  # if there are many ranks, the last may have no part of a small output
         return delta_TO
     outs = packed.out_features + (0,) * (MAX_SLICES - len(packed.out_features))
     tiles, shape = batch.num_tiles, batch.tuning.expand
@@ -239,7 +247,7 @@ def expand(p_KTC: Tensor, packed: PackedLoRA, batch: LoRABatch, dtype: torch.dty
     narrow_o = shape.elements // 16
     blocks = tiles * total // (narrow_o * shape.programs)
     span = narrow_o * max(1, min(MAX_BLOCKS, blocks))
-    # `early` is legal only right behind the shrink on the same stream.
+    # `early` is legal only if the shrink comes right before on the same stream.
     early = shape.early and not packed.layout.exchanges
     launch = {"launch_pdl": True} if early else {}
     _expand_kernel[(sum(triton.cdiv(out, span) for out in packed.out_features), tiles)](

@@ -1,19 +1,23 @@
-"""Triton shrink: every token's own LoRA A and scale, P = scale * A[slot] @ x, for one packed linear.
+"""Triton kernel that applies every token's own LoRA A and scale: P = scale * A[slot] @ x, for one packed linear.
 
-Idea: one program takes one tile (tokens of one slot) and one split of the input features, so that a lone decode token
-does not walk all of D in one program. Each split stores its own partial sum and who reads P adds them in order, so no
-atomics and the same bits on every run. The number of splits depends on D alone: a token's result does not depend on
-who else is in the batch. The width of a program's arithmetic follows the slot's own rank, not the largest allowed.
+Idea: one program takes one tile (tokens of one slot) and one split of the input features, so that a single decode
+token does not walk all of D in one program. Each split stores its own partial sum, and the reader of P adds them in
+order, so no atomics are needed and every run gives the same bits. The number of splits depends on D alone: a token's
+result does not depend on the rest of the batch. The width of a program's arithmetic follows the slot's own rank, not
+the largest allowed rank. FP8 weights become x's dtype in registers, and each column of P is also multiplied by its
+row's own scale.
 
-FP8 weights become x's dtype in registers, and each column of P is multiplied by its row's own scale too.
+Memory:
+- x [T, D]: a tile's tokens need not lie together; their rows are gathered.
+- A [rank, D] is row-major at the address in the tile's table row. Rows past the slot's own rank are not read. Behind
+  an FP8 A, at the next multiple of 16 bytes, lies one float32 scale for each row.
+- P [K, T, C] is fp32, and row t is token t. A slice's columns start at a multiple of CHUNK_RANKS and are zero between
+  its rank and the next multiple. Columns past the slot's last slice, and base tokens' rows, are never written or read.
+- If A's rows are divided over the ranks of a tensor-parallel group (kernels/lora/lora_layout.py), a slice has the
+  columns of one part, which are zero where this rank's part is short. It begins at any column, so that fewer bytes are
+  gathered.
 
-Memory: x [T, D] rows are gathered by the tile's tokens, which need not lie together. A [rank, D] is row-major at the
-address that the tile's table row holds; rows past the slot's own rank are not read. Behind an FP8 A, at the next
-multiple of 16 bytes, lies one float32 scale a row. P [K, T, C] fp32, row t is token t. A slice's columns start at a
-multiple of CHUNK_RANKS and are zero between its rank and the next multiple; columns past the slot's last slice, and
-base tokens' rows, stay unwritten and are never read. Where A's rows are divided over the ranks of a tensor-parallel
-group (kernels/lora/lora_layout.py), a slice has the columns of one part, zero where this rank's part is short, and
-begins at any column: fewer bytes to gather. Source: SGMV, Punica, arXiv 2310.18547.
+Source: SGMV, Punica, arXiv 2310.18547.
 """
 
 # T tokens in the step · D in · C columns of P · K splits of D · S slots
@@ -31,22 +35,22 @@ from lorafleet.kernels.lora.lora_layout import LoRALayout
 from lorafleet.kernels.lora.packed_lora import MAX_SLICES, PackedLoRA
 from lorafleet.kernels.quant.fp8 import FP8
 
-FEATURES_A_SPLIT = 512  # of D; a few steps of the loop
+FEATURES_A_SPLIT = 512  # features of D in a split: a few steps of the loop
 MAX_SPLITS = 16
-MAX_BLOCK_C = 64  # columns of P at a time
-MAX_PARTS = 4  # programs that share a split's columns, where adapters may have more than MAX_BLOCK_C
-SPLIT_STEP = 128  # a split is so many features or a multiple
+MAX_BLOCK_C = 64  # columns of P that a program computes at a time
+MAX_PARTS = 4  # programs that share a split's columns if adapters may have more than MAX_BLOCK_C
+SPLIT_STEP = 128  # the number of features in a split is a multiple of this
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def columns_of(rank: tl.tensor, num_parts: tl.constexpr, chunk: tl.constexpr) -> tl.tensor:
-    """Of P, for a slice of that rank."""
+    """Returns the number of columns of P that a slice of this rank occupies."""
     return tl.cdiv(tl.cdiv(rank, num_parts), chunk) * chunk
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _rows_of(rank: tl.tensor, num_parts: tl.constexpr, part: tl.constexpr) -> tl.tensor:
-    """LoRALayout.num_rows."""
+    """Returns the number of rows of A that this part has: LoRALayout.num_rows."""
     rows = rank
     if num_parts > 1:
         size = tl.cdiv(rank, num_parts)
@@ -80,7 +84,7 @@ def _shrink_columns(
     d = tl.arange(0, block_d)
     for first in tl.range(tl.program_id(2) * block_c, columns, tl.num_programs(2) * block_c, num_stages=1):
         c = first + tl.arange(0, block_c)
-        # Column of P -> row of A: slices are padded to whole chunks in P and not in A.
+        # Column of P -> row of A: slices are padded to whole chunks in P, but not in A.
         index = tl.where(c >= column_2, 2, tl.where(c >= column_1, 1, 0))
         r = c - tl.where(index == 2, column_2, tl.where(index == 1, column_1, 0))
         rows = tl.where(index == 2, rows_2, tl.where(index == 1, rows_1, rows_0))
@@ -100,7 +104,9 @@ def _shrink_columns(
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
-@triton.jit(do_not_specialize=["linear", "num_tokens", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+    do_not_specialize=["linear", "num_tokens", "num_columns"]
+)
 def _shrink_kernel(
     x_ptr: tl.tensor,
     p_ptr: tl.tensor,
@@ -164,7 +170,7 @@ def _shrink_kernel(
             x_row, p_row, a_ptr, scale_row, row_scale_ptr, rows_0, rows_1, rows_2, column_1, column_2, columns, mine,
             num_features, first_feature, end_feature, tile_tokens, 16, narrow_d, narrow_stages, fp8,
         )  # fmt: skip
-    elif most_columns > 16:  # known when compiled: a base whose adapters are all narrow has no other branch
+    elif most_columns > 16:  # known at compile time: if all adapters are narrow, only one branch is compiled
         _shrink_columns(
             x_row, p_row, a_ptr, scale_row, row_scale_ptr, rows_0, rows_1, rows_2, column_1, column_2, columns, mine,
             num_features, first_feature, end_feature, tile_tokens, most_columns, wide_d, wide_stages, fp8,
@@ -176,12 +182,18 @@ def num_splits(in_features: int) -> int:
 
 
 def chunk_of(layout: LoRALayout) -> int:
-    """Where a slice's columns of P may begin. Gathered columns are read one by one: padding would buy nothing."""
+    """Returns the number of columns of P of which each slice's first column is a multiple.
+
+    Gathered columns are read one by one, so padding would gain nothing there.
+    """
     return CHUNK_RANKS if layout.num_parts == 1 else 1
 
 
 def num_columns(packed: PackedLoRA, batch: LoRABatch) -> int:
-    """Of P; the same for every content of a static batch, and on all ranks that exchange P."""
+    """Returns the number of columns of P.
+
+    It is the same for every content of a static batch, and on all ranks that exchange P.
+    """
     num_slices, layout = len(packed.out_features), packed.layout
     chunk = chunk_of(layout)
     if batch.max_rank is not None:
@@ -196,10 +208,10 @@ def _rounded_up(columns: int, chunk: int) -> int:
 
 
 def shrink(x_TD: Tensor, packed: PackedLoRA, batch: LoRABatch) -> Tensor:
-    """Partial sums of scale * A[slot] @ x for the tokens with an adapter: fp32 [K, T, C], laid out as said above, for
-    this rank's rows of A.
+    """Returns partial sums of scale * A[slot] @ x for the tokens with an adapter, for this rank's rows of A.
 
-    Slots are trusted here, since checking would sync the GPU: LoRAModelManager.activate checks.
+    The result is fp32 [K, T, C] in the layout that the top of this file describes. Slots are not checked here, since
+    checking would synchronize the GPU: LoRAModelManager.activate checks a slot before it is used.
     """
     assert x_TD.is_contiguous()
     assert x_TD.shape == (batch.num_tokens, packed.in_features)

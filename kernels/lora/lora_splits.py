@@ -1,6 +1,6 @@
-"""Triton sum of shrink's splits, for ranks that exchange P: a collective takes one sum, and a smaller message.
+"""Triton sum of shrink's splits, for ranks that exchange P: a collective needs one sum, and a smaller message.
 
-Idea: elementwise, the splits added in order, so that the bits are those that expand would have had from them.
+Idea: the sum is elementwise and adds the splits in order, so its bits are those that expand would have computed.
 """
 
 # T tokens in the step · C columns of P · K splits of shrink
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # elements a program
+BLOCK = 1024  # elements of one program
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def summed_splits(p_ptr: tl.tensor, at: tl.tensor, size: tl.tensor, num_splits: tl.constexpr) -> tl.tensor:
-    """Of the numbers `at`, in order; size: of one split."""
+    """Adds the splits' numbers at the offsets `at`, in the order of the splits. `size` is that of one split."""
     inside = at < size
     total = tl.load(p_ptr + at, mask=inside, other=0.0)
     for k in tl.static_range(1, num_splits):
@@ -34,7 +34,7 @@ def _sum_kernel(
 
 
 def sum_splits(p_KTC: Tensor) -> Tensor:
-    """P [T, C] of shrink's [K, T, C]; what shrink left unwritten stays meaningless."""
+    """Sums shrink's [K, T, C] to P [T, C]. What shrink left unwritten stays meaningless."""
     splits, *shape = p_KTC.shape
     if splits == 1:
         return p_KTC[0]

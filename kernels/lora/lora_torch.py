@@ -1,9 +1,13 @@
 """LoRA of a mixed batch in plain torch: the CPU's serving path and the Triton kernels' reference.
 
-Two forms of the same sum. Few tokens: all of the step's adapters stacked into one wide adapter, each token's row masked
-to its own columns, so three operators serve any mix. Many tokens: one pair of GEMMs for each adapter's own tokens, so
-that arithmetic is not multiplied by the number of adapters. FP8 weights become float32, which holds each exactly, as x
-must be: kernels/lora/apply_lora.py.
+The same sum has two forms:
+
+- Few tokens: all of the step's adapters are stacked into one wide adapter, and each token's row is masked to its own
+  columns. Three operators then serve any mix.
+- Many tokens: each adapter's own tokens take one pair of GEMMs, so that the arithmetic is not multiplied by the number
+  of adapters.
+
+FP8 weights become float32, which holds each exactly. x must be float32 too: see kernels/lora/apply_lora.py.
 Source: SGMV, Punica, arXiv 2310.18547.
 """
 
@@ -18,14 +22,14 @@ from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.lora.lora_layout import LoRALayout
 from lorafleet.kernels.lora.packed_lora import PackedLoRA, SlotWeights
 
-# Wasted multiply-adds that cost as much as one more operator launch: 10 us at about 20 GFLOP/s a core.
+# Wasted multiply-adds that cost as much as one more operator launch: 10 us at about 20 GFLOP/s per core.
 STACK_LIMIT = 1 << 21
 
 
 def apply_lora_torch(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
-    """y[t] += scale * B[slot[t]] @ (A[slot[t]] @ x[t]) in place; base tokens' rows are not changed.
+    """Adds scale * B[slot[t]] @ (A[slot[t]] @ x[t]) to y[t] in place. Base tokens' rows are not changed.
 
-    Which form is taken is the same on all ranks that exchange P, since their shapes of x and y are.
+    All ranks that exchange P choose the same form, since their shapes of x and y are the same.
     """
     columns = sum(sum(w.ranks) for s in batch.slots if (w := packed.slots[s]) is not None)
     if len(batch.slots) > 1 and batch.num_tokens * columns * (x_TD.shape[1] + y_TO.shape[1]) > STACK_LIMIT * len(
@@ -40,14 +44,15 @@ def _apply_stacked(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABa
     stacked = packed.stacked(batch.slots)
     if stacked is not None:
         scale_TC = stacked.scale_NC[batch.active_T]
-        # Where another adapter's columns overflow, zero times infinity would be NaN.
+        # If another adapter's columns overflow, zero times infinity would be NaN.
         p_TC = (x_TD @ stacked.a_DC).mul_(scale_TC).masked_fill_(scale_TC == 0, 0)
         p_NTC = packed.layout.exchanged(p_TC)
         packed.part_of(y_TO).addmm_(p_NTC.transpose(0, 1).reshape(len(x_TD), -1), stacked.b_CO)
 
 
 def _apply_grouped(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:
-    """P of all tokens, in order_T, before any B: ranks exchange it once a linear, not once an adapter."""
+    """Applies one adapter after the other. P of all tokens, in order_T, is complete before any B is applied, so that
+    ranks exchange it once for each linear and not once for each adapter."""
     layout = packed.layout
     present = [(w, span) for s, span in zip(batch.slots, batch.spans, strict=True) if (w := packed.slots[s])]
     if not present:
@@ -64,7 +69,7 @@ def _apply_grouped(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABa
 
 
 def _shrink(x_TD: Tensor, weights: SlotWeights, layout: LoRALayout, p_TC: Tensor) -> None:
-    """Writes one adapter's columns of P; those that this rank's part does not fill stay as they are."""
+    """Writes one adapter's columns of P. Columns that this rank's part does not fill are left unchanged."""
     a_TR = x_TD @ weights.a_RD.T.to(x_TD.dtype)
     row = column = 0
     for p, rank in enumerate(weights.ranks):
@@ -76,7 +81,7 @@ def _shrink(x_TD: Tensor, weights: SlotWeights, layout: LoRALayout, p_TC: Tensor
 
 
 def _expand(p_NTC: Tensor, weights: SlotWeights, layout: LoRALayout, out_features: tuple[int, ...]) -> Tensor:
-    """What one adapter adds to this rank's columns of the output, [T, sum of out_features], in P's dtype."""
+    """Returns what one adapter adds to this rank's columns of the output, [T, sum of out_features], in P's dtype."""
     num_tokens = p_NTC.shape[1]
     parts: list[Tensor] = []
     column = 0

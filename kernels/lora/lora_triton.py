@@ -1,12 +1,15 @@
 """Batched LoRA on the GPU for one packed linear. kernels/lora/lora_torch.py is its twin.
 
-Decode: shrink and expand both run on a side stream beside the base GEMM, and whatever reads the GEMM's output next adds
-their delta: nothing of them is left on the step's critical path but their bytes. A captured CUDA graph keeps the fork
-and the join. Prefill: the GEMM, not memory, is the bottleneck and fills the GPU, so nothing runs beside it; the delta
-is written first and the GEMM adds to it, which costs it nothing. The exchange between shrink and expand
-(kernels/lora/lora_exchange.py) runs where they run; a delta of some columns only, where B is divided by output, is
-added here. Kronecker products are added to the delta, where it has all columns, and so run beside the GEMM too.
-Measured on an H200 by benchmarks/lora_kernels.py.
+Decode: shrink and expand both run on a side stream beside the base GEMM. The kernel that reads the GEMM's output next
+adds their delta, so they add nothing to the step's critical path but their bytes. A captured CUDA graph contains the
+fork and the join.
+
+Prefill: the GEMM is the bottleneck, not memory, and it fills the GPU. Nothing runs beside it: the delta is written
+first, and the GEMM adds to it, which costs it nothing.
+
+The exchange between shrink and expand (kernels/lora/lora_exchange.py) runs on the same stream as they do. If B is
+divided by output, the delta has some columns only and is added here. Kronecker products are added to a delta that has
+all columns, so they run beside the GEMM too. Measured on an H200 by benchmarks/lora_kernels.py.
 """
 
 # T tokens · D in · O out
@@ -28,9 +31,9 @@ from lorafleet.kernels.quant.base_weight import BaseWeight
 def lora_delta_triton(
     x_TD: Tensor, packed: PackedLoRA, batch: LoRABatch, bias_O: Tensor | None = None
 ) -> Tensor | None:
-    """scale * B[slot[t]] @ (A[slot[t]] @ x[t]) + bias, [T, O]; None, and no launch, if no adapter has this linear.
+    """Returns scale * B[slot[t]] @ (A[slot[t]] @ x[t]) + bias as [T, O], where O counts the outputs of this rank's B.
 
-    O: of packed.out_features, and B this rank's.
+    Returns None, without a launch, if no adapter has this linear.
     """
     if not _is_used(packed, batch):
         return None
@@ -43,7 +46,7 @@ def lora_delta_triton(
 def linear_triton(
     x_TD: Tensor, weight: BaseWeight, bias_O: Tensor | None, packed: PackedLoRA, batch: LoRABatch
 ) -> tuple[Tensor, Tensor | None]:
-    """x @ W.T + bias, and what the adapters add to it where that is not in it yet."""
+    """Returns x @ W.T + bias, and what the adapters still have to add to it, or None if it contains that already."""
     if not _is_used(packed, batch):
         y_TO = weight.linear(x_TD, bias_O)
         apply_kronecker(x_TD, y_TO, packed, batch)
@@ -65,7 +68,7 @@ def linear_triton(
             apply_kronecker(x_TD, delta_TO, packed, batch)
     y_TO = weight.linear(x_TD, bias_O)
     main.wait_stream(side)
-    # No record_stream: each stream waits for the other before it reuses what was freed.
+    # record_stream is not needed: each stream waits for the other before it reuses freed memory.
     if is_whole:
         return y_TO, delta_TO
     packed.part_of(y_TO).add_(delta_TO)
@@ -74,5 +77,8 @@ def linear_triton(
 
 
 def _is_used(packed: PackedLoRA, batch: LoRABatch) -> bool:
-    """A static batch's launches must not depend on its content, nor those that were compiled before a request came."""
+    """Returns whether the LoRA kernels are launched.
+
+    The launches of a static batch, and those compiled before any request comes, must not depend on the content.
+    """
     return batch.max_rank is not None or packed.max_total_rank(batch.slots) > 0

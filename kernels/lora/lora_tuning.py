@@ -1,6 +1,6 @@
 """Launch shapes of the LoRA kernels: data in tuned/<GPU>.json, measured by `python -m lorafleet.kernels.lora.tune`.
 
-A shape changes speed and no bit of the result. A GPU without a file takes DEFAULT, and says so once in the log.
+A shape changes the speed, but no bit of the result. A GPU without a file uses DEFAULT, which is logged once.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "tuned"
-# Classes of launches, by their number of tiles: more tiles fill the GPU, and want larger programs.
+# Classes of launches by their number of tiles: more tiles fill the GPU and need larger programs.
 FEW_TILES, SOME_TILES = 16, 32
 CLASSES = ("few", "some", "many", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
 class ShrinkShape:
-    """Features a loop step and loop steps loaded ahead, for programs of up to 16 columns of P and for wider ones."""
+    """The loop of the shrink, for programs of up to 16 columns of P ("narrow") and for those of more ("wide")."""
 
-    narrow_d: int = 128
-    narrow_stages: int = 3
+    narrow_d: int = 128  # features of one loop step
+    narrow_stages: int = 3  # loop steps that are loaded ahead
     wide_d: int = 128
     wide_stages: int = 2
     warps: int = 4
@@ -35,15 +35,12 @@ class ShrinkShape:
 
 @dataclass(frozen=True, slots=True)
 class ExpandShape:
-    """elements: of B in one block, rank times columns. programs: of a launch; spans grow until it has no more.
+    """The blocks and the launch of the expand."""
 
-    early: start beside the shrink by programmatic dependent launch (compute capability 9.0 and up).
-    """
-
-    elements: int = 2048
-    programs: int = 1024
+    elements: int = 2048  # elements of B in one block: rank times columns
+    programs: int = 1024  # programs of a launch; spans grow until it has no more
     warps: int = 4
-    early: bool = False
+    early: bool = False  # start beside the shrink by programmatic dependent launch (compute capability 9.0 and up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ def class_of(num_tiles: int, prefill: bool) -> str:
 
 
 def tuning_for(device: torch.device, num_tiles: int, prefill: bool) -> Tuning:
-    """num_tiles: of the launch, empty ones included."""
+    """Returns the tuning for a launch of this many tiles, empty ones included."""
     if device.type != "cuda":
         return DEFAULT
     return _of_gpu(torch.cuda.get_device_name(device)).get(class_of(num_tiles, prefill), DEFAULT)

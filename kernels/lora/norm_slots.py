@@ -1,4 +1,4 @@
-"""The slots' own weights of one norm, in the place of the base's."""
+"""The slots' own weights of one norm, which replace the base's weights."""
 
 # T tokens · D size of the norm
 
@@ -12,18 +12,18 @@ from lorafleet.kernels.lora.packed_lora import LoRATables
 
 
 class NormSlots:
-    """index: of the model's norms, in the order of its tables' rows."""
+    """The slots of one norm. Its index counts the model's norms in the order of the tables' rows."""
 
     def __init__(self, index: int, tables: LoRATables) -> None:
         self._index = index
         self._weights: list[Tensor | None] = [None] * tables.extras.address_VS.shape[1]
 
     def set_slot(self, slot: int, weight_D: Tensor | None) -> None:
-        """For the torch twin; float32."""
+        """Sets a slot's weight for the torch twin. It is float32."""
         self._weights[slot] = weight_D
 
     def for_step(self, weight_D: Tensor, batch: LoRABatch) -> NormWeight:
-        """weight_D: the base's."""
+        """Returns the norm's weights for a step. weight_D is the base's weight."""
         if weight_D.is_cuda:
             return NormWeight(weight_D, batch.norm_addresses(self._index))
         own = {slot: weight for slot in batch.slots if (weight := self._weights[slot]) is not None}

@@ -1,12 +1,12 @@
-"""Where each slot's A and B lie, for every packed linear of the model.
+"""Storage of each slot's A and B, for every packed linear of the model.
 
-A packed linear is one base GEMM that serves several named projections ("slices"): q, k, v or gate, up; o and down have
-one. A slot's A for it is the slices' A stacked by rows, [sum of ranks, in]; each slice keeps its own B, [out, rank], so
-that an adapter costs its own ranks and no padding. The tables tell the Triton kernels where they are in device memory;
-the torch twin takes them as tensors.
+A packed linear is one base GEMM that serves several named projections ("slices"): q, k, v or gate, up. The linears o
+and down have one slice each. A slot's A for a packed linear stacks the slices' A by rows, [sum of ranks, in]. Each
+slice has its own B, [out, rank], so an adapter takes the memory of its own ranks, without padding. The tables give the
+Triton kernels the addresses in device memory. The torch twin takes the same matrices as tensors.
 
-FP8: A and B are e4m3, each rank's row of A and column of B with a scale of its own. Only the two scales' product
-matters, one float32 a row of A; these lie right behind A, so that A's address finds them.
+FP8: A and B are e4m3. Each rank's row of A and column of B has its own scale. Only the product of the two scales
+matters, so there is one float32 for each row of A. These scales lie right behind A, so that A's address leads to them.
 """
 
 # L packed linears · S slots · P slices (at most MAX_SLICES) · A addresses, 1 + P · R rank
@@ -26,7 +26,7 @@ from lorafleet.kernels.lora.lora_layout import UNDIVIDED, LoRALayout
 from lorafleet.kernels.quant.fp8 import FP8
 
 MAX_SLICES = 3
-SCALES_ALIGNMENT = 16  # bytes from A's beginning; lora_shrink.py knows it
+SCALES_ALIGNMENT = 16  # bytes, counted from A's beginning; lora_shrink.py relies on it
 
 Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -35,18 +35,15 @@ Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class SlotWeights:
-    """One adapter on one packed linear. All tensors contiguous, of the serving dtype, on the serving device.
+    """One adapter's weights on one packed linear.
 
-    a_RD: the slices' A, stacked in slice order; of each the rows that LoRALayout.rows gives this rank. b: each slice's
-    [out_p, r_p], None where the adapter leaves the slice alone. scales: alpha/r (or alpha/sqrt(r)) of each slice,
-    applied in fp32 between A and B. row_scale_R: float32, of FP8 weights only; a row's product with x is multiplied by
-    it as well.
+    All tensors are contiguous, of the serving dtype, and on the serving device.
     """
 
-    a_RD: Tensor
-    b: tuple[Tensor | None, ...]
-    scales: tuple[float, ...]
-    row_scale_R: Tensor | None = None
+    a_RD: Tensor  # the slices' A in slice order; of each, the rows that LoRALayout.rows gives this rank
+    b: tuple[Tensor | None, ...]  # each slice's [out_p, r_p]; None if the adapter leaves the slice alone
+    scales: tuple[float, ...]  # each slice's alpha/r (or alpha/sqrt(r)), applied in fp32 between A and B
+    row_scale_R: Tensor | None = None  # float32, FP8 only; a row's product with x is multiplied by it as well
 
     def __post_init__(self) -> None:
         assert (self.a_RD.dtype == FP8) == (self.row_scale_R is not None)
@@ -56,24 +53,24 @@ class SlotWeights:
         return tuple(0 if b is None else b.shape[1] for b in self.b)
 
     def scale(self, p: int, rows: slice) -> float | Tensor:
-        """Slice p's, as its rows of A want it."""
+        """Returns slice p's scale in the form in which its rows of A need it."""
         return self.scales[p] if self.row_scale_R is None else self.scales[p] * self.row_scale_R[rows]
 
 
 def scales_offset(rows: int, in_features: int) -> int:
-    """Bytes from an FP8 A to its scales."""
+    """Returns the number of bytes from the beginning of an FP8 A to its scales."""
     return -(-rows * in_features // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
 
 
 def bytes_of_a(rows: int, in_features: int, dtype: torch.dtype) -> int:
-    """With the scales."""
+    """Returns the size of A in bytes, including the scales if it is FP8."""
     if dtype != FP8:
         return rows * in_features * dtype.itemsize
     return scales_offset(rows, in_features) + rows * torch.float32.itemsize
 
 
 def with_scales_behind(a_RD: Tensor, row_scale_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies of an FP8 A and its scales, in the memory layout that the kernels know."""
+    """Copies an FP8 A and its scales into the memory layout that the kernels expect, and returns both copies."""
     block = torch.empty(bytes_of_a(len(a_RD), a_RD.shape[1], FP8), dtype=torch.uint8, device=a_RD.device)
     own_RD = block[: a_RD.numel()].view(FP8).view(a_RD.shape)
     own_R = block[scales_offset(*a_RD.shape) :].view(torch.float32)
@@ -82,11 +79,10 @@ def with_scales_behind(a_RD: Tensor, row_scale_R: Tensor) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True, slots=True)
 class AdapterTable:
-    """One adapter on every packed linear. offset_LA: bytes from where the adapter begins to A, then to each slice's B;
-    -1 where it has none. Rank 0: the adapter leaves the slice alone. Ranks are B's, however A is divided."""
+    """The location of one adapter's matrices on every packed linear."""
 
-    offset_LA: Int64s
-    rank_LP: Int32s
+    offset_LA: Int64s  # bytes from the adapter's beginning to A, then to each slice's B; -1 if it has none
+    rank_LP: Int32s  # ranks of B, however A is divided; 0 if the adapter leaves the slice alone
     scale_LP: Float32s
 
     @classmethod
@@ -99,7 +95,7 @@ class AdapterTable:
 
     @classmethod
     def of(cls, weights: Sequence[SlotWeights | None]) -> AdapterTable:
-        """Of matrices that lie anywhere: offsets from address 0."""
+        """Makes a table of matrices that lie anywhere in memory. The offsets are counted from address 0."""
         table = cls.empty(len(weights))
         for i, w in enumerate(weights):
             if w is None:
@@ -115,23 +111,26 @@ class AdapterTable:
 
 
 class LoRATables:
-    """Device tables of all packed linears. address_LSA int64: pointers to A, then to each slice's B (0: absent);
-    rank_LSP int32; scale_LSP float32. A slot that was never written has rank 0 everywhere. extras: what adapters have
-    besides."""
+    """The device tables of all packed linears. A slot that was never written has rank 0 everywhere."""
 
     def __init__(
         self, num_linears: int, max_loras: int, device: torch.device, num_norms: int = 0, num_mixtures: int = 0
     ) -> None:
+        # The adapters' data besides A and B.
         self.extras = ExtraTables(num_linears, num_norms, max_loras, device, num_mixtures)
         shape = (num_linears, max_loras)
+        # Pointers to A, then to each slice's B; 0 if it is absent.
         self.address_LSA = torch.zeros(*shape, 1 + MAX_SLICES, dtype=torch.int64, device=device)
         self.rank_LSP = torch.zeros(*shape, MAX_SLICES, dtype=torch.int32, device=device)
         self.scale_LSP = torch.zeros(*shape, MAX_SLICES, dtype=torch.float32, device=device)
         self.num_writes = 0
-        self.total_rank_SL: list[list[int]] = [[0] * num_linears for _ in range(max_loras)]  # the host's own copy
+        self.total_rank_SL: list[list[int]] = [[0] * num_linears for _ in range(max_loras)]  # a copy on the host
 
     def write_slot(self, slot: int, table: AdapterTable, address: int = 0) -> None:
-        """address: where the adapter begins. One copy, on the current stream, which the host does not wait for."""
+        """Writes an adapter's table into the slot's rows of the device tables; `address` is where the adapter begins.
+
+        This is one copy on the current stream, and the host does not wait for it.
+        """
         num_linears = len(table.offset_LA)
         device = self.address_LSA.device
         ends = np.cumsum([table.offset_LA.nbytes, table.rank_LP.nbytes, table.scale_LP.nbytes])
@@ -150,22 +149,23 @@ class LoRATables:
 
 @dataclass(frozen=True, slots=True)
 class LinearPlace:
-    """Where a rank's part of a packed linear lies in the whole: its inputs begin at first_input; outputs: of each slice
-    the ranges that it has, one behind the other. A projection that is fused of several has more than one."""
+    """The position of a rank's part of a packed linear within the whole linear."""
 
-    first_input: int
+    first_input: int  # where the rank's inputs begin
+    # For each slice, the ranges of outputs that the rank has, side by side. A projection that is fused of several has
+    # more than one.
     outputs: tuple[tuple[slice, ...], ...]
 
     @property
     def sizes(self) -> list[int]:
-        """Outputs of each slice."""
+        """The number of outputs of each slice."""
         return [sum(own.stop - own.start for own in ranges) for ranges in self.outputs]
 
 
 class PackedLoRA:
-    """The slots of one packed linear: a row of the tables for the Triton kernels, tensors for the torch twin.
+    """The slots of one packed linear: a row of the tables for the Triton kernels, and tensors for the torch twin.
 
-    in_features, out_features: of A and B as this rank holds them. place: None where the linear is whole here.
+    in_features and out_features are those of A and B on this rank. If `place` is None, this rank has the whole linear.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class PackedLoRA:
         self.index = index  # row of the tables
         self.in_features = in_features
         self.out_features = out_features
-        self.dtype: torch.dtype | None = None  # of A and B; one for all slots, None before the first
+        self.dtype: torch.dtype | None = None  # dtype of A and B in all slots; None until a slot is set
         self.place = place or LinearPlace(0, tuple((slice(0, out),) for out in out_features))
         self.slots: list[SlotWeights | None] = [None] * tables.rank_LSP.shape[1]
         self.extras: list[LinearExtras | None] = [None] * tables.rank_LSP.shape[1]  # for the torch twin
@@ -191,7 +191,10 @@ class PackedLoRA:
         self._max_total_rank: tuple[tuple[int, ...], int, int] = ((), 0, 0)
 
     def set_slot(self, slot: int, weights: SlotWeights | None) -> None:
-        """For the torch twin. The device tables are written for the whole model at once: LoRATables.write_slot."""
+        """Sets a slot's tensors for the torch twin.
+
+        LoRATables.write_slot writes the device tables, for the whole model at once.
+        """
         if weights is not None:
             self.dtype = weights.a_RD.dtype
             assert weights.a_RD.shape == (sum(map(self.layout.num_rows, weights.ranks)), self.in_features)
@@ -200,18 +203,23 @@ class PackedLoRA:
         self._stacked = ((), None)
 
     def part_of(self, y_TO: Tensor) -> Tensor:
-        """The columns of the base linear's output that this rank's B has."""
+        """Returns the columns of the base linear's output that this rank's B computes."""
         return y_TO.narrow(1, self.layout.first_column, sum(self.out_features))
 
     def max_total_rank(self, slots: tuple[int, ...]) -> int:
-        """By the tables. Kept until these or the set of slots change: walking 64 slots a linear costs 1 ms a step."""
+        """Returns the largest total rank of any of the slots, according to the tables.
+
+        The result is cached until the tables or the set of slots change: walking 64 slots for each linear costs 1 ms a
+        step.
+        """
         key = (slots, self.tables.num_writes)
         if self._max_total_rank[:2] != key:
             self._max_total_rank = (*key, max((self.tables.total_rank_SL[s][self.index] for s in slots), default=0))
         return self._max_total_rank[2]
 
     def stacked(self, slots: tuple[int, ...]) -> StackedSlots | None:
-        """The slots' weights side by side; kept until the set of slots or a slot's content changes."""
+        """Returns the slots' weights side by side. They are cached until the set of slots or a slot's content
+        changes."""
         if self._stacked[0] != slots:
             self._stacked = (slots, StackedSlots.build(self, slots))
         return self._stacked[1]
@@ -219,20 +227,19 @@ class PackedLoRA:
 
 @dataclass(frozen=True, slots=True)
 class StackedSlots:
-    """All of a step's adapters on one linear as one wide adapter, for the torch twin's few-token path.
+    """All of a step's adapters on one linear as one wide adapter, for the torch twin's few-token path."""
 
-    a_DC: [in, C], C the columns that this rank's part of all ranks has; zero where the part is short. b_CO: [parts * C,
-    out], zero where a slice's columns are not the row's own. scale_NC: [N + 1, C], row i has the scale in active slot
-    i's columns, as far as this rank's part fills them, and zero elsewhere; row N (base) is zero.
-    """
-
+    # [in, C]: C is the sum of LoRALayout.columns over all adapters and slices. Columns that this rank's part does not
+    # fill are zero.
     a_DC: Tensor
-    b_CO: Tensor
+    b_CO: Tensor  # [parts * C, out]; zero in the output columns of other slices than the row's own
+    # [N + 1, C]: row i has the scale in active slot i's columns, as far as this rank's part fills them, and zero
+    # elsewhere. Row N (the base) is zero.
     scale_NC: Tensor
 
     @classmethod
     def build(cls, packed: PackedLoRA, slots: tuple[int, ...]) -> StackedSlots | None:
-        """Of FP8 weights in float32."""
+        """Stacks the weights of the slots; returns None if none has any. FP8 weights become float32."""
         present = [(i, w) for i, s in enumerate(slots) if (w := packed.slots[s]) is not None]
         if not present:
             return None

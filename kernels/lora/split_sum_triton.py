@@ -1,8 +1,8 @@
-"""GEMMs whose inputs are divided among programs: into how many splits, where each program's part goes, and the parts'
-sum, y = scale * sum over K of part_KTO + bias.
+"""GEMMs whose inputs are divided among programs: the number of splits, the place of each program's part, and the sum
+of the parts, y = scale * sum over K of part_KTO + bias.
 
-Idea: with few tokens a GEMM's outputs are too few tiles for a GPU, so each tile's inputs are divided too. The sum is
-elementwise, in a fixed order and without atomics, so the same bits on every run.
+Idea: with few tokens, a GEMM's outputs are too few tiles for a GPU, so each tile's inputs are divided too. The sum is
+elementwise, in a fixed order and without atomics, so every run gives the same bits.
 """
 
 # T tokens · O out · K splits
@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 264  # of one launch: two on each multiprocessor of an H200, as measured there
+PROGRAMS = 264  # programs of one launch: two per multiprocessor of an H200, as measured there
 MAX_SPLITS = 8
-MIN_STEPS = 4  # of a split
+MIN_STEPS = 4  # fewest steps of a split
 BLOCK_O = 512
 
 
@@ -31,7 +31,7 @@ def store_part(
     outputs: tl.constexpr,
     has_bias: tl.constexpr,
 ) -> None:
-    """acc: a tile [o, t] of split program_id(2). y: [K, T, O]. has_bias: only where there is one split."""
+    """Stores acc, a tile [o, t] of split program_id(2), in y [K, T, O]. has_bias is only for a single split."""
     o_inside, t_inside = o < outputs, t < num_tokens
     if has_bias:
         acc += tl.load(bias_ptr + o, mask=o_inside, other=0.0).to(tl.float32)[:, None]
@@ -67,7 +67,11 @@ def _split_sum_kernel(
 
 
 def steps_a_split(num_steps: int, num_tiles: int) -> int:
-    """num_steps: that a program without splits would go through, over the inputs. num_tiles: of the outputs."""
+    """Returns the number of steps in a split.
+
+    num_steps is the number that a program without splits would take to go through the inputs. num_tiles counts the
+    tiles of the outputs.
+    """
     wanted = max(1, min(MAX_SPLITS, PROGRAMS // num_tiles, num_steps // MIN_STEPS))
     return -(-num_steps // wanted)
 
@@ -75,7 +79,7 @@ def steps_a_split(num_steps: int, num_tiles: int) -> int:
 def split_sum_triton(
     part_KTO: Tensor, dtype: torch.dtype, bias_O: Tensor | None, scale_O: Tensor | None = None
 ) -> Tensor:
-    """part: float32, contiguous."""
+    """Returns the sum of the parts in dtype, scaled and with the bias. part_KTO is float32 and contiguous."""
     num_splits, num_tokens, outputs = part_KTO.shape
     assert part_KTO.is_contiguous() and part_KTO.dtype == torch.float32
     y_TO = torch.empty(num_tokens, outputs, dtype=dtype, device=part_KTO.device)

@@ -1,9 +1,9 @@
-"""The adapter tables by tile instead of by slot: what a step's LoRA kernels look up, gathered once for all linears.
+"""The adapter tables by tile instead of by slot, gathered once per step for the LoRA kernels of all linears.
 
-Idea: a program of shrink or expand that asks tile -> slot -> address -> matrix waits three times for memory, and there
-are two launches a linear. After this one launch a step it waits once less in each of them.
+Idea: a program of shrink or expand that looks up tile -> slot -> address -> matrix waits for memory three times, and
+there are two launches for each linear. One gather per step saves each of them one of these waits.
 
-Memory: address [L, K, 1 + P] int64, rank [L, K, P] int32, scale [L, K, P] float32, as LoRATables has them by slot; all
+Memory: address [L, K, 1 + P] int64, rank [L, K, P] int32, scale [L, K, P] float32, like LoRATables by slot. All are
 zero where a tile has no adapter.
 """
 
@@ -18,7 +18,7 @@ from lorafleet.kernels.lora.packed_lora import LoRATables
 
 
 class TileTables:
-    """Of num_tiles tiles, in memory that never moves. Unwritten until gather()."""
+    """The tables of num_tiles tiles, in memory that never moves. They have no content until gather()."""
 
     def __init__(self, tables: LoRATables, num_tiles: int) -> None:
         self._by_slot = tables.address_LSA, tables.rank_LSP, tables.scale_LSP
@@ -26,7 +26,10 @@ class TileTables:
         self.address_LKA, self.rank_LKP, self.scale_LKP = self._by_tile
 
     def gather(self, slot_K: Tensor) -> None:
-        """slot_K: int32 [K], negative where a tile has no adapter. On the current stream."""
+        """Gathers the tables of slot_K on the current stream.
+
+        slot_K is int32 [K], negative where a tile has no adapter.
+        """
         assert slot_K.shape == (self.rank_LKP.shape[1],)
         if slot_K.is_cuda:
             from lorafleet.kernels.lora.tile_tables_triton import gather_triton  # triton is optional on a CPU

@@ -46,7 +46,8 @@ def _gather_kernel(
 def gather_triton(
     slot_K: Tensor, by_slot: tuple[Tensor, Tensor, Tensor], by_tile: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """(address, rank, scale) [L, S, ...] -> the same [L, K, ...]; zero where slot_K is negative."""
+    """Gathers (address, rank, scale) [L, S, ...] into the same tables [L, K, ...], with zeros where slot_K is
+    negative."""
     num_linears, num_slots, num_slices = by_slot[1].shape
     num_tiles = len(slot_K)
     assert by_slot[0].shape == (num_linears, num_slots, 1 + num_slices)

@@ -1,9 +1,10 @@
-"""Measures the LoRA kernels' launch shapes on the GPU at hand and writes them where the engine reads them.
+"""Measures the LoRA kernels' launch shapes on this machine's GPU and writes them where the engine reads them.
 
     python -m lorafleet.kernels.lora.tune [--layers 8] [--classes few some many prefill]
 
-For each class of launches (kernels/lora/lora_tuning.py) one representative step, rank 16: a field is changed at a time
-and kept where the whole step, base GEMMs included, gets faster by more than the noise. Some minutes.
+Each class of launches (kernels/lora/lora_tuning.py) is measured by one representative step with rank 16. One field is
+changed at a time, and the change is adopted if the whole step, base GEMMs included, gets faster by more than the
+noise. This takes some minutes.
 """
 
 # T tokens · D in · O out
@@ -20,9 +21,9 @@ from lorafleet.kernels.decoder.decoder_stack import MAX_SLOTS, Stack, captured, 
 from lorafleet.kernels.lora.lora_batch import PREFILL_TILE_TOKENS, TILE_TOKENS
 from lorafleet.kernels.lora.lora_tuning import CLASSES, Tuning, class_of, save, tuning_for
 
-STEPS = {"few": (8, 8), "some": (24, 24), "many": (64, 64), "prefill": (4096, 8)}  # tokens, adapters
+STEPS = {"few": (8, 8), "some": (24, 24), "many": (64, 64), "prefill": (4096, 8)}  # (tokens, adapters)
 RANK = 16
-NOISE = 0.002  # of a step's time
+NOISE = 0.002  # as a fraction of a step's time
 SHRINK = {
     "narrow_d": (64, 128),
     "narrow_stages": (2, 3, 4),
@@ -38,7 +39,7 @@ EXPAND: dict[str, tuple[Any, ...]] = {
 
 
 def candidates(tuning: Tuning) -> list[Tuning]:
-    """A tuning with one field changed, in every way."""
+    """Returns every tuning that differs from the given one in one field."""
     early = (False, True) if torch.cuda.get_device_capability()[0] >= 9 else (False,)
     shrinks = [replace(tuning.shrink, **{field: value}) for field, values in SHRINK.items() for value in values]
     expands = [
@@ -60,14 +61,14 @@ def tune(stack: Stack, name: str) -> Tuning:
         PREFILL_TILE_TOKENS if prefill else TILE_TOKENS,
     )
     assert class_of(batch.num_tiles, prefill) == name
-    # What is in use today takes turns with each candidate, so that a slower clock slows both.
+    # The best tuning so far alternates with each candidate, so that a slower clock slows both.
     best = tuning_for(x_of_size[4096].device, batch.num_tiles, prefill)
     tried = {best}
     improved = True
     while improved:
         improved = False
         for i in range(len(candidates(best))):
-            candidate = candidates(best)[i]  # of the best so far, which moves
+            candidate = candidates(best)[i]  # derived from the best so far, which changes
             if candidate in tried:
                 continue
             tried.add(candidate)
@@ -90,7 +91,7 @@ def main() -> None:
     stack = Stack(args.layers)
     stack.load([RANK] * MAX_SLOTS)
     gpu = torch.cuda.get_device_name()
-    sizes = {"few": 1, "some": 17, "many": 33, "prefill": 1}  # a number of tiles of the class
+    sizes = {"few": 1, "some": 17, "many": 33, "prefill": 1}  # for each class, a number of tiles that belongs to it
     found = {name: tuning_for(torch.device("cuda"), sizes[name], name == "prefill") for name in CLASSES}
     for name in args.classes:
         found[name] = tune(stack, name)

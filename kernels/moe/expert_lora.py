@@ -1,12 +1,12 @@
-"""Adapters on the experts of a mixture: each expert has an A and a B of its own in each adapter.
+"""Adapters on the experts of a mixture: each expert has its own A and B in each adapter.
 
-A slot's weights for one of a layer's two linears (gate_up, or down) are all experts' A and B, each in one tensor. A's
-rows are G groups of R: group g is what the g-th part of the outputs reads of P. So gate and up may share an A (G = 1),
-or have one each (G = 2).
+A slot's weights for one of a layer's two linears (gate_up or down) are all experts' A in one tensor and all experts' B
+in another. A's rows are G groups of R: the g-th part of the outputs reads group g of P. So gate and up may share an A
+(G = 1), or have one each (G = 2).
 
-For the Triton kernels they are a record: int64 (byte offset of A, of B, of the scales, R, G, 0, 0, 0), offsets from the
-record's own address, which ExtraTables holds by slot. R is a multiple of RANK_STEP, so that rows of B begin on 16
-bytes; zeros make up for what an adapter's rank lacks.
+For the Triton kernels, the weights are a record of int64 numbers: the byte offsets of A, B and the scales, R, G and
+three zeros. Offsets count from the record's own address, which ExtraTables holds by slot. R is a multiple of
+RANK_STEP, so that rows of B begin on 16 bytes; zeros fill the ranks that an adapter does not have.
 """
 
 # E experts · D in · O out · R rank · G groups · C = G * R rows of A · T tokens · S slots
@@ -28,11 +28,11 @@ RANK_STEP = 8
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One adapter's on one linear: y += B (scale * (A x)). a_ECD, b_EOR: of one dtype; scale_EG: float32."""
+    """One adapter's weights on one linear of all experts: y += B (scale * (A x))."""
 
     a_ECD: Tensor
-    b_EOR: Tensor
-    scale_EG: Tensor
+    b_EOR: Tensor  # of the same dtype as a_ECD
+    scale_EG: Tensor  # float32
 
     @property
     def rank(self) -> int:
@@ -51,25 +51,26 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class StepExperts:
-    """The adapters of a step on one linear. slot_T: int32, each token's slot, or -1. slots: for the torch twin.
-    record_S: int64, addresses, 0 where a slot has nothing there. max_rank: of any slot. dtype: of A and B. side_stream:
-    to compute beside the base's linear on; None on a CPU."""
+    """The adapters of a step on one linear."""
 
-    slot_T: Tensor
-    slots: Sequence[ExpertWeights | None]
-    record_S: Tensor
-    max_rank: int
-    dtype: torch.dtype
-    side_stream: torch.cuda.Stream | None = None
+    slot_T: Tensor  # int32: each token's slot, or -1
+    slots: Sequence[ExpertWeights | None]  # for the torch twin
+    record_S: Tensor  # int64: the records' addresses, 0 if a slot has nothing on this linear
+    max_rank: int  # largest rank of any slot
+    dtype: torch.dtype  # dtype of A and B
+    side_stream: torch.cuda.Stream | None = None  # stream beside the base's linear; None on a CPU
 
     @property
     def columns(self) -> int:
-        """Of P, at most."""
+        """The largest number of columns that P can have."""
         return 2 * self.max_rank
 
 
 class ExpertLoRA:
-    """The slots of one of a mixture's linears. linear: 0 for gate_up, 1 for down. max_rank: that a slot may have."""
+    """The slots of one of a mixture's linears: gate_up (linear 0) or down (linear 1).
+
+    max_rank is the largest rank that a slot may have.
+    """
 
     def __init__(self, mixture: int, linear: int, tables: LoRATables, max_rank: int, dtype: torch.dtype) -> None:
         self.slots: list[ExpertWeights | None] = [None] * tables.rank_LSP.shape[1]

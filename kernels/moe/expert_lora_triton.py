@@ -1,13 +1,14 @@
-"""What adapters add to a mixture's linear on the GPU, for all pairs of a step and any mix of adapters in two launches.
-kernels/moe/moe_torch.py has the twin.
+"""The adapters' additions to a mixture's linear on the GPU, for all pairs of a step and any mix of adapters in two
+launches. kernels/moe/moe_torch.py has the twin.
 
-Idea: shrink writes P = scale * A x of each pair's own adapter, a tile of one expert's pairs and a split of D a program;
-expand adds the splits up in their order and multiplies by B, a tile and a block of outputs a program. Both go through a
-tile's slots one after the other, each with the rows of the others masked; a tile has few, as tokens of one prompt
-follow each other.
+Idea: shrink writes P = scale * A x with each pair's own adapter; a program takes one tile of an expert's pairs and one
+split of D. expand adds the splits in order and multiplies by B; a program takes one tile and one block of outputs.
+Both process a tile's slots one after the other, and mask the rows of the other slots. A tile has few slots, since the
+tokens of a prompt follow each other.
 
-Memory: P [K, N, C] fp32, C as kernels/moe/expert_lora.py has it; what no adapter has is not written, and not read. A
-and B lie where the slot's record says. delta [N, O] of x's dtype, zeros where a pair's adapter has nothing.
+Memory: P [K, N, C] is fp32, with C as in kernels/moe/expert_lora.py. Columns that no adapter has are neither written
+nor read. A and B lie at the offsets in the slot's record. delta [N, O] has x's dtype, with zeros where a pair's
+adapter has nothing.
 """
 
 # N pairs · D in · O out · K splits of D · C columns of P
@@ -22,9 +23,9 @@ from torch import Tensor
 from lorafleet.kernels.moe.expert_lora import StepExperts
 from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles
 
-SPLIT_FEATURES = 512  # of D, in the shrink
+SPLIT_FEATURES = 512  # features of D in a split of the shrink
 MAX_SPLITS = 8
-SHRINK_D = 128  # features at a time, of a half precision
+SHRINK_D = 128  # features that a program processes at a time, in half precision
 EXPAND_O = 128
 MIN_BLOCK_C, MAX_BLOCK_C = 16, 32
 NO_SLOT = tl.constexpr(1 << 30)
@@ -33,7 +34,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _least_slot(slots: tl.tensor) -> tl.tensor:
-    """NO_SLOT where none is left."""
+    """Returns the smallest slot that is left, or NO_SLOT if there is none."""
     return tl.min(tl.where(slots >= 0, slots, NO_SLOT), 0)
 
 
@@ -41,7 +42,8 @@ def _least_slot(slots: tl.tensor) -> tl.tensor:
 def _pairs_and_slots(
     tile: tl.tensor, pair_ptr: tl.tensor, slot_ptr: tl.tensor, pairs_a_token: tl.tensor, tile_pairs: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """-1 where the tile has fewer pairs, or the pair no adapter."""
+    """Returns the tile's pairs and their slots. They are -1 where the tile has fewer pairs, or a pair has no
+    adapter."""
     pair = tl.load(pair_ptr + tile * tile_pairs + tl.arange(0, tile_pairs)).to(tl.int64)
     return pair, tl.load(slot_ptr + pair // pairs_a_token, mask=pair >= 0, other=-1)
 
@@ -56,8 +58,10 @@ def _rank_and_groups(record: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     return tl.multiple_of(_field(record, 3).to(tl.int32), 8), _field(record, 4).to(tl.int32)
 
 
-# Slots and records begin anywhere in larger tensors: their alignment must not ask for another kernel.
-@triton.jit(do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_row", "pairs_a_token", "num_pairs", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
+# Slots and records begin anywhere in larger tensors: their alignment must not cause another compilation.
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+    do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_row", "pairs_a_token", "num_pairs", "num_columns"]
+)
 def _shrink_kernel(
     x_ptr: tl.tensor,
     p_ptr: tl.tensor,
@@ -112,7 +116,9 @@ def _shrink_kernel(
         slot = _least_slot(slots)
 
 
-@triton.jit(do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_token", "num_pairs", "num_columns"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+    do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_token", "num_pairs", "num_columns"]
+)
 def _expand_kernel(
     p_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -147,7 +153,7 @@ def _expand_kernel(
             b_row = b_ptr + (expert * num_outputs + o)[None, :] * rank
             own = (slots == slot)[:, None]
             outputs = num_outputs // groups
-            # The groups that have outputs among these: as a rule one.
+            # Take the groups that have outputs in this block: usually one.
             for group in tl.range(first_output // outputs, min(groups, tl.cdiv(first_output + block_o, outputs))):
                 its = (o // outputs == group) & (o < num_outputs)
                 for first in tl.range(0, rank, block_r):
@@ -166,7 +172,7 @@ def _expand_kernel(
 
 
 def expert_delta(x: Tensor, num_outputs: int, num_pairs: int, tiles: ExpertTiles, adapters: StepExperts) -> Tensor:
-    """[N, O]. x: [T, D] or [N, D], contiguous."""
+    """Returns the adapters' additions, [N, O]. x is [T, D] or [N, D], and contiguous."""
     p_KNC = _shrunk(x, num_pairs, tiles, adapters)
     delta_NO = torch.empty(num_pairs, num_outputs, dtype=x.dtype, device=x.device)
     _expand_kernel[(tiles.num_tiles, triton.cdiv(num_outputs, EXPAND_O))](
@@ -191,7 +197,7 @@ def expert_delta(x: Tensor, num_outputs: int, num_pairs: int, tiles: ExpertTiles
 
 
 def _shrunk(x: Tensor, num_pairs: int, tiles: ExpertTiles, adapters: StepExperts) -> Tensor:
-    """P."""
+    """Returns P [K, N, C], the shrink's result."""
     num_features = x.shape[1]
     splits = min(MAX_SPLITS, triton.cdiv(num_features, SPLIT_FEATURES))
     p_KNC = torch.empty(splits, num_pairs, adapters.columns, dtype=torch.float32, device=x.device)
@@ -220,5 +226,5 @@ def _shrunk(x: Tensor, num_pairs: int, tiles: ExpertTiles, adapters: StepExperts
 
 
 def _block_c(adapters: StepExperts) -> int:
-    """Columns of P, and ranks, that a program takes at a time."""
+    """Returns the number of columns of P, and of ranks, that a program processes at a time."""
     return MIN_BLOCK_C if adapters.max_rank <= MIN_BLOCK_C else MAX_BLOCK_C

@@ -1,7 +1,7 @@
-"""The entries to a mixture of experts: the router's choice, and the chosen experts' MLPs with their weighted sum.
+"""The entry points of a mixture of experts: the router's choice, and the chosen experts' MLPs with their weighted sum.
 
 A pair is a token with one of its experts: pair p is token p // K with its expert p % K. On CUDA the launches depend on
-the number of tokens alone, not on the choice, so that a captured graph serves any (kernels/moe/moe_triton.py).
+the number of tokens alone, not on the choice, so that a captured graph serves any choice (kernels/moe/moe_triton.py).
 """
 
 # T tokens · E experts · K experts a token · N = T * K pairs · D hidden size · I intermediate size · O out
@@ -21,15 +21,17 @@ from lorafleet.kernels.moe.moe_torch import PairsByExpert, combine_torch, route_
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """expert_TK: int32, each token's own, all different. weight_TK: float32."""
+    """The experts that the router chose for each token."""
 
-    expert_TK: Tensor
-    weight_TK: Tensor
+    expert_TK: Tensor  # int32: each token's experts, all different
+    weight_TK: Tensor  # float32
 
 
 def route(logits_TE: Tensor, per_token: int, sums_to_one: bool) -> Routing:
-    """The per_token experts with the largest logits. Their weights are their probabilities among all experts, divided
-    by their sum if sums_to_one."""
+    """Chooses the per_token experts with the largest logits.
+
+    Their weights are their probabilities among all experts, divided by their sum if sums_to_one.
+    """
     if logits_TE.is_cuda:
         from lorafleet.kernels.moe.moe_route_triton import route_triton  # triton is optional on a CPU
 
@@ -44,9 +46,9 @@ def experts_mlp(
     down_EDI: Tensor,
     adapters: tuple[StepExperts, StepExperts] | None = None,
 ) -> Tensor:
-    """[T, D]: of each token the weighted sum of its experts' down(silu(gate x) * up x).
+    """Returns for each token the weighted sum of its experts' down(silu(gate x) * up x), [T, D].
 
-    adapters: what they add to gate_up and to down; None where no token has one on the experts.
+    `adapters` are those on gate_up and on down. It is None if no token has an adapter on the experts.
     """
     to_gate_up, to_down = (None, None) if adapters is None else adapters
     pairs = _grouped(routing.expert_TK, len(down_EDI), adapters is not None)
@@ -63,7 +65,7 @@ class _Pairs(Protocol):
     """All pairs of a step, grouped by expert."""
 
     def linear(self, x: Tensor, w_EOD: Tensor, adapters: StepExperts | None) -> LinearOutput:
-        """[N, O]: of each pair x times its expert's w, and what its token's adapter adds. x is [T, D], or [N, D]."""
+        """Returns for each pair x times its expert's w, and its adapter's addition, [N, O]. x is [T, D] or [N, D]."""
 
 
 def _grouped(expert_TK: Tensor, num_experts: int, with_adapters: bool) -> _Pairs:

@@ -1,8 +1,9 @@
 """The two ends of a mixture of experts on the GPU: the router's choice, and the weighted sum of the chosen experts.
 kernels/moe/moe_torch.py has their twins.
 
-Idea: a token's logits fit into one warp's registers, so one program takes the largest K times; of equal ones the first.
-The sum adds a token's pairs in their order in float32 and rounds once, without atomics: the same bits on every run.
+Idea: a token's logits fit into one warp's registers, so one program takes the largest logit K times; of equal ones it
+takes the first. The sum adds a token's pairs in their order in float32 and rounds once. It needs no atomics, and every
+run gives the same bits.
 """
 
 # T tokens · E experts · K experts a token · N = T * K pairs · D hidden size
@@ -95,7 +96,7 @@ def _combine_kernel(
 
 
 def combine_triton(y: LinearOutput, weight_TK: Tensor) -> Tensor:
-    """y: [N, D], without a scale or bias."""
+    """Returns the weighted sum of each token's pairs, [T, D]. y is [N, D], without a scale or bias."""
     y.check()
     y_ND, delta_ND, affine = y
     num_tokens, per_token = weight_TK.shape

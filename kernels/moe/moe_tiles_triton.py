@@ -1,9 +1,10 @@
-"""The pairs of a step sorted by expert into tiles of pairs that share one, on the GPU.
+"""The pairs of a step on the GPU, sorted by expert into tiles. All pairs of a tile share one expert.
 
-Idea: by counting. A program an expert counts its pairs; then a program an expert adds up the tiles of those before it
-and writes its own. There are as many tiles as any choice may need; those left over have no expert.
+Idea: the sort counts. One program per expert counts the expert's pairs. Then one program per expert adds up the tiles
+of the experts before it, and writes its own tiles. There are as many tiles as any choice may need; unused ones have no
+expert.
 
-Memory: int32, expert_M of each tile (-1: none), pair_MB its pairs in their order, then -1.
+Memory: see ExpertTiles.
 """
 
 # T tokens · K experts a token · E experts · M tiles · B pairs of a tile
@@ -71,8 +72,8 @@ def _place_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    expert_M: Tensor
-    pair_MB: Tensor
+    expert_M: Tensor  # int32: each tile's expert, -1 for none
+    pair_MB: Tensor  # int32: each tile's pairs in their order, then -1
 
     @property
     def num_tiles(self) -> int:
@@ -84,7 +85,7 @@ class ExpertTiles:
 
 
 def count_pairs(expert_TK: Tensor, num_experts: int) -> Tensor:
-    """int32 [E]. expert_TK: int32, contiguous."""
+    """Returns the number of pairs of each expert, int32 [E]. expert_TK is int32 and contiguous."""
     assert expert_TK.is_contiguous() and expert_TK.dtype == torch.int32
     count_E = torch.empty(num_experts, dtype=torch.int32, device=expert_TK.device)
     _count_kernel[(num_experts,)](expert_TK, count_E, expert_TK.numel(), block_n=BLOCK_N)

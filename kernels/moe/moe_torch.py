@@ -23,10 +23,10 @@ def route_torch(logits_TE: Tensor, per_token: int, sums_to_one: bool) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class PairsByExpert:
-    """groups: (expert, its pairs, int64), of the experts that were chosen."""
+    """All pairs of a step, grouped by the experts that were chosen."""
 
     num_pairs: int
-    groups: list[tuple[int, Tensor]]
+    groups: list[tuple[int, Tensor]]  # for each chosen expert, its number and its pairs (int64)
 
     @classmethod
     def of(cls, expert_TK: Tensor) -> PairsByExpert:
@@ -48,7 +48,7 @@ class PairsByExpert:
 def _add_adapters(
     out_NO: Tensor, x: Tensor, expert: int, pairs: Tensor, pairs_a_row: int, adapters: StepExperts
 ) -> None:
-    """To one expert's pairs, a pair of GEMMs for each adapter among them."""
+    """Adds the adapters to one expert's pairs, with a pair of GEMMs for each adapter among them."""
     pairs_a_token = len(out_NO) // len(adapters.slot_T)
     slot_of_pair = adapters.slot_T[pairs // pairs_a_token]
     for slot in slot_of_pair.unique().tolist():
@@ -64,6 +64,6 @@ def _add_adapters(
 
 
 def combine_torch(y_ND: Tensor, weight_TK: Tensor) -> Tensor:
-    """[T, D]: the weighted sum of each token's pairs, in y's dtype."""
+    """Returns the weighted sum of each token's pairs, [T, D], in y's dtype."""
     y_TKD = y_ND.view(*weight_TK.shape, -1)
     return (y_TKD.float() * weight_TK.unsqueeze(-1)).sum(1).to(y_ND.dtype)

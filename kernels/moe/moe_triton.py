@@ -1,13 +1,13 @@
 """Linears of a mixture of experts on the GPU: one launch for all pairs of a step, whichever experts were chosen.
 kernels/moe/moe_torch.py has the twin.
 
-Idea: a program takes a tile of pairs that share an expert (kernels/moe/moe_tiles_triton.py) and a block of outputs:
-rows of x are gathered by pair, rows of the result scattered, so nothing is copied into order. Tiles left over end at
-once. What adapters add is computed apart (kernels/moe/expert_lora_triton.py): beside the GEMM on a side stream while
-that waits for the experts' weights, before it in a step with long prompts.
+Idea: a program takes a tile of pairs that share an expert (kernels/moe/moe_tiles_triton.py) and a block of outputs. It
+gathers rows of x by pair and scatters rows of the result, so nothing is copied into order. Unused tiles end at once.
+The adapters' additions are computed separately (kernels/moe/expert_lora_triton.py): on a side stream beside the GEMM
+while that waits for the experts' weights, or before the GEMM in a step with long prompts.
 
-Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] row-major.
-Tile shapes measured on an H200 by benchmarks/moe_kernels.py.
+Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] are row-major.
+The tile shapes were measured on an H200 by benchmarks/moe_kernels.py.
 """
 
 # T tokens · K experts a token · E experts · N pairs · D in · O out
@@ -29,19 +29,18 @@ from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles, count_pairs, mak
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of the GEMM's programs. block_d: of a half precision. lora_pairs: of the adapters' tiles. beside: the adapters
-    run beside the GEMM."""
+    """The shape of the GEMM's programs, and that of the adapters' tiles."""
 
     tile_pairs: int
     block_o: int
-    block_d: int
+    block_d: int  # in half precision
     warps: int
     stages: int
-    lora_pairs: int = 16
-    beside: bool = True
+    lora_pairs: int = 16  # pairs in a tile of the adapters
+    beside: bool = True  # whether the adapters run beside the GEMM
 
 
-# By how many pairs an expert has on average, at most.
+# The key is the largest average number of pairs per expert for which the shape is used.
 _SHAPES = (
     (8, _Shape(16, 64, 128, 4, 3)),
     (48, _Shape(32, 64, 128, 4, 4)),
@@ -90,12 +89,12 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PairTiles:
-    """All pairs of a step. lora_tiles: None where no adapter is on experts."""
+    """All pairs of a step, in tiles by expert."""
 
     num_pairs: int
     shape: _Shape
     tiles: ExpertTiles
-    lora_tiles: ExpertTiles | None
+    lora_tiles: ExpertTiles | None  # None if no adapter is on experts
 
     @classmethod
     def of(cls, expert_TK: Tensor, num_experts: int, with_adapters: bool) -> PairTiles:
@@ -121,7 +120,7 @@ class PairTiles:
             delta_NO = expert_delta(x, num_outputs, self.num_pairs, self.lora_tiles, adapters)
         out_NO = self._base(x, w_EOD)
         main.wait_stream(side)
-        # No record_stream: each stream waits for the other before it reuses what was freed.
+        # record_stream is not needed: each stream waits for the other before it reuses freed memory.
         return LinearOutput(out_NO, delta_NO)
 
     def _base(self, x: Tensor, w_EOD: Tensor) -> Tensor:
@@ -143,6 +142,6 @@ class PairTiles:
             block_o=shape.block_o,
             block_d=shape.block_d * 2 // x.dtype.itemsize,
             num_warps=shape.warps,
-            num_stages=shape.stages if x.dtype.itemsize == 2 else 2,  # what shared memory holds
+            num_stages=shape.stages if x.dtype.itemsize == 2 else 2,  # limited by the size of shared memory
         )
         return out_NO

@@ -1,7 +1,7 @@
-"""What a linear of the base model holds: a weight that can be multiplied, plain or quantised.
+"""The weight of a linear of the base model, plain or quantized, which can be multiplied.
 
-Who multiplies (kernels/lora/apply_lora.py, workers/models/layers.py) asks for products alone and does not know how the
-numbers are kept.
+The callers (kernels/lora/apply_lora.py, workers/models/layers.py) ask for products only and do not know how the
+numbers are stored.
 """
 
 # T tokens · D in · O out
@@ -17,23 +17,26 @@ from torch import Tensor, nn
 
 
 class BaseWeight(Protocol):
-    """W [O, D], this rank's part of it."""
+    """A weight W [O, D], or this rank's part of it."""
 
     @property
     def num_outputs(self) -> int: ...
 
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x @ W.T + bias."""
+        """Returns x @ W.T + bias, [T, O]."""
 
     def add_linear(self, y_TO: Tensor, x_TD: Tensor) -> Tensor:
-        """y += x @ W.T, in place; returns y. For many tokens: in the same pass where that costs nothing."""
+        """Adds x @ W.T to y in place, and returns y.
+
+        It is meant for many tokens, and adds in the same pass if that costs nothing.
+        """
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:
-        """Rows of W as they are served, in the serving dtype. A plain weight's are its own memory."""
+        """Returns rows of W as they are served, in the serving dtype. A plain weight returns its own memory."""
 
 
 class QuantisedMatrix(Protocol):
-    """A whole W, quantised, from which ranks take their parts. Indexed, it gives values, as a tensor in a file does."""
+    """A whole quantized W, from which ranks take their parts. Indexing returns values, as for a tensor in a file."""
 
     def get_shape(self) -> list[int]: ...
 

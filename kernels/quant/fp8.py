@@ -1,4 +1,4 @@
-"""What float8 means here: e4m3, without infinities."""
+"""The float8 format of this project is e4m3, without infinities."""
 
 from __future__ import annotations
 

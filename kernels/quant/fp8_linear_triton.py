@@ -1,6 +1,7 @@
-"""e4m3 weights on the GPU, for few tokens: x @ W.T from the eight bits; and x rounded to e4m3, for many.
+"""e4m3 weights on the GPU: x @ W.T from the eight bits for few tokens, and x rounded to e4m3 for many tokens.
 
-Idea: as kernels/quant/nf4_triton.py; e4m3 numbers become bf16 without rounding, and a row's scale multiplies the sum.
+Idea: as in kernels/quant/nf4_triton.py, but e4m3 numbers become bf16 without rounding, and a row's scale multiplies
+the sum.
 """
 
 # T tokens · D in · O out · K splits
@@ -76,7 +77,7 @@ def _quantise_tokens_kernel(
 
 
 def fp8_linear_triton(x_TD: Tensor, weight_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x @ (scale * W).T + bias. All contiguous."""
+    """Returns x @ (scale * W).T + bias. All tensors are contiguous."""
     (num_tokens, inputs), outputs = x_TD.shape, len(weight_OD)
     assert weight_OD.shape[1] == inputs and weight_OD.dtype == FP8
     assert x_TD.is_contiguous() and weight_OD.is_contiguous()
@@ -108,13 +109,15 @@ def fp8_linear_triton(x_TD: Tensor, weight_OD: Tensor, scale_O: Tensor, bias_O: 
 
 
 def tile_of(num_tokens: int) -> tuple[int, int, int, int]:
-    """Outputs, tokens, warps, stages of a program."""
+    """Returns the outputs, tokens, warps and stages of a program."""
     return (64, 16, 4, 5) if num_tokens <= 16 else (128, 64, 8, 4)
 
 
 def quantise_tokens_triton(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """x in e4m3, and what each token is to be multiplied by, float32 [T], as kernels/quant/fp8_weight.py's
-    quantise_rows."""
+    """Returns x in e4m3, and the scale of each token, float32 [T].
+
+    x is their product. The scales are those of quantise_rows in kernels/quant/fp8_weight.py.
+    """
     assert x_TD.is_contiguous()
     out_TD = torch.empty(x_TD.shape, dtype=FP8, device=x_TD.device)
     scale_T = torch.empty(len(x_TD), dtype=torch.float32, device=x_TD.device)
@@ -123,4 +126,4 @@ def quantise_tokens_triton(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return out_TD, scale_T
 
 
-assert FP8_MAX == 448.0  # as _quantise_tokens_kernel has it
+assert FP8_MAX == 448.0  # _quantise_tokens_kernel has the same number

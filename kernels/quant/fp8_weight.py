@@ -1,8 +1,8 @@
-"""FP8 weights: e4m3 numbers with one scale a row of W.
+"""FP8 weights are e4m3 numbers, with one scale for each row of W.
 
-Few tokens are multiplied by kernels/quant/fp8_linear_triton.py, which reads the eight bits and rounds nothing else. For
-many tokens the tensor cores multiply e4m3 by e4m3: x is rounded to it too, each token with a scale of its own. On a
-CPU, and on GPUs without e4m3 GEMMs, the numbers are made the serving dtype's first.
+For few tokens, kernels/quant/fp8_linear_triton.py reads the eight bits and rounds nothing else. For many tokens, the
+tensor cores multiply e4m3 by e4m3, so x is rounded to e4m3 too, with one scale for each token. On a CPU, and on GPUs
+without e4m3 GEMMs, the numbers are converted to the serving dtype first.
 """
 
 # T tokens · D in · O out
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from lorafleet.kernels.quant.base_weight import QuantisedMatrix
 from lorafleet.kernels.quant.fp8 import FP8, FP8_MAX
 
-FUSED_TOKENS = 16  # for more, rounding x and e4m3 GEMMs are faster
-ROW_WISE_CAPABILITY = (9, 0)  # of the GPUs that multiply e4m3 with scales by row
-CHUNK_ROWS = 1024  # dequantised at a time, through float32
-GEMM_ALIGNMENT = 16  # of in and out features, for e4m3 GEMMs
+FUSED_TOKENS = 16  # for more tokens, rounding x and e4m3 GEMMs are faster
+ROW_WISE_CAPABILITY = (9, 0)  # compute capability from which GPUs multiply e4m3 with scales by row
+CHUNK_ROWS = 1024  # rows that are dequantized at a time, through float32
+GEMM_ALIGNMENT = 16  # e4m3 GEMMs need multiples of this as in and out features
 
 
 @dataclass(frozen=True, slots=True)
 class FP8Matrix:
-    """A QuantisedMatrix. weight_OD: e4m3. scale_O: float32."""
+    """A whole W in e4m3, as a QuantisedMatrix."""
 
-    weight_OD: Tensor
-    scale_O: Tensor
+    weight_OD: Tensor  # e4m3
+    scale_O: Tensor  # float32
 
     def get_shape(self) -> list[int]:
         return list(self.weight_OD.shape)
@@ -39,12 +39,15 @@ class FP8Matrix:
         return self.values()[place]
 
     def values(self) -> Tensor:
-        """[O, D], float32."""
+        """Returns the values of W as [O, D], float32."""
         return self.weight_OD.float() * self.scale_O[:, None]
 
 
 def quantise_rows(values_OD: Tensor) -> FP8Matrix:
-    """Each row's largest magnitude becomes e4m3's largest number. Also of x [T, D], by token."""
+    """Quantizes each row so that its largest magnitude becomes e4m3's largest number.
+
+    x [T, D] is quantized by token in the same way.
+    """
     scale_O = values_OD.abs().amax(dim=1).float().clamp(min=1e-12) / FP8_MAX
     scaled_OD = (values_OD.float() / scale_O[:, None]).clamp_(-FP8_MAX, FP8_MAX)
     return FP8Matrix(scaled_OD.to(FP8), scale_O)
@@ -60,7 +63,7 @@ class FP8Weight(nn.Module):
         self._multiplies_e4m3 = (
             device.type == "cuda"
             and torch.cuda.get_device_capability(device) >= ROW_WISE_CAPABILITY
-            and dtype == torch.bfloat16  # the only one of the row-wise GEMM
+            and dtype == torch.bfloat16  # the only output dtype of the row-wise GEMM
             and outputs % GEMM_ALIGNMENT == inputs % GEMM_ALIGNMENT == 0
         )
 
@@ -69,7 +72,7 @@ class FP8Weight(nn.Module):
         return len(self.weight_OD)
 
     def fill(self, first_row: int, matrix: QuantisedMatrix, place: tuple[slice, slice]) -> None:
-        """Rows from first_row on are the matrix's numbers at `place`."""
+        """Fills the rows from first_row on with the part of the matrix at `place`."""
         assert isinstance(matrix, FP8Matrix)
         part_OD = matrix.weight_OD[place]
         own = slice(first_row, first_row + len(part_OD))
@@ -79,7 +82,7 @@ class FP8Weight(nn.Module):
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
         if not self._multiplies_e4m3:
             return F.linear(x_TD, self.dequantised(), bias_O)
-        from lorafleet.kernels.quant.fp8_linear_triton import (  # optional on a CPU
+        from lorafleet.kernels.quant.fp8_linear_triton import (  # triton is optional on a CPU
             fp8_linear_triton,
             quantise_tokens_triton,
         )

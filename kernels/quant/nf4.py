@@ -1,14 +1,18 @@
-"""NF4: four bits a number, which name one of 16 values of a book, times the largest magnitude of the number's block.
+"""NF4 weights have four bits per number. The bits select one of 16 values of a book, which is multiplied by the
+largest magnitude of the number's block.
 
-Blocks are 64 numbers long and run along the rows of the whole matrix, one row after the other, as bitsandbytes has
-them; FP4 checkpoints differ in the book alone. A rank's part of a matrix keeps the values of the whole: every row's
-groups, of which each lies in one block, carry their block's magnitude.
+Blocks are 64 numbers long and run along the rows of the whole matrix, one row after the other, as in bitsandbytes. FP4
+checkpoints differ in the book alone. A rank's part of a matrix has the same values as the whole: each group of a row
+lies in one block and carries that block's magnitude.
 
-Memory: packed [O, D/2]; byte j of a row holds number j in its lower four bits and number j + D/2 in its upper ones, so
-that both halves of a tile of bytes are numbers side by side. absmax [O, D/G], float32, double quantisation undone. The
-values are book * absmax in float32, rounded to the dtype that was quantised, then to the one that is served. Few tokens
-are multiplied by kernels/quant/nf4_triton.py, which reads the four bits; for many it pays to write the values once into
-memory that all weights share, and to call cuBLAS. Source: QLoRA, arXiv 2305.14314.
+Memory: packed is [O, D/2]. Byte j of a row holds number j in its lower four bits and number j + D/2 in its upper ones,
+so that both halves of a tile of bytes are numbers side by side. absmax is [O, D/G], float32, with double quantization
+undone.
+
+The values are book * absmax in float32, rounded to the dtype that was quantized, then to the served one. For few
+tokens, kernels/quant/nf4_triton.py reads the four bits. For many, it pays to write the values once into memory that
+all weights share, and to call cuBLAS.
+Source: QLoRA, arXiv 2305.14314.
 """
 
 # T tokens · D in · O out · B blocks · G numbers in a group
@@ -46,22 +50,22 @@ NF4_BOOK = (
     0.7229568362236023,
     1.0,
 )
-LEAST_GROUP = 16  # of the kernels that read the four bits
-FUSED_TOKENS = 128  # for as many the four bits are read, for more the values are written first
+LEAST_GROUP = 16  # smallest group of the kernels that read the four bits
+FUSED_TOKENS = 128  # up to this many tokens the four bits are read; for more, the values are written first
 
 
 @dataclass(frozen=True, slots=True)
 class NF4Matrix:
-    """A QuantisedMatrix. code_OD: uint8, 0 to 15. absmax_B: float32. dtype: of the numbers before."""
+    """A whole W in NF4, as a QuantisedMatrix."""
 
-    code_OD: Tensor
-    absmax_B: Tensor
+    code_OD: Tensor  # uint8, 0 to 15
+    absmax_B: Tensor  # float32
     book: Tensor
-    dtype: torch.dtype
+    dtype: torch.dtype  # dtype of the numbers before quantization
     block: int = BLOCK
 
     def absmax_of_groups(self, size: int) -> Tensor:
-        """[O, D/size]: of each row's groups of `size` numbers, which lie in one block each."""
+        """Returns the magnitudes [O, D/size] of each row's groups of `size` numbers. Each group lies in one block."""
         outputs, inputs = self.code_OD.shape
         assert math.gcd(self.block, inputs) % size == 0
         of_group = self.absmax_B.repeat_interleave(self.block // size)
@@ -74,14 +78,14 @@ class NF4Matrix:
         return self.values()[place]
 
     def values(self) -> Tensor:
-        """[O, D] in dtype."""
+        """Returns the values of W as [O, D] in dtype."""
         size = math.gcd(self.block, self.code_OD.shape[1])
         absmax_OD = self.absmax_of_groups(size).repeat_interleave(size, dim=1)
         return (self.book[self.code_OD.int()] * absmax_OD).to(self.dtype)
 
 
 def quantise(values_OD: Tensor) -> NF4Matrix:
-    """To the nearest of the book's values, as bitsandbytes does."""
+    """Quantizes to the nearest of the book's values, as bitsandbytes does."""
     book = torch.tensor(NF4_BOOK, device=values_OD.device)
     flat = values_OD.float().flatten()
     padded = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
@@ -92,8 +96,11 @@ def quantise(values_OD: Tensor) -> NF4Matrix:
 
 
 class NF4Weight(nn.Module):
-    """dtype: that is served. quantised_from: of the numbers before, None where nothing is filled in yet. `scratch` is
-    for all weights of the model. Groups divide both halves of a row, so that they fit whatever columns a rank holds."""
+    """A weight in NF4, or a rank's part of it.
+
+    The groups divide both halves of a row, so they fit any columns that a rank holds. dtype is the served dtype.
+    `scratch` is shared by all weights of the model.
+    """
 
     def __init__(
         self,
@@ -107,7 +114,7 @@ class NF4Weight(nn.Module):
         assert inputs % 2 == 0
         self.group = math.gcd(BLOCK, inputs // 2)
         self.dtype = dtype
-        self.quantised_from: torch.dtype | None = None
+        self.quantised_from: torch.dtype | None = None  # dtype before quantization; None until fill()
         self.packed_OH = _held(outputs, inputs // 2, dtype=torch.uint8, device=device)
         self.absmax_OG = _held(outputs, inputs // self.group, dtype=torch.float32, device=device)
         self.book = _held(len(NF4_BOOK), dtype=torch.float32, device=device)
@@ -120,7 +127,7 @@ class NF4Weight(nn.Module):
         return len(self.packed_OH)
 
     def fill(self, first_row: int, matrix: QuantisedMatrix, place: tuple[slice, slice]) -> None:
-        """Rows from first_row on are the matrix's numbers at `place`."""
+        """Fills the rows from first_row on with the part of the matrix at `place`."""
         assert isinstance(matrix, NF4Matrix)
         rows, columns = place
         code_OD = matrix.code_OD[place]
@@ -147,7 +154,7 @@ class NF4Weight(nn.Module):
         return y_TO.addmm_(x_TD, self._values().T)
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:
-        if self.packed_OH.is_cuda:  # the operators below would take many times the values' memory
+        if self.packed_OH.is_cuda:  # the operators below would need many times the values' memory
             from lorafleet.kernels.quant.nf4_triton import dequantise_triton
 
             first, end, _ = rows.indices(self.num_outputs)
@@ -162,7 +169,7 @@ class NF4Weight(nn.Module):
         return x_TD.is_cuda and len(x_TD) <= FUSED_TOKENS and self.group % LEAST_GROUP == 0
 
     def _values(self) -> Tensor:
-        """On a GPU in memory that the next weight's overwrite."""
+        """Returns the values of W. On a GPU they lie in memory that the next weight overwrites."""
         if not self.packed_OH.is_cuda:
             return self.dequantised()
         from lorafleet.kernels.quant.nf4_triton import dequantise_triton

@@ -1,9 +1,9 @@
 """NF4 on the GPU for one token: W @ x without tensor cores, whose operands cost more than they save.
 
-Idea: a warp reads 16 bytes a lane of a row, makes their 32 values in registers, and multiplies them with x in
-float32; lanes' sums are added once, at the end. The values are those of kernels/quant/nf4.py's dequantised().
+Idea: each lane of a warp reads 16 bytes of a row, computes their 32 values in registers, and multiplies them by x in
+float32. The lanes' sums are added once, at the end. The values are those of dequantised() in kernels/quant/nf4.py.
 
-Memory: as kernels/quant/nf4.py has it; 16 bytes lie in one group in each half, so groups are multiples of 16.
+Memory: as in kernels/quant/nf4.py. 16 bytes lie in one group in each half, so groups are multiples of 16.
 """
 
 # T tokens · H = D / 2 · O out · G numbers in a group
@@ -22,8 +22,8 @@ from lorafleet.kernels.quant.nf4_triton import LOOKUP, TL_DTYPES, own_value, val
 if TYPE_CHECKING:
     from lorafleet.kernels.quant.nf4 import NF4Weight
 
-SEGMENT = 16  # bytes that a lane reads of a row
-BLOCK_O = 4  # a row a warp: two, and four, are slower on an H200
+SEGMENT = 16  # bytes of a row that a lane reads at a time
+BLOCK_O = 4  # one row per warp: two and four are slower on an H200
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -72,7 +72,7 @@ def _nf4_gemv_kernel(
 
 
 def nf4_gemv_triton(x_TD: Tensor, weight: NF4Weight, bias_O: Tensor | None) -> Tensor:
-    """x @ W.T + bias, of one token. x contiguous, of the weight's dtype."""
+    """Returns x @ W.T + bias for one token. x is contiguous and has the weight's dtype."""
     (num_tokens, inputs), (outputs, half) = x_TD.shape, weight.packed_OH.shape
     assert num_tokens == 1 and inputs == 2 * half and weight.group % SEGMENT == 0
     assert x_TD.is_contiguous() and x_TD.dtype == weight.dtype and weight.quantised_from is not None

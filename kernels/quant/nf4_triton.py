@@ -1,13 +1,13 @@
-"""NF4 on the GPU: x @ W.T from the four bits, for few tokens, and W's values written out, for many.
+"""NF4 on the GPU: x @ W.T from the four bits for few tokens, and the values of W written out for many tokens.
 
-Idea: with few tokens the weight's bytes are what a GEMM costs, so each program reads a tile of bytes once, makes both
-halves' values in registers and multiplies them with all tokens on the tensor cores. The values are those that
-kernels/quant/nf4.py's dequantised() gives, rounded as there. Tokens are the columns of the product, weights its rows:
-the values go from registers to the tensor cores. Where the outputs are too few tiles for the GPU, tiles' inputs are
-divided too, and kernels/lora/split_sum_triton.py adds the parts.
+Idea: with few tokens, the cost of a GEMM is the weight's bytes. So each program reads a tile of bytes once, computes
+both halves' values in registers and multiplies them by all tokens on the tensor cores. The values are those that
+dequantised() in kernels/quant/nf4.py gives, with the same rounding. Tokens are the columns of the product and weights
+its rows: the values go from registers to the tensor cores. If the outputs are too few tiles for the GPU, the tiles'
+inputs are divided too, and kernels/lora/split_sum_triton.py adds the parts.
 
-Memory: as kernels/quant/nf4.py has it; a tile of bytes is one group wide, so that a row of it has one magnitude in each
-half.
+Memory: as in kernels/quant/nf4.py. A tile of bytes is one group wide, so that each of its rows has one magnitude in
+each half.
 """
 
 # T tokens · D in · H = D / 2 · O out · G numbers in a group · K splits
@@ -33,7 +33,7 @@ TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def own_value(book_ptr: tl.tensor, lookup: tl.constexpr) -> tl.tensor:
-    """The book's value that this lane of the warp keeps for all."""
+    """Returns the value of the book that this lane of the warp holds for all lanes."""
     if lookup != 1:
         return 0.0
     return tl.inline_asm_elementwise(
@@ -64,7 +64,7 @@ def values(
     dtype: tl.constexpr,
     lookup: tl.constexpr,
 ) -> tl.tensor:
-    """code: its lowest four bits count."""
+    """Returns the values of the codes; only the lowest four bits of each code count."""
     if lookup == 1:
         value = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 0x100f, 0xffffffff;",
@@ -159,7 +159,7 @@ def _dequantise_kernel(
 
 
 def nf4_linear_triton(x_TD: Tensor, weight: NF4Weight, bias_O: Tensor | None) -> Tensor:
-    """x @ W.T + bias. x contiguous, of the weight's dtype."""
+    """Returns x @ W.T + bias. x is contiguous and has the weight's dtype."""
     (num_tokens, inputs), (outputs, half) = x_TD.shape, weight.packed_OH.shape
     assert inputs == 2 * half and x_TD.is_contiguous() and x_TD.dtype == weight.dtype
     assert weight.quantised_from is not None
@@ -193,7 +193,7 @@ def nf4_linear_triton(x_TD: Tensor, weight: NF4Weight, bias_O: Tensor | None) ->
 
 
 def tile_of(num_tokens: int) -> tuple[int, int, int, int]:
-    """Outputs, tokens, warps, stages of a program, as measured on an H200."""
+    """Returns the outputs, tokens, warps and stages of a program, as measured on an H200."""
     if num_tokens <= 16:
         return 64, 16, 4, 5
     if num_tokens <= 32:
@@ -202,7 +202,7 @@ def tile_of(num_tokens: int) -> tuple[int, int, int, int]:
 
 
 def dequantise_triton(weight: NF4Weight, out_OD: Tensor, first_row: int = 0) -> Tensor:
-    """Writes the values of as many rows of W into out as it has, and returns it."""
+    """Writes values of W into out_OD and returns it. It fills all rows of out_OD with rows of W from first_row on."""
     outputs, half = len(out_OD), weight.packed_OH.shape[1]
     assert out_OD.shape[1] == 2 * half and out_OD.is_contiguous() and weight.quantised_from is not None
     assert first_row + outputs <= weight.num_outputs

@@ -1,9 +1,9 @@
-"""Memory into which the other ranks of a tensor-parallel group send numbers that themselves say that they have come.
+"""Memory into which the other ranks of a tensor-parallel group send numbers that signal their own arrival.
 
-Each rank has an area for every other rank, EMPTY at first. A kernel stores its numbers into the others' memory and
-reads its own until none is EMPTY any more: no fence, no flag, one crossing of the link
-(kernels/ranks/peer_areas_triton.py). Source: Lamport's flags (a value that is never sent), as in TensorRT-LLM's and
-FlashInfer's all-reduce.
+Each rank has one area for every other rank, filled with EMPTY at first. A kernel stores its numbers into the others'
+memory, and reads its own until no number is EMPTY: there is no fence, no flag, and one crossing of the link
+(kernels/ranks/peer_areas_triton.py).
+Source: Lamport's flags (a value that is never sent), as in TensorRT-LLM's and FlashInfer's all-reduce.
 """
 
 # N ranks · P programs
@@ -14,25 +14,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-PROGRAMS = 512  # of a launch at most; block i is always program i % PROGRAMS's
+PROGRAMS = 512  # largest number of programs of a launch; program i % PROGRAMS always takes block i
 MOST_RANKS = 8
-# Never sent, by the size of a number: -0.0 in half precision, two of them (a number that means as little) in float32.
+# The bits that are never sent, by the size of a number in bytes: -0.0 in half precision, and the bits of two of them in
+# float32, where they are a number that matters as little.
 EMPTY = {2: -0x8000, 4: -0x7FFF8000}
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAreas:
-    """A rank's memory: two halves of N - 1 areas of area_bytes, one area for each other rank's numbers.
+    """A rank's memory, in two halves. Each half has N - 1 areas, one for each other rank's numbers.
 
-    address_N: int64, where each rank's memory lies, in this process's addresses. calls_P: int32 [PROGRAMS], this rank's
-    own, zero at first. Of one kernel, whose calls all divide what they send into blocks of one size and dtype.
+    It belongs to one kernel, whose calls all divide what they send into blocks of one size and dtype.
     """
 
     rank: int
     size: int
-    address_N: Tensor
-    calls_P: Tensor
-    area_bytes: int
+    address_N: Tensor  # int64: where each rank's memory lies, in this process's addresses
+    calls_P: Tensor  # int32 [PROGRAMS]: this rank's own count of calls, zero at first
+    area_bytes: int  # size of one area
 
     @staticmethod
     def bytes(size: int, area_bytes: int) -> int:

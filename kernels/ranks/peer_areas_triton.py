@@ -1,10 +1,10 @@
-"""What kernels over peer areas share: kernels/ranks/peer_areas.py.
+"""Triton functions that the kernels over peer areas share: kernels/ranks/peer_areas.py.
 
-Calls alternate between the halves. A program begins its call k + 2 when it has got the other rank's numbers of call
-k + 1, which that rank sent after its call k had ended and left the half EMPTY: so one may be written while the other is
-still read, and two are enough. Each program counts its calls in device memory, so that captured graphs may be replayed
-in any order that is the same on all ranks. A program waits only for the same program of the other ranks, so it does not
-matter how many of them run at once.
+Calls alternate between the halves. A program begins its call k + 2 after it has received the other rank's numbers of
+call k + 1. That rank sent them after its call k had ended and left the half EMPTY. So one half may be written while
+the other is still read, and two halves are enough. Each program counts its calls in device memory, so that captured
+graphs may be replayed in any order that is the same on all ranks. A program waits only for the same program of the
+other ranks, so it does not matter how many of them run at once.
 """
 
 # N ranks
@@ -17,9 +17,9 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def begin_call(calls_ptr: tl.tensor, program: tl.tensor, num_ranks: tl.constexpr, area: tl.constexpr) -> tl.tensor:
-    """Where this call's half begins, in numbers. Once a program."""
+    """Returns the offset of this call's half, in numbers. A program calls it once."""
     call = tl.load(calls_ptr + program)
-    tl.debug_barrier()  # no warp may count before the last one has read
+    tl.debug_barrier()  # no warp may count the call before the last warp has read the count
     tl.store(calls_ptr + program, call + 1)
     return (call & 1).to(tl.int64) * ((num_ranks - 1) * area)
 
@@ -34,7 +34,7 @@ def _area(
     num_ranks: tl.constexpr,
     bits_dtype: tl.constexpr,
 ) -> tl.tensor:
-    """In rank `of`'s memory, where the sender's numbers lie."""
+    """Returns the address of the sender's numbers in the memory of rank `of`."""
     first = half + ((sender - of + num_ranks) % num_ranks - 1) * area
     return tl.multiple_of(tl.load(address_ptr + of).to(tl.pointer_type(bits_dtype)) + first, 16)
 
@@ -51,7 +51,7 @@ def send(
     num_ranks: tl.constexpr,
     empty: tl.constexpr,
 ) -> None:
-    """To all other ranks, numbers `at` of this rank's area there."""
+    """Sends x to all other ranks: to the offsets `at` of this rank's area there."""
     bits_dtype: tl.constexpr = tl.int16 if x.dtype.primitive_bitwidth == 16 else tl.int32
     bits = x.to(bits_dtype, bitcast=True)
     bits = tl.where(bits == empty, 0, bits)
@@ -74,7 +74,7 @@ def receive(
     empty: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """What the other rank has sent, when all of it is there. Leaves the memory EMPTY."""
+    """Returns the numbers that the other rank has sent, once all of them are there. Leaves the memory EMPTY."""
     bits_dtype: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
     mine = _area(address_ptr, half, rank, other, area, num_ranks, bits_dtype) + at
     got = tl.load(mine, mask=inside, other=0, volatile=True)

@@ -1,8 +1,9 @@
-"""The sum of all ranks' rows, the residual's add and the RMS norm in one kernel, over memory that all ranks can write.
+"""The sum of all ranks' rows, the residual's add and the RMS norm, in one kernel over memory that all ranks can write.
 
-What follows a row-parallel linear is a sum over the ranks and then a norm of each whole row, so every rank needs the
-others' rows anyway. Each sends its own to all (kernels/ranks/peer_areas.py), so the rows cross the link once. Every
-rank adds in the same order and so has the same bits. Source: one-shot all-reduce, as in TensorRT-LLM and FlashInfer.
+A row-parallel linear is followed by a sum over the ranks and then by a norm of each whole row, so every rank needs the
+others' rows anyway. Each rank sends its rows to all others (kernels/ranks/peer_areas.py), so they cross the link once.
+Every rank adds in the same order, and so gets the same bits.
+Source: one-shot all-reduce, as in TensorRT-LLM and FlashInfer.
 """
 
 # T tokens · D hidden size
@@ -25,9 +26,9 @@ def rank_sum_add_rms_norm(
     peers: PeerAreas,
     branch: NormWeight | None = None,
 ) -> Tensor:
-    """residual += the sum over the ranks of x, in place; returns the norm of that sum. All ranks must call.
+    """Adds the sum of x over the ranks to the residual in place, and returns the norm of the result.
 
-    branch: as in kernels/decoder/rms_norm.py, of the ranks' sum.
+    All ranks must call it. `branch` is as in kernels/decoder/rms_norm.py, and applies to the ranks' sum.
     """
     from lorafleet.kernels.ranks.rank_sum_triton import rank_sum_triton  # triton is optional on a CPU
 

@@ -1,9 +1,9 @@
 """Triton sum over the ranks of rows that each rank sends to all others: see kernels/ranks/rank_sum.py.
 
-Idea: a program sends its rows of x, put together (kernels/lora/linear_output.py), then takes the other ranks' rows as
-they come, adds them in rank order, and goes on as kernels/decoder/rms_norm_triton.py does.
+Idea: a program puts its rows of x together (kernels/lora/linear_output.py) and sends them. It then takes the other
+ranks' rows as they come, adds them in rank order, and continues as kernels/decoder/rms_norm_triton.py does.
 
-Memory: an area is [T, D], as x is.
+Memory: an area is [T, D], like x.
 """
 
 # T tokens · D hidden size
@@ -34,7 +34,7 @@ def _own_row(
     has_delta: tl.constexpr,
     has_affine: tl.constexpr,
 ) -> tl.tensor:
-    """What a LinearOutput stands for, rounded as it is sent: all ranks add the same numbers."""
+    """Returns the value of a LinearOutput's row, rounded as it is sent, so that all ranks add the same numbers."""
     inside = d < size
     at = row.to(tl.int64) * size + d
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
@@ -48,8 +48,10 @@ def _own_row(
     return x
 
 
-# Rows of the table of addresses begin anywhere: their alignment must not ask for another kernel.
-@triton.jit(do_not_specialize=["affine_ptr", "branch_own_ptr", "own_ptr", "num_rows"])  # type: ignore[untyped-decorator]  # triton has no types
+# Rows of the table of addresses begin anywhere: their alignment must not cause another compilation.
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+    do_not_specialize=["affine_ptr", "branch_own_ptr", "own_ptr", "num_rows"]
+)
 def _rank_sum_kernel(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,

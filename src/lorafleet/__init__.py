@@ -1,7 +1,8 @@
-"""lorafleet: multi-LoRA serving for a cluster of GPUs. The code lies in the subpackages that this folder links to.
+"""The package of lorafleet, which serves many LoRA adapters on a cluster of GPUs. The code is in the subpackages that
+this folder links to.
 
-The names that programs need are importable from here. They are imported when they are first used, so `import lorafleet`
-loads neither torch nor Ray.
+The names that programs need can be imported from here. They are imported when they are first used, so the package
+itself loads neither torch nor Ray.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Public modules under the paths that they had before the folders were ordered by process.
+"""Imports public modules by the paths that they had before the folders were ordered by process.
 
-An old path still works in this release: importing it gives the module of the new path, and warns.
+An old path still works in this release: its import returns the module of the new path and warns.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NEW_PATHS = {
     "lorafleet.workers.sampling_params": "lorafleet.protocol.sampling_params",
     "lorafleet.workers.structured.spec": "lorafleet.protocol.structured_spec",
 }
-# Folders that are gone, so that the modules that were in them can be looked for.
+# Folders that no longer exist; they must be importable so that their old modules can be found.
 OLD_FOLDERS = {"lorafleet.workers.lora"}
 
 
 def install() -> None:
-    """Once for a process; it is asked only for modules that are nowhere else."""
+    """Installs the finder once per process. Python calls it only for modules that no other finder has found."""
     if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
         sys.meta_path.append(_MovedFinder())
 
@@ -47,7 +47,7 @@ class _MovedFinder(MetaPathFinder):
 
 
 class _MovedLoader(Loader):
-    """Puts the module of the new path in the place of the one that is loaded."""
+    """Replaces the module that is being loaded by the module of the new path."""
 
     def __init__(self, new_path: str) -> None:
         self._new_path = new_path
