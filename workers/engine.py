@@ -1,8 +1,8 @@
-"""The engine: requests in, one step at a time, tokens out. Single-threaded; knows nothing of sockets or texts.
+"""Turns requests into tokens, one step at a time. The engine is single-threaded and knows nothing of sockets or texts.
 
-One step: take in finished adapter loads, let the scheduler choose, launch the model, hand out tokens. Where steps
-overlap, those are the tokens of the step before, so that the host's work is hidden behind the device's: a sequence goes
-on before its last token is known, which the device keeps for it, and what it computed beyond its end is thrown away.
+One step takes in finished adapter loads, lets the scheduler choose, launches the model, and returns tokens. If steps
+overlap, these are the tokens of the step before, so that the host's work is hidden behind the device's. A sequence
+then goes on before the host knows its last token, which the device stores. Tokens computed beyond its end are dropped.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A launched step. ends: how many tokens of each chunk's sequence are computed after it. began_s: of
-    time.perf_counter."""
+    """A step that has been launched."""
 
     step: LaunchedStep
-    ends: list[int]
-    began_s: float
+    ends: list[int]  # number of computed tokens of each chunk's sequence after the step
+    began_s: float  # time.perf_counter()
 
 
 class Engine:
@@ -63,7 +62,7 @@ class Engine:
         max_queued_requests: int | None,
         max_queued_tokens: int | None,
     ) -> None:
-        self.stalled = False  # the last step could do nothing: every waiting request waits for its adapter
+        self.stalled = False  # the last step could do nothing, since every waiting request waits for its adapter
         self._overlap = overlap
         self._under_way: _UnderWay | None = None
         self.hello = hello
@@ -78,7 +77,7 @@ class Engine:
         self._on_lora_load_failure = on_lora_load_failure
         self._seeds = random.Random(seed)
         self._sequences: dict[str, Sequence] = {}
-        self._preparing: set[Sequence] = set()  # their grammars are being compiled
+        self._preparing: set[Sequence] = set()  # sequences whose grammars are being compiled
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._step_metrics = StepMetrics()
@@ -89,7 +88,8 @@ class Engine:
         return self.scheduler.has_work or self._under_way is not None
 
     def add(self, request: EngineRequest) -> None:
-        """Raises LorafleetError where the request can never be served, or not now; nothing is queued then."""
+        """Queues a request for the next steps. Raises LorafleetError and queues nothing if it can never be served, or
+        not now."""
         self._check(request)
         eos = self.hello.eos_token_ids if request.vocabulary is None else request.vocabulary.eos_token_ids
         sequence = self._make_sequence(request, eos)
@@ -130,7 +130,7 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> None:
-        """Frees what the sequence holds, before the next step. Unknown ids are finished ones."""
+        """Frees what the sequence holds, before the next step. Unknown ids belong to finished sequences."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._structured.leave(sequence)
@@ -159,7 +159,7 @@ class Engine:
             return refused
 
     def step(self) -> list[TokenOutput]:
-        """Launches a step and gives the tokens of the one before, where steps overlap, else its own."""
+        """Launches the next step. Returns the tokens of the step before if steps overlap, otherwise its own."""
         began_s = time.perf_counter()
         outputs = self._take_in_loads() + self._take_in_grammars()
         if self._under_way is not None and not self._may_run_ahead():
@@ -171,7 +171,7 @@ class Engine:
             return outputs
         runs_ahead = self._under_way is not None
         plan = self._plan(chunks)
-        outputs += self._choose()  # as late as may be: masks are made meanwhile
+        outputs += self._choose()  # as late as possible, since masks are computed meanwhile
         remaining = self._remaining(chunks)
         if len(remaining) < len(chunks):
             chunks = remaining
@@ -184,7 +184,8 @@ class Engine:
         if launched is not None:
             outputs += self._refuse_faulty(launched.step)
         if runs_ahead and launched is not None:
-            self._structured.start(launched.step.sampling)  # while it runs: only now its predecessor's tokens are known
+            # while it runs, since the tokens before it are known only now
+            self._structured.start(launched.step.sampling)
         if not self._overlap:
             outputs += self._choose() + self._collect()
         return outputs
@@ -196,7 +197,7 @@ class Engine:
 
     @property
     def num_adapter_moves(self) -> int:
-        """Between tiers, so far."""
+        """Number of moves of adapters between tiers so far."""
         if self.loras is None:
             return 0
         return self.loras.counts.loads + self.loras.slots.num_activations + self.loras.slots.num_evictions
@@ -292,8 +293,11 @@ class Engine:
         self._check_language(request, vocab_size)
 
     def _check_language(self, request: EngineRequest, vocab_size: int) -> None:
-        """The front reads the adapter's tokenizer by itself, and its folder may have changed since it was loaded. One
-        that is still to be loaded has its digest checked then. A mix has its parts'."""
+        """Raises AdapterChanged if the tokenizer in the adapter's folder has changed since the adapter was loaded.
+
+        The front end reads the tokenizer by itself. An adapter that is still to be loaded has its digest checked then.
+        A mix is not checked, since it has its parts' tokenizers.
+        """
         if request.lora is None or request.lora.parts or self.loras is None:
             return
         info = self.loras.info(request.lora.digest)
@@ -305,7 +309,7 @@ class Engine:
         )
 
     def _may_run_ahead(self) -> bool:
-        """Whether the next step can be scheduled without the tokens of the one under way."""
+        """Returns whether the next step can be scheduled without the tokens of the one in flight."""
         return not self.scheduler.may_preempt
 
     def _plan(self, chunks: list[Chunk]) -> StepPlan | None:
@@ -320,14 +324,14 @@ class Engine:
         return _UnderWay(step, [chunk.sequence.num_computed for chunk in chunks], began_s)
 
     def _refuse_faulty(self, step: LaunchedStep) -> list[TokenOutput]:
-        """Ends the sequences whose sampling could not be prepared. What the step computes for them is thrown away."""
+        """Ends the sequences whose sampling could not be prepared. What the step computes for them is dropped."""
         for sequence, error in step.faults:
             log.error("request %s ends", sequence.request_id, exc_info=error)
         live = [(s, error) for s, error in step.faults if self._is_here(s)]
         return [self._refuse(sequence, fault_of(error)) for sequence, error in live]
 
     def _choose(self) -> list[TokenOutput]:
-        """Queues the choice of the tokens under way where it waits for masks. The refusals."""
+        """Queues the choice of the tokens in flight if it waits for masks. Returns the rejections."""
         if self._under_way is None or self._under_way.step.choice is not None:
             return []
         masked = self._structured.finish()
@@ -335,8 +339,8 @@ class Engine:
         return [self._refuse(s, error) for s, error in masked.faults if self._is_here(s)]
 
     def _remaining(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Those of the chunks for the next step that can still be computed: their sequences have not ended, and get
-        their tokens of the step under way."""
+        """Returns the chunks of the next step that can still be computed. Their sequences have not ended, and get
+        their tokens from the step in flight."""
         late = set(self._under_way.step.late) if self._under_way is not None else set()
         return [c for c in chunks if self._is_here(c.sequence) and c.sequence not in late]
 
@@ -344,7 +348,7 @@ class Engine:
         return self._sequences.get(sequence.request_id) is sequence
 
     def _collect(self) -> list[TokenOutput]:
-        """The tokens of the step under way. What came for sequences that have ended meanwhile is dropped."""
+        """Returns the tokens of the step in flight. Those of sequences that have ended meanwhile are dropped."""
         if self._under_way is None:
             return []
         under_way, self._under_way = self._under_way, None
@@ -354,7 +358,7 @@ class Engine:
                 outputs += self._advance_or_refuse(chunk.sequence, end, sampled)
         for sequence in under_way.step.late:
             if self._is_here(sequence):
-                self.scheduler.set_aside(sequence)  # until its mask has come: _take_in_grammars()
+                self.scheduler.set_aside(sequence)  # until its mask has arrived, see _take_in_grammars()
         self._step_metrics.ended(under_way.step.shape, under_way.began_s)
         return outputs
 
@@ -391,7 +395,7 @@ class Engine:
         return TokenOutput(request_id=sequence.request_id, finish_reason="error", error=to_wire(error))
 
     def _advance_or_refuse(self, sequence: Sequence, end: int, sampled: Sampled) -> list[TokenOutput]:
-        """A fault of one sequence ends that sequence, and no other."""
+        """Returns the sequence's outputs. A fault of one sequence ends that sequence and no other."""
         try:
             output = self._advance(sequence, end, sampled)
         except Exception as error:
@@ -400,7 +404,10 @@ class Engine:
         return [] if output is None else [output]
 
     def _advance(self, sequence: Sequence, end: int, sampled: Sampled) -> TokenOutput | None:
-        """end: how many of the sequence's tokens the step had computed; the sampled one comes behind them."""
+        """Takes in what a step computed for a sequence. Returns its output, or None if no token was sampled.
+
+        `end` is the number of the sequence's tokens that the step had computed. The sampled token comes behind them.
+        """
         self.scheduler.commit(sequence, end)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += sampled.prompt
@@ -409,7 +416,7 @@ class Engine:
         assert sequence.tokens[end] == UNKNOWN
         sequence.tokens[end] = sampled.token
         num_generated = end + 1 - sequence.num_prompt
-        pools = sequence.pooling is not None  # it has sampled a token all the same, which nobody is given
+        pools = sequence.pooling is not None  # it has sampled a token all the same, which is dropped
         self._generation_tokens += not pools
         output = TokenOutput(
             request_id=sequence.request_id,
@@ -436,7 +443,7 @@ class Engine:
         return output
 
     def _rank_of(self, sequence: Sequence) -> int:
-        """Of its adapter; 0 of the base."""
+        """Returns the rank of the sequence's adapter, or 0 for the base."""
         if sequence.slot is None or self.loras is None:
             return 0
         adapter = self.loras.slots.slots[sequence.slot].adapter
@@ -450,7 +457,7 @@ class Engine:
 
 
 def _noted(sequence: Sequence, times: SequenceTimes, finish_reason: FinishReason | None) -> SequenceTimes:
-    """At its first token, and at its last."""
+    """Records the times of a sequence at its first token and at its last."""
     now = time.monotonic()
     times.queued_s, times.started_s = sequence.queued_s, sequence.started_s
     times.first_s = times.first_s or now

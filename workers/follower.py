@@ -1,7 +1,7 @@
-"""A rank other than 0: does what rank 0 orders, in that order, and decides nothing.
+"""Runs a rank other than 0. It does what rank 0 orders, in that order, and decides nothing.
 
-Its thread is the counterpart of rank 0's engine loop. An exception ends the rank: rank 0 is told, and the replica is
-replaced.
+Its thread is the counterpart of rank 0's engine loop. An exception ends the rank: it reports to rank 0, and the
+replica is replaced.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from lorafleet.workers.tp.rank_messages import (
 
 log = logging.getLogger(__name__)
 
-WAIT_MS = 200  # how soon a stop from outside is seen
+WAIT_MS = 200  # how soon a stop from outside is noticed
 
 
 class RankWorker:
-    """One GPU's process of a replica, but the first. Raises ConfigError, as GPUWorker does."""
+    """The process of one GPU of a replica, except the first. Raises ConfigError, as GPUWorker does."""
 
     def __init__(self, config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
-        """Joins the group and loads its part of the model; returns when rank 0 has done so too."""
+        """Joins the group and loads its part of the model. Returns when rank 0 has done so too."""
         self._loop = FollowerLoop(config, rank, addresses)
         self._loop.start()
 
     def check_health(self) -> None:
-        """Raises EngineDead when the loop has ended."""
+        """Raises EngineDead if the loop has ended."""
         if not self._loop.is_alive():
             raise EngineDead(f"rank {self._loop.rank} has stopped: {self._loop.failure or 'it was shut down'}")
 
     def wait(self) -> None:
-        """Until rank 0 has told it to stop, or it fails."""
+        """Waits until rank 0 has ordered the rank to stop, or it fails."""
         self._loop.join()
 
     def shutdown(self) -> None:
@@ -136,7 +136,7 @@ class FollowerLoop(threading.Thread):
 
 
 class _Shards:
-    """This rank's parts of adapters: in host memory, as long as rank 0 keeps its own there, and in slots."""
+    """This rank's parts of adapters: those in slots, and those in host memory as long as rank 0 has its own there."""
 
     def __init__(self, slots: LoRAModelManager, loader: AdapterLoader) -> None:
         self.loader = loader
@@ -144,7 +144,8 @@ class _Shards:
         self._in_host: dict[str, PackedAdapter] = {}
 
     def keep(self, adapter: PackedAdapter) -> None:
-        """From a loader's thread, before rank 0 is told: the order to fill a slot with it comes later."""
+        """Stores an adapter in host memory. A loader's thread calls it before it answers rank 0, which orders to fill
+        a slot with the adapter only after that answer."""
         self._in_host[adapter.info.digest] = adapter
 
     def forget(self, digest: str) -> None:
@@ -152,7 +153,7 @@ class _Shards:
 
     def fill(self, order: FillSlot) -> None:
         slot = self._slots.slots[order.slot]
-        # Rank 0 filled it because nobody uses it any more, but steps that did may still be queued here.
+        # Rank 0 fills a slot that nobody uses any more, but steps that used it may still be queued here.
         self._slots.mark_quiet(slot)
         self._slots.activate(self._in_host[order.digest], slot)
         assert slot.generation == order.generation, (slot, order)
@@ -163,7 +164,7 @@ class _Shards:
         self._slots.deactivate(slot)
 
     def await_slots(self, generations: list[tuple[int, int]]) -> None:
-        """The next step on the current stream reads these slots."""
+        """Makes the current stream wait for the copies into these slots, which the next step reads."""
         for index, generation in generations:
             slot = self._slots.slots[index]
             assert slot.generation == generation and slot.digest is not None, (slot, generation)

@@ -1,4 +1,4 @@
-"""What a replica's GPUs (or on a CPU its host memory) keep from its start to its end, in bytes by kind."""
+"""Counts the bytes that a replica's GPUs (or its host memory on a CPU) hold from its start to its end, by kind."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from lorafleet.workers.step.step_runner import StepRunner
 
 
 def fixed_memory(steps: StepRunner, slots: LoRAModelManager | None) -> dict[str, int]:
-    """weights: of the base. kv_cache: all its blocks, free or not. lora_slots: reserved for adapters' A and B. Over all
-    ranks, which have as much each; what they have for activations and graphs is torch's, and not in it."""
+    """Returns bytes by kind, over all ranks, which have equally many each. Activations and graphs are torch's, and not
+    included.
+
+    - weights: the base's
+    - kv_cache: all its blocks, free or not
+    - lora_slots: reserved for adapters' A and B
+    """
     weights = sum(one.numel() * one.element_size() for one in steps.model.parameters())
     cache = sum(one.numel() * one.element_size() for kv in steps.caches for one in (kv.k_NPGD, kv.v_NPGD))
     arena = 0 if slots is None else slots.arena_bytes

@@ -1,4 +1,4 @@
-"""The other ranks of a replica as processes of this machine, for an engine without Ray (offline/llm.py)."""
+"""Runs the other ranks of a replica as processes of this machine, for an engine without Ray (offline/llm.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST_WORDS_S = 1.0
 
 
 class RankProcesses:
-    """Ranks 1 to N - 1, started at once; they wait there for rank 0. Raises ConfigError where there are fewer GPUs."""
+    """Ranks 1 to N - 1. They are started at once, and wait for rank 0. Raises ConfigError if there are fewer GPUs."""
 
     def __init__(self, config: EngineConfig) -> None:
         count = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else None
@@ -45,7 +45,7 @@ class RankProcesses:
         self._gone_s: float | None = None
 
     def check(self) -> None:
-        """Raises EngineDead where one has ended, but for a moment in which its last words may still be on their way."""
+        """Raises EngineDead if a rank has ended, after LAST_WORDS_S in which its last message may still arrive."""
         gone = next((rank for rank, process in enumerate(self.processes, 1) if process.exitcode is not None), None)
         if gone is None:
             return
@@ -58,7 +58,8 @@ class RankProcesses:
             )
 
     def close(self) -> None:
-        """After the engine, which has told them to stop."""
+        """Waits for the processes to end, and kills those that do not. Call it after closing the engine, which orders
+        them to stop."""
         for process in self.processes:
             process.join(STOP_S)
             process.kill()
@@ -67,10 +68,10 @@ class RankProcesses:
 
 
 def _run(config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
-    from lorafleet.workers.follower import RankWorker  # here: the parent needs none of it
+    from lorafleet.workers.follower import RankWorker  # imported here, since the parent does not need it
 
     logging.basicConfig(level=logging.WARNING)
-    if config.device != "cpu":  # before CUDA is touched: a rank sees one GPU, its own, as Ray's actors do
+    if config.device != "cpu":  # before CUDA is initialized; a rank sees only its own GPU, as Ray's actors do
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
@@ -78,7 +79,8 @@ def _run(config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
 
 
 def _end_with_parent() -> None:
-    """At once, even in the midst of a collective that waits for it; a parent that was killed stops nobody."""
+    """Ends this process as soon as its parent ends, even during a collective that waits for it. A killed parent stops
+    nobody."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,7 +1,5 @@
 """Builds an Engine, or another rank of its replica, from an EngineConfig: device, dtype, weights, slots, KV cache.
-
-Every choice left to "auto" is made here and logged in one line.
-"""
+Every choice left to "auto" is made here and logged in one line."""
 
 from __future__ import annotations
 
@@ -53,24 +51,22 @@ log = logging.getLogger(__name__)
 
 CPU_CACHE_TOKENS = 65536
 CPU_CACHE_BYTES = 1 << 30
-EXTRA_MARGIN_BYTES = 512 << 20  # of free GPU memory that adapters' extras leave to the libraries
-FP8_CAPABILITY = (8, 9)  # the first whose Triton kernels convert to and from e4m3
+EXTRA_MARGIN_BYTES = 512 << 20  # free GPU memory that adapters' extras leave to the libraries
+FP8_CAPABILITY = (8, 9)  # the first compute capability whose Triton kernels convert to and from e4m3
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What every rank of a replica builds alike: its part of the model, of the KV cache and of the adapters.
-
-    slots, loader: None where there are no adapters. num_blocks: KV blocks, the same on all ranks.
-    """
+    """The objects that every rank of a replica builds alike, for its part of the model, of the KV cache and of the
+    adapters."""
 
     group: TPGroup
     steps: StepRunner
     model_config: ModelConfig
     device: torch.device
-    slots: LoRAModelManager | None
-    loader: AdapterLoader | None
-    num_blocks: int
+    slots: LoRAModelManager | None  # None if there are no adapters
+    loader: AdapterLoader | None  # None if there are no adapters
+    num_blocks: int  # KV blocks, the same on all ranks
     max_model_len: int
 
 
@@ -81,9 +77,11 @@ def build_rank(
     progress: Progress | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Rank:
-    """Raises ConfigError (UnsupportedModel among them) naming what does not fit. addresses: None for a rank alone.
+    """Builds one rank of a replica. Raises ConfigError (UnsupportedModel among them) that names what does not fit.
 
-    check: called while the other ranks are waited for; raises where one has failed.
+    Args:
+        addresses: None for a rank alone.
+        check: Called while waiting for the other ranks; raises if one has failed.
     """
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
@@ -92,7 +90,7 @@ def build_rank(
     model_config = read_model_config(folder)
     model_config = replace(model_config, quantization=resolved(model_config.quantization, config.quantization))
     dtype = _dtype(config, model_config, folder)
-    Shard.of(model_config, rank, config.tensor_parallel_size)  # before the others are waited for
+    Shard.of(model_config, rank, config.tensor_parallel_size)  # raises before the other ranks are waited for
     assert (addresses is None) == (config.tensor_parallel_size == 1)
     group = TPGroup() if addresses is None else TPGroup.join(rank, addresses.size, addresses.meeting, device, check)
     model = _load_model(config, model_config, group, dtype, device, progress)
@@ -144,10 +142,12 @@ def build_engine(
     addresses: RankAddresses | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Engine:
-    """The engine on rank 0; the other ranks must be started beside it, at `addresses`. Raises as build_rank does.
+    """Builds the engine on rank 0. The other ranks must be started beside it, at `addresses`. Raises as build_rank
+    does.
 
-    check: as build_rank's, for what the caller knows of the other ranks beside what they say themselves.
-    wake: called from other threads when the engine has something to do, see WorkerLoRAManager.
+    Args:
+        wake: Called from other threads when the engine has something to do, see WorkerLoRAManager.
+        check: As in build_rank, for what the caller knows of the other ranks beyond what they report themselves.
     """
     others = None if addresses is None else OtherRanks(addresses, wake)
 
@@ -197,7 +197,8 @@ def build_engine(
 
 
 def _bound_extra_memory(extra: ExtraMemory, group: TPGroup, device: torch.device) -> None:
-    """What adapters may take beside the KV cache must be there when they come; the same on all ranks."""
+    """Limits the extras of adapters to the memory that is free beside the KV cache, so that it is there when they
+    come. The limit is the same on all ranks."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)
@@ -274,7 +275,7 @@ def _load_model(
 
 
 def _base_weights(config: EngineConfig, model: DecoderModel, dtype: torch.dtype) -> BaseWeights | None:
-    """None where no rank has it whole, and no file either."""
+    """Returns the base's weights, or None if no rank has them whole and there is no file either."""
     if model.group.size == 1:
         return ModelWeights(model)
     if config.load_format == "dummy":
@@ -285,7 +286,8 @@ def _base_weights(config: EngineConfig, model: DecoderModel, dtype: torch.dtype)
 
 
 def _size_cache(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) -> tuple[int, int]:
-    """KV blocks, and the longest sequence served. One sequence of that length always fits the cache."""
+    """Returns the number of KV blocks, and the longest sequence served. One sequence of that length always fits the
+    cache."""
     limit = model.config.context_limit
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -331,7 +333,11 @@ def _free_bytes(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) 
 
 
 def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec) -> int:
-    """Bytes that torch holds at the height of the largest step, with as small a KV cache as that step needs."""
+    """Returns the bytes needed at the peak of the largest step, beside the KV cache.
+
+    torch's peak is measured with as small a KV cache as that step needs. Sampling, graphs and adapters on experts are
+    added.
+    """
     num_tokens = min(config.max_num_batched_tokens, model.config.context_limit)
     num_blocks = -(-num_tokens // config.block_size)
     caches = _allocate(spec, num_blocks, [(1.0, 1.0)] * len(spec.sliding_windows))
@@ -347,21 +353,24 @@ def _measure_peak(config: EngineConfig, model: DecoderModel, spec: AttentionSpec
     torch.cuda.synchronize(spec.device)
     cache_bytes = num_blocks * config.block_size * _bytes_per_token(spec)
     peak = torch.cuda.max_memory_allocated(spec.device) - cache_bytes
-    if not config.enforce_eager:  # graphs keep what their largest step needs
+    if not config.enforce_eager:  # graphs reserve what their largest step needs
         activations = torch.cuda.max_memory_allocated(spec.device) - held
         peak += activations * max(graph_token_counts(num_tokens)) // num_tokens
     del attention, caches
     torch.cuda.empty_cache()
-    # Sampling copies the logits a few times over (sort, softmax in float64, cumulative sum), and so do prompt logprobs.
+    # Sampling copies the logits several times (sort, softmax in float64, cumulative sum), and so do prompt logprobs.
     vocab_size, context = model.config.vocab_size, config.max_model_len or model.config.context_limit
     sampling = max(config.max_num_seqs, SCORED_ROWS) * vocab_size * 32
-    # Penalties count the tokens of each sequence (token_counts.py); a table that grows is there one and a half times.
+    # Penalties count the tokens of each sequence (token_counts.py). A table needs 1.5 times its size while it grows.
     sampling += config.max_num_seqs * (vocab_size + context) * 6
     return peak + sampling + _expert_delta_bytes(config, model, num_tokens * spec.dtype.itemsize) + (256 << 20)
 
 
 def _expert_delta_bytes(config: EngineConfig, model: DecoderModel, token_bytes: int) -> int:
-    """Of what adapters add to experts, which the measured step does without. token_bytes: of one number a token."""
+    """Returns the bytes of what adapters add to experts, which the measured step does without.
+
+    `token_bytes` is the size of one number for each token.
+    """
     experts = model.shard.local.experts
     if experts is None or config.lora is None:
         return 0
@@ -369,7 +378,7 @@ def _expert_delta_bytes(config: EngineConfig, model: DecoderModel, token_bytes: 
 
 
 def _kv_scales(config: EngineConfig, model: ModelConfig, spec: AttentionSpec) -> list[tuple[float, float]]:
-    """(k_scale, v_scale) of each layer."""
+    """Returns (k_scale, v_scale) of each layer."""
     none = [(1.0, 1.0)] * model.num_layers
     if config.load_format == "dummy":
         return none

@@ -1,7 +1,7 @@
-"""GPUWorker: one GPU's process. Owns the engine and the loop that drives it; cluster/ makes it a Ray actor.
+"""Runs one GPU's process. GPUWorker owns the engine and the loop that drives it. cluster/ makes it a Ray actor.
 
-The loop has a thread of its own and blocks only where there is nothing to compute. An exception out of a step ends
-the worker: its state can no longer be trusted, the replica is told and is replaced.
+The loop has a thread of its own and blocks only if there is nothing to compute. An exception in a step ends the
+worker, since its state can no longer be trusted. The replica is informed and is replaced.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from lorafleet.workers.startup import build_engine
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_MS = 1000  # nothing to do: a message or a finished load ends the wait
-COPY_WAIT_MS = 1  # requests wait for an adapter's copy to the GPU, which nobody announces
+IDLE_WAIT_MS = 1000  # if there is nothing to do; a message or a finished load ends the wait
+COPY_WAIT_MS = 1  # if requests wait for an adapter's copy to the GPU, whose end nobody announces
 STATS_PERIOD_S = 0.1
 
 
 class GPUWorker:
     def __init__(self, config: EngineConfig, address: str, ranks: RankAddresses | None = None) -> None:
-        """Loads the model, binds `address` (zmq ipc://…), starts the loop. Raises ConfigError.
+        """Loads the model, binds `address` (zmq ipc://…) and starts the loop. Raises ConfigError.
 
-        ranks: where the replica's other ranks (workers/follower.py) meet this one; None where there are none.
+        `ranks` says where the replica's other ranks (workers/follower.py) meet this one. It is None if there are none.
         """
         self._socket = WorkerSocket(address)
         try:
@@ -54,7 +54,7 @@ class GPUWorker:
             self._socket.close()
             raise
         gc.collect()
-        gc.freeze()  # a full collection walks all that the model and its graphs are made of: 0.1 s without a step
+        gc.freeze()  # a full collection walks all objects of the model and its graphs: 0.1 s without a step
         self._loop = EngineLoop(self._engine, self._socket, alone=ranks is None)
         self._loop.start()
 
@@ -62,12 +62,12 @@ class GPUWorker:
         return self._engine.hello
 
     def check_health(self) -> None:
-        """Raises EngineDead when the loop has ended."""
+        """Raises EngineDead if the loop has ended."""
         if self._loop.failure is not None or not self._loop.is_alive():
             raise EngineDead(f"the engine loop has stopped: {self._loop.failure or 'it was shut down'}")
 
     def shutdown(self) -> None:
-        """Ends the loop after the present step; sequences in flight are lost."""
+        """Ends the loop after the present step. Sequences in flight are lost."""
         self._loop.stop()
         self._loop.join(timeout=30)
 
@@ -102,14 +102,14 @@ class EngineLoop(threading.Thread):
             self._socket.close()
 
     def _in_words(self, error: Exception) -> str:
-        """For the clients whose streams end with it."""
+        """Returns the error's text for the clients whose streams end with it."""
         if self._alone or isinstance(error, LorafleetError):
             return f"{type(error).__name__}: {error}"
-        # Of a lost peer the collectives tell addresses and source files; the log has them.
+        # If a peer is lost, the collectives' messages have addresses and source files, which belong in the log only.
         return f"a step over the replica's ranks failed ({type(error).__name__}). The replica is being replaced."
 
     def _turn(self, idle: bool) -> bool:
-        """One step with what goes in and out; True where nothing could run though requests wait."""
+        """Runs one step, with its input and output. Returns True if nothing could run though requests wait."""
         wait_ms = IDLE_WAIT_MS if not self._engine.has_work else COPY_WAIT_MS if idle else 0
         batches = self._socket.receive(wait_ms)
         outputs = [output for batch in batches for output in self._take_in(batch)]
@@ -119,7 +119,7 @@ class EngineLoop(threading.Thread):
         return self._engine.stalled and not batches
 
     def _take_in(self, batch: ClientBatch) -> list[TokenOutput]:
-        """The refusals."""
+        """Takes in a client's batch, and returns the rejections."""
         self._acknowledged = batch.sequence
         refused: list[TokenOutput] = []
         for sealed in batch.requests:
@@ -136,7 +136,7 @@ class EngineLoop(threading.Thread):
 
     @staticmethod
     def _refusal(take_in: Callable[[Sealed[Id]], None], sealed: Sealed[Id]) -> LorafleetError | None:
-        """Returns why the request or call cannot be taken in, where that is so. A fault of it ends nothing else."""
+        """Returns why the request or call cannot be taken in, or None if it can. A fault of it ends nothing else."""
         try:
             take_in(sealed)
         except LorafleetError as error:
@@ -158,7 +158,7 @@ class EngineLoop(threading.Thread):
             self._replies.append(AdapterReply(call.call_id))
             return
 
-        def answer(done: Future[AdapterInfo]) -> None:  # runs in this thread: poll() sets the futures
+        def answer(done: Future[AdapterInfo]) -> None:  # runs in this thread, since poll() resolves the futures
             error = done.exception()
             if error is None:
                 self._replies.append(AdapterReply(call.call_id, info=done.result()))
@@ -188,7 +188,7 @@ class EngineLoop(threading.Thread):
 
 
 class _ProgressLog:
-    """A line for each tenth of the weights; cluster/cli/cli.py draws a bar where there is a terminal."""
+    """Logs a line for each tenth of the weights. cluster/cli/cli.py draws a bar if there is a terminal."""
 
     def __init__(self) -> None:
         self._tenths = 0

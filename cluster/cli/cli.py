@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
+from lorafleet import __version__
 from lorafleet.cluster.cli.cli_adapters import adapters
 from lorafleet.cluster.cli.cli_compare import compare
 from lorafleet.cluster.cli.cli_config import config
@@ -35,12 +36,22 @@ SEVERAL_VALUES = (
 # Panels of the help text, by the first field in each.
 PANELS = {"model": "Model", "device": "Engine", "enable_lora": "Adapters", "num_replicas": "Cluster"}
 
-app = typer.Typer(help="Serve one base model and many LoRA adapters.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Serve one base model and many LoRA adapters.", no_args_is_help=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lorafleet {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def _root() -> None:
-    """Makes `serve` remain a subcommand."""
+def _root(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Makes `serve` remain a subcommand, and has the options of the program itself."""
 
 
 def _serve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import typer
@@ -12,15 +12,19 @@ import typer
 from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, REMOVE_S, URL_VARIABLE, AdminClient
 from lorafleet.client.calls import PushOptions
 from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
+from lorafleet.cluster.cli.answer_tables import in_words
 
 adapters = typer.Typer(help="Administer the adapters of a running server.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The adapter's public name.")]
-Replicas = Annotated[int, typer.Option(min=1, help="On so many replicas.")]
-Alias = Annotated[str | None, typer.Option(help="Another alias than the adapter's own name.")]
-Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Of the server.")]
+Replicas = Annotated[int, typer.Option(min=1, help="Number of replicas.")]
+Alias = Annotated[str | None, typer.Option(help="An alias other than the adapter's own name.")]
+Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="URL of the server.")]
 Key = Annotated[
     str, typer.Option(envvar=KEY_VARIABLE, help="The server's --admin-key, or an API key of the scope admin.")
+]
+Output = Annotated[
+    Literal["table", "json"], typer.Option("--output", "-o", help="A table for people, or JSON for programs.")
 ]
 
 
@@ -28,77 +32,86 @@ Key = Annotated[
 def push(
     name: Name,
     source: Annotated[str, typer.Argument(help="A folder on this machine, which is uploaded, or a URI.")],
-    replicas: Annotated[int, typer.Option(min=1, help="That must have loaded it before this returns.")] = 1,
-    activate: Annotated[bool, typer.Option(help="The name's requests go to this version from now on.")] = True,
-    pin: Annotated[int | None, typer.Option(min=1, help="Keep it in slots of so many replicas.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="That will own it; the operator may name any.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas that must load it before the command returns.")] = 1,
+    activate: Annotated[bool, typer.Option(help="Send the name's requests to this version from now on.")] = True,
+    pin: Annotated[int | None, typer.Option(min=1, help="Number of replicas that keep it in a slot.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant that will own it; only the operator may name any.")] = None,
     metadata: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE, noted with the version; several times.")
+        list[str] | None, typer.Option(help="KEY=VALUE to store with the version; may be repeated.")
     ] = None,
     url: Url = DEFAULT_URL,
     admin_key: Key = "",
+    output: Output = "table",
 ) -> None:
     """Registers a new adapter, or a new version of one."""
     options = PushOptions(replicas=replicas, activate=activate, pin=pin, tenant=tenant, metadata=_pairs(metadata))
     if "://" in source:
-        print_answer(url, admin_key, lambda client: client.push_from(name, source, **options))
+        print_answer(url, admin_key, output, lambda client: client.push_from(name, source, **options))
     else:
-        print_answer(url, admin_key, lambda client: client.push(name, source, **options))
+        print_answer(url, admin_key, output, lambda client: client.push(name, source, **options))
 
 
 @adapters.command("list")
 def list_adapters(
-    after: Annotated[str, typer.Option(help="Begin behind this name.")] = "",
+    after: Annotated[str, typer.Option(help="Begin after this name.")] = "",
     limit: Annotated[int, typer.Option(min=1, max=1000)] = 100,
     url: Url = DEFAULT_URL,
     admin_key: Key = "",
+    output: Output = "table",
 ) -> None:
     """Shows adapters in the order of their names."""
-    print_answer(url, admin_key, lambda client: client.page(after, limit))
+    print_answer(url, admin_key, output, lambda client: client.page(after, limit))
 
 
 @adapters.command("show")
-def show(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+def show(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "", output: Output = "table") -> None:
     """Shows an adapter's versions, its aliases with their history, and its pins."""
-    print_answer(url, admin_key, lambda client: client.show(name))
+    print_answer(url, admin_key, output, lambda client: client.show(name))
 
 
 @adapters.command("alias")
 def alias(
     name: Name,
     versions: Annotated[list[str], typer.Argument(help="A version, or several as VERSION=WEIGHT.")],
-    as_: Annotated[str | None, typer.Option("--alias", help="Another alias than the adapter's own name.")] = None,
+    as_: Annotated[str | None, typer.Option("--alias", help="An alias other than the adapter's own name.")] = None,
     url: Url = DEFAULT_URL,
     admin_key: Key = "",
+    output: Output = "table",
 ) -> None:
     """Makes a name stand for one version, or for a weighted split of several."""
     one = len(versions) == 1 and versions[0].isdecimal()
     to = int(versions[0]) if one else {_version(text): _weight(text, of) for text, of in _pairs(versions).items()}
-    print_answer(url, admin_key, lambda client: client.alias(name, to, as_))
+    print_answer(url, admin_key, output, lambda client: client.alias(name, to, as_))
 
 
 @adapters.command("rollback")
-def rollback(name: Name, alias: Alias = None, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+def rollback(
+    name: Name, alias: Alias = None, url: Url = DEFAULT_URL, admin_key: Key = "", output: Output = "table"
+) -> None:
     """Makes a name stand for what it stood for before its last move."""
-    print_answer(url, admin_key, lambda client: client.rollback(name, alias))
+    print_answer(url, admin_key, output, lambda client: client.rollback(name, alias))
 
 
 @adapters.command("pin")
-def pin(name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+def pin(
+    name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "", output: Output = "table"
+) -> None:
     """Pins an adapter in GPU slots."""
-    print_answer(url, admin_key, lambda client: client.pin(name, replicas))
+    print_answer(url, admin_key, output, lambda client: client.pin(name, replicas))
 
 
 @adapters.command("unpin")
-def unpin(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+def unpin(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "", output: Output = "table") -> None:
     """Unpins an adapter, so that others may take its slots."""
-    print_answer(url, admin_key, lambda client: client.unpin(name))
+    print_answer(url, admin_key, output, lambda client: client.unpin(name))
 
 
 @adapters.command("prefetch")
-def prefetch(name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+def prefetch(
+    name: Name, replicas: Replicas = 1, url: Url = DEFAULT_URL, admin_key: Key = "", output: Output = "table"
+) -> None:
     """Loads an adapter before its first request."""
-    print_answer(url, admin_key, lambda client: client.prefetch(name, replicas))
+    print_answer(url, admin_key, output, lambda client: client.prefetch(name, replicas))
 
 
 @adapters.command("remove")
@@ -108,18 +121,19 @@ def remove(
     wait_s: Annotated[float, typer.Option(min=0, help="Seconds to wait for requests in flight.")] = REMOVE_S,
     url: Url = DEFAULT_URL,
     admin_key: Key = "",
+    output: Output = "table",
 ) -> None:
     """Removes an adapter with all its versions from every replica and from the catalogue."""
     if alias is None:
-        print_answer(url, admin_key, lambda client: client.remove(name, wait_s))
+        print_answer(url, admin_key, output, lambda client: client.remove(name, wait_s))
     else:
-        print_answer(url, admin_key, lambda client: client.unalias(name, alias))
+        print_answer(url, admin_key, output, lambda client: client.unalias(name, alias))
 
 
 @adapters.command("verify")
-def verify(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
+def verify(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "", output: Output = "table") -> None:
     """Reads an adapter's files again and compares their digests."""
-    print_answer(url, admin_key, lambda client: client.verify(name))
+    print_answer(url, admin_key, output, lambda client: client.verify(name))
 
 
 def _pairs(texts: list[str] | None) -> dict[str, str]:
@@ -145,8 +159,11 @@ def _weight(number: str, text: str) -> float:
         _end(f"the weight of version {number} is {text!r}; give a number.")
 
 
-def print_answer(url: str, key: str, call: Callable[[AdminClient], Any]) -> None:
-    """Prints the answer, or prints the server's error message and exits with status 1."""
+def print_answer(url: str, key: str, output: str, call: Callable[[AdminClient], Any]) -> None:
+    """Prints the answer, or prints the server's error message and exits with status 1.
+
+    output: "table" for the text of answer_tables, "json" for all fields.
+    """
     try:
         with AdminClient(url, key) as client:
             answer = call(client)
@@ -156,7 +173,7 @@ def print_answer(url: str, key: str, call: Callable[[AdminClient], Any]) -> None
         _end(f"{error.message} Name the server with --url.")
     except (APIError, FileNotFoundError) as error:
         _end(str(error))
-    typer.echo(json.dumps(msgspec.to_builtins(answer), indent=2))
+    typer.echo(json.dumps(msgspec.to_builtins(answer), indent=2) if output == "json" else in_words(answer))
 
 
 def _end(message: str) -> NoReturn:

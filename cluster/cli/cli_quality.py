@@ -17,16 +17,16 @@ Model = Annotated[str, typer.Argument(help="As the file of --quality-probes name
 @quality.command("show")
 def show(url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Shows the last run of every set of probes."""
-    print_answer(url, admin_key, lambda client: client.quality())
+    print_answer(url, admin_key, "json", lambda client: client.quality())
 
 
 @quality.command("run")
 def run(model: Model, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Runs a model's probes now."""
-    print_answer(url, admin_key, lambda client: client.run_quality(model))
+    print_answer(url, admin_key, "json", lambda client: client.run_quality(model))
 
 
 @quality.command("accept")
 def accept(model: Model, url: Url = DEFAULT_URL, admin_key: Key = "") -> None:
     """Runs a model's probes now and makes the result its new baseline."""
-    print_answer(url, admin_key, lambda client: client.accept_quality(model))
+    print_answer(url, admin_key, "json", lambda client: client.accept_quality(model))

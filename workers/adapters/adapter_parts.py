@@ -1,8 +1,7 @@
-"""Everything an adapter's files hold, sorted by what it is for and checked by shape, before any value is read; and the
-forms that it becomes once the values are there.
+"""Sorts the contents of an adapter's files by purpose and checks them by shape, before any value is read.
 
-What a kind's own tensors mean is kinds/'s; this knows that an adapter of any kind may also have biases, norms,
-embeddings and a head of its own.
+Once the values are there, it builds the adapter's forms. kinds/ interprets the tensors of each kind. This module
+handles what an adapter of any kind may also have: biases, norms, embeddings and a head of its own.
 """
 
 from __future__ import annotations
@@ -43,22 +42,21 @@ Infos = Mapping[str, TensorInfo]
 
 @dataclass(frozen=True, slots=True)
 class AdapterParts:
-    """targets: linears. experts: by module. biases, norms: the file's tensors by module. ranks: as served, 0 for what
-    has no rank."""
+    """The checked parts of one adapter."""
 
     helper: PEFTHelper
     kind: Kind
     base: Base
-    targets: list[Target]
-    experts: dict[str, ExpertTargets]
-    biases: dict[str, str]
-    norms: dict[str, str]
+    targets: list[Target]  # linears
+    experts: dict[str, ExpertTargets]  # by module
+    biases: dict[str, str]  # the file's tensors, by module
+    norms: dict[str, str]  # the file's tensors, by module
     vocabulary: Vocabulary
-    ranks: dict[str, int]
+    ranks: dict[str, int]  # as served, by module; 0 for a module that has no rank
 
     @classmethod
     def of(cls, helper: PEFTHelper, infos: Infos, base: Base, max_rank: int) -> AdapterParts:
-        """Raises an AdapterError for what is missing, stray, of the wrong shape or not served."""
+        """Sorts and checks the tensors. Raises an AdapterError if any is missing, stray, misshapen or not served."""
         kind = KINDS[helper.method]
         kind.check_config(helper)
         named = name_tensors(infos, kind.leaves, kind.shared, kind.label, base.layout, base.named)
@@ -88,7 +86,7 @@ class AdapterParts:
         return parts
 
     def forms(self, values: Mapping[str, Tensor]) -> AdapterForms:
-        """values: of every tensor, by the file's name."""
+        """Returns the adapter's forms. `values` has every tensor, by the file's name."""
         tables = self.vocabulary.tables
         embedding, head = tables[EMBEDDING], tables[HEAD]
         self.vocabulary.check_same(values)
@@ -128,7 +126,7 @@ class AdapterParts:
 
 
 def _check_invocation(helper: PEFTHelper, vocabulary: Vocabulary, base: Base) -> None:
-    """A token that no prompt can have would leave the adapter without any effect."""
+    """Raises AdapterMismatch for a token that no prompt can have, since the adapter would have no effect."""
     tokens = invocation_tokens(helper) if helper.method == "LORA" else ()
     if tokens and max(tokens) >= vocabulary.size:
         raise AdapterMismatch(
@@ -138,12 +136,12 @@ def _check_invocation(helper: PEFTHelper, vocabulary: Vocabulary, base: Base) ->
 
 
 def _does_something(form: LinearForm) -> bool:
-    """A module that AdaLoRA has pruned to rank 0 does not."""
+    """Returns whether the form changes anything. The form of a module that AdaLoRA has pruned to rank 0 does not."""
     return any(part is not None for part in (form.low_rank, form.kronecker, form.out_scale_O, form.bias_O))
 
 
 def _check_saved_modules(helper: PEFTHelper, base: Base) -> None:
-    """PEFT would replace a linear, or all that a larger module holds."""
+    """Raises AdapterUnsupported if PEFT would replace a linear, or everything in a larger module."""
     if not helper.modules_to_save:
         return
     experts = base.layout.experts
@@ -211,8 +209,10 @@ def _check_vector(name: str, infos: Infos, size: int, base: Base) -> None:
 
 
 def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> dict[str, str]:
-    """By module, what PEFT's patterns know it as. From transformers 5 on a router is no Linear layer, which
-    "all-linear" means, but a parameter that can be named."""
+    """Returns the targeted linears, each with its name in PEFT's patterns.
+
+    From transformers 5 on, a router is a parameter that can be named, not a Linear layer as "all-linear" means.
+    """
     targeted: dict[str, str] = {}
     for module in giving_way(base.layout.linears):
         names = [name for name in base.layout.peft_names(module) if helper.targets(name)]
@@ -229,7 +229,7 @@ def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> di
 
 
 def _check_parameters(helper: PEFTHelper, base: Base) -> None:
-    """PEFT only warns about names that match nothing."""
+    """Raises AdapterUnsupported for target_parameters that are not served. PEFT only warns about unknown names."""
     layout = base.layout
     served = {f"{peft_name(module)}.weight" for module in layout.linears}
     if layout.experts is not None:
@@ -246,7 +246,7 @@ def _check_parameters(helper: PEFTHelper, base: Base) -> None:
 
 
 def _check_targets(targeted: Collection[str], named: NamedTensors) -> None:
-    """PEFT only warns about these two, and then serves the base's weights there."""
+    """Raises AdapterMalformed for missing or stray tensors, where PEFT only warns and serves the base's weights."""
     missing = [module for module in targeted if not named.by_module.get(module)]
     if missing:
         raise AdapterMalformed(

@@ -1,7 +1,7 @@
-"""Which modules the base has, and their sizes: what an adapter's files are checked against before values are read.
+"""Describes the base's modules and their sizes. An adapter's files are checked against them before values are read.
 
-Modules are called as in the checkpoint without "model.": "layers.0.self_attn.q_proj", "embed_tokens", "lm_head",
-"norm". BaseLayout.of is the place to teach adapters a new family.
+Modules are named as in the checkpoint, without "model.": "layers.0.self_attn.q_proj", "embed_tokens", "lm_head",
+"norm". To support adapters of a new family, extend BaseLayout.of.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ TABLES = (EMBEDDING, HEAD)
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLayout:
-    """modules: the mixtures, "layers.0.mlp.experts". shapes: (in, out) of each expert's projections. is_mixtral: an
-    adapter may call them by Mixtral's own names."""
+    """The mixtures of experts in the base."""
 
-    modules: frozenset[str]
-    count: int
-    shapes: Mapping[str, tuple[int, int]]
-    is_mixtral: bool
+    modules: frozenset[str]  # the mixtures, such as "layers.0.mlp.experts"
+    count: int  # experts of each mixture
+    shapes: Mapping[str, tuple[int, int]]  # (in, out) of each expert's projections
+    is_mixtral: bool  # an adapter may use Mixtral's own names
 
     def expert(self, module: str, number: int, leaf: str) -> str:
         return f"{module}.{number}.{leaf}"
 
     def has(self, module: str) -> bool:
-        """Whether it is a mixture, or in PEFT's names what it wraps, or a projection of one expert."""
+        """Returns whether the module is a mixture, a mixture that PEFT has wrapped, or a projection of one expert."""
         head, found, tail = module.partition(".experts")
         if not found or head + found not in self.modules:
             return False
@@ -48,21 +47,18 @@ _OF_EXPERT = re.compile(r"\.(0|[1-9][0-9]{0,5})\.([a-z_]+)")
 
 @dataclass(frozen=True, slots=True)
 class BaseLayout:
-    """linears: (in, out) of every linear but the head and the experts. biased: those with a bias. norms: sizes.
+    """The base's modules and their sizes."""
 
-    norm_offset: what is added to a norm's stored weight. attention_heads: (query heads, KV heads).
-    """
-
-    linears: Mapping[str, tuple[int, int]]
+    linears: Mapping[str, tuple[int, int]]  # (in, out) of every linear except the head and the experts
     vocab_size: int
     hidden_size: int
-    attention_heads: tuple[int, int]
-    tied: bool = False
-    biased: frozenset[str] = frozenset()
-    norms: Mapping[str, int] = field(default_factory=dict)
-    norm_offset: float = 0.0
+    attention_heads: tuple[int, int]  # (query heads, KV heads)
+    tied: bool = False  # the head is the embedding
+    biased: frozenset[str] = frozenset()  # linears with a bias
+    norms: Mapping[str, int] = field(default_factory=dict)  # size of each norm
+    norm_offset: float = 0.0  # added to a norm's stored weight
     experts: ExpertsLayout | None = None
-    is_text_part: bool = False
+    is_text_part: bool = False  # the checkpoint has a part for pictures too
 
     @classmethod
     def of(cls, config: ModelConfig) -> BaseLayout:
@@ -92,7 +88,7 @@ class BaseLayout:
         )
 
     def targetable(self, module: str) -> bool:
-        """Whether the base has such a module, which an adapter's tensors can be for."""
+        """Returns whether the base has this module and an adapter's tensors can be for it."""
         if module in self.linears or module in self.norms or module in TABLES:
             return True
         return self.experts is not None and self.experts.has(module)
@@ -101,11 +97,11 @@ class BaseLayout:
         return self.experts is not None and f"{module.removesuffix('.gate')}.experts" in self.experts.modules
 
     def engine_name(self, module: str) -> str:
-        """A module as the file calls it, without prefixes -> as it is called here."""
+        """Returns the name used here for a module that the file names, without prefixes."""
         return engine_name(module) if self.experts is not None and self.experts.is_mixtral else module
 
     def peft_names(self, module: str) -> tuple[str, ...]:
-        """As PEFT's patterns see it: by the newest transformers' name, then by any older one."""
+        """Returns the module's names in PEFT's patterns: the newest transformers' name, then any older ones."""
         if self.experts is not None and self.experts.is_mixtral and ".mlp." in module:
             return peft_name(module), peft_name(mixtral_name(module))
         if self.is_text_part:
@@ -130,5 +126,5 @@ def _experts(config: ModelConfig) -> ExpertsLayout | None:
 
 
 def peft_name(module: str) -> str:
-    """As PEFT's patterns see it."""
+    """Returns the module's name in PEFT's patterns."""
     return module if module == HEAD else f"model.{module}"

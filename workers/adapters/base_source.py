@@ -1,6 +1,6 @@
-"""Where kinds of adapters get the base's weights from that they are computed with, as DoRA's row norms are.
+"""Defines how kinds of adapters get the base's weights that they compute with, such as for DoRA's row norms.
 
-slots/base_weights.py has the sources.
+slots/base_weights.py has the implementations.
 """
 
 # D in features or hidden size · O out features · V vocabulary
@@ -14,17 +14,20 @@ from torch import Tensor
 
 
 class BaseWeights(Protocol):
-    """Whole tensors with the values that are served, in the base's dtype, wherever they lie; never to be changed.
+    """A source of the base's whole tensors, with the values that are served.
 
-    Modules are called as in BaseLayout. Any thread may ask.
+    Tensors have the base's dtype, lie on any device, and must never be changed. Modules are named as in BaseLayout.
+    Any thread may call the methods.
     """
 
     def weight(self, module: str) -> Tensor:
-        """[O, D] of a linear, [V, D] of embedding or head, [D] of a norm as stored."""
+        """Returns [O, D] for a linear, [V, D] for the embedding or the head, and [D] for a norm as stored."""
 
     def bias(self, module: str) -> Tensor:
-        """[O], of a linear that has one."""
+        """Returns [O], for a linear that has a bias."""
 
     def beside_the_steps(self) -> AbstractContextManager[None]:
-        """What is computed within disturbs no running step, and is done at its end. Not to be held for long: one load
-        at a time has it."""
+        """Returns a context in which computation disturbs no running step, and at whose end the computation is done.
+
+        Only one load at a time can hold it, so do not hold it for long.
+        """

@@ -1,7 +1,7 @@
 """Finds a tensor's largest magnitudes, and casts it, on the calling thread alone.
 
-torch would split both over its thread pool, whose threads are the engine's: beside a busy engine loop the two wait for
-each other, and a load takes ten times as long. numpy's reductions use one thread, without the GIL.
+torch would split both over its thread pool, which the engine uses. Beside a busy engine loop the two would wait for
+each other, and a load would take ten times as long. numpy's reductions use one thread and release the GIL.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Unsigned and signed integers of each size, and the bits that are not the sign.
+# For each size in bytes: the unsigned and the signed integer, and a mask of all bits but the sign.
 _INTEGERS = {
     2: (np.uint16, np.int16, 0x7FFF),
     4: (np.uint32, np.int32, 0x7FFFFFFF),
@@ -20,20 +20,21 @@ _INTEGERS = {
 }
 _CARRIERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 32_768  # elements; torch's own threshold for using its pool
-ROWS_AT_ONCE = 64  # numpy starts anew for every row of a few columns
+ROWS_AT_ONCE = 64  # reduced together, since numpy starts anew for every row of a few columns
 
 
 def max_magnitude(tensor: Tensor) -> Tensor:
-    """max |x| as a scalar of the tensor's dtype; NaN or infinity where the tensor has one. The tensor is not empty.
+    """Returns max |x| as a scalar of the tensor's dtype, or NaN or infinity if the tensor has one.
 
-    Among floats of one sign the order of the values is the order of the bits, and NaN and infinity have the largest.
-    As signed integers the positive floats are on top, as unsigned ones the negative floats.
+    The tensor must not be empty. Among floats of one sign, magnitudes have the order of their bits, and NaN and
+    infinity are the largest. Seen as signed integers, positive floats are on top. Seen as unsigned integers, negative
+    floats are.
     """
     return _magnitudes(tensor.contiguous(), None)
 
 
 def max_of_rows(matrix: Tensor) -> Tensor:
-    """max |x| of each row, as max_magnitude."""
+    """Returns max |x| of each row, as max_magnitude does."""
     return _magnitudes(matrix.contiguous(), 1)
 
 
@@ -53,7 +54,7 @@ def _magnitudes(tensor: Tensor, axis: int | None) -> Tensor:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix of that dtype with contiguous rows; the tensor itself where it already is one."""
+    """Returns the matrix in that dtype with contiguous rows. A tensor that already is so is returned itself."""
     source = tensor if tensor.stride(1) == 1 else tensor.contiguous()
     if source.dtype is dtype:
         return source

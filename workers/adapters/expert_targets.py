@@ -1,9 +1,11 @@
-"""LoRA on the experts of a mixture: which an adapter targets, checked by shape, and the form that they become.
+"""Checks LoRA on the experts of a mixture by shape, and builds its form. The file has one of two layouts:
 
-Two layouts. Up to transformers 4 each expert is three Linear layers, "mlp.experts.3.gate_proj", that target_modules
-names. From 5 on all experts of a layer are two parameters, gate_up_proj and down_proj, that target_parameters names:
-PEFT wraps their module once for each, in that order, so the tensors' names tell which is which by how deep they lie,
-"experts.base_layer.lora_A" or "experts.lora_A". There A is [E * r, in] by expert, and B [out, r * E] by rank.
+- Up to transformers 4, each expert is three Linear layers, such as "mlp.experts.3.gate_proj", which target_modules
+  names.
+- From transformers 5 on, all experts of a layer are two parameters, gate_up_proj and down_proj, which
+  target_parameters names. PEFT wraps their module once for each, in that order. The depth of a tensor's name
+  therefore tells which parameter it is for: "experts.base_layer.lora_A" or "experts.lora_A". A is [E * r, in] by
+  expert, and B is [out, r * E] by rank.
 """
 
 # E experts · R rank · D in features · O out features · G groups of outputs
@@ -40,10 +42,10 @@ _VARIANTS = {
 
 @dataclass(slots=True)
 class ExpertTargets:
-    """Of one layer. stacked: all experts at once, by parameter. single: expert by expert, by projection."""
+    """The targeted experts of one layer."""
 
-    stacked: dict[str, Target] = field(default_factory=dict)
-    single: dict[str, list[Target]] = field(default_factory=dict)
+    stacked: dict[str, Target] = field(default_factory=dict)  # by parameter, each for all experts
+    single: dict[str, list[Target]] = field(default_factory=dict)  # by projection, one for each expert
 
     def targets(self) -> Iterator[Target]:
         yield from self.stacked.values()
@@ -59,7 +61,10 @@ class ExpertTargets:
 def take_experts(
     helper: PEFTHelper, named: NamedTensors, infos: Mapping[str, TensorInfo], base: Base, max_rank: int
 ) -> dict[str, ExpertTargets]:
-    """By module, "layers.0.mlp.experts"; their tensors are no longer in `named`. Raises as AdapterParts.of does."""
+    """Returns the targeted experts by module, such as "layers.0.mlp.experts", and takes their tensors out of `named`.
+
+    Raises the errors of AdapterParts.of.
+    """
     layout = base.layout.experts
     if layout is None:
         return {}
@@ -98,7 +103,7 @@ def take_experts(
 
 
 def check_experts(experts: ExpertTargets) -> dict[str, int]:
-    """Ranks, by the names of the projections or parameters."""
+    """Checks the shapes, and returns the ranks by the names of the projections or parameters."""
     for target in experts.stacked.values():
         _check_stacked(target)
     for targets in experts.single.values():
@@ -109,7 +114,10 @@ def check_experts(experts: ExpertTargets) -> dict[str, int]:
 
 
 def _stacked_modules(helper: PEFTHelper, module: str) -> dict[str, str]:
-    """Parameter -> the module that PEFT's tensors of it are called by. The first that is wrapped lies deepest."""
+    """Returns the targeted parameters, each with the module that PEFT names its tensors after.
+
+    The parameter that is wrapped first lies deepest.
+    """
     targeted = [leaf for leaf in STACKED if helper.targets_parameter(peft_name(f"{module}.{leaf}"))]
     depth = len(targeted)
     return {leaf: module + ".base_layer" * (depth - 1 - i) for i, leaf in enumerate(targeted)}
@@ -121,10 +129,10 @@ def _stacked_shape(leaf: str, layout: ExpertsLayout) -> tuple[int, int]:
 
 
 def _single_modules(helper: PEFTHelper, module: str, base: Base, named: NamedTensors) -> dict[str, dict[str, str]]:
-    """Projection -> each expert's module, with its name in PEFT's patterns.
+    """Returns the targeted projections, each with its experts' modules and their names in PEFT's patterns.
 
-    Where none of them is in the file and the base's newest transformers class has no such modules, "all-linear" or
-    "gate_proj" did not mean them.
+    "all-linear" or "gate_proj" did not mean these modules if the file has none of them and the base's newest
+    transformers class does not have them either.
     """
     layout = base.layout.experts
     assert layout is not None
@@ -152,7 +160,7 @@ def _check_present(modules: Sequence[str], named: NamedTensors) -> None:
 
 
 def check_variant(helper: PEFTHelper) -> None:
-    """Raises for what PEFT cannot do on parameters, and is not served on experts of either layout."""
+    """Raises AdapterUnsupported for variants that PEFT cannot use on parameters; no experts are served with them."""
     variant = next((name for key, name in _VARIANTS.items() if helper.is_set(key)), None)
     if variant is None and helper.has_object(KASA):
         variant = "KaSA"
@@ -188,7 +196,10 @@ def _unstacked(target: Target | None) -> StackedLowRank | None:
 
 
 def _joined(single: Mapping[str, list[Target]], leaves: tuple[str, ...]) -> StackedLowRank | None:
-    """One group a projection. What is not targeted, or has a smaller rank than others, is filled up with zeros."""
+    """Returns the experts' pairs as one stack, with one group per projection.
+
+    Zeros fill up experts that are not targeted and ranks that are smaller than others.
+    """
     groups = [(g, target) for g, leaf in enumerate(leaves) for target in single.get(leaf, ())]
     if not groups:
         return None

@@ -1,8 +1,8 @@
-"""What an adapter does to its base, in the few forms that the engine serves. Every kind of adapter is turned into these
-(workers/lora/kinds/); behind them nobody asks of which kind it was.
+"""Defines the few forms in which the engine serves an adapter's changes of its base.
 
-All values are whole (not one rank's part), on the CPU, and as exact as the files allow: matrices in the dtype in which
-they were stored, or float32 where they were computed. lora_model.py casts them and takes a rank's part.
+workers/adapters/kinds/ turns every kind of adapter into these forms, and later code does not depend on the kind. All
+values are whole (not one tensor-parallel rank's part), on the CPU, and as exact as the files allow. Matrices have the
+dtype in which they were stored, or float32 if they were computed. lora_model.py casts them and takes a rank's part.
 """
 
 # R LoRA rank · D in features · O out features · V vocabulary · N rows · E experts · G groups of outputs
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Adds scaling * B A. scaling is kept apart, since multiplying it in would round B."""
+    """Adds scaling * B A to a weight. The scaling is stored separately, since multiplying it in would round B."""
 
     a_RD: Tensor
     b_OR: Tensor
@@ -30,8 +30,10 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Kronecker:
-    """Adds scaling * (w1 (x) w2): output o1 * O2 + o2 reads input d1 * D2 + d2. Too high a rank for A and B, but few
-    bytes."""
+    """Adds scaling * (w1 (x) w2) to a weight, where output o1 * O2 + o2 reads input d1 * D2 + d2.
+
+    Its rank is too high for A and B, but it takes few bytes.
+    """
 
     w1: Tensor  # [O1, D1]
     w2: Tensor  # [O2, D2]
@@ -40,26 +42,27 @@ class Kronecker:
 
 @dataclass(frozen=True, slots=True)
 class LinearForm:
-    """One projection with its adapter: y = out_scale * ((W + dW) x) + bias, where dW is low_rank or kronecker.
+    """A projection with its adapter computes y = out_scale * ((W + dW) x) + bias, where dW is low_rank or kronecker.
 
-    out_scale_O: float32, None is 1. bias_O: float32, in the place of the base's own bias; None: the base's bias, which
-    out_scale does not scale. So DoRA has out_scale alone, and IA3, which scales the base's bias too, both.
+    DoRA has out_scale alone. IA3 scales the base's bias too, so it has both out_scale and bias.
     """
 
     low_rank: LowRank | None = None
     kronecker: Kronecker | None = None
-    out_scale_O: Tensor | None = None
-    bias_O: Tensor | None = None
+    out_scale_O: Tensor | None = None  # float32; None means 1
+    bias_O: Tensor | None = None  # float32, replaces the base's bias; None: the base's bias, not scaled
 
 
 @dataclass(frozen=True, slots=True)
 class StackedLowRank:
-    """Of all experts of a layer. Their outputs are G equal groups, each of which has A of its own: expert e adds
-    scaling_EG[e, g] * (g-th part of b_EOR[e]) a_EGRD[e, g] to group g. scaling_EG: float32."""
+    """The low-rank changes of all experts of a layer. Their outputs are G equal groups, each with an A of its own.
+
+    Expert e adds scaling_EG[e, g] * (g-th part of b_EOR[e]) a_EGRD[e, g] to group g.
+    """
 
     a_EGRD: Tensor
     b_EOR: Tensor
-    scaling_EG: Tensor
+    scaling_EG: Tensor  # float32
 
     @property
     def rank(self) -> int:
@@ -68,9 +71,9 @@ class StackedLowRank:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsForm:
-    """A mixture of experts. gate_up: outputs are gate_proj's, then up_proj's; they may share A (G = 1) or not."""
+    """The changes of one mixture of experts."""
 
-    gate_up: StackedLowRank | None = None
+    gate_up: StackedLowRank | None = None  # outputs: gate_proj's, then up_proj's; they share A if G = 1
     down: StackedLowRank | None = None
 
     @property
@@ -80,7 +83,7 @@ class ExpertsForm:
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Rows of a table of the vocabulary that the adapter has in the place of the base's."""
+    """Rows of an embedding or head that replace the base's."""
 
     token_N: Tensor  # int64, ascending, distinct
     row_ND: Tensor
@@ -88,29 +91,26 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True)
 class VocabForm:
-    """The embedding or the head. table_VD replaces the base's, and may have more or fewer rows; rows replaces some of
-    its rows; low_rank is added to what is there then: of an embedding A is [R, V] and B [D, R], of a head A is [R, D]
-    and B [V, R]. bias_V: of a head, float32."""
+    """The changes of the embedding or the head. low_rank is added after table_VD and rows have replaced values."""
 
-    low_rank: LowRank | None = None
-    table_VD: Tensor | None = None
-    rows: TokenRows | None = None
-    bias_V: Tensor | None = None
+    low_rank: LowRank | None = None  # embedding: A is [R, V] and B [D, R]; head: A is [R, D] and B [V, R]
+    table_VD: Tensor | None = None  # replaces the base's table; may have more or fewer rows
+    rows: TokenRows | None = None  # replaces some rows of the table
+    bias_V: Tensor | None = None  # float32, of the head only
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterForms:
-    """Modules are called as in the base without "model.": linears "layers.0.self_attn.q_proj", norms
-    "layers.0.input_layernorm", "layers.0.self_attn.q_norm" or "norm", with their replaced weights [D], experts
-    "layers.0.mlp.experts".
+    """All changes that one adapter makes. Modules are named as in the base, without "model.".
 
-    Where the base ties embedding and head, each form says for itself what changes: a form for one of them unties them.
-    invocation_tokens: of an activated LoRA (aLoRA), which works from the last place on where the prompt has them.
+    Embedding and head have separate forms. If the base ties the two, a form for only one of them unties them.
     """
 
-    linears: Mapping[str, LinearForm] = field(default_factory=dict)
+    linears: Mapping[str, LinearForm] = field(default_factory=dict)  # such as "layers.0.self_attn.q_proj"
     embedding: VocabForm | None = None
     head: VocabForm | None = None
+    # Weights [D] that replace those of "layers.0.input_layernorm", "layers.0.self_attn.q_norm" or "norm".
     norms: Mapping[str, Tensor] = field(default_factory=dict)
-    experts: Mapping[str, ExpertsForm] = field(default_factory=dict)
+    experts: Mapping[str, ExpertsForm] = field(default_factory=dict)  # such as "layers.0.mlp.experts"
+    # An activated LoRA (aLoRA) acts from the last occurrence of these tokens in the prompt on.
     invocation_tokens: tuple[int, ...] = ()

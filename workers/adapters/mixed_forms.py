@@ -1,6 +1,6 @@
-"""Several plain LoRAs as one: their ranks side by side.
+"""Mixes several plain LoRAs into one whose ranks lie side by side.
 
-What a mix adds is the sum of weight_i * scaling_i * B_i A_i, as in PEFT's add_weighted_adapter(combination_type="cat").
+The mix adds the sum of weight_i * scaling_i * B_i A_i, as PEFT's add_weighted_adapter(combination_type="cat") does.
 """
 
 # R LoRA rank · D in features · O out features
@@ -17,8 +17,11 @@ from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, LowRank
 
 
 def mix(parts: Sequence[tuple[LoRAPart, AdapterForms]], max_rank: int) -> AdapterForms:
-    """One adapter's forms of several's. Raises AdapterUnsupported naming a part that is more than plain LoRA, and
-    RankTooLarge where the sum of the ranks on one module is over max_rank."""
+    """Returns the forms of one adapter that mixes several.
+
+    Raises AdapterUnsupported naming a part that is more than plain LoRA, and RankTooLarge if the sum of the ranks on
+    one module is over max_rank.
+    """
     for part, forms in parts:
         _check_plain(part.lora.lora_name, forms)
     modules = dict.fromkeys(module for _, forms in parts for module in forms.linears)
@@ -55,7 +58,7 @@ def _stacked(module: str, parts: Sequence[tuple[LoRAPart, AdapterForms]], max_ra
             f"the mix has rank {ranks} = {rank} on {module}; this server allows lora.max_lora_rank={max_rank}. "
             f"Raise lora.max_lora_rank to {rank} and restart, or mix adapters of smaller ranks."
         )
-    # B takes the weights: it is scaled in float32 and rounded once, to the serving dtype.
+    # The weights go into B, which is scaled in float32 and rounded once, to the serving dtype.
     a_RD = torch.cat([low_rank.a_RD.float() for _, low_rank in present])
     b_OR = torch.cat([low_rank.b_OR.float() * (part.weight * low_rank.scaling) for part, low_rank in present], dim=1)
     return LowRank(a_RD, b_OR)

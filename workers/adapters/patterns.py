@@ -1,8 +1,8 @@
-"""Matches module names by the rules that PEFT uses, with patterns that strangers wrote.
+"""Matches module names by the rules that PEFT uses, with patterns from untrusted files.
 
-PEFT hands the strings of adapter_config.json to `re`, which can be made to run for years while it holds the GIL. Here a
-plain name never meets a regex engine, and a real regular expression is held to a subset on which `re` and the `regex`
-package agree, and runs in the latter within a budget of time, without the GIL.
+PEFT passes the strings of adapter_config.json to `re`, which can be made to run for years while it holds the GIL.
+Here a plain name never reaches a regex engine. A real regular expression must belong to a subset on which `re` and
+the `regex` package agree. It runs in `regex`, within a time budget and without the GIL.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 
 MAX_PATTERN_CHARS = 16_384  # a list of every module of a large model, joined by "|", still fits
-TOTAL_MATCH_S = 0.25  # for all patterns and modules of one adapter, compiling included
+TOTAL_MATCH_S = 0.25  # for all patterns and modules of one adapter, including compilation
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]*")
-# What module-name patterns are made of. Left out: flags (ranges under (?i) take seconds to compile), \x and \u escapes,
-# nested sets, and `{` that opens no repeat (the `regex` package reads fuzzy matching there).
+# The syntax that patterns of module names may use. It excludes flags (ranges under (?i) take seconds to compile),
+# \x and \u escapes, nested sets, and `{` that opens no repeat (the `regex` package reads fuzzy matching there).
 _SUBSET = re.compile(
     r"""(?:
         \\[dDwWsSbBAZ0-9] | \\[^A-Za-z0-9]
@@ -37,14 +37,14 @@ _SUBSET = re.compile(
 
 
 class Budget:
-    """The processor time that one adapter's patterns may take together: a busy machine makes no pattern worse."""
+    """The processor time that one adapter's patterns may take together. A busy machine does not use it up faster."""
 
     def __init__(self, total_s: float = TOTAL_MATCH_S) -> None:
         self.left_s = total_s
 
     @contextmanager
     def spend(self) -> Iterator[None]:
-        """What this thread computes within the block."""
+        """Subtracts the processor time that this thread uses within the block."""
         start = time.thread_time()
         try:
             yield
@@ -53,7 +53,7 @@ class Budget:
 
 
 class Pattern:
-    """One regular expression from an adapter's config. `field` is where it stood, for messages."""
+    """One regular expression from an adapter's config. `field` is the key that holds it, for messages."""
 
     def __init__(self, text: str, field: str) -> None:
         self.text = text
@@ -69,13 +69,13 @@ class Pattern:
             )
 
     def fullmatch(self, module: str, budget: Budget) -> bool:
-        """PEFT's rule for target_modules and exclude_modules given as one string."""
+        """Applies PEFT's rule for target_modules and exclude_modules given as one string."""
         if self.is_plain:
             return _equal_but_for_dots(self.text, module)
         return self._match(rf"(?:{self.text})\Z", module, budget) is not None
 
     def matches_ending(self, module: str, budget: Budget) -> bool:
-        """PEFT's rule for rank_pattern and alpha_pattern: re.match(r"(.*\\.)?(key)$", module)."""
+        """Applies PEFT's rule for rank_pattern and alpha_pattern: re.match(r"(.*\\.)?(key)$", module)."""
         if not self.is_plain:
             return self._match(rf"(.*\.)?({self.text})$", module, budget) is not None
         start = len(module) - len(self.text)
@@ -84,13 +84,16 @@ class Pattern:
         return _equal_but_for_dots(self.text, module[start:])
 
     def layer_index(self, module: str, budget: Budget) -> int | None:
-        """PEFT's rule for layers_pattern: the first number that follows it as a path segment."""
+        """Returns the layer number by PEFT's rule for layers_pattern, or None.
+
+        It is the first number that follows the pattern as a path segment.
+        """
         match = self._match(rf"(?:^|.*?\.){self.text}\.(?P<idx>\d+)\.", module, budget)
         return None if match is None else int(match["idx"])
 
     def _match(self, text: str, module: str, budget: Budget) -> regex.Match[str] | None:
         while budget.left_s > 0:
-            # The package's own clock counts what other threads compute too: it only says when to look at the budget.
+            # The package's timeout counts the time of other threads too, so it only says when to check the budget.
             with contextlib.suppress(TimeoutError), budget.spend():
                 try:
                     return self._compiled(text).match(module, timeout=budget.left_s, concurrent=True)
@@ -102,10 +105,10 @@ class Pattern:
         )
 
     def _compiled(self, text: str) -> regex.Pattern[str]:
-        """`text` is self.text within one of PEFT's rules; a pattern is only ever used in one of them."""
+        """Compiles `text`, which is self.text within one of PEFT's rules. A pattern is used in only one of them."""
         if self._kept is None or self._kept[0] != text:
             try:
-                re.compile(self.text)  # PEFT would fail on it too; `regex` alone accepts more
+                re.compile(self.text)  # PEFT would fail on it too; `regex` accepts more
                 self._kept = (text, regex.compile(text, cache_pattern=False))
             except (re.error, regex.error, RecursionError, OverflowError):
                 raise AdapterMalformed(f"{self.field} has {shown(self.text)}, no regular expression.") from None
@@ -113,7 +116,7 @@ class Pattern:
 
 
 class NameList:
-    """PEFT's rule for lists of names: the module itself, or its last path segments."""
+    """A list of names that match the module itself or its last path segments, as PEFT's lists do."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = frozenset(names)
@@ -127,7 +130,7 @@ class NameList:
 
 
 def _equal_but_for_dots(pattern: str, module: str) -> bool:
-    """A plain pattern is a regular expression too: its dots match any character."""
+    """Returns whether the plain pattern matches. It is a regular expression too, so its dots match any character."""
     if pattern == module:
         return True
     if len(pattern) != len(module):

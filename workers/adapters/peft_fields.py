@@ -1,8 +1,8 @@
-"""Sorts the keys of adapter_config.json by PEFT method: used, harmless, or a feature that is refused when it is set.
+"""Sorts the keys of adapter_config.json by PEFT method: used, harmless, or a feature that is rejected when it is set.
 
-Knows every field that PEFT 0.21 writes for a method that is served, and those that older versions wrote. A key that is
-in none of the tables may change the mathematics, so it is refused too, unless it is unset. The values of the used ones
-are peft_helper.py's and those of kinds/.
+The tables have every field that PEFT 0.21 writes for a served method, and those that older versions wrote. A key in
+none of the tables may change the mathematics, so it is rejected too, unless it is unset. peft_helper.py and kinds/
+read the values of the used keys.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from lorafleet.protocol.strict_json import shown
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Of one method. alpha: its key for LoRA's alpha, where it has one. default_rank, default_alpha: PEFT's."""
+    """The keys of one method's config."""
 
     used: frozenset[str]
     harmless: frozenset[str] = frozenset()
-    features: Mapping[str, str] = field(default_factory=dict)
-    alpha: str = ""
-    default_rank: int = 8
-    default_alpha: float = 8.0
+    features: Mapping[str, str] = field(default_factory=dict)  # key to the name of a feature that is not served
+    alpha: str = ""  # key of LoRA's alpha, if the method has one
+    default_rank: int = 8  # PEFT's
+    default_alpha: float = 8.0  # PEFT's
 
     def __post_init__(self) -> None:
         assert not self.used & self.harmless and not (self.used | self.harmless) & self.features.keys()
@@ -39,13 +39,13 @@ def _fields(used: str, harmless: str = "", layers: bool = True, **more: object) 
     return Fields(wanted, _ANY_HARMLESS | frozenset(harmless.split()), **more)  # type: ignore[arg-type]  # Fields' own
 
 
-# Of LoRA and of AdaLoRA, whose config inherits all of LoRA's.
+# For LoRA, and for AdaLoRA, whose config inherits all of LoRA's keys.
 _LORA_HARMLESS = (
-    "corda_config eva_config loftq_config lora_ga_config "  # init_lora_weights says which is in force
+    "corda_config eva_config loftq_config lora_ga_config "  # init_lora_weights says which one applies
     "fan_in_fan_out "  # PEFT resets it on Linear layers
     "lora_dropout megatron_config megatron_core runtime_config "
-    "merge_weights "  # 2023
-    "qalora_group_size"  # of use_qalora
+    "merge_weights "  # written in 2023
+    "qalora_group_size"  # used only with use_qalora
 )
 _LORA_FEATURES = {
     "arrow_config": "Arrow routing between adapters",
@@ -76,7 +76,7 @@ FIELDS: Mapping[str, Fields] = {
     "LORA": _fields(
         "alora_invocation_tokens alpha_pattern bias ensure_weight_tying exclude_modules init_lora_weights kasa_config "
         "lora_alpha lora_bias r rank_pattern target_parameters trainable_token_indices use_bdlora use_dora use_rslora "
-        "velora_config",  # another backward pass, and a tensor for that; the forward one is plain
+        "velora_config",  # changes only the backward pass, which has a tensor of its own
         _LORA_HARMLESS,
         features=_LORA_FEATURES,
         alpha="lora_alpha",
@@ -94,7 +94,7 @@ FIELDS: Mapping[str, Fields] = {
     ),
     "LOKR": _fields(
         "alpha alpha_pattern exclude_modules r rank_pattern",
-        # The last two say how large w1 and w2 were made, as their shapes do.
+        # The last two determined the sizes of w1 and w2, which their shapes show.
         "init_weights module_dropout rank_dropout rank_dropout_scale use_effective_conv2d decompose_both "
         "decompose_factor",
         alpha="alpha",
@@ -114,7 +114,7 @@ FIELDS: Mapping[str, Fields] = {
     "MISS": _fields("bias exclude_modules init_weights mini_r r", "miss_dropout", default_rank=64),
     "DELORA": _fields(
         "bias exclude_modules r rank_pattern",
-        "delora_lambda init_weights lambda_pattern module_dropout",  # lambda is a tensor of the file
+        "delora_lambda init_weights lambda_pattern module_dropout",  # lambda is a tensor in the file
     ),
     "GRALORA": _fields(
         "alpha bias gralora_k hybrid_r r",
@@ -173,8 +173,7 @@ _TASKS_WITH_A_HEAD = frozenset({"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"})
 
 
 def check_fields(config: Mapping[str, object]) -> str:
-    """The PEFT method. Raises AdapterUnsupported, naming the feature, for the first key that asks for what is not
-    served."""
+    """Returns the PEFT method. Raises AdapterUnsupported, naming the feature, for the first unserved key."""
     method = _method(config)
     fields = FIELDS[method]
     for key, value in config.items():
@@ -192,7 +191,7 @@ def check_fields(config: Mapping[str, object]) -> str:
 
 
 def is_known(method: object, key: str) -> bool:
-    """Whether PEFT 0.21's config of the method has such a field, or an older one had."""
+    """Returns whether the method's config has such a field in PEFT 0.21, or had it in an older version."""
     fields = FIELDS.get(method) if isinstance(method, str) else None
     return fields is not None and (key in fields.used or key in fields.harmless or key in fields.features)
 

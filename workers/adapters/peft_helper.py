@@ -1,8 +1,8 @@
-"""What adapter_config.json says that all PEFT methods share: which modules an adapter targets, which it brings whole,
-and each one's rank and alpha.
+"""Reads the keys of adapter_config.json that all PEFT methods share.
 
-Owns the checks of the values used; peft_fields.py decides which keys are served at all, kinds/ reads a method's own.
-Knows nothing of tensors. Module names here are PEFT's: "model.layers.0.self_attn.q_proj".
+They say which modules an adapter targets, which it brings whole, and the rank and alpha of each. This module checks
+the values that are used. peft_fields.py decides which keys are served at all, and kinds/ reads a method's own keys.
+Nothing here knows about tensors. Module names are PEFT's: "model.layers.0.self_attn.q_proj".
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from lorafleet.protocol.strict_json import read_json_object, shown
 from lorafleet.workers.adapters.patterns import Budget, NameList, Pattern
 from lorafleet.workers.adapters.peft_fields import FIELDS, check_fields, is_unset
 
-# PEFT's where target_modules is null: of the families served here one has the third, the others the first two.
+# PEFT's targets if target_modules is null. One family served here has the third, the others have the first two.
 DEFAULT_TARGETS = ("q_proj", "v_proj", "qkv_proj")
-MAX_ENTRIES = 16_384  # of a list or a pattern table; a 126-layer model has 882 linears
+MAX_ENTRIES = 16_384  # in a list or a pattern table; a 126-layer model has 882 linears
 
 MAX_SAVED = 1024  # modules_to_save; a 126-layer model has 253 norms
 
 _LORA_TARGETS = frozenset({"LORA", "ADALORA", "LOHA", "LOKR", "VERA", "VBLORA", "HRA", "MISS", "DELORA", "GRALORA"})
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
-# PEFT's layer number where layers_pattern is not given. Linear in the name, and ours, so it costs next to nothing.
+# Finds PEFT's layer number if layers_pattern is not given. It is our own, takes linear time and costs next to nothing.
 _ANY_LAYERS = Pattern("[^.]*", "layers_pattern")
 
 
 @dataclass(frozen=True, slots=True)
 class PEFTHelper:
-    """The checked config. Build it by from_bytes or from_dict. fields: its keys as written, for kinds/."""
+    """The checked config of one adapter. Build it with from_bytes or from_dict."""
 
     method: str  # PEFT's peft_type
-    fields: Mapping[str, object]
+    fields: Mapping[str, object]  # the keys as written, for kinds/
     r: int
     alpha: float
     use_rslora: bool
@@ -101,11 +101,11 @@ class PEFTHelper:
         return not is_unset(self.fields.get(name))
 
     def has_object(self, name: str) -> bool:
-        """Of a nested config: an empty one counts, since PEFT fills it with defaults."""
+        """Returns whether the key holds a nested config. An empty one counts, since PEFT fills it with defaults."""
         return isinstance(self.fields.get(name), dict)
 
     def pattern(self, name: str) -> Pattern:
-        """Of a key that holds one string."""
+        """Returns the pattern of a key that holds one string."""
         return Pattern(str(self.fields[name]), name)
 
     def names(self, name: str) -> tuple[str, ...]:
@@ -121,27 +121,32 @@ class PEFTHelper:
         return next(found, self.alpha)
 
     def scaling_of(self, module: str, rank: int) -> float:
-        """rank: rank_of(module), which the caller has."""
+        """Returns the factor of B A. `rank` is rank_of(module), which the caller already has."""
         return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_parameter(self, parameter: str) -> bool:
-        """Whether PEFT would put LoRA on a parameter as such, "model.layers.0.mlp.experts.down_proj" (its
-        target_parameters): the names are no patterns, and nothing excludes."""
+        """Returns whether PEFT would put LoRA on a parameter itself, such as "model.layers.0.mlp.experts.down_proj".
+
+        The names in target_parameters are not patterns, and no key excludes any of them.
+        """
         return self.target_parameters.has_ending(parameter)
 
     def saves(self, module: str) -> bool:
-        """Whether the adapter brings this module whole: PEFT's rule is the end of the name, wherever it begins."""
+        """Returns whether the adapter brings this module whole. PEFT compares name endings, even within a segment."""
         return module.endswith(self.modules_to_save) if self.modules_to_save else False
 
     def targets(self, module: str, *, is_linear: bool = True) -> bool:
-        """Whether PEFT would put LoRA on this module. is_linear: one that "all-linear" means, so not the head."""
+        """Returns whether PEFT would put LoRA on this module.
+
+        `is_linear` says whether "all-linear" includes the module, which is false for the head.
+        """
         if self._excludes(module):
             return False
         if self.all_linear:
             return is_linear
         if isinstance(self.target_modules, Pattern):
             return self.target_modules.fullmatch(module, self.budget)
-        if self.target_modules.has(module):  # the full name counts whatever layers_to_transform says
+        if self.target_modules.has(module):  # a full name matches whatever layers_to_transform says
             return True
         return self.target_modules.has_ending(module) and self._is_chosen_layer(module)
 
@@ -162,7 +167,7 @@ class PEFTHelper:
         return False
 
     def _check_layer_choice(self) -> None:
-        """PEFT refuses both when the adapter is made, so a file that says so was made by something else."""
+        """Raises AdapterMalformed for choices that PEFT itself rejects when an adapter is made."""
         chooses_layers = self.layers_to_transform is not None
         if chooses_layers and (self.all_linear or isinstance(self.target_modules, Pattern)):
             raise AdapterMalformed("layers_to_transform is set, but target_modules is not a list of names.")
@@ -234,7 +239,10 @@ def _layers_pattern(value: object) -> tuple[Pattern, ...]:
 
 
 def _saved(value: object) -> tuple[str, ...]:
-    """PEFT reads these as endings of names and, for targets, as regular expressions, so only plain names are clear."""
+    """Returns the names in modules_to_save, which must be plain names to be unambiguous.
+
+    PEFT reads them as endings of names and, for targets, as regular expressions.
+    """
     if value is None:
         return ()
     names = _names(value, "modules_to_save")
@@ -255,7 +263,7 @@ def _bias(value: object) -> str:
 
 
 def _segment_runs(module: str) -> frozenset[str]:
-    """ "a.b.c": a, b, c, a.b, b.c, a.b.c."""
+    """Returns all runs of path segments. For "a.b.c" they are a, b, c, a.b, b.c and a.b.c."""
     parts = module.split(".")
     return frozenset(".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
 

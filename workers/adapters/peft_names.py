@@ -1,8 +1,8 @@
 """Maps PEFT's tensor names to (module, leaf), and names the feature behind a tensor that has no place.
 
-A module is called as in BaseLayout: "layers.0.self_attn.q_proj"; a leaf is the rest as PEFT 0.21 writes it:
-"lora_A.weight". Prefixes that tools are known to drop, double or insert are understood; two names for one tensor, and
-any name that is not understood, are errors.
+A module is named as in BaseLayout, such as "layers.0.self_attn.q_proj". A leaf is the rest as PEFT 0.21 writes it,
+such as "lora_A.weight". Prefixes that tools are known to drop, double or insert are accepted. Two names for one
+tensor, and any name that is not understood, are errors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lorafleet.workers.bases.text_part import is_of_pictures
 
 MAX_NAME_CHARS = 1024  # PEFT's are about 80
 
-# What an adapter of any kind may have beside its kind's own tensors.
-SAVED = "weight"  # of modules_to_save, or of a base whose embeddings were saved with it
+# Leaves that an adapter of any kind may have beside its kind's own.
+SAVED = "weight"  # from modules_to_save, or from the base when its embeddings were saved too
 SAVED_BIAS = "bias"
 BASE_COPY = "base_layer.weight"
 BASE_BIAS = "base_layer.bias"
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
 TOKEN_BASE = "token_adapter.base_layer.weight"
-# Of a resized vocabulary with modules_to_save PEFT writes SAVED, the same again, and what the base had there.
+# For a resized vocabulary with modules_to_save, PEFT writes SAVED, the same again, and the base's own tensor.
 SAVED_TWICE = "modules_to_save.weight"
 SAVED_ORIGINAL = "original_module.weight"
 _OF_ANY_KIND = (
@@ -34,13 +34,13 @@ _OF_ANY_KIND = (
     *(SAVED_TWICE, SAVED_ORIGINAL, SAVED, SAVED_BIAS),
 )
 
-# As PEFT's own model calls it within; both load.
+# Names inside PEFT's own model. Files with either name load.
 _ALIASES = {"lora_magnitude_vector.weight": "lora_magnitude_vector"}
 
-# "base_model.model." once is normal; "language_model." is a multimodal checkpoint's name for the same decoder.
+# A single "base_model.model." is normal. "language_model." is a multimodal checkpoint's name for the same decoder.
 _PREFIX = re.compile(r"(?:base_model\.model\.|model\.|language_model\.)*+")
 
-# What a tensor of no known leaf gives away, tried in this order.
+# The features that unknown leaves point to, tried in this order.
 _FEATURES = (
     (re.compile(r"lora_magnitude_vector"), "DoRA"),
     (re.compile(r"lora_embedding_[AB]"), "LoRA on the embedding"),
@@ -61,17 +61,19 @@ _FEATURES = (
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """The file's names, by module and leaf; shared: of tensors that belong to no module, by leaf."""
+    """The file's tensor names, sorted by the modules that they belong to."""
 
-    by_module: dict[str, dict[str, str]] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)
+    by_module: dict[str, dict[str, str]] = field(default_factory=dict)  # by module, then by leaf
+    shared: dict[str, str] = field(default_factory=dict)  # by leaf, tensors that belong to no module
 
 
 def name_tensors(
     names: Iterable[str], leaves: tuple[str, ...], shared: tuple[str, ...], label: str, layout: BaseLayout, base: str
 ) -> NamedTensors:
-    """Every tensor of the file. leaves, shared, label: the kind's. base: what messages call the base. Raises for the
-    first that cannot be served."""
+    """Returns all tensors of the file, sorted. Raises an AdapterError for the first that cannot be served.
+
+    `leaves`, `shared` and `label` are the kind's. `base` names the base in messages.
+    """
     aliases = [alias for alias, leaf in _ALIASES.items() if leaf in leaves]
     pattern = _leaf_pattern((*leaves, *aliases, *_OF_ANY_KIND))
     named = NamedTensors()
@@ -97,13 +99,16 @@ def name_tensors(
 
 
 def engine_name(module: str) -> str:
-    """A module as the file's names begin with it -> as BaseLayout calls it."""
+    """Removes the prefixes that the file puts before a module's name."""
     match = _PREFIX.match(module)
     return module if match is None else module[match.end() :]
 
 
 def _leaf_pattern(leaves: Iterable[str]) -> re.Pattern[str]:
-    """PEFT leaves out its adapter's name; tools that save a state dict themselves leave "default" in."""
+    """Returns a pattern that splits a tensor's name into module and leaf.
+
+    PEFT omits its adapter's name from the leaf. Tools that save a state dict themselves leave "default" in.
+    """
     parts = []
     for leaf in leaves:
         head, dot, rest = leaf.partition(".")

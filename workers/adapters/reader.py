@@ -1,8 +1,8 @@
-"""Reads one adapter's files and checks them against the base: its serving form whole, or an error that names the cause.
+"""Reads one adapter's files, checks them against the base, and returns its forms. Errors name their cause.
 
-Composes the readers: adapter_files.py opens, peft_helper.py reads the config, weight_files.py the tensors,
-adapter_parts.py sorts them and kinds/ makes forms of them. Knows nothing of slots or tiers: lora_model.py takes it from
-here.
+It combines the other readers: adapter_files.py opens the files, peft_helper.py reads the config, weight_files.py
+reads the tensors, adapter_parts.py sorts them, and kinds/ turns them into forms. It knows nothing of slots or tiers:
+lora_model.py takes the result.
 """
 
 # R rank · D in features · O out features
@@ -41,13 +41,12 @@ from lorafleet.workers.adapters.yield_gil import giving_way
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """digest: sha256 (hex) of config, weights and language. read_s: what reading the values took, with the digest.
-    language: of the files of a tokenizer or chat template beside them, its language_digest."""
+    """An adapter that was read and has passed all checks."""
 
     forms: AdapterForms
-    digest: str
-    read_s: float
-    language: str = ""
+    digest: str  # sha256 (hex) of config, weights and language
+    read_s: float  # seconds spent reading and hashing the values
+    language: str = ""  # language_digest of its tokenizer and chat template files
 
 
 def read_adapter(
@@ -59,11 +58,14 @@ def read_adapter(
     name: str,
     expected_digest: str = "",
 ) -> ReadAdapter:
-    """Reads and checks the adapter in the folder `path`.
+    """Reads and checks the adapter in the folder `path`. Raises an AdapterError, and never returns half an adapter.
 
-    base: what it is served on. dtype: the serving dtype, which must hold its values. name: for messages.
-    expected_digest: where it is given, other bytes than those are AdapterChanged.
-    Raises an AdapterError, never half an adapter.
+    Args:
+        base: the base that serves the adapter.
+        max_rank: the largest rank that is served.
+        dtype: the serving dtype, which must hold the adapter's values.
+        name: the adapter's name, for messages.
+        expected_digest: if given, files with another digest raise AdapterChanged.
     """
     with _about(name):
         folder = AdapterFolder.at(path)
@@ -87,13 +89,13 @@ def read_adapter(
 
 
 def _range_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype whose largest number bounds what can be served: of FP8 weights the scales'."""
+    """Returns the dtype whose largest number bounds the values. For FP8 weights it is the dtype of the scales."""
     return torch.float32 if dtype == FP8 else dtype
 
 
 @contextmanager
 def _about(name: str) -> Iterator[None]:
-    """Begins each message with the adapter it is about."""
+    """Begins each error message with the adapter's name."""
     try:
         yield
     except RankTooLarge:
@@ -122,7 +124,7 @@ def _check_digest(digest: str, expected: str) -> None:
 
 
 def _check_values(loaded: LoadedTensors, dtype: torch.dtype) -> None:
-    """Finite in the serving dtype. Rounding keeps the order, so the largest value decides for all."""
+    """Checks that the values are finite in the serving dtype. The largest decides, since rounding preserves order."""
     dtype = _range_of(dtype)
     if loaded.all_values is not None and max_magnitude(loaded.all_values).to(dtype).isfinite():
         return
@@ -141,7 +143,7 @@ def _check_values(loaded: LoadedTensors, dtype: torch.dtype) -> None:
 
 
 def _check_forms(forms: AdapterForms, loaded: LoadedTensors, dtype: torch.dtype) -> None:
-    """What was computed must fit the serving dtype too; what is as it was read has been checked."""
+    """Checks that computed values fit the serving dtype too. Values left as they were read are checked already."""
     read = {id(tensor) for tensor in loaded.by_name.values()}
     limit = torch.finfo(_range_of(dtype)).max
     for module, experts in forms.experts.items():

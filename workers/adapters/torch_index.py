@@ -1,6 +1,8 @@
-"""Reads what torch.save wrote of a dict of tensors, without running it: the pickle of a torch file is a program, and
-torch's own reader of untrusted ones (weights_only) still builds what it asks for, however large, and hashes whatever it
-names as a key. Here a pickle can say names, numbers and where tensors lie, and nothing comes of anything else.
+"""Reads the index that torch.save wrote for a dict of tensors, without running it.
+
+The pickle of a torch file is a program. torch's own reader for untrusted files (weights_only) still builds whatever
+it asks for, however large, and hashes whatever it names as a key. Here a pickle can only state names, numbers and the
+places of tensors, and nothing else has an effect.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from lorafleet.protocol.errors import AdapterError, AdapterMalformed, AdapterUns
 from lorafleet.protocol.strict_json import shown
 from lorafleet.workers.adapters.yield_gil import giving_way
 
-MAX_STEPS = 400_000  # of the pickle, half a second; a tensor takes about thirty
+MAX_STEPS = 400_000  # in the pickle, about half a second; a tensor takes about 30
 
 STORAGES: Mapping[str, torch.dtype] = {
     "BFloat16Storage": torch.bfloat16,
@@ -34,19 +36,21 @@ STORAGES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """record: the archive's, under data/. offset, stride: in values."""
+    """The place of a tensor's values in the archive."""
 
-    record: str
+    record: str  # name in the archive, under data/
     dtype: torch.dtype
-    num_values: int  # of the record
-    offset: int
+    num_values: int  # in the record
+    offset: int  # in values
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # in values
 
 
 def read_index(pickled: bytes, name: str) -> dict[str, StoredTensor]:
-    """The tensors by name, as the pickle tells them. name: of the file, for messages. Raises AdapterMalformed or
-    AdapterUnsupported."""
+    """Returns the tensors by name, as the pickle describes them. Raises AdapterMalformed or AdapterUnsupported.
+
+    `name` is the file's name, for messages.
+    """
     root = _Machine(name).run(pickled)
     if not isinstance(root, _Dict):
         raise AdapterMalformed(f"{name} holds a {_kind(root)}; it must hold a dict of tensors.")
@@ -74,7 +78,7 @@ class _List:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """Of something in a module, which is looked up nowhere."""
+    """The name of something in a module. Nothing looks it up."""
 
     text: str
 
@@ -178,7 +182,7 @@ class _Machine:
         self._list(self._stack[-1]).items.extend(values)
 
     def build(self) -> None:
-        """The attributes of an OrderedDict (a state dict's _metadata), which mean nothing here."""
+        """Drops the attributes of an OrderedDict (a state dict's _metadata), which mean nothing here."""
         self._stack.pop()
         self._dict(self._stack[-1])
 
@@ -244,7 +248,7 @@ def _value(machine: _Machine, argument: object) -> None:
     machine.push(argument)
 
 
-# By the names of Python's pickletools. What is not here, torch.save does not write of tensors.
+# The steps by their names in Python's pickletools. torch.save writes no others for tensors.
 _STEPS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "PROTO": lambda _machine, _: None,
     "FRAME": lambda _machine, _: None,

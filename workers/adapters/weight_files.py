@@ -1,8 +1,7 @@
-"""Turns an adapter's weights file into named tensors: first their shapes, then, once lora_model.py wants them, their
-values.
+"""Turns an adapter's weights file into named tensors: first their shapes, and later, on request, their values.
 
-Shapes come first so that a file that does not fit is refused before its gigabytes are read. Owns the two formats; what
-the names and shapes mean is peft_names.py's and lora_model.py's.
+Shapes come first so that a safetensors file that does not fit is rejected before its gigabytes are read. This module
+owns the two formats. peft_names.py and adapter_parts.py interpret the names and shapes.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ if TYPE_CHECKING:
 
 MAX_TENSORS = 20_000  # plain LoRA on a 126-layer model has 1764
 MAX_HEADER_BYTES = 8 << 20
-MAX_PICKLE_BYTES = 16 << 20  # data.pkl of a .bin: names and shapes, no values
-MAX_RECORDS = 4 * MAX_TENSORS  # of a .bin's archive
+MAX_PICKLE_BYTES = 16 << 20  # data.pkl of a .bin, which has names and shapes but no values
+MAX_RECORDS = 4 * MAX_TENSORS  # in a .bin's archive
 COUNT_BYTES = 16 << 20
-_ENTRY = b"PK\1\2"  # before each of an archive's records in its list
+_ENTRY = b"PK\1\2"  # begins each record's entry in an archive's list of records
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX_DTYPES = {"U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 _DTYPES = FLOAT_DTYPES | INDEX_DTYPES
@@ -42,8 +41,8 @@ _DTYPES = FLOAT_DTYPES | INDEX_DTYPES
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     shape: tuple[int, ...]
-    dtype: str  # as in safetensors: "F32"
-    start: int = 0  # bytes from the end of the header
+    dtype: str  # safetensors' name, such as "F32"
+    start: int = 0  # in bytes from the end of the header
     end: int = 0
 
 
@@ -51,15 +50,15 @@ class WeightsFile(Protocol):
     infos: Mapping[str, TensorInfo]
 
     def load(self) -> LoadedTensors:
-        """The values, on the CPU. Every byte of the file has gone into the digest when this returns."""
+        """Returns the values, on the CPU. By then every byte of the file has gone into the digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensors:
-    """all_values: those of all tensors in one, where they have one dtype and lie together; else None."""
+    """The values of all tensors of a file, on the CPU."""
 
     by_name: Mapping[str, Tensor]
-    all_values: Tensor | None
+    all_values: Tensor | None  # the values of all tensors as one, if they share a dtype and lie together
 
 
 def read_weights(file: OpenFile, digest: _Hash) -> WeightsFile:
@@ -67,7 +66,7 @@ def read_weights(file: OpenFile, digest: _Hash) -> WeightsFile:
 
 
 class SafetensorsFile:
-    """Reads the bytes once, into memory: a mapped file that shrinks under its reader kills the process."""
+    """Reads the bytes once, into memory, since a mapped file that shrinks under its reader kills the process."""
 
     def __init__(self, file: OpenFile, digest: _Hash) -> None:
         self._file = file
@@ -77,7 +76,7 @@ class SafetensorsFile:
         self.infos: Mapping[str, TensorInfo] = parse_header(header, self._data_bytes, file.name)
 
     def load(self) -> LoadedTensors:
-        memory = np.empty(self._data_bytes, np.uint8)  # in huge pages, which torch's memory is not
+        memory = np.empty(self._data_bytes, np.uint8)  # numpy uses huge pages, torch does not
         self._file.read_into(memory.data, self._digest)
         self._file.check_unchanged()
         data = torch.from_numpy(memory)
@@ -88,7 +87,7 @@ class SafetensorsFile:
 
 
 def read_header(file: OpenFile, digest: _Hash) -> bytes:
-    """Of a safetensors file, from its beginning."""
+    """Reads the header of a safetensors file, which must be at its beginning."""
     if file.size < 8:
         raise AdapterMalformed(f"{file.name} is truncated: it has {file.size} bytes.")
     prefix = bytearray(8)
@@ -108,7 +107,7 @@ def _view(data: Tensor, info: TensorInfo) -> Tensor:
     dtype = _DTYPES[info.dtype]
     raw = data[info.start : info.end]
     if info.start % dtype.itemsize:
-        raw = raw.clone()  # torch reads aligned values only
+        raw = raw.clone()  # torch reads only aligned values
     return raw.view(dtype).view(info.shape)
 
 
@@ -133,7 +132,7 @@ def _parse_entry(key: str, entry: object, name: str) -> TensorInfo:
 
 
 def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -> None:
-    """The format's rule: the tensors fill the rest of the file, one after the other, without holes or overlaps."""
+    """Checks that the tensors fill the rest of the file without holes or overlaps, as the format requires."""
     position = 0
     for key, info in sorted(infos.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start != position:
@@ -152,7 +151,8 @@ def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -
 
 
 class TorchFile:
-    """The legacy adapter_model.bin, only in torch's zip format, and without torch.load: see torch_index.py."""
+    """Reads the legacy adapter_model.bin whole, in torch's zip format only, without torch.load: see
+    torch_index.py."""
 
     def __init__(self, file: OpenFile, digest: _Hash) -> None:
         self._file = file
@@ -191,7 +191,7 @@ class TorchFile:
         return pickled
 
     def _check(self, key: str, tensor: StoredTensor) -> None:
-        """That its record is there and holds what it says."""
+        """Raises AdapterMalformed unless the tensor's record exists, is aligned and holds what the index says."""
         name = self._file.name
         record = self._records.get(f"data/{tensor.record}")
         if record is None or record.file_size != tensor.num_values * tensor.dtype.itemsize:
@@ -206,7 +206,10 @@ class TorchFile:
         self._start(record)
 
     def _start(self, record: zipfile.ZipInfo) -> int:
-        """Where the record's bytes begin: behind its own header, whose name and extra field have their own lengths."""
+        """Returns the offset of the record's bytes in the file.
+
+        They lie behind the record's own header, whose name and extra field have their own lengths.
+        """
         at = record.header_offset
         if not 0 <= at <= len(self._data) - 30 or self._data[at : at + 4] != b"PK\3\4":
             raise AdapterMalformed(f"{self._file.name} has a damaged record.")
@@ -221,7 +224,7 @@ class TorchFile:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         start = self._start(self._records[f"data/{tensor.record}"])
         values = torch.frombuffer(self._data, dtype=tensor.dtype, count=tensor.num_values, offset=start)
-        # A copy of just these: several may be views of one large record.
+        # Only these values are copied, since several tensors may be views of one large record.
         return values.as_strided(tensor.shape, tensor.stride, tensor.offset).clone(
             memory_format=torch.contiguous_format
         )
@@ -231,7 +234,10 @@ _NO_ARCHIVE = (ValueError, NotImplementedError, OverflowError, struct.error)
 
 
 def _archive(data: bytearray, name: str) -> zipfile.ZipFile:
-    """torch stores its records uncompressed, so that a small file cannot unpack to a large one."""
+    """Opens the file as a zip archive.
+
+    Its records must be uncompressed, as torch stores them, so that a small file cannot unpack to a large one.
+    """
     steps = range(0, len(data), COUNT_BYTES)
     if sum(data.count(_ENTRY, start, start + COUNT_BYTES + 3) for start in giving_way(steps)) > MAX_RECORDS:
         raise AdapterMalformed(f"{name} has more than {MAX_RECORDS} records.")

@@ -1,5 +1,4 @@
-"""Lets the engine loop go first: a load's Python runs beside it under one GIL, which a thread keeps for 5 ms unless it
-waits for something."""
+"""Makes a load yield to the engine loop. They share one GIL, which a thread holds for 5 ms unless it waits."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-EVERY = 32  # items, some hundred microseconds of work
-PAUSE_S = 50e-6  # sleeping for 0 s would take the GIL back before another thread is awake
+EVERY = 32  # items between pauses, some hundred microseconds of work
+PAUSE_S = 50e-6  # a sleep of 0 s would take the GIL back before another thread is awake
 
 
 def giving_way(items: Iterable[T]) -> Iterator[T]:
-    """The items, with pauses."""
+    """Yields the items, with a pause once in EVERY items."""
     for i, item in enumerate(items):
         if i % EVERY == EVERY - 1:
             time.sleep(PAUSE_S)

@@ -1,13 +1,15 @@
-"""Paged attention by FlashInfer: the fastest on data-centre GPUs, half precision and the usual head sizes only.
+"""Computes paged attention with FlashInfer, the fastest backend on data-center GPUs.
 
-Decodes that stand first in a step take FlashInfer's tensor-core decode, the rest its paged prefill (FA3 on Hopper,
-which gives each decode a tile of 128 queries: 120 of them take 0.4 ms a layer there). Each distinct sliding window has
-wrappers of its own, since a window is compiled in and planned for. FlashInfer compiles its kernels on first use, a
-minute or two with nvcc; that happens here in the constructor, never under a request.
-FlashInfer plans on the host: a plan takes lengths and blocks there and copies them to the device out of pinned memory,
+It serves only half precision and the usual head sizes. Decodes at the front of a step use FlashInfer's tensor-core
+decode, and the other sequences its paged prefill. On Hopper that is FA3, which gives each decode a tile of 128
+queries: 120 decodes would take 0.4 ms per layer there. Each distinct sliding window has its own wrappers, since a
+window is compiled in and planned for. FlashInfer compiles its kernels on first use, which takes a minute or two with
+nvcc. The constructor does that, so that no request waits for it.
+FlashInfer plans on the host. A plan takes lengths and blocks there and copies them to the device from pinned memory,
 so that it never waits for the steps before it.
-Measured on an H200 (D=128, 32 heads, 8 KV heads, block 16, bf16): decode 16 us for 1 x 8192 tokens of context, 145 us
-for 128 x 1024; without tensor cores 1.5 times that. Prefill 438 TFLOP/s with FA3, 305 with FA2.
+Measured on an H200 (D=128, 32 heads, 8 KV heads, block 16, bf16): decode takes 16 us for 1 x 8192 tokens of context
+and 145 us for 128 x 1024, and 1.5 times that without tensor cores. Prefill reaches 438 TFLOP/s with FA3 and 305 with
+FA2.
 """
 
 # T tokens of the step · B sequences · M their KV blocks in all · H query heads · D head size
@@ -28,11 +30,14 @@ from lorafleet.workers.attention.attention_backend import AttentionBatch, Attent
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; shared, as steps use one wrapper at a time
+WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; shared, since only one wrapper runs at a time
 
 
 class FlashInferAttention:
-    """Raises ImportError without flashinfer, and what its compiler raises where it cannot build the kernels."""
+    """Computes attention with FlashInfer's wrappers for decode and prefill.
+
+    The constructor raises ImportError without flashinfer, and the compiler's error if the kernels cannot be built.
+    """
 
     def __init__(self, spec: AttentionSpec, caches: list[KVCache]) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
@@ -54,7 +59,7 @@ class FlashInferAttention:
         self._compile()
 
     def for_graph(self, num_seqs: int, max_context: int) -> FlashInferGraphAttention:
-        # Sequences that share a prefix name its blocks more than once, so the cache's size is no bound.
+        # Sequences that share a prefix list its blocks more than once, so the cache's size is no bound.
         size = _Pages.size(num_seqs, num_seqs * -(-max_context // self._spec.block_size))
         if len(self._graph_memory) < size:
             self._graph_memory = torch.zeros(size, dtype=torch.int32, device=self._spec.device)
@@ -64,7 +69,7 @@ class FlashInferAttention:
         lens = batch.query_lens
         self._num_decodes = count = next((i for i, length in enumerate(lens) if length > 1), len(lens))
         contexts, tables = batch.context_lens, batch.block_tables
-        self._copied.synchronize()  # FlashInfer's own pinned memory: the last plan's copies, long over as a rule
+        self._copied.synchronize()  # the last plan's copies from FlashInfer's pinned memory, usually long done
         if count > 0:
             self._plan_decodes(AttentionBatch(lens[:count], contexts[:count], tables[:count]))
         if count < len(lens):
@@ -106,7 +111,7 @@ class FlashInferAttention:
         return out_THD
 
     def _compile(self) -> None:
-        """Runs each wrapper once over block 0 of the first layer that uses it, whatever lies there."""
+        """Compiles the kernels by running each wrapper once over block 0 of its first layer, whatever lies there."""
         spec = self._spec
         for tokens in (1, 2):
             self.plan(AttentionBatch([tokens], [tokens], [[0]]))
@@ -116,9 +121,10 @@ class FlashInferAttention:
 
 
 class FlashInferGraphAttention:
-    """Decodes of a fixed number of sequences; plan() rewrites the memory that the captured kernels read.
+    """Decodes a fixed number of sequences. plan() rewrites the memory that the captured kernels read.
 
-    memory: int32, a _Pages of the device; shared by all sizes, as one graph runs at a time.
+    Args:
+        memory: int32 on the device, laid out as _Pages. All sizes share it, since one graph runs at a time.
     """
 
     def __init__(
@@ -145,7 +151,7 @@ class FlashInferGraphAttention:
             )
             for window in set(spec.sliding_windows)
         }
-        # The first plan chooses and loads the kernels; the later ones, fast_decode_plan's, count on that.
+        # The first plan chooses and loads the kernels. The later ones use fast_decode_plan, which relies on that.
         first = _Pages.of(AttentionBatch([1] * num_seqs, [1] * num_seqs, [[0]] * num_seqs), spec)
         for window, wrapper in self._wrappers.items():
             wrapper.plan(first.starts, first.blocks, first.last_lens, *_shape(spec), **_options(spec, window))
@@ -178,18 +184,14 @@ class FlashInferGraphAttention:
 
 
 class _Pages:
-    """Where a step's keys lie: views of one int32 buffer on the host or the device, so that it is copied at once.
-
-    starts [B + 1]: where each sequence's blocks begin, and M at the end. last_lens [B]: how full each last block is.
-    lens [B]: tokens of each. blocks [M].
-    """
+    """The places of a step's keys, as views of one int32 buffer on the host or the device, which one copy moves."""
 
     def __init__(self, memory: Tensor, num_seqs: int) -> None:
         self.memory = memory
-        self.starts = memory[: num_seqs + 1]
-        self.last_lens = memory[num_seqs + 1 : 2 * num_seqs + 1]
-        self.lens = memory[2 * num_seqs + 1 : 3 * num_seqs + 1]
-        self.blocks = memory[3 * num_seqs + 1 :]
+        self.starts = memory[: num_seqs + 1]  # [B + 1]: where each sequence's blocks begin, and M at the end
+        self.last_lens = memory[num_seqs + 1 : 2 * num_seqs + 1]  # [B]: tokens in each sequence's last block
+        self.lens = memory[2 * num_seqs + 1 : 3 * num_seqs + 1]  # [B]: tokens of each sequence
+        self.blocks = memory[3 * num_seqs + 1 :]  # [M]
 
     @staticmethod
     def size(num_seqs: int, num_blocks: int) -> int:
@@ -197,7 +199,7 @@ class _Pages:
 
     @classmethod
     def of(cls, batch: AttentionBatch, spec: AttentionSpec) -> _Pages:
-        """In pinned memory."""
+        """Builds the pages of a batch in pinned memory."""
         lens_B = np.array(batch.context_lens, dtype=np.int32)
         counts_B = -(-lens_B // spec.block_size)
         blocks = _join(batch.block_tables, counts_B.tolist())
@@ -207,14 +209,14 @@ class _Pages:
 
 
 def _starts(counts_B: Ints) -> Ints:
-    """[2, 3] -> [0, 2, 5]."""
+    """Returns the running sums from 0 on, such as [0, 2, 5] for [2, 3]."""
     starts = np.zeros(len(counts_B) + 1, dtype=np.int32)
     counts_B.cumsum(out=starts[1:])
     return starts
 
 
 def _join(tables: Sequence[Sequence[int]], counts: list[int]) -> array[int]:
-    """The first blocks of each table in one row, as int32: a copy of memory for each, without a Python integer."""
+    """Returns the first blocks of each table in one int32 array, by one memory copy each and no Python integers."""
     joined = array("i")
     for table, count in zip(tables, counts, strict=True):
         joined.extend(table if len(table) == count else table[:count])
@@ -222,7 +224,7 @@ def _join(tables: Sequence[Sequence[int]], counts: list[int]) -> array[int]:
 
 
 def _pinned_copy(values: Ints) -> Tensor:
-    """torch keeps such memory and hands it out again once the copies out of it, which it watches, are done."""
+    """Copies the values to pinned memory. torch tracks the copies from it and reuses it when they are done."""
     pinned = torch.empty(len(values), dtype=torch.int32, pin_memory=True)
     pinned.numpy()[:] = values
     return pinned
@@ -239,7 +241,7 @@ def _shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
 
 def _options(spec: AttentionSpec, window: int | None) -> dict[str, Any]:
     return {
-        "window_left": -1 if window is None else window - 1,  # theirs does not count the token itself
+        "window_left": -1 if window is None else window - 1,  # FlashInfer's does not count the token itself
         "sm_scale": spec.scale,
         "logits_soft_cap": spec.softcap,
         "q_data_type": spec.dtype,

@@ -20,9 +20,10 @@ BEST_FIRST: tuple[BackendName, ...] = ("flashinfer", "triton", "torch")
 def make_attention(
     spec: AttentionSpec, caches: list[KVCache], name: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
 ) -> AttentionBackend:
-    """auto: torch on a CPU; on CUDA FlashInfer where it is installed and serves the model, else Triton.
+    """Returns the backend of that name, or the best one that starts.
 
-    A backend asked for by name is never replaced by another: ConfigError says why it cannot serve and which can.
+    "auto" chooses torch on a CPU. On CUDA it chooses FlashInfer if that is installed and serves the model, else
+    Triton. A backend requested by name is never replaced: ConfigError says why it cannot serve and which can.
     """
     able = [backend for backend in BEST_FIRST if refusal(backend, spec) is None]
     if name != "auto":
@@ -33,7 +34,7 @@ def make_attention(
         try:
             made = _make(backend, spec, caches)
         except Exception as error:
-            # FlashInfer compiles here, with a compiler and headers that may be missing.
+            # FlashInfer compiles its kernels here, and the compiler or headers may be missing.
             others = [b for b in BEST_FIRST if b != backend and refusal(b, spec) is None]
             if name != "auto" or backend == able[-1]:
                 message = f"attention backend {backend!r} did not start: {error}. Use {_either(others)}."
@@ -46,7 +47,7 @@ def make_attention(
 
 
 def refusal(name: BackendName, spec: AttentionSpec) -> str | None:
-    """Why a backend cannot serve, or None if it can."""
+    """Returns why a backend cannot serve, or None if it can."""
     if name == "torch":
         return None
     if spec.device.type != "cuda":

@@ -1,11 +1,12 @@
-"""Paged attention in plain torch: the CPU's serving path, and a reference that also runs on CUDA.
+"""Computes paged attention in plain torch: the CPU's serving path, and a reference that also runs on CUDA.
 
-A tiny model's step is mostly operator overhead, so the sequences of a step are put into as few padded groups as pay
-(usually one group of decodes), and a layer costs five operators a group: gather K, scores with the mask as their bias,
-softmax, gather V, values. K and V are gathered head by head, [B, G, L, D], since batched GEMMs want them so; padding
-repeats a sequence's own last token, hence a group never reads another sequence's or unwritten memory.
-Measured on 2 threads of an EPYC, 16 decodes, G=2, H=4, D=32, a layer with 64/128/256/512 tokens of context:
-43/69/117/205 us, against 51/81/135/231 for token-major gathers and scaled_dot_product_attention(enable_gqa=True).
+A tiny model's step is mostly operator overhead. The sequences of a step are therefore put into as few padded groups
+as pay off, usually one group of decodes. Each layer costs five operators per group: gather K, scores with the mask as
+their bias, softmax, gather V, values. K and V are gathered by head, [B, G, L, D], which suits batched GEMMs. Padding
+repeats a sequence's own last token, so a group never reads another sequence's memory or unwritten memory.
+Measured on 2 threads of an EPYC, with 16 decodes, G=2, H=4 and D=32: a layer with 64/128/256/512 tokens of context
+takes 43/69/117/205 us, against 51/81/135/231 us for token-major gathers and
+scaled_dot_product_attention(enable_gqa=True).
 """
 
 # T tokens of the step · B sequences of a group · Q padded query tokens · L padded context
@@ -23,10 +24,11 @@ from torch import Tensor
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
 
-# Costs in units of about 4 ns, one query-key pair of 4 heads x 32: what joining two sequences by padding is weighed by.
+# Costs that decide whether two sequences are joined by padding. The unit is about 4 ns, the time of one query-key pair
+# of 4 heads x 32.
 KEY_COST = 10  # gathering one key and value
 GROUP_COST = 10_000  # the operators of one more group
-GROUP_BYTES = 2 << 20  # of gathered K: past the CPU's L2, 64 x 512 tokens take twice the time of four groups
+GROUP_BYTES = 2 << 20  # largest gathered K; beyond the CPU's L2, 64 x 512 tokens take twice the time of four groups
 
 
 class TorchAttention:
@@ -38,7 +40,7 @@ class TorchAttention:
         self._v_rows = [_rows(c.v_NPGD) for c in caches]
         self._groups: list[_Group] = []
         self._group_keys = GROUP_BYTES // (spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize)
-        # Gathered K and V land in memory that is kept: fresh megabytes a layer would cost more in page faults.
+        # K and V are gathered into reused memory: fresh megabytes for each layer would cost more in page faults.
         self._k_scratch = self._k_rows[0].new_empty(0, spec.head_dim)
         self._v_scratch = torch.empty_like(self._k_scratch)
 
@@ -69,7 +71,7 @@ class TorchAttention:
         return out_THD
 
     def _attend_group(self, layer: int, group: _Group, q_THD: Tensor) -> Tensor:
-        """Attention of the group's B * Q padded query tokens, in their order."""
+        """Returns attention for the group's B * Q padded query tokens, in their order."""
         spec, rows = self._spec, group.kv_rows
         num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
         k = torch.index_select(self._k_rows[layer], 0, rows, out=self._k_scratch[: len(rows)])
@@ -90,7 +92,7 @@ class TorchAttention:
             else:
                 scores_XRL = _capped(torch.bmm(q_XRD, k_XDL), scale, spec.softcap).add_(bias)
             return torch.bmm(scores_XRL.softmax(-1), v.view(heads, -1, head_dim)).view(q_THD.shape)
-        # In half precision the scores must stay fp32: the fused operator does that.
+        # In half precision the scores must stay fp32, as they do in the fused operator.
         shape = (group.num_seqs, num_kv_heads, -1, head_dim)
         q_BHQD = q_THD.reshape(group.num_seqs, group.query_len, spec.num_heads, head_dim).transpose(1, 2)
         if spec.softcap is not None:
@@ -115,33 +117,32 @@ class TorchAttention:
 
 
 def _capped(products: Tensor, scale: float, softcap: float) -> Tensor:
-    """In place, of float32."""
+    """Returns the capped scores, in the memory of the float32 products."""
     return products.mul_(scale / softcap).tanh_().mul_(softcap)
 
 
 def _rows(cache_NPGD: Tensor) -> Tensor:
-    """[N * P * G, D]; of a float8 cache as bytes, since torch gathers no rows of that dtype on a CPU."""
+    """Returns the cache as rows, [N * P * G, D].
+
+    The rows of a float8 cache are bytes, since torch cannot gather float8 rows on a CPU.
+    """
     rows = cache_NPGD.view(-1, cache_NPGD.shape[3])
     return rows.view(torch.uint8) if rows.dtype == FP8 else rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences computed together, padded to the longest.
-
-    padded_tokens: int64 [B * Q], which of the step's tokens each padded query is. tokens: the same without padding, and
-    valid their places in padded_tokens (None: no padding). kv_rows: int64 [B * G * L], rows of a cache seen as
-    [N * P * G, D]. biases: for each distinct window, what is added to the scores: [B * G, 1, L] where the float32
-    decode form takes it, else [B, 1, Q, L]; None stands for plain causal attention of one whole prompt, uncapped.
-    """
+    """Sequences that are computed together, padded to the longest."""
 
     num_seqs: int
     query_len: int
     is_whole_step: bool
-    padded_tokens: Tensor
-    tokens: Tensor
-    valid: Tensor | None
-    kv_rows: Tensor
+    padded_tokens: Tensor  # int64 [B * Q], index of each padded query's token in the step
+    tokens: Tensor  # the same without padding
+    valid: Tensor | None  # index of each of `tokens` in padded_tokens; None if there is no padding
+    kv_rows: Tensor  # int64 [B * G * L], rows of a cache seen as [N * P * G, D]
+    # Added to the scores, by distinct window: [B * G, 1, L] for the float32 decode form, else [B, 1, Q, L]. None means
+    # plain causal attention of one whole prompt without a softcap.
     biases: dict[int | None, Tensor | None]
 
     @classmethod
@@ -151,7 +152,7 @@ class _Group:
         longest_query, longest_context = max(query_lens), max(context_lens)
         num_blocks = -(-longest_context // spec.block_size)
 
-        # In numpy, whose operators cost a third of torch's at these sizes.
+        # numpy's operators cost a third of torch's at these sizes.
         context_B1 = np.array(context_lens)[:, None]
         query_B1 = np.array(query_lens)[:, None]
         query_BQ = np.minimum(np.arange(longest_query), query_B1 - 1)
@@ -202,9 +203,10 @@ class _Group:
 
 
 def _split(batch: AttentionBatch, most_keys: int) -> list[list[int]]:
-    """Which sequences to compute together: neighbours by length join while padding costs less than another group.
+    """Splits the sequences into groups that are computed together.
 
-    A group of several has at most most_keys padded keys.
+    Neighbors by length are joined while padding costs less than another group. A group of several sequences has at
+    most most_keys padded keys.
     """
 
     def cost(query_len: int, context_len: int) -> int:
@@ -212,7 +214,7 @@ def _split(batch: AttentionBatch, most_keys: int) -> list[list[int]]:
 
     by_length = sorted(range(len(batch.query_lens)), key=lambda b: (batch.query_lens[b], batch.context_lens[b]))
     groups: list[list[int]] = []
-    widest = 0  # longest context of the open group; its longest query is its latest
+    widest = 0  # longest context of the open group, whose last sequence has its longest query
     for b in by_length:
         query_len, context_len = batch.query_lens[b], batch.context_lens[b]
         if groups:

@@ -1,5 +1,7 @@
-"""Paged attention by the project's own Triton kernel, kernels/decoder/paged_attention.py: any CUDA GPU, dtype and head
-size."""
+"""Computes paged attention with the project's own Triton kernel, kernels/decoder/paged_attention.py.
+
+It serves any CUDA GPU, dtype and head size.
+"""
 
 # T tokens of the step · H query heads · D head size
 

@@ -1,7 +1,7 @@
-"""Reads a Hugging Face config.json into what the engine needs, and refuses by name what it does not do.
+"""Reads a Hugging Face config.json into what the engine needs, and rejects by name what the engine does not support.
 
-Both spellings are read: transformers 4's (rope_scaling, torch_dtype) and 5's (rope_parameters, dtype). What sets the
-architectures apart is in workers/bases/model_families.py; weights are read in workers/bases/weights.py.
+Both spellings are read: transformers 4's (rope_scaling, torch_dtype) and 5's (rope_parameters, dtype).
+workers/bases/model_families.py has the differences between architectures, and workers/bases/weights.py reads weights.
 """
 
 from __future__ import annotations
@@ -27,16 +27,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pyt
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the Llama kind. sliding_windows: tokens a query of that layer sees, its own included; None is all.
-
-    dtype: the checkpoint's own, None where config.json does not say. eos_token_ids: of generation_config.json where
-    there is one, else of config.json. experts: None where every layer's MLP is dense. sliding_rope: of the layers with
-    a window, where it is another than rope. attention_scale: multiplies q.k. attention_softcap, final_softcap: of the
-    scores and the logits, see AttentionSpec. embed_scale: multiplies the embedding, as rounded to the model's dtype.
-    norm_adds_one: the checkpoint keeps norm weights less one. branch_norms: attention and MLP are normed before the
-    residual is added, too. fused_linears: q, k and v are one linear in the checkpoint and to adapters, and so are gate
-    and up. quantization: None where all is in dtype.
-    """
+    """The settings of a decoder of the Llama kind."""
 
     architecture: str
     vocab_size: int
@@ -54,24 +45,24 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_windows: tuple[int | None, ...]
-    dtype: torch.dtype | None
-    eos_token_ids: tuple[int, ...]
-    attention_scale: float
-    experts: ExpertsConfig | None = None
+    sliding_windows: tuple[int | None, ...]  # by layer, tokens that a query sees, including its own; None means all
+    dtype: torch.dtype | None  # the checkpoint's own; None if config.json does not say
+    eos_token_ids: tuple[int, ...]  # from generation_config.json if it has them, else from config.json
+    attention_scale: float  # multiplies q.k
+    experts: ExpertsConfig | None = None  # None if every layer's MLP is dense
     activation: Activation = "silu"
-    sliding_rope: RopeConfig | None = None
-    attention_softcap: float | None = None
-    final_softcap: float | None = None
-    embed_scale: float = 1.0
-    norm_adds_one: bool = False
-    branch_norms: bool = False
-    fused_linears: bool = False
-    quantization: Quantization | None = None
+    sliding_rope: RopeConfig | None = None  # of the layers with a window, if it differs from rope
+    attention_softcap: float | None = None  # of the scores, see AttentionSpec
+    final_softcap: float | None = None  # of the logits, in the same way
+    embed_scale: float = 1.0  # multiplies the embedding, once rounded to the model's dtype
+    norm_adds_one: bool = False  # the checkpoint stores norm weights minus one
+    branch_norms: bool = False  # the outputs of attention and MLP are normed too, before the residual is added
+    fused_linears: bool = False  # in checkpoint and adapters, q, k and v are one linear, and so are gate and up
+    quantization: Quantization | None = None  # None if all weights are in dtype
 
     @property
     def is_text_part(self) -> bool:
-        """Of a checkpoint that is of pictures too."""
+        """Whether the checkpoint has a part for pictures too."""
         return self.architecture in LANGUAGE_MODEL_OF
 
     @property
@@ -83,26 +74,31 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the norms' weights in a model of `dtype`, which might not hold what is added to one."""
+        """Returns the dtype of the norms' weights in a model of `dtype`.
+
+        It is float32 if the checkpoint stores them minus one, since `dtype` might not hold what is added to one.
+        """
         return torch.float32 if self.norm_adds_one else dtype
 
     @property
     def context_limit(self) -> int:
-        """Tokens that the rope scaling was made for."""
+        """The number of tokens that the rope scaling was made for."""
         if self.rope.rope_type == "yarn":
             return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * self.rope.factor))
-        counts_scaling = self.sliding_rope is not None  # Gemma 3's max_position_embeddings
+        counts_scaling = self.sliding_rope is not None  # Gemma 3's max_position_embeddings includes the scaling
         if self.rope.rope_type in ("linear", "dynamic") and not counts_scaling:
             return int(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """None where the layer's MLP is dense."""
+        """Returns the layer's experts, or None if its MLP is dense."""
         return self.experts if self.experts is not None and layer in self.experts.layers else None
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of every projection that plain LoRA may target, by module path below the model; the experts' are
-        not among them, see expert_shapes()."""
+        """Returns (in, out) of every projection that plain LoRA may target, by module path below the model.
+
+        expert_shapes() has the projections of the experts.
+        """
         hidden, inner = self.hidden_size, self.intermediate_size
         attention = {"self_attn.o_proj": (self.q_size, hidden)}
         dense = {"mlp.down_proj": (inner, hidden)}
@@ -121,7 +117,7 @@ class ModelConfig:
         return shapes
 
     def expert_shapes(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of each expert's projections; empty without experts."""
+        """Returns (in, out) of each expert's projections, or nothing if there are no experts."""
         if self.experts is None:
             return {}
         hidden, inner = self.hidden_size, self.experts.intermediate_size
@@ -129,7 +125,10 @@ class ModelConfig:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Raises ConfigError where the folder or file is missing or damaged, UnsupportedModel naming what is not done."""
+    """Reads the config of the checkpoint in `folder`.
+
+    Raises ConfigError if the folder or file is missing or damaged, and UnsupportedModel naming what is not supported.
+    """
     if not folder.is_dir():
         raise ConfigError(f"model {str(folder)!r} is not a folder; give a local Hugging Face checkpoint.", "model")
     raw = read_json(folder / "config.json")
@@ -214,7 +213,7 @@ def _refuse_options(raw: dict[str, Any]) -> None:
 
 
 def _activation(raw: dict[str, Any]) -> str:
-    """Gemma's configs name it twice, and the first is what counts."""
+    """Returns the activation's name. Gemma's configs have two keys for it, of which the first one counts."""
     return str(raw.get("hidden_activation") or raw.get("hidden_act") or "silu")
 
 

@@ -1,5 +1,8 @@
-"""What a mixture of experts is called: the engine uses transformers' names, "layers.0.mlp.experts.3.gate_proj" and
-"layers.0.mlp.gate" for the router; Mixtral's checkpoints, and adapters made over them, have others."""
+"""Converts between the names of a mixture of experts.
+
+The engine uses transformers' names, "layers.0.mlp.experts.3.gate_proj" and "layers.0.mlp.gate" for the router.
+Mixtral's checkpoints, and adapters for them, use others.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ _OF_MIXTRAL = {engine: own for own, engine in MIXTRAL.items()}
 
 
 def engine_name(name: str) -> str:
-    """Of a module or tensor, whoever called it so."""
+    """Returns the engine's name of a module or tensor that has either name."""
     head, found, tail = name.partition(".block_sparse_moe.")
     if not found:
         return name
@@ -16,6 +19,6 @@ def engine_name(name: str) -> str:
 
 
 def mixtral_name(name: str) -> str:
-    """The other way: of the engine's router, or of a projection of one expert."""
+    """Returns Mixtral's name of the engine's router, or of a projection of one expert."""
     head, _, tail = name.partition(".mlp.")
     return ".".join([head, "block_sparse_moe", *(_OF_MIXTRAL.get(part, part) for part in tail.split("."))])

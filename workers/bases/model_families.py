@@ -1,4 +1,4 @@
-"""Where the architectures differ, and what transformers takes for what a config.json leaves out."""
+"""Lists the differences between architectures, and transformers' defaults for what a config.json leaves out."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from lorafleet.workers.bases.rope_parameters import phi3_rope, rope_by_layer_typ
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A mixture of experts in the place of a layer's MLP. layers: that have it. per_token: experts chosen for a token.
-    sums_to_one: their weights are made to; else they are the probabilities among all experts."""
+    """A mixture of experts that replaces a layer's MLP."""
 
-    count: int
-    per_token: int
+    count: int  # experts of each layer
+    per_token: int  # experts chosen for a token
     intermediate_size: int
-    sums_to_one: bool
-    layers: frozenset[int]
+    sums_to_one: bool  # the chosen weights are scaled to sum to 1; else they are probabilities among all experts
+    layers: frozenset[int]  # layers that have the mixture
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where one architecture differs from the others, with transformers' defaults for what config.json leaves out."""
+    """The settings in which architectures differ, with transformers' defaults for what config.json leaves out."""
 
     sliding_windows: tuple[int | None, ...]
     default_positions: int
@@ -39,9 +38,9 @@ class Family:
     default_eps: float = 1e-6
     default_theta: float = 10000.0
     experts: ExpertsConfig | None = None
-    rope: RopeConfig | None = None  # None: as most have it
+    rope: RopeConfig | None = None  # None: as most families have it, see read_rope
     sliding_rope: RopeConfig | None = None
-    attention_scale: float | None = None  # None: of the head size
+    attention_scale: float | None = None  # None: head_dim**-0.5
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embed_scale: float = 1.0
@@ -103,7 +102,7 @@ def _qwen3_moe(raw: dict[str, Any]) -> Family:
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
     every, dense = integer(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     layers = frozenset(i for i in range(num_layers(raw)) if i not in dense and (i + 1) % every == 0)
-    count = "num_experts" if "num_experts" in raw else "num_local_experts"  # transformers 4, and 5
+    count = "num_experts" if "num_experts" in raw else "num_local_experts"  # in transformers 4 and in 5
     experts = ExpertsConfig(
         count=integer(raw, count, 128),
         per_token=integer(raw, "num_experts_per_tok", 8),
@@ -147,7 +146,7 @@ def _windows(raw: dict[str, Any], kinds: list[str], window: int | None) -> tuple
 
 
 def _gemma(raw: dict[str, Any], pattern: int) -> Family:
-    """What Gemma 2 and 3 share. pattern: without layer_types, every such layer sees all."""
+    """Returns what Gemma 2 and 3 share. Without layer_types, every pattern-th layer sees all tokens."""
     kinds = raw.get("layer_types") or [
         "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers(raw))
     ]
@@ -171,7 +170,7 @@ def _gemma2(raw: dict[str, Any]) -> Family:
 
 
 def _gemma3(raw: dict[str, Any]) -> Family:
-    """Each kind of layer has a rope of its own."""
+    """Returns the settings of Gemma 3, where each kind of layer has its own rope."""
     if raw.get("attn_logit_softcapping") is not None:
         raise UnsupportedModel("attn_logit_softcapping of Gemma 3 is not supported; transformers does not apply it.")
     rope, sliding_rope = rope_by_layer_type(raw)
@@ -194,7 +193,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Family]] = {
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
 }
-# What transformers leaves out of config.json, since it is the default of the family.
+# Values that transformers leaves out of config.json, since they are the family's defaults.
 _GEMMA_DEFAULTS: dict[str, Any] = {
     "hidden_size": 2304,
     "intermediate_size": 9216,

@@ -1,7 +1,6 @@
-"""How the decoder's linears are held: as config.json's quantization_config has them, or as the server is told.
+"""Decides how the decoder's linears are quantized, by config.json's quantization_config or the server's option.
 
-Embedding, head, norms and biases are never quantised, as in bitsandbytes. The tensors are read in
-workers/bases/quantized_tensors.py.
+Embedding, head, norms and biases are never quantized, as in bitsandbytes. quantized_tensors.py reads the tensors.
 """
 
 from __future__ import annotations
@@ -28,20 +27,23 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """stored: the linears that are so in the checkpoint, by module path below the model; the others stay as they are
-    there. None: nothing is, and all linears are quantised as they are read."""
+    """The quantization of the decoder's linears."""
 
     method: Method
+    # The linears that are quantized in the checkpoint, by module path below the model; the others stay as they are.
+    # None: the checkpoint has none, and all linears are quantized as they are read.
     stored: frozenset[str] | None
 
     def of(self, projections: Iterable[str]) -> Method | None:
-        """How the linear that these share is held. Where only some of them are quantised, it is held plain, with their
-        values."""
+        """Returns the method for the linear that these projections share.
+
+        If only some of them are quantized, it is None: the linear holds their values unquantized.
+        """
         return self.method if self.stored is None or self.stored.issuperset(projections) else None
 
 
 def stored_quantization(config: Mapping[str, Any] | None, folder: Path) -> Quantization | None:
-    """Of config.json's quantization_config. Raises UnsupportedModel for what is not read, with the remedy."""
+    """Reads the quantization_config of config.json. Raises UnsupportedModel with a remedy if it is not served."""
     if not config or _quantises_only_kv(config):
         return None
     method = config.get("quant_method", "unnamed")
@@ -56,7 +58,10 @@ def stored_quantization(config: Mapping[str, Any] | None, folder: Path) -> Quant
 
 
 def resolved(stored: Quantization | None, asked: Method | None) -> Quantization | None:
-    """asked: what the server is told; None leaves all as the checkpoint has it. Raises ConfigError."""
+    """Returns the quantization to serve. Raises ConfigError if the checkpoint has another one than `asked`.
+
+    `asked` is the server's option. None leaves everything as the checkpoint has it.
+    """
     if asked is None or (stored is not None and stored.method == asked):
         return stored
     if stored is not None:
@@ -75,7 +80,7 @@ def _stored_linears(folder: Path) -> frozenset[str]:
 
 
 def _quantises_only_kv(config: Mapping[str, Any]) -> bool:
-    """A llm-compressor export that leaves the weights alone and names one scale a layer for K and for V."""
+    """Returns whether llm-compressor left the weights alone and wrote only a scale per layer for K and for V."""
     if config.get("quant_method") != "compressed-tensors" or config.get("config_groups"):
         return False
     if any(config.get(other) for other in ("sparsity_config", "transform_config")):

@@ -1,8 +1,9 @@
-"""A linear's quantised weight in a checkpoint: bitsandbytes' 4 bits, and e4m3 with a scale an output channel.
+"""Reads a linear's quantized weight from a checkpoint: bitsandbytes' 4 bits, or e4m3 with a scale per output channel.
 
-bitsandbytes keeps W's codes as one column of bytes, the first of two numbers in the upper bits; the blocks' magnitudes,
-which may be 8-bit codes themselves, of another book, with magnitudes of their own and an offset; and what is no tensor
-as JSON in one of bytes.
+bitsandbytes stores these tensors:
+- W's codes are one column of bytes, with the first of two codes in the upper bits.
+- The blocks' magnitudes may themselves be 8-bit codes of another codebook, with their own magnitudes and an offset.
+- Everything else is JSON in a tensor of bytes.
 """
 
 # B blocks · N bytes
@@ -26,7 +27,7 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.quantization_methods import Method
 
 _STATE = r"quant_state\.bitsandbytes__(?:nf4|fp4)"
-MARK = re.compile(rf"(.*)\.weight(?:\.{_STATE}|_scale)")  # what a quantised linear surely has beside its weight
+MARK = re.compile(rf"(.*)\.weight(?:\.{_STATE}|_scale)")  # what every quantized linear has beside its weight
 BESIDE_WEIGHT = re.compile(rf".*\.weight(?:\.(?:absmax|quant_map|nested_absmax|nested_quant_map|{_STATE})|_scale)")
 Quantise = Callable[[Tensor], QuantisedMatrix]
 QUANTISE: dict[Method, Quantise] = {"nf4": quantise, "fp8": quantise_rows}
@@ -34,7 +35,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
 class _State(msgspec.Struct, frozen=True):
-    """bitsandbytes' QuantState, without its tensors."""
+    """The QuantState of bitsandbytes, without its tensors."""
 
     quant_type: Literal["nf4", "fp4"]
     blocksize: int
@@ -45,8 +46,13 @@ class _State(msgspec.Struct, frozen=True):
 
 
 def quantised_matrix(name: str, names: Container[str], read: Callable[[str], Tensor]) -> NF4Matrix | FP8Matrix | None:
-    """name: of the weight; names: of all tensors; read: gives one, on the device to decode it on. None: it is not
-    quantised. Raises ConfigError for what is damaged."""
+    """Returns the quantized weight, or None if it is not quantized. Raises ConfigError if its tensors are damaged.
+
+    Args:
+        name: the name of the weight.
+        names: the names of all tensors.
+        read: returns the named tensor, on the device that is to decode it.
+    """
     for kind in ("nf4", "fp4"):
         if (state := f"{name}.quant_state.bitsandbytes__{kind}") in names:
             return _four_bits(name, read(state), names, read)
@@ -58,7 +64,7 @@ def quantised_matrix(name: str, names: Container[str], read: Callable[[str], Ten
 def _four_bits(name: str, packed_state: Tensor, names: Container[str], read: Callable[[str], Tensor]) -> NF4Matrix:
     try:
         state = msgspec.convert(json.loads(bytes(packed_state.tolist())), _State)
-    except (ValueError, TypeError) as error:  # msgspec's too
+    except (ValueError, TypeError) as error:  # msgspec's errors are ValueErrors too
         raise ConfigError(f"{name}: its bitsandbytes state cannot be read: {error}", "model") from None
     if state.blocksize % BLOCK:
         raise ConfigError(

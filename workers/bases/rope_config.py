@@ -1,4 +1,4 @@
-"""What a checkpoint says of its rotary position embedding, and what follows for keys that are used again.
+"""Describes a checkpoint's rotary position embedding, and which cached keys it allows to reuse.
 
 models/rope.py computes the angles, and names the sources.
 """
@@ -14,12 +14,12 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """rope_type "default" uses theta and rotary_dim alone; the other fields are each scaling's own.
+    """The rope settings of a model. rope_type "default" uses only theta and rotary_dim.
 
-    rotary_dim: how many of a head's numbers are rotated, the first ones.
+    Each of the other fields belongs to one or more scalings.
     """
 
-    rotary_dim: int
+    rotary_dim: int  # the first rotary_dim numbers of each head are rotated
     theta: float
     max_position_embeddings: int
     rope_type: RopeType = "default"
@@ -38,16 +38,22 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Past the trained length a token's angles depend on how long its sequence is."""
+        """Whether a token's angles depend on the length of its sequence, once that is past the trained length."""
         return self.rope_type in ("dynamic", "longrope")
 
     def turns_anew(self, num_rotated: int, num_tokens: int) -> bool:
-        """Whether a sequence of num_tokens, of which the first num_rotated were a prompt, must be computed from its
-        beginning again: longrope turns all keys otherwise past the trained length."""
+        """Returns whether a sequence must be computed again from its beginning.
+
+        The sequence has num_tokens tokens, of which the first num_rotated were a prompt. Past the trained length,
+        longrope rotates all keys differently.
+        """
         return self.rope_type == "longrope" and num_rotated <= self.original_max_position_embeddings < num_tokens
 
     def key_variant(self, num_rotated: int, num_tokens: int) -> Hashable:
-        """Keys of the same tokens at the same places are the same if this is: of a sequence as in turns_anew."""
+        """Returns the variant of a sequence's keys. The arguments are those of turns_anew.
+
+        The same tokens at the same positions have the same keys if their variants are equal.
+        """
         if self.rope_type == "dynamic" and num_tokens > self.max_position_embeddings:
             return num_rotated
         return self.rope_type == "longrope" and num_tokens > self.original_max_position_embeddings

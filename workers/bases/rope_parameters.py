@@ -1,6 +1,6 @@
-"""Reads the rope of a model out of its config.json, and refuses by name what is not done.
+"""Reads a model's rope from its config.json, and rejects by name what is not supported.
 
-transformers 4 writes rope_theta and rope_scaling, 5 rope_parameters, which may be nested by kind of layer.
+transformers 4 writes rope_theta and rope_scaling. Version 5 writes rope_parameters, perhaps nested by kind of layer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "y
 
 
 def read_rope(raw: dict[str, Any], head_dim: int, max_positions: int, default_theta: float) -> RopeConfig:
-    """As most families have it: one for all layers and all of a head."""
+    """Reads the rope as most families have it: one for all layers, which rotates whole heads."""
     return _rope(raw, _rope_parameters(raw), head_dim, max_positions, default_theta)
 
 
 def rope_by_layer_type(raw: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Gemma 3's: of layers that see all, and of those with a window."""
+    """Returns Gemma 3's two ropes: for layers that see all tokens, and for layers with a window."""
     scaling = raw.get("rope_parameters") or {}
     if set(scaling) - {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(f"rope_parameters {sorted(scaling)} are not supported; those by layer type are.")
@@ -36,7 +36,7 @@ def rope_by_layer_type(raw: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
 
 
 def phi3_rope(raw: dict[str, Any]) -> RopeConfig:
-    """Of the first numbers of a head, with the factors of longrope or without."""
+    """Returns Phi-3's rope, which rotates the first numbers of a head, with the factors of longrope or without."""
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     partial = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
@@ -49,7 +49,7 @@ def phi3_rope(raw: dict[str, Any]) -> RopeConfig:
     plain = RopeConfig(rotary_dim, _theta(raw, scaling), positions)
     if kind == "default":
         return plain
-    if kind not in ("longrope", "su", "yarn"):  # names that one thing has had
+    if kind not in ("longrope", "su", "yarn"):  # all are names that longrope has had
         raise UnsupportedModel(f"rope_type={kind!r} is not supported for Phi-3; longrope is.")
     factors: dict[str, Any] = {}
     for name in ("short_factor", "long_factor"):
@@ -69,7 +69,7 @@ def phi3_rope(raw: dict[str, Any]) -> RopeConfig:
 
 
 def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
-    """Of all layers alike, as transformers 4 and 5 write them."""
+    """Returns the rope parameters, as transformers 4 or 5 writes them. They must be the same for all layers."""
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     nested = [key for key, value in scaling.items() if isinstance(value, dict)]
     if nested:

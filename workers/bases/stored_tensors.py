@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's safetensors files, by name."""
+"""Opens the safetensors files of a checkpoint, and reads their tensors by name."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ ANY_NAME = re.compile(".*")
 
 
 class Stored(Protocol):
-    """A tensor in a file: safetensors' slice, which has no public name, or a quantised one's values. Only what an index
-    takes is read."""
+    """A tensor in a file, of which only the indexed part is read.
+
+    It is safetensors' slice, which has no public name, or the values of a quantized tensor.
+    """
 
     def get_shape(self) -> list[int]: ...
 
@@ -29,7 +31,7 @@ class Stored(Protocol):
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the weights, in name order."""
+    """Returns the safetensors files that hold the weights, in name order. Raises ConfigError if any is missing."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return [single]
@@ -50,14 +52,14 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the first weight, for checkpoints whose config.json does not say."""
+    """Returns the dtype of the first weight, for checkpoints whose config.json does not say it."""
     with safe_open(checkpoint_files(folder)[0], framework="pt") as f:
         dtype: torch.dtype = f.get_tensor(next(iter(f.keys()))).dtype
         return dtype
 
 
 class StoredTensors:
-    """All of a checkpoint, open for reading. Raises ConfigError for files that cannot be read."""
+    """All tensors of a checkpoint, open for reading. Raises ConfigError for files that cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,7 +84,7 @@ class StoredTensors:
         self._files.close()
 
     def names(self, pattern: re.Pattern[str] = ANY_NAME) -> Iterator[str]:
-        """In the files' order."""
+        """Returns the names that match `pattern`, in the files' order."""
         return (name for name in self._file_of if pattern.fullmatch(name))
 
     def stored(self, name: str) -> Stored:
@@ -93,7 +95,7 @@ class StoredTensors:
         return found
 
     def tensor(self, name: str) -> Tensor:
-        """Raises ConfigError also where there is none of that name."""
+        """Reads the tensor of that name. Raises ConfigError if there is none or it cannot be read."""
         if name not in self._file_of:
             raise ConfigError(f"{self.folder} lacks tensor {name!r}.", "model")
         try:

@@ -1,7 +1,6 @@
-"""The language model within a checkpoint that is of pictures too, as Gemma 3's are from 4B on. Texts alone are served:
-what belongs to pictures is neither read nor held.
+"""Finds the language model in a checkpoint that has a part for pictures too, as Gemma 3's have from 4B on.
 
-transformers 4 and 5 call the same tensors differently.
+Only texts are served, so tensors for pictures are neither read nor held. transformers 4 and 5 differ in their names.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import re
 from typing import Any
 
 LANGUAGE_MODEL_OF = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
-# Before a module's own name, "layers.0.mlp.down_proj".
+# These stand before a module's own name, such as "layers.0.mlp.down_proj".
 PREFIXES = ("model.language_model.", "language_model.model.")
 
 _TEXT = re.compile("|".join(map(re.escape, PREFIXES)))
@@ -18,12 +17,12 @@ _PICTURES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """raw: the whole config.json."""
+    """Returns the language model's config from `raw`, the whole config.json."""
     return raw | dict(raw.get("text_config") or {}) | {"architectures": raw["architectures"]}
 
 
 def text_name(name: str) -> str:
-    """A tensor's, as a checkpoint of the language model alone has it."""
+    """Returns the tensor's name in a checkpoint of the language model alone."""
     return _TEXT.sub("model.", name.removeprefix("language_model.") if "lm_head" in name else name, count=1)
 
 

@@ -1,6 +1,6 @@
 """Fills a DecoderModel from a checkpoint's safetensors files, one or sharded, and checks that nothing is missing.
 
-Tensors are copied one at a time into the packed parameters, so that the host never holds the whole model twice; a
+Tensors are copied one after another into the packed parameters, so that the host never holds the whole model twice. A
 tensor-parallel rank reads its own part of each.
 """
 
@@ -30,7 +30,7 @@ from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.layers import RMSNorm
 from lorafleet.workers.models.vocab_table import VocabTable
 
-# Where checkpoints keep what an fp8 KV cache's numbers are multiplied by. kv_scale is both; output_scale its old name.
+# Names of the scales that an fp8 KV cache is multiplied by. kv_scale is for K and V both; output_scale is an old name.
 KV_SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\."
     r"(?:(kv|k|v)_scale|attn\.([kv])_scale|([kv])_proj\.(?:\4_scale|output_scale))"
@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
 
 def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = None) -> None:
-    """Raises ConfigError naming the tensor for a missing, unknown or misshapen one."""
+    """Fills the model from the checkpoint. Raises ConfigError naming a missing, unknown or misshapen tensor."""
     parts = _parts(model)
     sources = {name: _Source((part,), (name,)) for name, part in parts.items()} | _stacked_experts(model)
     seen: set[str] = set()
@@ -71,13 +71,15 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
 
 
 def held_tensors(model: DecoderModel) -> dict[str, Callable[[], Tensor]]:
-    """Gives what this rank holds of every tensor of the checkpoint, by its name, with its values there, in the serving
-    dtype."""
+    """Returns this rank's part of every tensor, by the checkpoint's name.
+
+    Each is a function that returns the values as they are in the checkpoint, in the serving dtype.
+    """
     return {name: part.values for name, part in _parts(model).items()}
 
 
 def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] | None:
-    """(k_scale, v_scale) of each layer, None where the checkpoint has none. Raises ConfigError for half of them."""
+    """Returns (k_scale, v_scale) of each layer, or None if there are none. Raises ConfigError if only some exist."""
     scales: dict[tuple[int, str], float] = {}
     with StoredTensors(folder) as tensors:
         for name in tensors.names(KV_SCALE):
@@ -105,9 +107,9 @@ def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] |
 
 
 def fill_randomly(model: DecoderModel) -> None:
-    """Weights that mean nothing and keep activations in range: speed does not depend on them, but for zeros.
+    """Fills the model with random weights that keep activations in range.
 
-    What several ranks hold is the same on each.
+    Speed does not depend on the weights, unless they are zero. Weights that several ranks hold are the same on each.
     """
     generator = torch.Generator(model.norm.weight.device)
     for name, part in _parts(model).items():
@@ -120,14 +122,14 @@ def fill_randomly(model: DecoderModel) -> None:
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:
-    """What is read with a quantised weight is not asked for by itself."""
+    """Returns whether a tensor needs no reading by itself, such as those that belong to a quantized weight."""
     if config.quantization is not None and config.quantization.stored is not None and BESIDE_WEIGHT.fullmatch(name):
         return True
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
 def _stored(name: str, tensors: StoredTensors, model: DecoderModel) -> Stored:
-    """A quantised weight is decoded where the model is."""
+    """Returns the tensor for reading. A quantized weight is decoded on the model's device."""
     quantization, device = model.config.quantization, model.norm.weight.device
     if quantization is not None and quantization.stored is not None:
         matrix = quantised_matrix(name, tensors.path_of, lambda other: tensors.tensor(other).to(device))
@@ -138,13 +140,12 @@ def _stored(name: str, tensors: StoredTensors, model: DecoderModel) -> Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What this rank holds of a checkpoint's tensor. held: a parameter, or rows of one; places: where in the whole its
-    rows are, in order. added: to the checkpoint's values, in held's dtype."""
+    """This rank's part of one tensor in the checkpoint."""
 
-    held: Tensor
-    places: list[tuple[slice, ...]]
+    held: Tensor  # a parameter, or rows of one
+    places: list[tuple[slice, ...]]  # where its rows are in the whole tensor, in order
     whole_shape: list[int]
-    added: float = 0.0
+    added: float = 0.0  # added to the checkpoint's values, in held's dtype
 
     def fill(self, stored: Stored) -> None:
         at = 0
@@ -165,7 +166,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _QuantisedPart:
-    """As _Part, rows of a quantised weight from first_row on."""
+    """The rows of a quantized weight from first_row on. It works like _Part."""
 
     weight: NF4Weight | FP8Weight
     method: Method
@@ -175,7 +176,10 @@ class _QuantisedPart:
     whole_shape: list[int]
 
     def fill(self, stored: Stored) -> None:
-        """A plain matrix is quantised whole, so that blocks do not depend on what ranks hold."""
+        """Fills the rows from the stored matrix.
+
+        A plain matrix is quantized whole, so that blocks do not depend on what ranks hold.
+        """
         matrix = self._quantised(stored)
         at = self.first_row
         for rows, columns in self.places:
@@ -202,14 +206,14 @@ class _QuantisedPart:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What one tensor of a file fills: its parts, and which of _parts() are filled by them."""
+    """The parameters that one tensor of a file fills."""
 
     parts: tuple[_Part | _QuantisedPart, ...]
-    fills: tuple[str, ...]
+    fills: tuple[str, ...]  # names in _parts() that these parts fill
 
 
 def _parts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
-    """By the checkpoint tensors' names, those of experts one by one."""
+    """Returns the parts by the names of the checkpoint's tensors, with those of experts one by one."""
     config, shard = model.config, model.shard
 
     def vocabulary(table: VocabTable) -> _Part:
@@ -248,7 +252,7 @@ def _rows(
 
 
 def _experts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
-    """Of every expert its own tensors, as checkpoints on the hub have them."""
+    """Returns the parts of every expert's own tensors, as checkpoints on the hub have them."""
     rows, hidden = model.shard.of_expert, slice(0, model.config.hidden_size)
     parts: dict[str, _Part | _QuantisedPart] = {}
     for prefix, held in _held_experts(model):
@@ -260,7 +264,10 @@ def _experts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
 
 
 def _stacked_experts(model: DecoderModel) -> dict[str, _Source]:
-    """All experts' tensors in one, as transformers 5 saves them: gate_up_proj [E, 2I, D], down_proj [E, D, I]."""
+    """Returns the sources that hold all experts in one tensor, as transformers 5 saves them.
+
+    gate_up_proj is [E, 2I, D] and down_proj is [E, D, I].
+    """
     experts = model.config.experts
     if experts is None:
         return {}
@@ -283,7 +290,7 @@ def _stacked_experts(model: DecoderModel) -> dict[str, _Source]:
 
 
 def _held_experts(model: DecoderModel) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The name in the checkpoint, and what this rank holds of all experts' projections, [E, out, in]."""
+    """Yields each mixture's name in the checkpoint, and this rank's part of its projections, [E, out, in]."""
     for name, mixture in model.mixtures():
         gate, up = mixture.gate_up_E2ID.data.chunk(2, dim=1)
         yield f"model.{name}", {"gate_proj": gate, "up_proj": up, "down_proj": mixture.down_EDI.data}

@@ -1,4 +1,4 @@
-"""Small tensors between host and device without waiting for either."""
+"""Copies small tensors between host and device without waiting for either."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 
 def to_device(values: list[int] | list[float] | list[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """From pinned memory, since a copy out of other memory would wait for the steps before it."""
+    """Copies the values from pinned memory, since a copy out of other memory would wait for the steps before it."""
     host = torch.tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class Upload:
-    """Arrays to the device by pinned memory that is kept: to pin some anew may take milliseconds."""
+    """Copies arrays to the device through pinned memory that is reused, since pinning new memory may take
+    milliseconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,14 +26,15 @@ class Upload:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def __call__(self, array: np.ndarray[Any, Any]) -> Tensor:
-        """It may be overwritten at once. On a CPU the tensor is the array itself."""
+        """Returns the array on the device. The array may be overwritten at once, except on a CPU, where it is the
+        tensor's memory."""
         source = torch.from_numpy(array)
         if self._copied is None:
             return source
         if source.nbytes > self._host.nbytes:
             self._host = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
         else:
-            self._copied.synchronize()  # as a rule long over
+            self._copied.synchronize()  # usually long done
         host = self._host[: source.nbytes].view(source.dtype).view(source.shape).copy_(source)
         on_device = host.to(self._device, non_blocking=True)
         self._copied.record()
@@ -42,7 +44,7 @@ class Upload:
 class Download:
     """Tensors on their way to the host: add() each, close() once, and wait() before one is read.
 
-    check: called while waiting; raises where what is waited for will never come.
+    `check` is called while waiting. It raises if what is waited for will never come.
     """
 
     def __init__(self, device: torch.device, check: Callable[[], None] | None = None) -> None:
@@ -50,7 +52,7 @@ class Download:
         self._check = check
 
     def add(self, tensor: Tensor) -> Tensor:
-        """What `tensor` holds now, on the host."""
+        """Returns a tensor on the host that receives what `tensor` holds now."""
         if self._done is None:
             return tensor.clone()  # the next step may overwrite it
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

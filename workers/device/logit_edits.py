@@ -1,8 +1,8 @@
-"""Biases, minimal lengths and penalties: what changes logits before tokens are chosen, for all rows of a step at once.
+"""Applies biases, minimal lengths and penalties to logits before tokens are chosen, for all rows of a step at once.
 
-A sequence's ids and values are uploaded once, when it first samples; its tokens are counted on the device
-(token_counts.py). So a row with edits costs the host a few numbers a step, and the step may be launched before the last
-one's tokens are known.
+A sequence's ids and values are uploaded once, when it first samples. Its tokens are counted on the device
+(token_counts.py). So a row with edits costs the host a few numbers per step, and a step may be launched before the
+last one's tokens are known.
 """
 
 # B rows of logits · V vocabulary · P rows with penalties · L ids of tokens that they have · K single logits
@@ -22,33 +22,29 @@ from lorafleet.workers.schedule.sequence import Sequence
 
 NEVER = float("-inf")
 NO_ROW = -1
-ROWS_AT_ONCE = 64  # whose penalties are computed together: bounds what they take beside the logits
+ROWS_AT_ONCE = 64  # rows whose penalties are computed together, which bounds the memory beside the logits
 
 
 @dataclass(slots=True, eq=False)
 class LogitEdits:
-    """What one sequence changes, on the device.
-
-    penalties_3: repetition, presence, frequency; float32. row: of TokenCounts, while the sequence holds it.
-    num_counted: how many of the sequence's tokens the row has.
-    """
+    """The edits of one sequence, on the device."""
 
     params: SamplingParams
     bias_ids_K: Tensor | None
     bias_values_K: Tensor | None
     stop_ids_K: Tensor | None
-    penalties_3: Tensor | None
-    row: int = NO_ROW
-    num_counted: int = 0
+    penalties_3: Tensor | None  # float32: repetition, presence, frequency
+    row: int = NO_ROW  # row of TokenCounts, while the sequence holds it
+    num_counted: int = 0  # number of the sequence's tokens that the row has
 
 
 @dataclass(frozen=True, slots=True)
 class EditedRow:
-    """index: of the logits. num_generated: tokens of the answer before the one that is chosen now."""
+    """One row of logits with its edits."""
 
-    index: int
+    index: int  # row of the logits
     edits: LogitEdits
-    num_generated: int
+    num_generated: int  # number of answer tokens before the one that is chosen now
 
 
 class LogitEditor:
@@ -59,13 +55,13 @@ class LogitEditor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the counts of tokens."""
+        """Bytes of the token counts on the device."""
         return self._counts.num_bytes
 
     def prepare(self, sequence: Sequence) -> LogitEdits | None:
-        """Returns what the sequence changes when it samples next, with all of its tokens counted; None for nothing.
+        """Returns the edits for the sequence's next sample, with all of its tokens counted, or None if it has none.
 
-        Whatever this raises concerns this sequence alone. The last step's tokens must have been counted.
+        An exception concerns this sequence alone. The last step's tokens must have been counted.
         """
         if not sequence.params.edits_logits:
             return None
@@ -130,14 +126,15 @@ class LogitEditor:
         assert edits.num_counted == len(sequence.tokens), "each chosen token is counted"
 
     def _places(self, rows: Many[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Rows and columns [K] of the logits that these rows' ids name."""
+        """Returns rows and columns [K] of the logits that these rows' ids name."""
         lengths = [len(ids_K) for _, ids_K in rows]
         index_N, length_N = to_device([[index for index, _ in rows], lengths], torch.int64, self._device)
-        index_K = index_N.repeat_interleave(length_N, output_size=sum(lengths))  # the size is given: no wait for it
+        # the size is given, so that nothing waits for it
+        index_K = index_N.repeat_interleave(length_N, output_size=sum(lengths))
         return index_K, torch.cat([ids_K for _, ids_K in rows])
 
     def _penalize(self, logits_BV: Tensor, rows: Many[EditedRow]) -> None:
-        """A token that is named twice has the same value written twice."""
+        """Applies the penalties in place. For a token that is named twice, the same value is written twice."""
         held = [row.edits.row for row in rows]
         index_P, row_P = to_device([[row.index for row in rows], held], torch.int64, self._device)
         penalties = torch.stack([row.edits.penalties_3 for row in rows if row.edits.penalties_3 is not None])

@@ -1,4 +1,5 @@
-"""From logits to tokens and logprobs, for all rows of a step at once; an operator runs only where a row asks for it.
+"""Computes tokens and logprobs from logits, for all rows of a step at once. An operator runs only if a row requests
+it.
 
 Random draws are a function of (seed, position) alone, see random_numbers.py.
 """
@@ -19,22 +20,22 @@ from lorafleet.workers.device.host_copy import Download, to_device
 from lorafleet.workers.tp.group import TPGroup
 
 NEVER = float("-inf")
-MOST_PARTS = 64  # of a row of logits
+MOST_PARTS = 64  # parts of a row of logits
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one row's draw depends on. num_tokens: of prompt and answer before the token that is chosen. vocab_size: of
-    the row's own vocabulary, which may be smaller than the step's."""
+    """The values on which one row's draw depends."""
 
     params: SamplingParams
-    num_tokens: int
+    num_tokens: int  # of prompt and answer, before the token that is chosen
     seed: int
-    vocab_size: int
+    vocab_size: int  # of the row's own vocabulary, which may be smaller than the step's
 
 
 def sample(logits_BV: Tensor, rows: list[Row]) -> Tensor:
-    """One token a row, int64 [B] on the device, not waited for. logits_BV: float32, with all edits."""
+    """Returns one token per row, int64 [B] on the device, without waiting for it. `logits_BV` is float32, with all
+    edits."""
     greedy_B = greedy(logits_BV)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if random:
@@ -45,7 +46,10 @@ def sample(logits_BV: Tensor, rows: list[Row]) -> Tensor:
 
 
 def greedy(logits_BV: Tensor) -> Tensor:
-    """int64 [B], the first of the largest. In two steps, since argmax gives a row to few threads: 28 us for one."""
+    """Returns the first of the largest logits, int64 [B].
+
+    Works in two steps, since argmax assigns few threads to a row: it takes 28 us for one.
+    """
     num_rows, vocab = logits_BV.shape
     parts = next(parts for parts in range(MOST_PARTS, 0, -1) if vocab % parts == 0)
     best_BP, at_BP = logits_BV.view(num_rows, parts, -1).max(dim=-1)
@@ -54,9 +58,10 @@ def greedy(logits_BV: Tensor) -> Tensor:
 
 
 def greedy_of_ranks(logits_BW: Tensor, group: TPGroup) -> Tensor:
-    """As greedy() of the whole vocabulary, from each rank's own columns, DecoderModel.logits: int64 [B], on all ranks.
+    """Returns greedy() of the whole vocabulary from each rank's own columns (DecoderModel.logits): int64 [B], on all
+    ranks.
 
-    The ranks exchange their best logit and its token alone. float64 holds both exactly.
+    The ranks exchange only their best logit and its token. float64 holds both exactly.
     """
     at_B = greedy(logits_BW)
     if group.size == 1:
@@ -64,15 +69,15 @@ def greedy_of_ranks(logits_BW: Tensor, group: TPGroup) -> Tensor:
     best_B = logits_BW.gather(1, at_B.unsqueeze(1)).squeeze(1)
     token_B = at_B + group.rank * logits_BW.shape[1]
     best_NB, token_NB = group.all_gather(torch.stack((best_B.double(), token_B.double()))).unbind(1)
-    # The first of the largest is that of the lowest rank, whose tokens come first.
+    # The first of the largest is the lowest rank's, whose tokens come first.
     return token_NB.gather(0, best_NB.argmax(dim=0, keepdim=True)).squeeze(0).long()
 
 
 class PendingLogprobs:
-    """Logprobs on their way to the host, num_top of them beside each row's own."""
+    """Logprobs on their way to the host: the chosen token's, and those of the num_top best tokens of each row."""
 
     def __init__(self, logits_BV: Tensor, chosen_B: Tensor, num_top: list[int], download: Download) -> None:
-        """logits_BV: raw ones, before edits."""
+        """Queues the computation and the download. `logits_BV` are raw, before edits."""
         logprobs_BV = logits_BV.log_softmax(dim=-1, dtype=torch.float32)
         chosen_B1 = chosen_B.unsqueeze(1)
         own_B1 = logprobs_BV.gather(1, chosen_B1)
@@ -85,13 +90,13 @@ class PendingLogprobs:
         self._num_top = num_top
 
     def read(self) -> list[TokenLogprobs]:
-        """Once the download is done."""
+        """Returns the logprobs of each row. Call it once the download is done."""
         rows = zip(*(column.tolist() for column in self._columns), self._num_top, strict=True)
         return [TokenLogprobs(t, own, rank, ids[:n], values[:n]) for t, own, rank, ids, values, n in rows]
 
 
 def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
-    """int64 [B], by the inverse of the cumulative distribution in vocabulary order."""
+    """Returns int64 [B], drawn by the inverse of the cumulative distribution in vocabulary order."""
     device = logits_BV.device
 
     def column(values: list[float]) -> Tensor:
@@ -106,14 +111,15 @@ def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     cumulative_BV = logits_BV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     draw_B1 = to_device([uniform(row.seed, row.num_tokens) for row in rows], torch.float64, device).unsqueeze(1)
     target_B1 = draw_B1 * cumulative_BV[:, -1:]
-    # right=True steps over tokens of probability zero; the last one with any is the upper bound. In a row of NaN, which
-    # an adapter's large values can make, all tokens are stepped over; its token must still be one of its vocabulary.
+    # right=True skips tokens of probability zero. The last token with any probability is the upper bound. In a row of
+    # NaN, which an adapter's large values can cause, all tokens are skipped, but the token must still be one of the
+    # row's vocabulary.
     found_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1)
     return found_B.minimum(to_device([row.vocab_size - 1 for row in rows], torch.int64, device))
 
 
 def _keep_best(logits_BV: Tensor, rows: list[Row]) -> Tensor:
-    """top_k, then top_p of what is left: the fewest best tokens that together reach top_p."""
+    """Applies top_k, then top_p to what is left: the fewest best tokens that together reach top_p."""
     vocab = logits_BV.shape[1]
     device = logits_BV.device
     top_k = [row.params.top_k if row.params.top_k > 0 else vocab for row in rows]
@@ -123,6 +129,6 @@ def _keep_best(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     sorted_BV = sorted_BV.masked_fill(torch.arange(vocab, device=device) >= k_B1, NEVER)
     probability_BV = sorted_BV.softmax(dim=-1)
     before_BV = probability_BV.cumsum(dim=-1) - probability_BV
-    # Where top_p is off, rounding in the sum must not cut the tail.
+    # If top_p is off, rounding in the sum must not cut the tail.
     sorted_BV = sorted_BV.masked_fill((before_BV >= p_B1) & (p_B1 < 1), NEVER)
     return torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)

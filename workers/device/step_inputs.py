@@ -1,8 +1,7 @@
-"""What a step reads besides weights and cache: tokens, positions, where keys and values go. One block of device memory
-that never moves, so that captured graphs can read it, filled by one copy a step.
+"""Holds what a step reads besides weights and cache: tokens, positions, and where keys and values are written.
 
-The tokens that the last step sampled are kept in it too: a step that is launched before the host knows them takes them
-from there.
+It is one block of device memory that never moves, so that captured graphs can read it. One copy per step fills it. The
+tokens that the last step sampled are in it too. A step that is launched before the host knows them reads them there.
 """
 
 # T tokens of a step · B rows that sampled · F fields of a token
@@ -21,28 +20,25 @@ from lorafleet.workers.device.step_plan import FIELDS, Rows
 
 @dataclass(frozen=True, slots=True)
 class InputTensors:
-    """Views for a step of T tokens, all int64. pool: the last step's samples, then the tokens that the host knows.
+    """Views of the block for a step of T tokens, all int64."""
 
-    source_T: each token's place in the pool. rope_length_T: as RotaryEmbedding.cos_sin takes it. kv_slot_T: block *
-    block size + offset, where its key and value go.
-    """
-
-    pool: Tensor
-    source_T: Tensor
+    pool: Tensor  # the last step's samples, then the tokens that the host knows
+    source_T: Tensor  # each token's index in the pool
     position_T: Tensor
-    rope_length_T: Tensor
-    kv_slot_T: Tensor
+    rope_length_T: Tensor  # as RotaryEmbedding.cos_sin takes it
+    kv_slot_T: Tensor  # block * block size + offset, where the token's key and value are written
 
     def tokens(self) -> Tensor:
-        """int64 [T]."""
+        """Returns the tokens, int64 [T]."""
         return self.pool[self.source_T]
 
 
 class StepInputs:
-    """trash_slot: a KV slot that no sequence is ever given, for the padding of captured steps."""
+    """The inputs of all steps. `trash_slot` is a KV slot that no sequence is ever given, for the padding of captured
+    steps."""
 
     def __init__(self, max_num_seqs: int, max_tokens: int, trash_slot: int, device: torch.device) -> None:
-        self.first_known = max_num_seqs  # the first place in the pool behind the last step's samples
+        self.first_known = max_num_seqs  # the first index in the pool behind the last step's samples
         self._trash_slot = trash_slot
         self._device_block = torch.zeros(max_num_seqs + FIELDS * max_tokens, dtype=torch.int64, device=device)
         self._host = torch.zeros(FIELDS * max_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -56,7 +52,7 @@ class StepInputs:
         return InputTensors(self._device_block[: ends[1]], *behind)
 
     def upload(self, fields_FT: Rows, num_tokens: int) -> None:
-        """num_tokens: with the padding."""
+        """Copies the fields to the device and fills the padding. `num_tokens` includes the padding."""
         if self._copied is not None:
             self._copied.synchronize()
         host = self._host[: FIELDS * num_tokens]
@@ -72,8 +68,11 @@ class StepInputs:
         self._device_block[start : start + len(host)].copy_(host, non_blocking=True)
 
     def mark_copied(self) -> None:
-        """To be called once a step's copies out of pinned memory, the attention plan's too, are queued: the next
-        step's upload() waits for them, which are long over as a rule, before any of that memory is written again."""
+        """Records that a step's copies out of pinned memory are queued, including those of the attention plan.
+
+        The next step's upload() waits for them before any of that memory is written again. They are usually long done
+        by then.
+        """
         if self._copied is not None:
             self._copied.record()
 

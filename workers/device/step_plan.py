@@ -1,6 +1,7 @@
-"""What a step computes, for every rank that computes it: rows of numbers, without requests, parameters or texts.
+"""Describes what a step computes, for every rank that computes it: rows of numbers, without requests, parameters or
+texts.
 
-Rank 0 makes it of the scheduler's chunks (planner.py), the others get it by message (workers/tp/).
+Rank 0 makes the plan from the scheduler's chunks (planner.py). The others receive it by message (workers/tp/).
 """
 
 # T tokens of the step · F fields of a token · B sequences
@@ -21,21 +22,17 @@ Rows = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """fields_FT: as StepInputs has them. slots: of each sequence, or BASE_SLOT where the step's tokens of it use no
-    adapter. base_lens: how many of its tokens in the step come before its adapter begins to work. sampling: the rows of
-    the step whose next token is chosen. is_greedy: all of these tokens are the largest logits' and nobody wants to see
-    logits. prompts: (first row, count) of those that predict prompt tokens, where asked for. slot_ranks:
-    LoRAModelManager.ranks, of every slot.
-    """
+    """The plan of one step."""
 
-    fields_FT: Rows
+    fields_FT: Rows  # As in StepInputs.
     attention: AttentionBatch
-    slots: list[int]
-    base_lens: list[int]
-    sampling: list[int]
-    is_greedy: bool
+    slots: list[int]  # Slot of each sequence, or BASE_SLOT if its tokens in the step use no adapter.
+    base_lens: list[int]  # Number of each sequence's tokens in the step before its adapter begins to work.
+    sampling: list[int]  # Rows of the step whose next token is chosen.
+    is_greedy: bool  # All of these tokens have the largest logits, and nobody wants to see logits.
+    # (first row, count) of rows that predict prompt tokens whose logprobs are requested.
     prompts: list[tuple[int, int]]
-    slot_ranks: list[int]
+    slot_ranks: list[int]  # LoRAModelManager.ranks, of every slot.
 
     @property
     def num_tokens(self) -> int:
@@ -43,7 +40,7 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Every sequence computes one token and wants the next."""
+        """Whether each sequence computes one token and needs the next."""
         return len(self.sampling) == len(self.slots) == self.num_tokens and not self.prompts
 
     @property
@@ -57,7 +54,7 @@ class StepPlan:
 
     @property
     def lora_slots(self) -> list[int]:
-        """Of each token, or BASE_SLOT."""
+        """The slot of each token, or BASE_SLOT."""
         slots: list[int] = []
         for slot, num_base, count in zip(self.slots, self.base_lens, self.attention.query_lens, strict=True):
             slots += [BASE_SLOT] * num_base + [slot] * (count - num_base)

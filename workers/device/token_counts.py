@@ -1,7 +1,7 @@
-"""The tokens of sequences that have penalties, counted on the device: one row for each that runs.
+"""Counts the tokens of running sequences that have penalties, on the device, with one row for each.
 
-A row is built once from the tokens that the host knows, and then takes in each chosen token as soon as the device has
-it, so that no step needs the history from the host. Beside the counts stand the ids that they may be above zero for:
+A row is built once from the tokens that the host knows. Each chosen token is added as soon as the device has it, so
+that no step needs the history from the host. Beside the counts are the ids whose counts may be above zero. So
 penalties cost time in proportion to the history, not to the vocabulary.
 """
 
@@ -15,19 +15,22 @@ from torch import Tensor
 from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 
-IN_PROMPT = 1 << 30  # is set in the count of a token of the prompt; answers are far shorter
+IN_PROMPT = 1 << 30  # bit that is set in the count of a prompt token; answers are far shorter
 FIRST_ROWS, FIRST_IDS = 8, 256
 
 
 class TokenCounts:
-    """most_rows: sequences that run at a time. Memory is allocated when it is needed: at most one row for each, of the
-    vocabulary's size and of the longest history."""
+    """The counts of all sequences. `most_rows` is the largest number of sequences that run at a time.
+
+    Memory is allocated when it is needed: at most one row per running sequence, of the vocabulary's size and of the
+    longest history.
+    """
 
     def __init__(self, most_rows: int, vocab_size: int, device: torch.device) -> None:
         self._most_rows = most_rows
         self._counts_SV = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         self._ids_SL = torch.zeros((0, FIRST_IDS), dtype=torch.int32, device=device)
-        self._num_ids: list[int] = []  # of each row; beyond them ids_SL has token 0
+        self._num_ids: list[int] = []  # of each row; the rest of its ids_SL is token 0
         self._free: list[int] = []
         self._holders: dict[int, Sequence] = {}
 
@@ -36,8 +39,8 @@ class TokenCounts:
         return self._counts_SV.nbytes + self._ids_SL.nbytes
 
     def take(self, sequence: Sequence) -> int:
-        """Returns a row that has the sequence's tokens. Where no row is free, those of preempted sequences are taken,
-        which get others when they run again."""
+        """Returns a row with the sequence's tokens. If no row is free, rows of preempted sequences are taken, which
+        get others when they run again."""
         if sequence.tokens[-1] == UNKNOWN:
             raise RuntimeError("the tokens to count are not known yet")
         if sequence.vocab_size > self._counts_SV.shape[1]:
@@ -57,13 +60,14 @@ class TokenCounts:
         self._free.append(row)
 
     def read(self, rows: list[int], row_P: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids int64 [P, L] and their counts int32 [P, L]. Shorter rows are filled up with token 0 and its count."""
+        """Returns ids, int64 [P, L], and their counts, int32 [P, L]. Shorter rows are padded with token 0 and its own
+        count."""
         num_ids = max(self._num_ids[row] for row in rows)
         ids_PL = self._ids_SL[row_P, :num_ids].long()
         return ids_PL, self._counts_SV[row_P.unsqueeze(1), ids_PL]
 
     def add(self, rows: list[int], row_P: Tensor, token_P: Tensor) -> None:
-        """Counts one more token in each of these rows, which differ."""
+        """Counts one more token in each of these rows, which must be distinct."""
         ends = [self._num_ids[row] for row in rows]
         self._make_room_for_ids(max(ends) + 1)
         self._counts_SV[row_P, token_P] += 1
@@ -90,7 +94,7 @@ class TokenCounts:
             self._ids_SL = _enlarged(self._ids_SL, len(self._ids_SL), num_ids + num_ids // 2)
 
     def _fill(self, row: int, sequence: Sequence) -> None:
-        """Tokens of the prompt matter to the repetition penalty alone."""
+        """Fills a row with a sequence's tokens. Tokens of the prompt matter only to the repetition penalty."""
         device, first = self._counts_SV.device, sequence.num_prompt
         prompt = sequence.tokens[:first] if sequence.params.repetition_penalty != 1.0 else []
         prompt_ids = list(dict.fromkeys(prompt))

@@ -1,9 +1,9 @@
-"""The decoder that Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, Mixtral and Qwen3-MoE share; ModelConfig says
-where they differ, and which layers have a mixture of experts in the place of an MLP.
+"""The decoder that Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, Mixtral and Qwen3-MoE share. ModelConfig says
+where they differ, and which layers have a mixture of experts in place of an MLP.
 
-One forward pass takes a step's tokens of all sequences in one row [T, D]; which belong together is the attention
-backend's affair, which adapter each uses is LoRABatch's. Under tensor parallelism each rank has its heads, its part of
-the MLP and of the vocabulary; x is the same on all ranks between layers.
+One forward pass takes a step's tokens of all sequences in one row [T, D]. The attention backend knows which tokens
+belong together, and LoRABatch which adapter each of them uses. Under tensor parallelism each rank has its heads, and
+its part of the MLP and of the vocabulary. x is the same on all ranks between layers.
 """
 
 # T tokens · D hidden size · E this rank's heads of q, k and v in one row · H query heads · G KV heads · V vocabulary
@@ -37,15 +37,12 @@ from lorafleet.workers.tp.shard import Shard
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What every layer needs of a step.
+    """The values of a step that every layer needs."""
 
-    rotations, caches: one a layer; a rotation is cos and sin, both [T, 1, F], F pairs of a head's numbers.
-    slot_mapping_T: int64, block * block size + offset, where each token's key and value are written.
-    """
-
+    # One per layer: cos and sin, both [T, 1, F], for F pairs of a head's numbers.
     rotations: list[tuple[Tensor, Tensor]]
-    slot_mapping_T: Tensor
-    caches: list[KVCache]
+    slot_mapping_T: Tensor  # int64, block * block size + offset, where each token's key and value are written.
+    caches: list[KVCache]  # One per layer.
     attention: AttentionBackend
     lora: LoRABatch | None
 
@@ -103,12 +100,13 @@ class MLP(nn.Module):
 
 
 def _slices(config: ModelConfig, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a packed linear, as adapters see it: fused ones share one A."""
+    """Returns the slices of a packed linear as adapters see it. Fused projections share one A."""
     return (sum(sizes),) if config.fused_linears else sizes
 
 
 class DecoderLayer(nn.Module):
-    """attention_out_norm, mlp_out_norm: of the branches, before the residual is added; None where there is none."""
+    """One layer of the decoder. attention_out_norm and mlp_out_norm are applied to the branches before the residual is
+    added. They are None if the model has none."""
 
     def __init__(
         self,
@@ -134,8 +132,10 @@ class DecoderLayer(nn.Module):
         self.mlp_out_norm = RMSNorm(*norm) if config.branch_norms else None
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor, step: StepContext) -> LinearOutput:
-        """x is the input norm's output. Returns the MLP's, not yet added to the residual: the next layer's norm does
-        that, as here the second norm adds what attention gives, in place and in one launch.
+        """Returns the MLP's output, not yet added to the residual. x is the input norm's output.
+
+        The next layer's norm adds the output to the residual. In the same way the second norm here adds the
+        attention's output, in place and in one launch.
         """
         attended = self.self_attn(x_TD, step)
         normed_TD = self.mlp_norm.add(attended, residual_TD, step.lora, self.attention_out_norm)
@@ -143,7 +143,8 @@ class DecoderLayer(nn.Module):
         return out
 
     def norms(self) -> dict[str, RMSNorm]:
-        """By the names that checkpoints and adapters give them, which mean other norms in Gemma."""
+        """Returns the norms by the names that checkpoints and adapters give them. In Gemma these names mean other
+        norms."""
         found: dict[str, RMSNorm | None] = {
             "input_layernorm": self.input_layernorm,
             "self_attn.q_norm": self.self_attn.q_norm,
@@ -159,13 +160,14 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """forward() gives the last norm's output for every token; logits() projects chosen rows to the vocabulary.
+    """The whole decoder on one rank. forward() returns the last norm's output for every token. logits() projects
+    chosen rows to the vocabulary.
 
-    config is the whole model's, shard says what this rank holds. All ranks of the group make the same calls.
+    config is the whole model's, and shard says what this rank holds. All ranks of the group make the same calls.
     """
 
     def __init__(self, config: ModelConfig, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises ConfigError where the model cannot be divided among the group."""
+        """Builds this rank's part. Raises ConfigError if the model cannot be divided among the group."""
         super().__init__()
         if config.quantization is not None and config.experts is not None:
             raise UnsupportedModel(
@@ -191,7 +193,7 @@ class DecoderModel(nn.Module):
             linear.weight = weights.empty(method, sum(linear.out_features), linear.in_features)
         self.rope = RotaryEmbedding(config.rope, device)
         self.sliding_rope = None if config.sliding_rope is None else RotaryEmbedding(config.sliding_rope, device)
-        # As the model's dtype has it.
+        # rounded to the model's dtype
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
     def forward(
@@ -204,9 +206,10 @@ class DecoderModel(nn.Module):
         attention: AttentionBackend,
         lora: LoRABatch | None,
     ) -> Tensor:
-        """token_T, position_T, rope_length_T: int64 [T], the last as in RotaryEmbedding.cos_sin. Returns [T, D].
+        """Returns the last norm's output, [T, D]. `attention` must have planned this step.
 
-        slot_mapping_T and caches as in StepContext; attention has planned this step.
+        token_T, position_T and rope_length_T are int64 [T], the last as in RotaryEmbedding.cos_sin. slot_mapping_T and
+        caches are as in StepContext.
         """
         if lora is not None:
             lora.begin()
@@ -229,19 +232,19 @@ class DecoderModel(nn.Module):
         return [full if window is None else sliding for window in self.config.sliding_windows]
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """[T, W] in the model's dtype: this rank's columns, -inf past the vocabulary's end."""
+        """Returns this rank's columns, [T, W] in the model's dtype. They are -inf past the vocabulary's end."""
         return self.lm_head.logits(x_TD)
 
     def gather_logits(self, logits_TW: Tensor) -> Tensor:
-        """[T, V] on every rank, from what logits() gave each."""
+        """Returns [T, V] on every rank, from what logits() returned on each."""
         return self.lm_head.gather(logits_TW)
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         return (cast(DecoderLayer, layer) for layer in self.layers)
 
     def packed_linears(self) -> list[tuple[tuple[str, ...], PackedLinear]]:
-        """Every packed linear, this rank's part, with its projections' module paths, in layer order. Of a mixture of
-        experts the router."""
+        """Returns this rank's part of every packed linear with its projections' module paths, in layer order. For a
+        mixture of experts, this includes the router only."""
         found: list[tuple[tuple[str, ...], PackedLinear]] = []
         qkv, gate_up = (("qkv",), ("gate_up",)) if self.config.fused_linears else (("q", "k", "v"), ("gate", "up"))
         for i, layer in enumerate(self.decoder_layers()):
@@ -260,12 +263,12 @@ class DecoderModel(nn.Module):
         return found
 
     def mixtures(self) -> list[tuple[str, SparseMLP]]:
-        """Every mixture of experts, this rank's part, with its experts' module path."""
+        """Returns this rank's part of every mixture of experts, with its experts' module path."""
         mlps = [(f"layers.{i}.mlp.experts", layer.mlp) for i, layer in enumerate(self.decoder_layers())]
         return [(name, mlp) for name, mlp in mlps if isinstance(mlp, SparseMLP)]
 
     def norms(self) -> list[tuple[str, RMSNorm]]:
-        """Every norm with its module path."""
+        """Returns every norm with its module path."""
         found = [
             (f"layers.{i}.{name}", norm)
             for i, layer in enumerate(self.decoder_layers())

@@ -1,6 +1,6 @@
-"""The building blocks of the decoder: norm, the packed linear with its adapters.
+"""The building blocks of the decoder: norms, and the packed linear with its adapters.
 
-Parameters are made empty here; workers/bases/weights.py fills them.
+Parameters are created empty here. workers/bases/weights.py fills them.
 """
 
 # T tokens · D in · O out
@@ -25,7 +25,10 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Param
 
 
 class RMSNorm(nn.Module):
-    """dtype: of the weight, ModelConfig.norm_dtype. slots: adapters' own weights; None until adapters are enabled."""
+    """A norm whose weight adapters may replace. `dtype` is the weight's, ModelConfig.norm_dtype.
+
+    slots has the adapters' own weights. It is None until adapters are enabled.
+    """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -34,7 +37,7 @@ class RMSNorm(nn.Module):
         self.slots: NormSlots | None = None
 
     def for_step(self, batch: LoRABatch | None) -> NormWeight:
-        """With tokens' own weights."""
+        """Returns the weight, with the own weights of the step's tokens."""
         if batch is None or self.slots is None:
             return NormWeight(self.weight)
         return self.slots.for_step(self.weight, batch)
@@ -48,11 +51,12 @@ class ResidualNorm(RMSNorm):
         self._ranks = ranks
 
     def start(self, x: Tensor, batch: LoRABatch | None) -> tuple[Tensor, Tensor]:
-        """The residual, which is the ranks' sum of x, and its norm."""
+        """Returns the residual, which is the ranks' sum of x, and its norm."""
         return self._ranks.rms_norm(x, self.for_step(batch), self.eps)
 
     def add(self, x: LinearOutput, residual: Tensor, batch: LoRABatch | None, branch: RMSNorm | None = None) -> Tensor:
-        """residual += the ranks' sum of x, in place; returns its norm. branch: norms the sum before it is added."""
+        """Adds the ranks' sum of x to the residual, in place, and returns its norm. `branch` norms the sum before it
+        is added."""
         branch_weight = None if branch is None else branch.for_step(batch)
         return self._ranks.add_rms_norm(x, residual, self.for_step(batch), self.eps, branch_weight)
 
@@ -60,11 +64,11 @@ class ResidualNorm(RMSNorm):
 class PackedLinear(nn.Module):
     """One GEMM for several projections that share an input (q, k, v or gate, up), or for one.
 
-    Sizes are this rank's. adds_bias: False where the output is a sum over the ranks, and another rank adds it. Who
-    builds the model sets weight, which may be quantised. lora is None until adapters are enabled.
+    Sizes are this rank's. adds_bias is False if the output is a sum over the ranks and another rank adds the bias.
+    lora is None until adapters are enabled.
     """
 
-    weight: BaseWeight
+    weight: BaseWeight  # set by whoever builds the model; may be quantized
 
     def __init__(
         self,
@@ -89,5 +93,5 @@ class PackedLinear(nn.Module):
 
     @property
     def added_bias(self) -> Tensor | None:
-        """What forward() adds on this rank."""
+        """The bias that forward() adds on this rank, or None."""
         return self.bias if self.adds_bias else None

@@ -1,4 +1,4 @@
-"""The linears' weights, empty, as the model is to hold them."""
+"""Creates the linears' weights, empty, in the form in which the model holds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lorafleet.protocol.quantization_methods import Method
 
 
 class LinearWeights:
-    """Makes them for one model."""
+    """Creates the weights of one model's linears."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -21,7 +21,7 @@ class LinearWeights:
         self._scratch = Scratch(dtype, device)
 
     def empty(self, method: Method | None, outputs: int, inputs: int) -> BaseWeight:
-        """Of this rank's sizes. Raises UnsupportedModel where they cannot be quantised so."""
+        """Returns an empty weight of this rank's sizes. Raises UnsupportedModel if it cannot be quantized this way."""
         if method is None:
             return PlainWeight.empty(outputs, inputs, self._dtype, self._device)
         if method == "fp8":

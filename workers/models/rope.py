@@ -1,7 +1,7 @@
-"""Rotary position embedding with the scalings in use: none, linear, dynamic NTK, llama3, yarn, longrope.
+"""Computes rotary position embeddings with the scalings in use: none, linear, dynamic NTK, llama3, yarn, longrope.
 
-Formulas as in transformers' rope utilities, which the checkpoints were trained with. Sources: RoFormer, arXiv
-2104.09864; YaRN, arXiv 2309.00071; LongRoPE, arXiv 2402.13753; dynamic NTK scaling and linear interpolation as
+The formulas are those of transformers' rope utilities, with which the checkpoints were trained. Sources: RoFormer,
+arXiv 2104.09864; YaRN, arXiv 2309.00071; LongRoPE, arXiv 2402.13753; dynamic NTK scaling and linear interpolation as
 published by their authors.
 """
 
@@ -18,7 +18,7 @@ from lorafleet.workers.bases.rope_config import RopeConfig
 
 
 class RotaryEmbedding:
-    """cos and sin of each token's angles; kernels/decoder/rope_store.py rotates by them."""
+    """Computes cos and sin of each token's angles. kernels/decoder/rope_store.py rotates by them."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self.config = config
@@ -28,10 +28,11 @@ class RotaryEmbedding:
         self._powers_F = _powers(config).to(device)
 
     def cos_sin(self, position_T: Tensor, length_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Both [T, 1, F], to be applied to the first 2 F numbers of each head.
+        """Returns cos and sin, both [T, 1, F], to be applied to the first 2 F numbers of each head.
 
-        length_T (int64) counts in scalings that depend on it: the length of the sequence at the time transformers would
-        have computed the token, the prompt's for prompt tokens and its own position + 1 for generated ones.
+        length_T (int64) matters in scalings that depend on it. It is the length of the sequence at the time when
+        transformers would have computed the token: the prompt's for prompt tokens, and its own position + 1 for
+        generated ones.
         """
         angle_TF = position_T.to(torch.float32).unsqueeze(1) * self._frequencies(length_T)
         cos, sin = angle_TF.cos(), angle_TF.sin()
@@ -40,7 +41,7 @@ class RotaryEmbedding:
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
 
     def _frequencies(self, length_T: Tensor) -> Tensor:
-        """[F], or [T, F] where they depend on the length."""
+        """Returns the frequencies as [F], or as [T, F] if they depend on the length."""
         if self.config.rope_type == "dynamic":
             return self._dynamic_frequencies(length_T)
         if self.long_inv_freq_F is not None:
@@ -49,7 +50,7 @@ class RotaryEmbedding:
         return self.inv_freq_F
 
     def _dynamic_frequencies(self, length_T: Tensor) -> Tensor:
-        """[T, F]: theta grows with the length once that passes the trained maximum."""
+        """Returns the frequencies [T, F]. theta grows with the length once that exceeds the trained maximum."""
         config, trained = self.config, self.config.max_position_embeddings
         length_T1 = length_T.clamp(min=trained).to(torch.float32).unsqueeze(1)
         growth = config.factor * length_T1 / trained - (config.factor - 1)

@@ -1,8 +1,9 @@
-"""Logits of rows whose adapter has a head of its own: a table in the base's place, replaced rows, a low rank, a bias.
+"""Computes the logits of rows whose adapter has a head of its own: a table in place of the base's, replaced rows, a
+low rank, a bias.
 
-Runs behind the model, whose graphs make the base's logits of all rows: such heads are rare, and steps without one pay
-nothing. Rows on the base's table are taken together, and rows of each other table. Logits have their own vocabulary's
-width, divided among the ranks as its table is.
+It runs after the model, whose graphs compute the base's logits of all rows. Such heads are rare, and steps without one
+pay nothing. Rows on the base's table are computed together, and so are the rows of each other table. Logits have the
+width of their own vocabulary, divided among the ranks as its table is.
 """
 
 # B rows · b rows of a slot · D hidden size · W a rank's columns · V vocabulary · N replaced rows · R rank
@@ -21,26 +22,25 @@ from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.models.vocab_table import NEVER, VocabTable
 
-WIDTH_ALIGNMENT = 64  # of logits of several vocabularies: sampler.greedy takes them in parts
+WIDTH_ALIGNMENT = 64  # of logits of several vocabularies, since sampler.greedy takes them in parts
 
 
 @dataclass(frozen=True, slots=True)
 class SlotHead:
-    """One slot's, this rank's part: columns of tokens, num_tokens of them, then padding. place_N: the replaced rows'
-    columns. Floats have one dtype, which need not be the model's; bias_W is float32."""
+    """This rank's part of one slot's head. Floats have one dtype, which need not be the model's."""
 
     vocab_size: int
-    num_tokens: int
+    num_tokens: int  # columns of tokens; the rest is padding
     table_WD: Tensor | None = None
-    place_N: Tensor | None = None
+    place_N: Tensor | None = None  # columns of the replaced rows
     row_ND: Tensor | None = None
     a_RD: Tensor | None = None
     b_WR: Tensor | None = None
     scale: float = 1.0
-    bias_W: Tensor | None = None
+    bias_W: Tensor | None = None  # float32
 
     def change(self, x_bD: Tensor, logits_bW: Tensor) -> None:
-        """Makes the logits of its table, or of the base's where it has none, its own; in place."""
+        """Turns the logits of its table, or of the base's if it has none, into its own, in place."""
         if self.place_N is not None and self.row_ND is not None:
             logits_bW[:, self.place_N] = F.linear(x_bD.to(self.row_ND.dtype), self.row_ND).to(logits_bW.dtype)
         if self.a_RD is not None and self.b_WR is not None:
@@ -55,15 +55,15 @@ class SlotHead:
 
 @dataclass(frozen=True, slots=True)
 class OwnLogits:
-    """Of rows that share a table. row_b: int64, on the device."""
+    """The logits of rows that share a table."""
 
-    row_b: Tensor
+    row_b: Tensor  # int64, on the device
     logits_bW: Tensor
     vocab_size: int
 
 
 class SlotHeads:
-    """base: the model's head. slots: those that have one of their own, alike on all ranks."""
+    """The heads of all slots that have one of their own, the same slots on all ranks. `base` is the model's head."""
 
     def __init__(self, base: VocabTable) -> None:
         self._base = base
@@ -78,7 +78,10 @@ class SlotHeads:
         return bool(self._slots) and not self._slots.keys().isdisjoint(slots)
 
     def logits(self, x_BD: Tensor, base_BW: Tensor, slots: Sequence[int]) -> list[OwnLogits]:
-        """Of the rows with a head of their own. base_BW: VocabTable.logits of x. slots: of each row, or BASE_SLOT."""
+        """Returns the logits of the rows with a head of their own.
+
+        `base_BW` is VocabTable.logits of x. `slots` has each row's slot, or BASE_SLOT.
+        """
         rows: dict[int, list[int]] = {}
         for row, slot in enumerate(slots):
             if slot != BASE_SLOT and slot in self._slots:
@@ -89,10 +92,10 @@ class SlotHeads:
         return [*owned, self._on_base(on_base, x_BD, base_BW)] if on_base else owned
 
     def _on_base(self, heads: list[tuple[SlotHead, list[int]]], x_BD: Tensor, base_BW: Tensor) -> OwnLogits:
-        """All of them together: each costs no more launches than its changes."""
+        """Computes the logits of all heads on the base's table together. Each costs as many launches as its changes."""
         row_b = to_device([row for _, own in heads for row in own], torch.int64, x_BD.device)
         x_bD = x_BD[row_b]
-        # The base's logits are capped already, where the model caps any.
+        # If the model caps logits, the base's are capped already, so they are computed again.
         logits_bW = base_BW[row_b] if self._base.softcap is None else self._base.project(x_bD)
         counts = [len(own) for _, own in heads]
         for (head, _), own_bD, own_bW in zip(heads, x_bD.split(counts), logits_bW.split(counts), strict=True):
@@ -108,20 +111,22 @@ class SlotHeads:
         return OwnLogits(row_b, self._finished(logits_bW, head.num_tokens), head.vocab_size)
 
     def _finished(self, logits_bW: Tensor, num_tokens: int) -> Tensor:
-        """Capped, and -inf where there are no tokens; in place."""
+        """Caps the logits, and sets them to -inf where there are no tokens, in place."""
         if self._base.softcap is not None:
             logits_bW.div_(self._base.softcap).tanh_().mul_(self._base.softcap)
         logits_bW[:, num_tokens:] = NEVER
         return logits_bW
 
     def choose(self, owned: list[OwnLogits], token_B: Tensor) -> None:
-        """Puts the greedy tokens of these rows into token_B, on all ranks."""
+        """Writes the greedy tokens of these rows to token_B, on all ranks."""
         for own in owned:
             token_B[own.row_b] = greedy_of_ranks(own.logits_bW, self._base.group)
 
     def gather(self, owned: list[OwnLogits], base_BV: Tensor) -> Tensor:
-        """[B, V'], on every rank: base_BV, VocabTable.gather's, with these rows' own. A row of a smaller vocabulary
-        than the largest here is -inf beyond its own."""
+        """Returns [B, V'] on every rank: base_BV, as VocabTable.gather returns it, with these rows' own logits.
+
+        A row of a smaller vocabulary than the largest here is -inf beyond its own.
+        """
         if not owned:
             return base_BV
         width = max(base_BV.shape[1], *(own.vocab_size for own in owned))

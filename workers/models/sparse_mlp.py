@@ -1,6 +1,7 @@
-"""A mixture of experts in the place of a layer's MLP: a router chooses some experts for each token.
+"""A mixture of experts in place of a layer's MLP: a router chooses some experts for each token.
 
-Under tensor parallelism each rank has a part of every expert, and the whole router, whose choice is the same on all.
+Under tensor parallelism each rank has a part of every expert. It has the whole router, whose choice is the same on all
+ranks.
 """
 
 # T tokens · D hidden size · I this rank's intermediate size of an expert · E experts
@@ -20,8 +21,11 @@ from lorafleet.workers.models.layers import PackedLinear, parameter
 
 
 class SparseMLP(nn.Module):
-    """gate_up_E2ID: of each expert the rows of its gate_proj, then of its up_proj. lora: of gate_up and of down; None
-    until adapters are enabled."""
+    """The experts of one layer and their router.
+
+    gate_up_E2ID has, for each expert, the rows of its gate_proj and then of its up_proj. lora is for gate_up and for
+    down. It is None until adapters are enabled.
+    """
 
     def __init__(self, hidden_size: int, experts: ExpertsConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

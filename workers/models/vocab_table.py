@@ -1,4 +1,4 @@
-"""The table of the vocabulary: embedding, head, or both where they are tied. Each rank holds its part of the rows."""
+"""The table of the vocabulary: embedding, head, or both if they are tied. Each rank holds its part of the rows."""
 
 # T tokens · D hidden size · V vocabulary · W rows of a rank, its padding included
 
@@ -18,9 +18,10 @@ NEVER = float("-inf")
 
 
 class VocabTable(nn.Module):
-    """weight: [W, D]. The rows from num_tokens on are padding: zeros, so that all ranks have as many.
+    """One rank's part of the table.
 
-    slots: what adapters do to the embedding; None until adapters are enabled.
+    weight is [W, D]. The rows from num_tokens on are padding of zeros, so that all ranks have equally many. slots is
+    the adapters' changes to the embedding. It is None until adapters are enabled.
     """
 
     def __init__(self, shard: Shard, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
@@ -35,7 +36,7 @@ class VocabTable(nn.Module):
         self.slots: EmbeddingSlots | None = None
 
     def embed(self, token_T: Tensor, batch: LoRABatch | None) -> Tensor:
-        """[T, D], to be summed over the ranks: a token's row is on one of them, the others have zeros."""
+        """Returns [T, D], to be summed over the ranks. A token's row is on one of them, and the others have zeros."""
         if batch is None or self.slots is None:
             return self._embed(token_T)
         # Adapters may have tokens that the base does not have.
@@ -50,7 +51,7 @@ class VocabTable(nn.Module):
         return F.embedding(row_T, self.weight).masked_fill_(elsewhere_T1, 0)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """[T, W] in x's dtype: this rank's columns, those of the padding -inf."""
+        """Returns this rank's columns, [T, W] in x's dtype. Those of the padding are -inf."""
         logits_TW = self.project(x_TD)
         if self.softcap is not None:
             logits_TW.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -59,10 +60,10 @@ class VocabTable(nn.Module):
         return logits_TW
 
     def project(self, x_TD: Tensor) -> Tensor:
-        """[T, W], the padding's columns of no meaning."""
+        """Returns the product with the table, [T, W]. The padding's columns have no meaning."""
         return F.linear(x_TD, self.weight)
 
     def gather(self, logits_TW: Tensor) -> Tensor:
-        """[T, V] on every rank, from each rank's own columns."""
+        """Returns [T, V] on every rank, from each rank's own columns."""
         gathered_NTW = self.group.all_gather(logits_TW)
         return gathered_NTW.transpose(0, 1).flatten(1)[:, : self.vocab_size]

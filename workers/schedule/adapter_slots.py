@@ -1,4 +1,4 @@
-"""What the scheduler asks of the adapters and their slots; workers/slots/ answers it.
+"""Defines the interface through which the scheduler uses adapters and their slots. workers/slots/ implements it.
 
 It is apart from workers/slots/, so that a scheduler can be read, imported and tested without the memory of slots.
 """
@@ -24,11 +24,11 @@ class Slot(Protocol):
 
     @property
     def adapter(self) -> ResidentAdapter | None:
-        """Whose weights are in the slot, or being copied into it."""
+        """The adapter whose weights are in the slot, or are being copied into it."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step that is launched now may use the slot: no copy into it is under way."""
+        """Whether a step that is launched now may use the slot, because no copy into it is in progress."""
 
 
 class SlotTable(Protocol):
@@ -37,13 +37,13 @@ class SlotTable(Protocol):
         """The digests of all adapters that have a slot."""
 
     def find(self, digest: str) -> Slot | None:
-        """The adapter's slot."""
+        """Returns the adapter's slot, or None."""
 
     def hold(self, slot_index: int, tenant: str) -> None:
-        """Counts one more sequence, of this tenant, that uses the slot: its content stays until let_go()."""
+        """Counts one more sequence of this tenant that uses the slot. The slot's content stays until let_go()."""
 
     def let_go(self, slot_index: int) -> None:
-        """Counts one sequence fewer."""
+        """Counts one sequence fewer that uses the slot."""
 
 
 class AdapterSlots(Protocol):
@@ -51,13 +51,14 @@ class AdapterSlots(Protocol):
     def slots(self) -> SlotTable: ...
 
     def prefetch(self, wanted: Sequence[LoRARequest], tenants: Mapping[str, str]) -> None:
-        """Starts to bring these adapters nearer to the GPU, the first before the others.
+        """Starts to bring these adapters nearer to the GPU, the first ones first.
 
-        tenants: the tenant that waits for each, by the digest of the adapter.
+        `tenants` maps each adapter's digest to the tenant that waits for it.
         """
 
     def slot_for(self, lora: LoRARequest) -> Slot | None:
-        """The adapter's slot, filled or being filled; None where it has none."""
+        """Returns the adapter's slot, filled or being filled, or None if it has none."""
 
     def claims(self, digest: str, claimed: set[int], tenant: str) -> set[int]:
-        """Indices of slots, beyond those claimed for others, that should drain for an adapter that has none."""
+        """Returns the indices of slots, beyond those claimed for others, that should drain for an adapter without a
+        slot."""

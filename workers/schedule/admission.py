@@ -1,7 +1,8 @@
-"""Which requests may wait for their turn, and for how long. What has started is never taken back from here.
+"""Decides which requests may wait, and for how long. It never takes back a request that has started.
 
-A request that finds the queue full, or that has not started when its time is up, ends at once with an error that says
-when to try again, rather than late. Sequences of one request (its samples, its prompts) stand or fall together.
+A request that finds the queue full, or that has not started by its deadline, ends at once with an error that says when
+to try again, rather than late. All sequences of one request (its samples, its prompts) are accepted or rejected
+together.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ from lorafleet.protocol.messages import EngineRequest
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Group, Sequence
 
-RATE_MEMORY_S = 30.0  # of service under a backlog, after which older service counts half
-SPARE_DEADLINES = 64  # of ended sequences, kept before they are swept out
-MAX_RETRY_S = 60.0  # what clients of OpenAI's make accept; they ignore a longer Retry-After
+RATE_MEMORY_S = 30.0  # seconds of service under a backlog, after which older service counts half
+SPARE_DEADLINES = 64  # deadlines of ended sequences that may remain before they are swept out
+MAX_RETRY_S = 60.0  # OpenAI's clients ignore a longer Retry-After
 
 
 class Admission:
-    """max_queued: requests are refused once this many more sequences are here than a step holds. max_tokens: of those
-    that wait, unless none does. Both bind a tenant only once it has its share of them, so that a queue that is full of
-    one tenant's requests still takes another's. None: no bound. num_apart: sequences that wait elsewhere than in the
-    scheduler's queue, for their grammar."""
+    """Bounds the waiting sequences of one engine. None means no bound.
+
+    Both bounds apply to a tenant only once it has its share. So a queue full of one tenant's requests still accepts
+    another's.
+
+    Args:
+        max_queued: Requests are rejected once this many more sequences are here than a step holds.
+        max_tokens: Largest number of waiting tokens. It does not apply while nothing waits.
+        num_apart: Returns the number of sequences that wait for their grammar, outside of the scheduler's queue.
+    """
 
     def __init__(
         self,
@@ -36,7 +43,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         num_apart: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.refused: Counter[str] = Counter()  # by the bound: requests, tokens, deadline
+        self.refused: Counter[str] = Counter()  # number of rejections by bound: requests, tokens, deadline
         self._scheduler = scheduler
         self._max_queued = max_queued
         self._max_tokens = max_tokens
@@ -44,14 +51,16 @@ class Admission:
         self._clock = clock
         self._groups: dict[str, Group] = {}
         self._num_of: Counter[str] = Counter()  # sequences that are here, by tenant
-        self._deadlines: list[tuple[float, int]] = []  # heap: when, number; of sequences that have ended too
-        self._timed: dict[int, tuple[Sequence, float]] = {}  # by number: those that have not ended, and their timeouts
+        self._deadlines: list[tuple[float, int]] = []  # heap of (when, number); includes sequences that have ended
+        self._timed: dict[int, tuple[Sequence, float]] = {}  # by number: unfinished sequences and their timeouts
         self._numbers = count()
         self._rate = _Rate(clock())
 
     def join(self, request: EngineRequest) -> Group:
-        """Of a sequence that is about to be queued. Raises QueueFull for the first of its request, for all of them;
-        never for others."""
+        """Returns the group of a sequence that is about to be queued.
+
+        Raises QueueFull only for the first sequence of a request, on behalf of all of them.
+        """
         group = self._groups.get(request.group)
         if group is None:
             num_tokens = max(request.group_tokens, len(request.prompt_token_ids))
@@ -71,7 +80,7 @@ class Admission:
             heappush(self._deadlines, (sequence.queued_s + timeout_s, sequence.deadline_number))
 
     def left(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """Removes a sequence that has ended."""
         self._num_of[sequence.tenant] -= 1
         if not self._num_of[sequence.tenant]:
             del self._num_of[sequence.tenant]
@@ -84,9 +93,9 @@ class Admission:
             self._forget_ended()
 
     def expired(self) -> list[tuple[Sequence, QueueTimeout]]:
-        """Returns the sequences whose time is up and nothing of whose request has started.
+        """Returns the sequences whose time is up, if nothing of their request has started.
 
-        To be called once a step, after it was scheduled.
+        Call it once per step, after scheduling.
         """
         now = self._clock()
         waiting = self._scheduler.waiting
@@ -101,17 +110,17 @@ class Admission:
         return found
 
     def retry_after_s(self) -> float:
-        """How long what waits now will take at the measured rate."""
+        """Returns the seconds that the waiting tokens will take at the measured rate, between 1 and MAX_RETRY_S."""
         return min(MAX_RETRY_S, max(1.0, self._rate.seconds_for(self._scheduler.waiting.num_tokens)))
 
     def _forget_ended(self) -> None:
-        """Bounds the heap by the sequences that live: a client may leave long before its deadline."""
+        """Bounds the heap by the number of live sequences, since a client may leave long before its deadline."""
         if len(self._deadlines) > 2 * len(self._timed) + SPARE_DEADLINES:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._timed]
             heapify(self._deadlines)
 
     def _check_room(self, tenant: str, num_sequences: int, num_tokens: int) -> None:
-        """Of a request. What is more than a bound by itself can only ever start where nothing waits."""
+        """Raises QueueFull if a request has no room. A request larger than a bound can only start if nothing waits."""
         waiting = self._scheduler.waiting
         if self._has_no_places(num_sequences) and self._has_its_places(tenant, num_sequences):
             self.refused["requests"] += 1
@@ -132,7 +141,7 @@ class Admission:
             )
 
     def _has_no_places(self, num_sequences: int) -> bool:
-        """Whether so many more sequences are too many to wait."""
+        """Returns whether this many more sequences would exceed max_queued."""
         if self._max_queued is None:
             return False
         num_beyond = self._scheduler.num_beyond_a_step + self._num_apart()
@@ -140,19 +149,19 @@ class Admission:
         return num_beyond + num_sequences > self._max_queued and not nothing_waits
 
     def _has_its_places(self, tenant: str, num_sequences: int) -> bool:
-        """Whether the tenant would have more sequences here than each tenant could have."""
+        """Returns whether the tenant would have more sequences here than an equal share."""
         assert self._max_queued is not None
         most = self._scheduler.max_num_seqs + self._max_queued
         return (self._num_of[tenant] + num_sequences - 1) * self._num_tenants_with(tenant) >= most
 
     def _has_its_tokens(self, tenant: str, num_tokens: int) -> bool:
-        """Whether the tenant would have more tokens waiting than each tenant could have."""
+        """Returns whether the tenant would have more waiting tokens than an equal share."""
         assert self._max_tokens is not None
         tokens = self._scheduler.waiting.tokens_of(tenant) + num_tokens
         return tokens * self._num_tenants_with(tenant) > self._max_tokens
 
     def _num_tenants_with(self, tenant: str) -> int:
-        """Tenants here; this one counts, whether or not it is here already."""
+        """Returns the number of tenants that have sequences here, including this one in any case."""
         return len(self._num_of.keys() | {tenant})
 
     def _timeout(self, timeout_s: float) -> QueueTimeout:
@@ -164,7 +173,8 @@ class Admission:
 
 
 class _Rate:
-    """At which waiting tokens start, measured while some wait: else it would be the rate at which they come."""
+    """The rate at which waiting tokens start. It is measured only while some wait, since otherwise it would be the
+    rate at which they arrive."""
 
     def __init__(self, now: float) -> None:
         self._noted = now
@@ -174,7 +184,7 @@ class _Rate:
         self._seconds = 0.0
 
     def note(self, now: float, total: int, *, backlog: bool) -> None:
-        """total: tokens started so far."""
+        """Records one measurement; `total` is the number of tokens started so far."""
         if self._backlog:
             self._seconds += now - self._noted
             self._tokens += total - self._total
@@ -183,5 +193,5 @@ class _Rate:
         self._noted, self._total, self._backlog = now, total, backlog
 
     def seconds_for(self, num_tokens: int) -> float:
-        """Where none has started yet: as long again as has been waited."""
+        """Returns the seconds for this many tokens. If none has started yet, returns the seconds waited so far."""
         return num_tokens * self._seconds / self._tokens if self._tokens else self._seconds

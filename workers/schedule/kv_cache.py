@@ -1,10 +1,11 @@
-"""Hands out KV blocks and remembers which hold a known prefix. Knows tokens and block numbers, not tensors.
+"""Allocates KV blocks and records which of them hold a known prefix. It knows tokens and block numbers, not tensors.
 
-A full block is known by (the node before it, whose it is, its tokens): comparing these exactly, not by a hash, so that
-no two prefixes can be confused. Whose: a root belongs to one adapter digest and one tenant (or a client's own salt), so
-that a reload of the same bytes keeps its prefixes, and neither other weights nor other tenants ever see them. The
-blocks before an activated LoRA begins to work are the base's.
-Blocks that nobody uses stay known until they are needed; the least recently used go first.
+A full block is identified by the node before it, its owner and its tokens. These are compared exactly, not by a hash,
+so that no two prefixes can be confused. The owner is a root for one adapter digest and one tenant (or a client's own
+salt). So a reload of the same bytes preserves its prefixes, and neither other weights nor other tenants ever see them.
+The blocks before an activated LoRA begins to work belong to the base model.
+
+Unused blocks stay known until they are needed. The least recently used are reused first.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ _Key = tuple[int, int, tuple[int, ...]]  # node before, owner's root, tokens
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """One sequence's blocks. table: int32, since every step's attention plan copies it. nodes: the chain of known full
-    blocks, as far as it has been committed. The first num_shared blocks belong to shared_root, the others to root."""
+    """The blocks of one sequence. The first num_shared belong to shared_root, the others to root."""
 
     root: int
     shared_root: int
     num_shared: int = 0
-    table: array[int] = field(default_factory=lambda: array("i"))
-    nodes: list[int] = field(default_factory=list)
+    table: array[int] = field(default_factory=lambda: array("i"))  # int32, since every step's attention plan copies it
+    nodes: list[int] = field(default_factory=list)  # chain of known full blocks, as far as committed
 
     def key(self, block: int, tokens: Sequence[int]) -> _Key:
-        """Of the block of that number, once those before it are in nodes."""
+        """Returns the key of a block by its index. The blocks before it must be in nodes."""
         owner = self.shared_root if block < self.num_shared else self.root
         return self.nodes[-1] if self.nodes else owner, owner, tuple(tokens)
 
@@ -51,10 +51,10 @@ class KVCacheManager:
         self.hit_tokens = 0
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._known: dict[_Key, tuple[int, int]] = {}  # -> (node, block)
+        self._known: dict[_Key, tuple[int, int]] = {}  # node and block of each key
         self._roots: dict[Hashable, int] = {}
         self._salts: dict[int, Hashable] = {}
-        self._root_users: Counter[int] = Counter()  # sequences that are open and blocks that are known
+        self._root_users: Counter[int] = Counter()  # open sequences and known blocks, by root
         self._next_node = count()
 
     @property
@@ -65,8 +65,13 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def open(self, salt: Hashable, shared_salt: Hashable = None, num_shared_tokens: int = 0) -> SequenceBlocks:
-        """salt: what besides the tokens a block must have in common to be shared: the adapter's digest, the tenant.
-        shared_salt: the same of the first num_shared_tokens. To be given back with release()."""
+        """Starts the block table of a sequence. Return it with release().
+
+        Args:
+            salt: Everything besides the tokens that blocks must have in common to be shared: the adapter's digest and
+                the tenant.
+            shared_salt: The same for the first num_shared_tokens.
+        """
         root = self._use_root(salt)
         num_shared = num_shared_tokens // self.block_size
         return SequenceBlocks(root, self._use_root(shared_salt if num_shared else salt), num_shared)
@@ -80,14 +85,14 @@ class KVCacheManager:
         return root
 
     def _leave_root(self, root: int) -> None:
-        """Salts may be of clients' choosing: one that nothing is known of takes no memory."""
+        """Releases one use of a root. Clients may choose salts, so a root without uses takes no memory."""
         self._root_users[root] -= 1
         if not self._root_users[root]:
             del self._root_users[root]
             del self._roots[self._salts.pop(root)]
 
     def reuse_prefix(self, blocks: SequenceBlocks, tokens: Sequence[int]) -> int:
-        """Takes over the known blocks at the start of `tokens`; returns how many tokens they hold.
+        """Takes over the known blocks at the start of `tokens`, and returns the number of tokens that they hold.
 
         The last token is always left to compute, since its logits are needed.
         """
@@ -109,7 +114,7 @@ class KVCacheManager:
         return hit
 
     def grow(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
-        """Adds blocks until num_tokens fit. False, with nothing changed, where too few are free."""
+        """Adds blocks until num_tokens fit. Returns False and changes nothing if too few are free."""
         wanted = self.blocks_for(num_tokens) - len(blocks.table)
         if wanted > len(self._free):
             return False
@@ -121,7 +126,7 @@ class KVCacheManager:
         return True
 
     def commit(self, blocks: SequenceBlocks, tokens: Sequence[int], num_computed: int) -> None:
-        """Makes the blocks that are now full known to others."""
+        """Publishes the blocks that are now full, so that other sequences can use them."""
         if not self.enable_prefix_caching:
             return
         size = self.block_size
@@ -129,7 +134,8 @@ class KVCacheManager:
             key = blocks.key(i, tokens[i * size : (i + 1) * size])
             found = self._known.get(key)
             if found is None:
-                # A block that another sequence computed at the same time stays the known one; ours stays private.
+                # If another sequence computed this block at the same time, its block stays the known one, and ours
+                # stays private.
                 found = (next(self._next_node), blocks.table[i])
                 self._known[key] = found
                 self._root_users[key[1]] += 1
@@ -137,7 +143,7 @@ class KVCacheManager:
             blocks.nodes.append(found[0])
 
     def release(self, blocks: SequenceBlocks) -> None:
-        """Back to front, so that of an old prefix the end is forgotten before its beginning."""
+        """Frees the blocks, the last one first, so that an old prefix is forgotten from its end."""
         for block in reversed(blocks.table):
             self._blocks[block].users -= 1
             if self._blocks[block].users == 0:

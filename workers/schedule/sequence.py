@@ -16,7 +16,7 @@ from lorafleet.workers.schedule.kv_cache import SequenceBlocks
 if TYPE_CHECKING:
     from lorafleet.workers.structured.decoding import Grammar
 
-UNKNOWN = -1  # a token that the device has sampled, or will, and the host has not read yet
+UNKNOWN = -1  # a token that the device has sampled or will sample, and that the host has not read yet
 
 
 @dataclass(slots=True, eq=False)
@@ -24,77 +24,68 @@ class TenantTurn:
     """One tenant in the FairQueue."""
 
     name: str
-    served: int = 0  # virtual counter, in weighted tokens, as a Lane's
+    served: int = 0  # virtual counter in weighted tokens, as in Lane
     num_waiting: int = 0
     waiting_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One adapter's requests of one tenant in the FairQueue. served: its virtual counter, in weighted tokens. place:
-    the smaller, the sooner it is its turn. unfinished: its sequences that wait or run."""
+    """One tenant's requests for one adapter in the FairQueue."""
 
     digest: str
     tenant: TenantTurn
-    served: int = 0
-    place: tuple[int, int] = (0, 0)
+    served: int = 0  # virtual counter in weighted tokens
+    place: tuple[int, int] = (0, 0)  # sort key: the smaller it is, the sooner a sequence starts
     waiting: deque[Sequence] = field(default_factory=deque)
-    unfinished: int = 0
+    unfinished: int = 0  # sequences that wait or run
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The sequences of one client's request. started: one of them has been in a step, or will be in the next."""
+    """The sequences of one client's request."""
 
     name: str
     unfinished: int = 0
-    started: bool = False
+    started: bool = False  # a sequence has been in a step, or will be in the next
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """tokens: prompt, then answer; the last is UNKNOWN while the step that samples it is under way. num_computed: how
-    many of them have their keys and values in the cache, or will after that step.
-
-    seed is always set: the request's own, or one drawn for it. slot: the adapter's, while it is held. first_adapted:
-    the first token that it works on (workers/slots/activation.py), known from when the slot is. blocks: None while
-    waiting. lane: its adapter's, from add() on. queued_s, started_s: monotonic; 0 before. prompt_logprobs fill up chunk
-    by chunk and go out with the first token. own_vocabulary: its adapter has another vocabulary than the base, which
-    could not answer in its place. cache_salt: its blocks are shared only with sequences that have the same one. times:
-    None where nobody traces it.
-    """
+    """The state of one sequence in the engine."""
 
     request_id: str
-    tokens: list[int]
+    tokens: list[int]  # Prompt, then answer; the last is UNKNOWN while the step that samples it is in flight.
     num_prompt: int
     params: SamplingParams
-    seed: int
+    seed: int  # The request's own, or one drawn for it.
     max_tokens: int
     lora: LoRARequest | None = None
-    slot: int | None = None
+    slot: int | None = None  # The adapter's slot while the sequence holds it.
+    # First token that the adapter works on (workers/slots/activation.py); known once the slot is.
     first_adapted: int = 0
-    blocks: SequenceBlocks | None = None
-    num_computed: int = 0
+    blocks: SequenceBlocks | None = None  # None while the sequence waits.
+    num_computed: int = 0  # Tokens with keys and values in the cache, including those of the step in flight.
     num_cached: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # Filled chunk by chunk; sent with the first token.
     fallback_reason: str | None = None
-    own_vocabulary: bool = False
+    own_vocabulary: bool = False  # The adapter's vocabulary is not the base's, which could not answer in its place.
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     group: Group = field(default_factory=lambda: Group(""))
     priority: int = 0
     pooling: Pooling | None = None
-    pooled_D: Tensor | None = None  # of its mean, the sum so far
+    pooled_D: Tensor | None = None  # For mean pooling, the sum so far.
     num_rotated: int = field(init=False)
-    lane: Lane = field(init=False)
-    tier: Tier | Literal[""] = ""  # where its adapter was when it was queued
+    lane: Lane = field(init=False)  # The adapter's lane, set by FairQueue.add().
+    tier: Tier | Literal[""] = ""  # Where its adapter was when it was queued.
     grammar: Grammar | None = None
-    queued_s: float = 0.0
-    started_s: float = 0.0
-    cache_salt: str = ""
+    queued_s: float = 0.0  # time.monotonic(); 0 until then.
+    started_s: float = 0.0  # time.monotonic(); 0 until then.
+    cache_salt: str = ""  # Blocks are shared only among sequences with the same salt.
     tenant: str = ""
-    times: SequenceTimes | None = None
-    deadline_number: int | None = None  # of its entry among Admission's deadlines
-    vocab_size: int = 0  # of its own vocabulary: all of its tokens are below
+    times: SequenceTimes | None = None  # None if the request is not traced.
+    deadline_number: int | None = None  # Number of its entry among Admission's deadlines.
+    vocab_size: int = 0  # Size of its own vocabulary: all of its tokens are below.
 
     def __post_init__(self) -> None:
         self.num_rotated = self.num_prompt
@@ -109,7 +100,7 @@ class Sequence:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether its first tokens need not be computed where their keys and values are in the cache."""
+        """Whether cached keys and values of its first tokens can be used instead of computing them."""
         return not self.wants_prompt_logprobs and self.pooling != "mean"
 
     @property

@@ -1,5 +1,7 @@
-"""Where an activated LoRA begins to work: tokens before the last invocation in the prompt are the base's, and so are
-their keys and values, which base requests and other activated adapters share.
+"""Finds the token at which an activated LoRA begins to work.
+
+The tokens before the last invocation in the prompt belong to the base model. Their keys and values are the base's too,
+so base requests and other activated adapters share them.
 
 Source: Activated LoRA, arXiv 2504.12397; PEFT's calculate_alora_offsets.
 """
@@ -12,8 +14,8 @@ NEVER = 1 << 62  # later than any token
 
 
 def first_adapted(prompt: Sequence[int], invocation_tokens: Sequence[int]) -> int:
-    """The first token that the adapter works on; NEVER where the prompt does not have its invocation tokens, as in
-    PEFT: then the whole answer is the base's."""
+    """Returns the index of the first token that the adapter works on, or NEVER if its invocation tokens are not in the
+    prompt. The whole answer is then the base's, as in PEFT."""
     size, wanted = len(invocation_tokens), list(invocation_tokens)
     starts = range(len(prompt) - size, -1, -1)
     return next((at for at in starts if prompt[at] == wanted[0] and list(prompt[at : at + size]) == wanted), NEVER)

@@ -1,4 +1,4 @@
-"""What of the base, as this rank holds it, its adapters are packed for."""
+"""Describes the parts of the base model on this rank that its adapters are packed for."""
 
 # O this rank's outputs of all slices
 
@@ -14,20 +14,18 @@ from lorafleet.kernels.lora.packed_lora import LinearPlace
 
 @dataclass(frozen=True, slots=True)
 class BasePart:
-    """A packed linear. names: the module paths of its projections. place: its part of the whole. bias_O: what it adds
-    on this rank, float32 on the CPU."""
+    """A packed linear of the base model on this rank."""
 
-    names: tuple[str, ...]
-    place: LinearPlace
-    bias_O: Tensor | None = None
+    names: tuple[str, ...]  # Module paths of its projections.
+    place: LinearPlace  # This rank's part of the whole linear.
+    bias_O: Tensor | None = None  # Bias that it adds on this rank, float32 on the CPU; None if it adds none.
 
 
 @dataclass(frozen=True, slots=True)
 class BaseParts:
-    """linears, norms, mixtures of experts: in the order of their tables' rows; norms and mixtures by module path.
-    norm_added: to the norms' weights as checkpoints have them."""
+    """All parts of the base model on this rank. Each list is in the order of the tables' rows."""
 
     linears: Sequence[BasePart]
-    norms: Sequence[str] = ()
-    norm_added: float = 0.0
-    mixtures: Sequence[str] = ()
+    norms: Sequence[str] = ()  # Module paths.
+    norm_added: float = 0.0  # Number that is added to norm weights as checkpoints store them.
+    mixtures: Sequence[str] = ()  # Module paths of the mixtures of experts.

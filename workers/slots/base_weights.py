@@ -1,7 +1,7 @@
-"""The base's weights for those kinds of adapters that are computed from them, as DoRA's row norms are.
+"""Provides the base model's weights for adapters that are computed from them, such as DoRA with its row norms.
 
-From the model in memory where one rank holds it whole, on its GPU and beside the running steps; else from the
-checkpoint's files.
+If one rank holds the whole model, the weights come from the model in memory, on its GPU and beside the running steps.
+Otherwise they come from the checkpoint's files.
 """
 
 # D in features or hidden size · O out features · V vocabulary
@@ -29,7 +29,7 @@ from lorafleet.workers.models.decoder import DecoderModel
 
 
 class ModelWeights:
-    """Of a model that one rank holds whole: no copy, no read."""
+    """Weights of a model that one rank holds completely. They are neither copied nor read from disk."""
 
     def __init__(self, model: DecoderModel) -> None:
         assert model.group.size == 1
@@ -49,8 +49,12 @@ class ModelWeights:
 
 
 class FileWeights:
-    """Of a checkpoint's files, for ranks that hold a part each. tied: the head is the embedding. quantization: of the
-    linears as they are served."""
+    """Weights from a checkpoint's files, for ranks that each hold a part of the model.
+
+    Args:
+        tied: The head is the embedding.
+        quantization: The quantization of the linears as they are served.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype, tied: bool, quantization: Quantization | None = None) -> None:
         self._folder = folder
@@ -67,7 +71,7 @@ class FileWeights:
             matrix = quantised_matrix(name, self._names(), self._read)
             return (stored if matrix is None else matrix[...]).to(self._dtype)
         weight = stored.to(self._dtype)
-        # Of a dense model, which alone is quantised, these are all linears but the head.
+        # Only dense models are quantized. In those, these are all linears except the head.
         if quantization is not None and module.endswith("_proj"):
             return QUANTISE[quantization.method](weight)[...].to(self._dtype)
         return weight
@@ -91,7 +95,7 @@ class FileWeights:
         return tensor
 
     def _names(self) -> dict[str, tuple[Path, str]]:
-        """Every tensor's file and name there, by the engine's name."""
+        """Returns every tensor's file and its name in that file, by the engine's name."""
         if not self._files:
             paths = checkpoint_files(self._folder)
             self._files = {engine_name(text_name(key)): (path, key) for path in paths for key in _keys(path)}
@@ -99,7 +103,7 @@ class FileWeights:
 
 
 class MovedWeights:
-    """Those of the files, on the GPU that computes with them."""
+    """Weights from the files, moved to the GPU that computes with them."""
 
     def __init__(self, files: FileWeights, device: torch.device) -> None:
         self._files = files
@@ -117,7 +121,8 @@ class MovedWeights:
 
 
 class _SideStream:
-    """One for all loads: torch keeps memory that was used on a stream for that stream. None on a CPU."""
+    """One CUDA stream for all loads, since torch reserves memory that was used on a stream for that stream. A CPU has
+    none."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -134,7 +139,7 @@ class _SideStream:
 
 
 def _tensor_name(module: str, leaf: str, tied: bool) -> str:
-    """In the checkpoint."""
+    """Returns the tensor's name in the checkpoint."""
     return f"{peft_name(EMBEDDING if tied and module == HEAD else module)}.{leaf}"
 
 

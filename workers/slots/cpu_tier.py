@@ -1,5 +1,9 @@
-"""The adapters in host memory, at most so many. When one more comes, one of those goes whose tenants may lose one
-(fair_shares.py): the one that is least needed soon, and among equals the one with the least credit (eviction.py)."""
+"""Holds a limited number of adapters in host memory.
+
+When the tier is full, one adapter is evicted for each new one. It belongs to a tenant that may lose one
+(fair_shares.py). Among these adapters, the one that is least needed soon is evicted. Among equals, it is the one with
+the least credit (eviction.py).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from lorafleet.workers.slots.packed_adapter import PackedAdapter
 
 log = logging.getLogger(__name__)
 
-Need = Callable[[str], int]  # of a digest: how badly it is needed soon; only the least needed adapters may go
+Need = Callable[[str], int]  # Returns how badly a digest is needed soon; only the least needed adapters may be evicted.
 
 
 class CPUTier:
@@ -34,29 +38,32 @@ class CPUTier:
 
     @property
     def num_bytes(self) -> int:
-        """Over all ranks."""
+        """Bytes of these adapters over all ranks."""
         return sum(adapter.info.num_bytes for adapter in self._adapters.values())
 
     def get(self, digest: str) -> PackedAdapter | None:
         return self._adapters.get(digest)
 
     def touch(self, digest: str) -> None:
-        """The adapter is used. Nothing where it is not here."""
+        """Records a use of the adapter. Does nothing if the adapter is not in this tier."""
         adapter = self._adapters.get(digest)
         if adapter is not None:
             self._credits.use(digest, adapter.info.num_bytes)
 
     def charge(self, digest: str, tenant: str) -> None:
-        """The tenant uses the adapter. Nothing where it is not here."""
+        """Charges the adapter to a tenant that uses it. Does nothing if the adapter is not in this tier."""
         if digest in self._adapters:
             self._shares.charge(digest, tenant)
 
     def losers(self, tenant: str) -> set[str]:
-        """The adapters of which one goes when the tenant brings in one more and there is no room."""
+        """Returns the adapters of which one is evicted when the tenant adds one and the tier is full."""
         return self._shares.losers(tenant, self._adapters)
 
     def add(self, adapter: PackedAdapter, need: Need, tenant: str = "") -> list[str]:
-        """Returns the digests of those that had to go. tenant: who brings it in; "" is that of all without one."""
+        """Adds an adapter and returns the digests of those evicted for it.
+
+        `tenant` is the tenant that brings the adapter in. "" stands for all callers without a tenant.
+        """
         digest, gone = adapter.info.digest, []
         self.remove(digest)
         while len(self._adapters) >= self.capacity:

@@ -1,11 +1,13 @@
-"""Which adapter of a full tier is worth least: by how often it is asked for, what it costs to bring back, and how long
-ago it was used.
+"""Decides which adapter of a full tier is worth least, by request frequency, reload cost and time since the last use.
 
-GreedyDual-Size with Frequency (Cherkasova, HPL-98-69): on each use an adapter's credit becomes the present floor plus
-demand x cost; the least credit goes, and becomes the floor. So what is used no more is overtaken by what is, however
-much it was once asked for. The cost is the adapter's size, as reading, packing and copying all go by bytes; tiers
-count adapters, so all take the same room. Unlike in the paper, demand outlives eviction (a cold name that comes once
-cannot pass for a hot one), and fades.
+The algorithm is GreedyDual-Size with Frequency (Cherkasova, HPL-98-69). On each use, an adapter's credit becomes the
+current floor plus demand x cost. The adapter with the least credit is evicted, and its credit becomes the floor. So
+adapters in use overtake adapters that are no longer used, however often those were once requested. The cost is the
+adapter's size, since reading, packing and copying all take time in proportion to its bytes. Tiers count adapters, so
+each adapter takes the same room.
+
+Unlike in the paper, demand outlives eviction, so that a cold adapter that is requested once cannot pass for a hot one.
+Demand decays with time.
 """
 
 from __future__ import annotations
@@ -13,26 +15,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-HALF_LIFE = 32  # times the adapters in host memory: after so many requests an earlier one counts half
-REMEMBERED = 64  # times the adapters in host memory: so many have a demand at all
+HALF_LIFE = 32  # times the number of adapters in host memory: after that many requests, an earlier one counts half
+REMEMBERED = 64  # times the number of adapters in host memory: demand is recorded for up to that many adapters
 MAX_WEIGHT = 1e100
-RECENT_S = 60.0  # A tenant that has wanted no adapter for so long has no share of a tier (fair_shares.py).
+RECENT_S = 60.0  # A tenant that has wanted no adapter for this long has no share of a tier (fair_shares.py).
 
 
 class Demand:
-    """Requests for each adapter, those of late counting most, and which tenants have wanted any of late. capacity:
-    adapters in host memory."""
+    """Counts the requests for each adapter, where recent ones count most, and records which tenants have recently
+    wanted any.
+
+    `capacity` is the number of adapters in host memory.
+    """
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._wanted_s: dict[str, float] = {}  # By tenant: all there ever were, which the operator's key file bounds.
+        # By tenant; never pruned, since the operator's key file bounds the tenants.
+        self._wanted_s: dict[str, float] = {}
         self._growth = 2 ** (1 / (HALF_LIFE * capacity))
         self._max_known = REMEMBERED * capacity
-        self._weight = 1.0  # of a request now; growing it is fading all others
+        self._weight = 1.0  # weight of a request now; increasing it decays all earlier requests
         self._sums: dict[str, float] = {}
 
     def count(self, digest: str) -> None:
-        """A request asks for it."""
+        """Counts one request for the adapter."""
         self._weight *= self._growth
         if self._weight > MAX_WEIGHT:
             self._sums = {one: total / self._weight for one, total in self._sums.items()}
@@ -43,7 +49,7 @@ class Demand:
             self._sums = {one: self._sums[one] for one in most_first[: self._max_known // 2]}
 
     def want(self, tenant: str) -> None:
-        """The tenant wants an adapter: a new one, or to be answered by it."""
+        """Records that the tenant wants to load an adapter, or to be answered by one."""
         self._wanted_s[tenant] = self._clock()
 
     def is_recent(self, tenant: str) -> bool:
@@ -55,16 +61,20 @@ class Demand:
 
 
 class Credits:
-    """Of the adapters in one tier. Among equals the least recently used has the least."""
+    """The credits of the adapters in one tier. Among equals, the least recently used adapter has the least credit."""
 
     def __init__(self, demand: Demand) -> None:
         self._demand = demand
-        self._credit: dict[str, tuple[float, int]] = {}  # and the number of the use
+        self._credit: dict[str, tuple[float, int]] = {}  # credit and number of the last use
         self._num_uses = 0
         self._floor = 0.0
 
     def use(self, digest: str, num_bytes: int) -> None:
-        """What nobody has asked for yet counts as asked for once: a push, or a prefetch, expects it."""
+        """Updates the credit of an adapter that is used.
+
+        An adapter that nobody has requested yet counts as requested once, since a push or a prefetch expects a
+        request.
+        """
         self._num_uses += 1
         self._credit[digest] = self._floor + max(1.0, self._demand.of(digest)) * num_bytes, self._num_uses
 
@@ -72,7 +82,7 @@ class Credits:
         return self._credit[digest]
 
     def evict(self, digest: str) -> None:
-        """For want of room."""
+        """Removes an adapter that is evicted for lack of room, and raises the floor to its credit."""
         self._floor = max(self._floor, self._credit.pop(digest)[0])
 
     def forget(self, digest: str) -> None:

@@ -1,5 +1,6 @@
-"""Adapters on experts as an ExtraBlock's tensors, for each of a mixture's two linears a record and what it points to;
-and from there back to the torch twin's tensors.
+"""Converts adapters on experts to an ExtraBlock's tensors, and these to the torch twin's tensors.
+
+Each of a mixture's two linears has a record and the tensors that the record points to.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def expert_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
 
 
 def write_addresses(extra: ExtraBlock, base: BaseParts, tables: ExtraTables, address_V: Int64s) -> None:
-    """Into the rows of ExtraTables.write_slot."""
+    """Writes the records' addresses into address_V, which has the rows that ExtraTables.write_slot takes."""
     for i in range(len(base.mixtures)):
         for k in range(2):
             address_V[tables.expert_row(i, k)] = extra.address(_name(i, k, "record"))
@@ -40,7 +41,7 @@ def expert_weights(extra: ExtraBlock, mixture: int, linear: int) -> ExpertWeight
 
 
 def _with_record(mixture: int, linear: int, weights: ExpertWeights) -> Mapping[str, Tensor]:
-    """The record first: its offsets are from its own address."""
+    """Returns the tensors with the record first, since its offsets are relative to its own address."""
     record_F = torch.zeros(RECORD_FIELDS, dtype=torch.int64)
     parts = {"record": record_F, "a": weights.a_ECD, "b": weights.b_EOR, "scale": weights.scale_EG}
     tensors = {_name(mixture, linear, part): tensor for part, tensor in parts.items()}

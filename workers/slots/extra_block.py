@@ -1,8 +1,11 @@
-"""What an adapter has besides A and B, in one block of bytes: vectors, norms, small matrices, whole tables, by name.
+"""Stores an adapter's extras in one block of bytes: everything besides A and B.
 
-It lies beside the packed matrices in host memory (pinned where there is a GPU). On a GPU it gets memory of its own when
-the adapter gets a slot (extra_memory.py); on a CPU it is used in place. So plain adapters pay nothing for it. Whoever
-adds a tensor chooses its name and finds it again by that name, here or on the device.
+Extras are vectors, norms, small matrices and whole tables. Each has a name, chosen by whoever adds the tensor, and is
+found by that name again, on the host or on the device.
+
+The block lies beside the packed matrices in host memory, pinned if there is a GPU. On a GPU it gets device memory of
+its own when the adapter gets a slot (extra_memory.py). On a CPU it is used in place. So plain adapters pay nothing for
+it.
 """
 
 from __future__ import annotations
@@ -19,23 +22,29 @@ from torch import Tensor
 from lorafleet.workers.adapters.yield_gil import giving_way
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has neither bfloat16 nor FP8
-ALIGNMENT = 256  # bytes; what the GPU's allocator gives, so that kernels may load 16 bytes at a time
+ALIGNMENT = 256  # bytes; the GPU's allocator aligns in the same way, so that kernels may load 16 bytes at a time
 
 
 def aligned(offset: int) -> int:
-    """Where the next tensor of a block may begin."""
+    """Returns the next offset at which a tensor of a block may begin."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def as_words(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's own memory, as integers of its elements' width. Of any strides: those of a dimension of one element
-    torch keeps in contiguous() too, and then views no float as bytes."""
+    """Returns a numpy view of the tensor's own memory, as integers of its elements' width.
+
+    Any strides are accepted. Even contiguous() keeps the strides of dimensions with one element, and torch then
+    refuses to view floats as bytes.
+    """
     words: np.ndarray[Any, Any] = tensor.view(_WORDS[tensor.dtype.itemsize]).numpy()
     return words
 
 
 def copy_into(block: Tensor, start: int, tensor: Tensor) -> int:
-    """By numpy: torch would split it over its thread pool, see casting.py. Returns where it ends in the block."""
+    """Copies the tensor into the block and returns the offset at which it ends.
+
+    Uses numpy, since torch would split the copy over its thread pool (see casting.py).
+    """
     source = as_words(tensor)
     end: int = start + source.nbytes
     block.numpy()[start:end].view(source.dtype).reshape(source.shape)[...] = source
@@ -44,7 +53,7 @@ def copy_into(block: Tensor, start: int, tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    offset: int  # bytes
+    offset: int  # in bytes, from the start of the block
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -55,14 +64,19 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ExtraBlock:
-    """block: uint8. places: of each tensor, in it."""
+    """The extras of one adapter in one block of bytes."""
 
-    block: Tensor
-    places: Mapping[str, Place]
+    block: Tensor  # uint8
+    places: Mapping[str, Place]  # place of each tensor in the block
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], allocate: Callable[[int], Tensor]) -> ExtraBlock:
-        """Copies. tensors: as copy_into takes them. allocate: uint8 of so many bytes, of size_of()."""
+        """Copies the tensors into a new block.
+
+        Args:
+            tensors: Tensors that copy_into accepts.
+            allocate: Returns a uint8 tensor of the given number of bytes, which is size_of(tensors).
+        """
         places, size = _lay_out(tensors)
         made = cls(allocate(size), places)
         for name, tensor in giving_way(tensors.items()):
@@ -71,12 +85,12 @@ class ExtraBlock:
 
     @staticmethod
     def size_of(tensors: Mapping[str, Tensor]) -> int:
-        """Bytes that the block of these tensors has."""
+        """Returns the size in bytes of a block of these tensors."""
         return _lay_out(tensors)[1]
 
     @staticmethod
     def offsets(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Bytes from the first of them to each, where they are among a block's tensors, one behind the other."""
+        """Returns each tensor's offset in bytes from the first of them, if they are adjacent tensors of a block."""
         return {name: place.offset for name, place in _lay_out(tensors)[0].items()}
 
     @property
@@ -84,7 +98,7 @@ class ExtraBlock:
         return self.block.numel()
 
     def get(self, name: str) -> Tensor | None:
-        """A view of the block; None where the adapter has no such tensor."""
+        """Returns a view of the block, or None if the adapter has no such tensor."""
         place = self.places.get(name)
         if place is None:
             return None
@@ -92,12 +106,12 @@ class ExtraBlock:
         return own.view(place.dtype).view(place.shape)
 
     def address(self, name: str) -> int:
-        """On the block's device; 0 where the adapter has no such tensor."""
+        """Returns the tensor's address on the block's device, or 0 if the adapter has no such tensor."""
         place = self.places.get(name)
         return 0 if place is None else self.block.data_ptr() + place.offset
 
     def in_memory(self, block: Tensor) -> ExtraBlock:
-        """The same tensors, where a copy of the block lies."""
+        """Returns the same tensors in `block`, a copy of this block."""
         assert block.shape == self.block.shape
         return replace(self, block=block)
 

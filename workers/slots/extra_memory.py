@@ -1,7 +1,7 @@
-"""The device memory of the extras of adapters in slots (extra_block.py), within a budget.
+"""Manages the device memory for the extras of adapters in slots (extra_block.py), within a budget.
 
-Taken when an adapter gets a slot, given back when it leaves and no queued step can read it any more. On a CPU the
-extras stay where they are in host memory and only count.
+Memory is allocated when an adapter gets a slot. It is freed once the adapter has left and no queued step can read it
+any more. On a CPU the extras stay in host memory and only count against the budget.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from lorafleet.workers.slots.pinned_memory import PIECE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """Until the event, queued steps may read it."""
+    """Extras of an adapter that has left its slot."""
 
     extra: ExtraBlock
-    quiet: torch.cuda.Event
+    quiet: torch.cuda.Event  # queued steps may read the extras until this event
 
 
 class ExtraMemory:
-    """limit: bytes. Under tensor parallelism rank 0 decides by its own parts, which are the largest, and the other
-    ranks obey: place() waits there for what is leaving."""
+    """The memory for extras on one device. `limit` is its budget in bytes.
+
+    Under tensor parallelism rank 0 decides by its own parts, which are the largest. On the other ranks, which follow,
+    place() waits for memory that is being freed.
+    """
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit = limit
@@ -35,11 +38,11 @@ class ExtraMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of the adapters that are in slots."""
+        """Bytes of the extras of adapters that are in slots."""
         return self._placed
 
     def check(self, num_bytes: int, adapter: str) -> None:
-        """Raises AdapterTooLarge for what could never be placed."""
+        """Raises AdapterTooLarge if extras of this size could never be placed."""
         if num_bytes > self.limit:
             raise AdapterTooLarge(
                 f"adapter {adapter!r} needs {num_bytes} bytes on each GPU besides its low-rank matrices (vectors, "
@@ -50,16 +53,16 @@ class ExtraMemory:
             )
 
     def missing(self, num_bytes: int) -> int:
-        """Bytes that adapters in slots must give back first, beyond what is leaving already."""
+        """Returns how many bytes adapters in slots must free first, beyond what is being freed already."""
         return max(0, self._placed + num_bytes - self.limit)
 
     def is_free(self, num_bytes: int) -> bool:
-        """Whether place() would find room without waiting."""
+        """Returns whether place() would find room without waiting."""
         self._let_go()
         return self._placed + self._leaving_bytes() + num_bytes <= self.limit
 
     def place(self, extra: ExtraBlock) -> ExtraBlock:
-        """The extras on the device, copied there on the current stream."""
+        """Copies the extras to the device on the current stream, and returns them there."""
         assert self.missing(extra.num_bytes) == 0
         for leaving in self._leaving if not self.is_free(extra.num_bytes) else ():
             leaving.quiet.synchronize()
@@ -73,7 +76,8 @@ class ExtraMemory:
         return extra.in_memory(block)
 
     def give_back(self, extra: ExtraBlock, quiet: torch.cuda.Event | None) -> None:
-        """quiet: the steps that may read it; None where there were none."""
+        """Frees the extras once `quiet` has passed. It marks the end of the steps that may read them; None if there
+        are none."""
         self._placed -= extra.num_bytes
         if quiet is not None:
             self._leaving.append(_Leaving(extra, quiet))

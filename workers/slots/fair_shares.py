@@ -1,10 +1,10 @@
-"""Decides whose adapter leaves a full tier: tenants share its places, so that nobody evicts everybody else's adapters
-by asking for ever new ones.
+"""Decides whose adapter leaves a full tier. Tenants share its places, so that nobody can evict everybody else's
+adapters by requesting ever new ones.
 
 Each adapter is charged to one tenant. A tenant that holds at least as many places as any other loses one of its own
 adapters when it brings in one more. Any other tenant's new adapter takes a place from the tenant that holds the most.
 Adapters of tenants that have wanted none for RECENT_S are not protected at all. With a single tenant every adapter may
-go, and eviction.py alone decides.
+be evicted, and eviction.py alone decides.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from lorafleet.workers.slots.eviction import Demand
 
 
 class FairShares:
-    """The tenants of the adapters in one tier. Callers without a tenant are the tenant "", and so is whoever had a
-    public adapter loaded, until somebody asks for an answer from it."""
+    """Records which tenant each adapter of one tier is charged to.
+
+    Callers without a tenant are the tenant "". A public adapter that somebody has loaded is charged to that tenant
+    too, until a request uses it.
+    """
 
     def __init__(self, demand: Demand) -> None:
         self._demand = demand
@@ -27,8 +30,8 @@ class FairShares:
     def charge(self, digest: str, tenant: str) -> None:
         """Charges an adapter to the tenant that brings it in or uses it.
 
-        An adapter of several tenants stays charged to the one that holds fewer places: a tenant with many cannot take
-        over, and then evict, an adapter that others use too.
+        An adapter of several tenants stays charged to the one that holds fewer places. So a tenant with many places
+        cannot take over, and then evict, an adapter that others use too.
         """
         holder = self._tenant_of.get(digest)
         if holder is not None:
@@ -49,8 +52,10 @@ class FairShares:
             del self._num_held[holder]
 
     def losers(self, tenant: str, candidates: Iterable[str]) -> set[str]:
-        """The candidates that may go so that the tenant gets one more place. They can be none, where all that the
-        tenant's own share allows is in use."""
+        """Returns the candidates that may be evicted so that the tenant gets one more place.
+
+        There are none if everything that the tenant's own share allows is in use.
+        """
         holders = {digest: self._tenant_of.get(digest) for digest in candidates}
         recent = {holder for holder in set(holders.values()) if holder is not None and self._demand.is_recent(holder)}
         most = max((self._num_held[holder] for holder in recent), default=0)

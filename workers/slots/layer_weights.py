@@ -1,5 +1,5 @@
-"""One base linear's share of an adapter, as one rank has it. Owns nothing but the shapes; reader.py reads and checks
-the values, lora_model.py takes a rank's part."""
+"""Holds the weights that an adapter has for one base linear, as one rank has them. This file owns only the shapes.
+reader.py reads and checks the values, and lora_model.py takes a rank's part."""
 
 # R rank · D in features · O out features
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LoRALayerWeights:
-    """y += scaling * B (A x). Both tensors are in the serving dtype, on the CPU; each row is contiguous.
+    """A low-rank update, y += scaling * B (A x). Both matrices are in the serving dtype, on the CPU, with contiguous
+    rows.
 
-    Of a rank of a tensor-parallel group they are its part (workers/tp/adapter_sharding.py): A may have fewer rows.
-    scaling is alpha/r, or alpha/sqrt(r) for rsLoRA; it is kept apart from B, since multiplying it in would round B.
-    row_scale_R: of FP8 weights only, float32 for each row of A here: what B A's terms are multiplied by.
+    In a tensor-parallel group they are the rank's part (workers/tp/adapter_sharding.py), so A may have fewer rows than
+    B has columns.
     """
 
     a_RD: Tensor
     b_OR: Tensor
-    scaling: float
-    row_scale_R: Tensor | None = None
+    scaling: float  # alpha/r, or alpha/sqrt(r) for rsLoRA; not multiplied into B, since that would round B
+    row_scale_R: Tensor | None = None  # FP8 weights only, float32: factor of B A's terms for each row of A here
 
     def __post_init__(self) -> None:
         assert self.a_RD.shape[0] <= self.b_OR.shape[1]
@@ -43,8 +43,8 @@ class LoRALayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class AffineWeights:
-    """y = scale_O * y + bias_O, where y is without the base's bias: forms.py's LinearForm. float32, this rank's
-    outputs. scale_O None: 1. bias_O None: the base's own, or another rank adds it."""
+    """A change y = scale_O * y + bias_O, where y is without the base's bias: LinearForm in forms.py. Both vectors are
+    float32 and cover this rank's outputs."""
 
-    scale_O: Tensor | None
-    bias_O: Tensor | None
+    scale_O: Tensor | None  # None means 1.
+    bias_O: Tensor | None  # None if the bias is the base's own, or if another rank adds it.

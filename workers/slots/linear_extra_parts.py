@@ -1,8 +1,8 @@
-"""The extras of linears and norms: from a LoRAModel's parts to an ExtraBlock's tensors, and from there to the tables'
-addresses and the torch twin's tensors.
+"""Converts the extras of linears and norms from a LoRAModel's parts to an ExtraBlock's tensors. From these it makes
+the tables' addresses and the torch twin's tensors.
 
-A packed linear has one vector of all its slices' outputs for its scale, and one for its bias. The GEMM adds the base's
-bias before the scale is applied, so the vector makes up for it: bias - scale * the base's bias.
+A packed linear has one vector for the scale of all its slices' outputs, and one for the bias. The GEMM adds the base's
+bias before the scale is applied. The bias vector makes up for that: bias - scale * the base's bias.
 """
 
 # O outputs · P slices · V rows of the tables
@@ -28,7 +28,7 @@ from lorafleet.workers.slots.vocab_extras import record_address
 
 
 def extra_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
-    """All that the adapter has besides A and B here."""
+    """Returns all tensors that the adapter has for linears, norms and experts besides A and B."""
     tensors: dict[str, Tensor] = {}
     for i, part in giving_way(enumerate(base.linears)):
         tensors |= _affine(i, part, [model.affines.get(name) for name in part.names])
@@ -39,7 +39,7 @@ def extra_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
 
 
 def address_rows(extra: ExtraBlock, base: BaseParts, tables: ExtraTables) -> Int64s:
-    """[V]: what ExtraTables.write_slot takes, of extras that are where they are used."""
+    """Returns the addresses that ExtraTables.write_slot takes, [V]. The extras must lie where they are used."""
     address_V = np.zeros(tables.num_rows, np.int64)
     address_V[tables.embedding_row] = record_address(extra)
     for i in range(len(base.linears)):
@@ -53,7 +53,7 @@ def address_rows(extra: ExtraBlock, base: BaseParts, tables: ExtraTables) -> Int
 
 
 def linear_extras(extra: ExtraBlock, linear: int) -> LinearExtras | None:
-    """Of one packed linear; None where the adapter has none there."""
+    """Returns the extras of one packed linear, or None if the adapter has none there."""
     scale_O, bias_O, record_PF = extra.get(_scale(linear)), extra.get(_bias(linear)), extra.get(_record(linear))
     parts: list[KroneckerPart | None] = []
     for p, record_F in enumerate(() if record_PF is None else record_PF):
@@ -92,7 +92,7 @@ def _affine(linear: int, part: BasePart, slices: list[AffineWeights | None]) -> 
 
 
 def _kroneckers(linear: int, slices: list[KroneckerPart | None]) -> Mapping[str, Tensor]:
-    """The record first: its offsets are from its own address."""
+    """Returns the tensors with the record first, since its offsets are relative to its own address."""
     if all(own is None for own in slices):
         return {}
     record_PF = torch.zeros(len(slices), RECORD_FIELDS, dtype=torch.int64)

@@ -1,8 +1,8 @@
-"""Reads adapters in threads: files, fetched where they lie elsewhere -> checks -> this rank's packed matrices in host
+"""Loads adapters in threads: fetches files that lie elsewhere, checks them, and packs this rank's matrices in host
 memory.
 
-Holds nothing that it has read: WorkerLoRAManager, or on the other ranks of a tensor-parallel replica workers/tp/, keeps
-it and decides.
+It holds nothing that it has loaded. WorkerLoRAManager holds the packed adapters; workers/follower.py does so on the
+other ranks of a tensor-parallel replica.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Waited:
-    """For files to come to this node."""
+    """Seconds in which a load has waited for files to reach this node."""
 
     seconds: float = 0.0
 
 
 class AdapterLoader:
-    """base: what the adapters are served on. store: fetches what lies elsewhere."""
+    """Loads adapters that are served on `base`. `store` fetches files that lie elsewhere."""
 
     def __init__(
         self,
@@ -69,32 +69,36 @@ class AdapterLoader:
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="lora-load")
 
     def submit(self, lora: LoRARequest) -> Future[PackedAdapter]:
-        """Its error is always a LorafleetError: of the adapter, or of a fault of our own, which is logged."""
-        # What comes over a network waits elsewhere, so that local adapters need not wait for it.
+        """Starts to load an adapter.
+
+        The future's error is always a LorafleetError. It is raised for the adapter, or for a fault of our own, which
+        is logged.
+        """
+        # Network fetches wait in another pool, so that local adapters need not wait for them.
         return (self._pool if self.is_here(lora) else self._store.pool).submit(self._load, lora)
 
     def is_here(self, lora: LoRARequest) -> bool:
-        """Whether reading it needs no network."""
+        """Returns whether the adapter can be read without the network."""
         files = [part.lora for part in lora.parts] or [lora]
         return all(self._store.is_here(one.lora_path, one.digest) for one in files)
 
     @property
     def fetched(self) -> FetchTotals:
-        """What did not lie on this node."""
+        """Totals of the files that were not on this node and were fetched."""
         return self._store.metrics.totals
 
     def stop(self) -> None:
-        """Waits for the loads under way; fetches are given up."""
+        """Waits for the loads in progress to end. Fetches are abandoned."""
         self._store.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def free(self) -> None:
-        """After stop(), and once no copy reads what it has packed."""
+        """Frees the pinned memory. Call it after stop(), once no copy reads a packed adapter."""
         if self._pinned is not None:
             self._pinned.close()
 
     def _load(self, lora: LoRARequest) -> PackedAdapter:
-        """In a pool thread."""
+        """Loads one adapter; runs in a pool thread."""
         waited = _Waited()
         try:
             if lora.parts:
@@ -109,10 +113,10 @@ class AdapterLoader:
             raise LorafleetError(f"adapter {lora.lora_name!r}: loading failed: {error!r}") from error
 
     def _read_files(self, lora: LoRARequest, read: Callable[[LoRARequest, AdapterFolder], T], waited: _Waited) -> T:
-        """What `read` makes of its folder, which is fetched first where it lies elsewhere."""
+        """Returns the result of `read` on the adapter's folder, which is fetched first if it lies elsewhere."""
         started, before = time.monotonic(), waited.seconds
 
-        def use(folder: Path) -> T:  # twice where the first bytes were damaged
+        def use(folder: Path) -> T:  # called twice if the first bytes were damaged
             waited.seconds = before + time.monotonic() - started
             return read(lora, AdapterFolder.at(folder, lora.within))
 

@@ -1,8 +1,8 @@
-"""One adapter's weights in host memory, as one rank serves them: its part of each, matrices in the serving dtype and
-vectors in float32.
+"""Holds one adapter's weights in host memory as one rank serves them: its part of each, matrices in the serving dtype
+and vectors in float32.
 
-reader.py brings the whole adapter. Knows nothing of slots or tiers: packed_adapter.py and the managers take it from
-here.
+reader.py provides the whole adapter. This file knows nothing of slots or tiers; packed_adapter.py and the managers own
+them.
 """
 
 # R rank · D in features · O out features
@@ -47,41 +47,44 @@ from lorafleet.workers.slots.vocab_weights import (
 )
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 
-# What it has on a mixture's gate_up, and on its down.
+# The weights on a mixture's gate_up, and on its down.
 ExpertParts = tuple[ExpertWeights | None, ExpertWeights | None]
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAModel:
-    """modules: "layers.0.self_attn.q_proj" -> its A, B and scaling; affines, kroneckers, norms: likewise; only those
-    that the adapter has. On a rank of a tensor-parallel group they are its part (Kronecker factors and norms are whole
-    on all), and num_bytes still the whole adapter's, as served."""
+    """The weights of one adapter, by module path such as "layers.0.self_attn.q_proj". Each mapping has only the
+    modules that the adapter changes.
+
+    In a tensor-parallel group the weights are the rank's part, except that Kronecker factors and norms are whole on
+    all ranks.
+    """
 
     name: str
     digest: str  # sha256 (hex) of config and weights
-    modules: dict[str, LoRALayerWeights]
-    num_bytes: int
-    read_s: float = 0.0  # what reading the values took, with the digest
-    check_s: float = 0.0  # the rest
-    invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA
+    modules: dict[str, LoRALayerWeights]  # A, B and scaling
+    num_bytes: int  # of the whole adapter as served, on every rank
+    read_s: float = 0.0  # seconds for reading the values and computing the digest
+    check_s: float = 0.0  # seconds for checking the adapter and casting its linears' matrices
+    invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA; otherwise empty
     affines: Mapping[str, AffineWeights] = field(default_factory=dict)
     kroneckers: Mapping[str, KroneckerPart] = field(default_factory=dict)
     norms: Mapping[str, Tensor] = field(default_factory=dict)  # float32
     experts: Mapping[str, ExpertParts] = field(default_factory=dict)
-    expert_rank: int = 0  # the largest; theirs are padded
+    expert_rank: int = 0  # largest rank on experts, before padding
     embedding: VocabWeights | None = None
     head: VocabWeights | None = None
-    vocab_size: int | None = None  # None: the base's
-    language: str = ""  # language_digest of its files
+    vocab_size: int | None = None  # None if it is the base's
+    language: str = ""  # language_digest of the adapter's files
 
     @property
     def rank(self) -> int:
-        """The largest of the modules' ranks; 0 where the adapter has no A and B."""
+        """The largest of the modules' ranks; 0 if the adapter has no A and B."""
         return max((self.expert_rank, *(layer.rank for layer in self.modules.values())))
 
     @property
     def target_modules(self) -> list[str]:
-        """Leaf names, sorted."""
+        """The leaf names of the changed modules, sorted."""
         tables = {"embed_tokens": self.embedding, "lm_head": self.head}
         stacked = [
             leaf
@@ -107,11 +110,15 @@ class LoRAModel:
     ) -> LoRAModel:
         """Reads and checks the adapter in the folder `path`, and casts it to `dtype`, the serving dtype.
 
-        base: what the adapter is served on, whole. name: for messages. expected_digest: where it is given, other bytes
-        than those are AdapterChanged. sharding: None for the whole adapter. What is checked is the whole adapter in any
-        case, so that all ranks come to the same end.
-        Raises an AdapterError, never half an adapter.
-        Blocks on the disk, so call it in a thread; most of its time is spent without the GIL.
+        Raises an AdapterError and never returns half an adapter. The whole adapter is checked on every rank, so that
+        all ranks come to the same result. Blocks on the disk, so call it in a thread; most of its time is spent
+        without the GIL.
+
+        Args:
+            base: The whole base model that the adapter is served on.
+            name: The adapter's name, for messages.
+            expected_digest: If given, other bytes than these raise AdapterChanged.
+            sharding: None for the whole adapter.
         """
         started = time.perf_counter()
         read = read_adapter(
@@ -138,7 +145,7 @@ class LoRAModel:
         started: float | None = None,
         read_s: float = 0.0,
     ) -> LoRAModel:
-        """This rank's part of the forms. started: perf_counter when reading began."""
+        """Builds this rank's part of the forms. `started` is time.perf_counter() when reading began."""
         started = time.perf_counter() if started is None else started
         embedding, head = forms.embedding, forms.head
         shard, tables_dtype = None if sharding is None else sharding.shard, vocab_dtype(dtype)
@@ -174,7 +181,7 @@ class LoRAModel:
 
 
 def _layer(module: str, low_rank: LowRank, dtype: torch.dtype, sharding: AdapterSharding | None) -> LoRALayerWeights:
-    """This rank's part of a module, in the serving dtype."""
+    """Returns this rank's part of a module, in the serving dtype."""
     a_RD, b_OR, scaling = low_rank.a_RD, low_rank.b_OR, low_rank.scaling
     own_a, own_b = (a_RD, b_OR) if sharding is None else sharding.part_of(module, a_RD, b_OR)
     if dtype != FP8:
@@ -207,18 +214,18 @@ def _vector(values: Tensor) -> Tensor:
 
 
 def _kronecker(form: Kronecker, dtype: torch.dtype) -> KroneckerPart:
-    """Of FP8 adapters in bfloat16: their bytes are few."""
+    """Casts the factors to the serving dtype. FP8 adapters have them in bfloat16, since they are small."""
     dtype = torch.bfloat16 if dtype == FP8 else dtype
     return KroneckerPart(cast(form.w1, dtype), cast(form.w2, dtype), form.scaling)
 
 
 def expert_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of FP8 adapters' A and B on experts: bfloat16."""
+    """Returns the dtype of A and B on experts, which is bfloat16 for FP8 adapters."""
     return torch.bfloat16 if dtype == FP8 else dtype
 
 
 def _experts(form: ExpertsForm, dtype: torch.dtype, sharding: AdapterSharding | None) -> ExpertParts:
-    """Divided as the experts are: gate_up by output, down by input."""
+    """Returns this rank's part, divided as the experts are: gate_up by output, down by input."""
     gate_up = down = None
     if form.gate_up is not None:
         b_EGOR = form.gate_up.b_EOR.unflatten(1, (2, -1))
@@ -242,7 +249,7 @@ def _expert_bytes(forms: AdapterForms, dtype: torch.dtype) -> int:
 
 
 def _num_bytes(form: LinearForm, dtype: torch.dtype) -> int:
-    """Of a whole module, as served."""
+    """Returns the bytes of a whole module as served."""
     total = sum(v.numel() * torch.float32.itemsize for v in (form.out_scale_O, form.bias_O) if v is not None)
     if form.low_rank is not None:
         scale_bytes = torch.float32.itemsize if dtype == FP8 else 0

@@ -1,8 +1,8 @@
-"""Decides which adapters sit in which slot, and puts them there. Knows nothing of files or requests' texts:
-WorkerLoRAManager brings packed adapters, the scheduler says which slots are in use.
+"""Decides which adapter occupies which slot, and fills the slots. It knows nothing of files or requests' texts:
+WorkerLoRAManager provides packed adapters, and the scheduler says which slots are in use.
 
-A slot is held while a sequence uses it; a held or pinned slot is never overwritten. Each overwriting counts the slot's
-generation up.
+A slot is held while a sequence uses it. A held or pinned slot is never overwritten. Each time an adapter leaves a
+slot, the slot's generation increases by one.
 """
 
 from __future__ import annotations
@@ -36,36 +36,39 @@ from lorafleet.workers.slots.vocab_weights import vocab_dtype
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.peer_memory import open_peer_memory
 
-# Of P that each other rank sends: all of a decode step's, and of prompts as much as makes a collective worth its while.
+# Bytes of P (A's output) that each other rank can send. They suffice for all of a decode step, and for prompts up to
+# the size from which on a collective is worth its cost.
 EXCHANGE_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
 class Slot:
-    """holders: sequences in flight. ready: None once the copy to the GPU is known to be done. quiet: the steps that may
-    read the slot's present content, set when nobody holds it any more; they may still be queued. extra: the adapter's
-    extras on the serving device, None where it has none."""
+    """A place for one adapter on this rank's device."""
 
     index: int
     generation: int = 0
     digest: str | None = None
     adapter: PackedAdapter | None = None
-    holders: int = 0
+    holders: int = 0  # Sequences in flight that use the slot.
     pinned: bool = False
+    # Event at the end of the copy to the GPU; None once the copy is known to be done.
     ready: torch.cuda.Event | None = None
+    # Ends the steps that may read the present content, which may still be queued. Set when the last holder leaves.
+    # Event behind the steps that may read the present content. Set when the last holder leaves; they may still be
+    # queued.
     quiet: torch.cuda.Event | None = None
-    extra: ExtraBlock | None = None
+    extra: ExtraBlock | None = None  # The adapter's extras on the serving device; None if it has none.
 
     @property
     def is_ready(self) -> bool:
-        """Whether no copy into it is under way."""
+        """Whether no copy into the slot is in progress."""
         if self.ready is not None and self.ready.query():
             self.ready = None
         return self.ready is None
 
 
 class LoRAModelManager:
-    """sharding: which part of every adapter this rank's slots hold."""
+    """The adapter slots of one rank. `sharding` says which part of every adapter they hold."""
 
     def __init__(self, model: DecoderModel, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
         fully = config.is_fully_sharded(device)
@@ -110,7 +113,8 @@ class LoRAModelManager:
         self._embeddings = model.embed_tokens.slots = EmbeddingSlots(self.tables, vocab_dtype(dtype))
         self.heads = SlotHeads(model.lm_head)
         self._stride = slot_bytes(self._linears, config.max_lora_rank, dtype)
-        # One region a slot, so that any max_loras adapters fit without fragmentation and addresses never change.
+        # Each slot has its own region, so that any max_loras adapters fit without fragmentation and addresses never
+        # change.
         self._arena: torch.Tensor | None = None
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -118,7 +122,7 @@ class LoRAModelManager:
             self._copy_stream = torch.cuda.Stream(device)
 
     def tile_counts(self, num_tokens: int, tile_tokens: int = TILE_TOKENS) -> list[int]:
-        """Of the static batches that steps of so many tokens should have."""
+        """Returns the tile counts of the static batches that steps of num_tokens should have."""
         return static_tile_counts(num_tokens, len(self.slots), tile_tokens)
 
     def static_batch(
@@ -127,21 +131,21 @@ class LoRAModelManager:
         return LoRABatch.static(num_tokens, num_tiles, self.max_rank, self.tables, tile_tokens, takes_kronecker)
 
     def adds_kronecker(self, slots: Sequence[int]) -> bool:
-        """Whether one of them does; BASE_SLOT does not."""
+        """Returns whether an adapter in one of these slots has Kronecker products. BASE_SLOT never does."""
         return not self.tables.extras.kronecker_slots.isdisjoint(slots)
 
     def find(self, digest: str) -> Slot | None:
-        """The slot that holds the adapter, whether its copy has finished or not."""
+        """Returns the slot that holds the adapter, whether its copy has finished or not, or None."""
         return self._of_digest.get(digest)
 
     @property
     def num_bytes(self) -> int:
-        """Of the adapters in slots, over all ranks."""
+        """Bytes of the adapters in slots, over all ranks."""
         return sum(slot.adapter.info.num_bytes for slot in self.slots if slot.adapter is not None)
 
     @property
     def num_idle(self) -> int:
-        """Slots that are empty, or whose adapter no sequence needs now; pinned ones are not to be had."""
+        """Number of slots, empty or not, that no sequence holds and that are not pinned."""
         return sum(1 for slot in self.slots if slot.holders == 0 and not slot.pinned)
 
     @property
@@ -150,22 +154,22 @@ class LoRAModelManager:
 
     @property
     def arena_bytes(self) -> int:
-        """That this rank's GPU keeps for slots, whether they are full or not; none on a CPU, where they are views of
-        host memory."""
+        """Bytes that this rank's GPU reserves for slots, full or not. It is 0 on a CPU, where slots are views of host
+        memory."""
         return 0 if self._arena is None else self._arena.numel()
 
     @property
     def digests(self) -> KeysView[str]:
-        """Of the adapters in slots, those among them whose copies are under way."""
+        """Digests of the adapters in slots, including those whose copies are in progress."""
         return self._of_digest.keys()
 
     @property
     def ranks(self) -> list[int]:
-        """Of each slot, the largest rank over all modules; 0 where it is empty."""
+        """The largest LoRA rank over all modules for each slot; 0 for an empty slot."""
         return [0 if slot.adapter is None else slot.adapter.info.rank for slot in self.slots]
 
     def pin(self, slot: Slot) -> None:
-        """Its place is no tenant's: the operator has taken it away from all."""
+        """Pins the slot, which is then in no tenant's share: the operator has taken it away from all."""
         if not slot.pinned and slot.digest is not None:
             slot.pinned = True
             self._shares.release(slot.digest)
@@ -174,7 +178,7 @@ class LoRAModelManager:
         slot.pinned = False
 
     def hold(self, slot_index: int, tenant: str = "") -> None:
-        """tenant: whose sequence uses the slot; "" is that of all without one."""
+        """Counts one more sequence of this tenant that uses the slot. "" stands for all callers without a tenant."""
         slot = self.slots[slot_index]
         assert slot.adapter is not None
         slot.holders += 1
@@ -190,15 +194,18 @@ class LoRAModelManager:
             self.mark_quiet(slot)
 
     def mark_quiet(self, slot: Slot) -> None:
-        """No step that is queued from now on reads the slot's present content."""
+        """Records that no step queued from now on reads the slot's present content."""
         if self._arena is not None:
-            slot.quiet = torch.cuda.Event()  # a new one: extras that are leaving have the one before
+            slot.quiet = torch.cuda.Event()  # a new event, since extras that are being freed refer to the last one
             slot.quiet.record(torch.cuda.current_stream(self.device))
 
     def free_slot(self, wanted: Sequence[str] = (), keep: Sequence[str] = (), tenant: str = "") -> Slot | None:
-        """An empty slot, or one that nobody holds and that is not pinned: the one with the least credit of those nobody
-        waits for, else the one that is wanted last. Never one that has an adapter of `keep`, or is being filled, or is
-        in another tenant's share."""
+        """Returns a slot that can be filled, or None.
+
+        An empty slot comes first. Then comes the adapter with the least credit among those that nobody waits for, then
+        the adapter that is wanted last. Slots that are held, pinned or being filled, that have an adapter of `keep`,
+        or that are in another tenant's share are never returned.
+        """
         turn = _turns(wanted)
         return min(
             self._losers(tenant, self._usable(keep)), key=lambda slot: self._reluctance(slot, turn), default=None
@@ -208,7 +215,8 @@ class LoRAModelManager:
         return [s for s in self.slots if s.holders == 0 and not s.pinned and s.digest not in keep and s.is_ready]
 
     def _losers(self, tenant: str, slots: list[Slot]) -> list[Slot]:
-        """Of these slots, the empty ones and those that the tenant may have emptied for one more adapter."""
+        """Returns those of these slots that are empty, or that may be emptied so that the tenant gets one more
+        adapter."""
         losing = self._shares.losers(tenant, [slot.digest for slot in slots if slot.digest is not None])
         return [slot for slot in slots if slot.digest is None or slot.digest in losing]
 
@@ -216,7 +224,8 @@ class LoRAModelManager:
         return (-1, (0.0, 0)) if slot.digest is None else (turn.get(slot.digest, 0), self._credits.of(slot.digest))
 
     def has_room(self, adapter: PackedAdapter, slot: Slot) -> bool:
-        """Whether the slot can be filled now: what is leaving has left. A plain adapter needs none."""
+        """Returns whether the slot can be filled now, because freed memory suffices for the extras. A plain adapter
+        needs none."""
         return adapter.extra is None or (slot.extra is None and self.extra_memory.is_free(adapter.extra_bytes))
 
     def to_empty(
@@ -227,9 +236,11 @@ class LoRAModelManager:
         keep: Sequence[str] = (),
         tenant: str = "",
     ) -> list[Slot] | None:
-        """The idle slots, `slot` first, that must be emptied so that the adapter's extras have room; None where the
-        others, which are in use, take too much. wanted, keep: as free_slot has them. Slots in other tenants' shares
-        come last; they are not spared, as the room that the extras take is in nobody's share."""
+        """Returns the idle slots, `slot` first, that must be emptied so that the adapter's extras have room.
+
+        Returns None if the slots in use take too much. `wanted` and `keep` are as in free_slot. Slots in other
+        tenants' shares come last. They are not spared, since the memory for extras is in nobody's share.
+        """
         if adapter.extra is None:
             return []
         given: list[Slot] = [slot] if slot.extra is not None else []
@@ -244,8 +255,12 @@ class LoRAModelManager:
         return given
 
     def to_drain(self, adapter: PackedAdapter, closed: set[int], tenant: str = "") -> list[Slot]:
-        """The slots, not of `closed` or pinned or another tenant's share, that no new sequence should take, so that the
-        adapter gets one soon and room for its extras: those that fewest sequences hold."""
+        """Returns the slots that no new sequence should take, so that the adapter soon gets a slot and room for its
+        extras.
+
+        These are the slots that fewest sequences hold. Slots of `closed`, pinned slots and slots in other tenants'
+        shares are left out.
+        """
         usable = self._losers(tenant, [s for s in self.slots if s.index not in closed and not s.pinned])
         usable.sort(key=lambda s: s.holders)
         missing = self.extra_memory.missing(adapter.extra_bytes) if adapter.extra is not None else 0
@@ -257,8 +272,11 @@ class LoRAModelManager:
         return drained or usable[:1]
 
     def activate(self, adapter: PackedAdapter, slot: Slot, tenant: str = "") -> None:
-        """Starts to fill the slot; it may be used once slot.is_ready. There is room for its extras: has_room().
-        tenant: whose request waits for it."""
+        """Starts to fill the slot, which may be used once slot.is_ready.
+
+        There must be room for the adapter's extras, see has_room(). `tenant` is the tenant whose request waits for the
+        adapter.
+        """
         assert slot.holders == 0 and not slot.pinned
         assert adapter.block.numel() <= self._stride
         self.evict(slot)
@@ -275,7 +293,7 @@ class LoRAModelManager:
         self.num_activations += 1
 
     def evict(self, slot: Slot) -> None:
-        """For want of room."""
+        """Empties the slot for lack of room."""
         if slot.digest is not None:
             self._credits.evict(slot.digest)
         self.deactivate(slot)
@@ -303,13 +321,13 @@ class LoRAModelManager:
             self._copy_stream.synchronize()
 
     def _use_in_place(self, adapter: PackedAdapter, slot: Slot) -> None:
-        """On a CPU."""
+        """Uses the adapter's host memory as the slot's content, on a CPU."""
         slot.extra = None if adapter.extra is None else self.extra_memory.place(adapter.extra)
         self._set_slot(slot.index, adapter, slot.extra)
         self._write_extras(slot)
 
     def _set_slot(self, index: int, adapter: PackedAdapter | None, extra: ExtraBlock | None) -> None:
-        """The torch twin's tensors."""
+        """Sets the torch twin's tensors of the slot."""
         for i, linear in enumerate(self._linears):
             weights = None
             if adapter is not None:
@@ -324,12 +342,12 @@ class LoRAModelManager:
         self._embeddings.set_slot(index, None if extra is None else slot_embedding(extra))
 
     def _write_extras(self, slot: Slot) -> None:
-        """The device tables' column, on the current stream."""
+        """Writes the slot's column of the device tables, on the current stream."""
         extras = self.tables.extras
         extras.write_slot(slot.index, None if slot.extra is None else address_rows(slot.extra, self.base_parts, extras))
 
     def _upload(self, adapter: PackedAdapter, slot: Slot, target: Tensor, stream: torch.cuda.Stream) -> None:
-        """Costs the host a launch for each piece; the host waits for nothing."""
+        """Queues the copy to the GPU. The host launches one copy for each piece and waits for nothing."""
         block = adapter.block
         with torch.cuda.stream(stream):
             if slot.quiet is not None:
@@ -344,7 +362,7 @@ class LoRAModelManager:
 
 
 def _turns(wanted: Sequence[str]) -> dict[str, int]:
-    """The larger, the sooner."""
+    """Returns a number for each digest: the larger it is, the sooner the adapter is wanted."""
     return {digest: len(wanted) - i for i, digest in enumerate(wanted)}
 
 
@@ -353,7 +371,8 @@ def _on_cpu(bias_O: Tensor | None) -> Tensor | None:
 
 
 def _packed_lora(index: int, names: tuple[str, ...], sharding: AdapterSharding, tables: LoRATables) -> PackedLoRA:
-    """names: the module paths of its projections, which share an input and so a layout."""
+    """Builds the PackedLoRA of one linear. `names` are the module paths of its projections, which share an input and
+    therefore a layout."""
     inputs = sharding.input(names[0])
     out_features = tuple(sum(part.stop - part.start for part in sharding.outputs(name)) for name in names)
     layout, place = sharding.layout(names[0]), sharding.place(names)

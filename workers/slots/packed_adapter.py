@@ -1,7 +1,8 @@
-"""One adapter in the serving layout: a single block of bytes for all its A and B, so that a slot is one copy, and
-another for all else that it has (extra_block.py).
+"""Packs one adapter in the serving layout.
 
-Lives in host memory (pinned where there is a GPU) as the CPU tier's entry. On a CPU the slots use it in place.
+All its A and B matrices are in a single block of bytes, so that filling a slot is one copy. Everything else is in a
+second block (extra_block.py). Both lie in host memory, pinned if there is a GPU, as the CPU tier's entry. On a CPU the
+slots use them in place.
 """
 
 # L packed linears · P slices
@@ -37,30 +38,28 @@ from lorafleet.workers.slots.vocab_extras import vocab_tensors
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Seconds, one after the other. fetch: until the files were on this node, 0 where they were. read: with the digest.
-    check: names, shapes, values. pack: with the casts."""
+    """Durations of a load's phases in seconds."""
 
-    read_s: float
-    check_s: float
-    pack_s: float
-    fetch_s: float = 0.0
+    read_s: float  # reading the values and computing the digest
+    check_s: float  # checking names, shapes and values, and casting the linears' matrices
+    pack_s: float  # packing into blocks
+    fetch_s: float = 0.0  # until the files were on this node; 0 if they already were
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """block: uint8, this rank's part. table: where each packed linear's matrices begin in it. extra: None where the
-    adapter has nothing but A and B."""
+    """One adapter in the serving layout."""
 
     info: AdapterInfo
-    block: Tensor
+    block: Tensor  # uint8, this rank's part
     dtype: torch.dtype
-    table: AdapterTable
+    table: AdapterTable  # where each packed linear's matrices begin in the block
     times: LoadTimes
-    extra: ExtraBlock | None = None
+    extra: ExtraBlock | None = None  # None if the adapter has only A and B
 
     @property
     def blocks(self) -> list[Tensor]:
-        """All host memory."""
+        """All blocks of host memory that are not empty."""
         blocks = [self.block] if self.extra is None else [self.block, self.extra.block]
         return [block for block in blocks if block.numel()]
 
@@ -71,7 +70,7 @@ class PackedAdapter:
     def weights(
         self, linear: int, in_features: int, out_features: Sequence[int], layout: LoRALayout = UNDIVIDED
     ) -> SlotWeights | None:
-        """Views of the block; None where the adapter has nothing for the linear."""
+        """Returns views of the block, or None if the adapter has nothing for the linear."""
         offsets, ranks = self.table.offset_LA[linear].tolist(), self.table.rank_LP[linear].tolist()
         if offsets[0] < 0:
             return None
@@ -102,7 +101,12 @@ def pack(
     allocate: Callable[[int], Tensor],
     check_extra: Callable[[int], None] | None = None,
 ) -> PackedAdapter:
-    """allocate: uint8 of so many bytes. check_extra: raises where the extras need more bytes than there may be."""
+    """Packs one rank's part of an adapter.
+
+    Args:
+        allocate: Returns a uint8 tensor of the given number of bytes.
+        check_extra: Raises if the extras need more bytes than allowed.
+    """
     started = time.perf_counter()
     linears = [[model.modules.get(name) for name in part.names] for part in base.linears]
     tensors = extra_tensors(model, base) | vocab_tensors(model.embedding, model.head)
@@ -126,10 +130,11 @@ def pack(
 
 
 def slot_bytes(linears: Sequence[PackedLoRA], rank: int, dtype: torch.dtype) -> int:
-    """The most that an adapter of up to this rank on every projection can need here."""
+    """Returns the most bytes that an adapter of up to this rank on every projection can need here."""
     end = 0
     for linear in linears:
-        # The largest part, not this rank's own of exactly that rank: a smaller rank may divide otherwise.
+        # This is the largest part, not this rank's own part of exactly that LoRA rank: a smaller one may divide
+        # differently.
         rows = len(linear.out_features) * linear.layout.columns(rank)
         end = aligned(end + bytes_of_a(rows, linear.in_features, dtype))
         for out in linear.out_features:
@@ -138,7 +143,7 @@ def slot_bytes(linears: Sequence[PackedLoRA], rank: int, dtype: torch.dtype) -> 
 
 
 def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtype) -> tuple[AdapterTable, int]:
-    """For each linear the slices' A, stacked, then each slice's B. Returns the bytes they need as well."""
+    """Places each linear's stacked A and then each slice's B. Returns the table and the bytes that they need."""
     table = AdapterTable.empty(len(linears))
     end = 0
     for i, slices in giving_way(enumerate(linears)):

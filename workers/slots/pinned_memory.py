@@ -1,8 +1,8 @@
-"""Page-locked host memory for packed adapters, kept and given out again: while memory is being locked, the driver lets
-no kernel be launched, and the engine loop stands still.
+"""Pools page-locked host memory for packed adapters.
 
-Hence memory is locked by the piece, after its pages exist. Measured on an H200 host, 84 MB: 31 ms in one go when its
-pages do not exist yet, 2.3 ms in one go when they do, 0.1 ms a piece of 4 MB.
+Memory is reused, because while memory is being locked the driver launches no kernel and the engine loop stands still.
+For the same reason memory is locked in pieces, after its pages exist. Measured on an H200 host for 84 MB: 31 ms in one
+call if the pages do not exist yet, 2.3 ms in one call if they do, and 0.1 ms for each piece of 4 MB.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lorafleet.protocol.errors import LorafleetError
 
-PIECE_BYTES = 8 << 20  # a copy must not span two pieces; smaller ones mean more copies for each activation
-PIECE_GAP_S = 0.0002  # between two pieces: what the loop waits to launch goes first
+PIECE_BYTES = 8 << 20  # a copy must not span two pieces; smaller pieces mean more copies for each activation
+PIECE_GAP_S = 0.0002  # pause between two pieces, in which the loop can launch what it has ready
 HUGE_PAGE_BYTES = 2 << 20
 MAX_FREE_BLOCKS = 4
 
@@ -28,7 +28,7 @@ MAX_FREE_BLOCKS = 4
 @dataclass(slots=True, eq=False)
 class _Block:
     memory: Tensor  # begins on a page
-    locked: list[int] = field(default_factory=list)  # addresses of its pieces
+    locked: list[int] = field(default_factory=list)  # addresses of the locked pieces
 
     def lock(self) -> None:
         runtime = torch.cuda.cudart()
@@ -44,24 +44,27 @@ class _Block:
             time.sleep(PIECE_GAP_S)
 
     def unlock(self) -> None:
-        """Before the memory is freed: another allocation at these addresses would fail later."""
+        """Unlocks all pieces, which must happen before the memory is freed. Otherwise a later allocation at these
+        addresses would fail."""
         while self.locked:
             torch.cuda.cudart().cudaHostUnregister(self.locked.pop())
 
 
 class PinnedMemory:
-    """Thread-safe. close() waits for nobody: what was given out is ordinary memory from then on."""
+    """A thread-safe pool of page-locked memory. close() does not wait: memory in use becomes ordinary memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks: list[_Block] = []
-        self._free: deque[_Block] = deque()  # appended to by finalizers, which may run in any thread at any time
+        self._free: deque[_Block] = deque()  # finalizers append to it, in any thread at any time
         weakref.finalize(self, _unlock_all, self._blocks).atexit = False
 
     def take(self, size: int) -> Tensor:
-        """uint8 [size], not locked yet where it is new: call pin() once it is filled, before the GPU reads it.
+        """Returns a uint8 tensor [size]. New memory is not locked yet: call pin() once it is filled, before the GPU
+        reads it.
 
-        It comes back when this tensor is forgotten; slices of it do not count.
+        The memory returns to the pool when this tensor is garbage-collected. Slices of the tensor do not keep it
+        alive.
         """
         block = self._reuse(size)
         if block is None:
@@ -89,7 +92,7 @@ class PinnedMemory:
         return len(self._blocks)
 
     def _reuse(self, size: int) -> _Block | None:
-        """The smallest free block that is large enough, and not twice as large as needed."""
+        """Takes the smallest free block that is large enough and not twice as large as needed."""
         with self._lock:
             fitting = [b for b in list(self._free) if size <= b.memory.numel() <= 2 * size + HUGE_PAGE_BYTES]
             block = min(fitting, key=lambda b: b.memory.numel(), default=None)
@@ -103,7 +106,8 @@ class PinnedMemory:
 
 
 def _pages(size: int) -> Tensor:
-    """numpy asks the kernel for huge pages, which are there four times as fast."""
+    """Returns memory of whole huge pages. numpy requests these from the kernel, which provides them four times as
+    fast."""
     whole = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     memory = torch.from_numpy(np.empty(whole + HUGE_PAGE_BYTES, dtype=np.uint8))
     start = -memory.data_ptr() % HUGE_PAGE_BYTES

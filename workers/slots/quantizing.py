@@ -1,7 +1,7 @@
-"""Makes A and B FP8, each rank's row of A and column of B with a scale of its own, on the calling thread alone.
+"""Quantizes A and B to FP8, with a scale for each row of A and each column of B, on the calling thread alone.
 
-The scales are those of the whole matrices: the ranks of a tensor-parallel group, each with its part, hold together
-exactly what one rank would.
+The scales are those of the whole matrices. So the ranks of a tensor-parallel group, each with its part, together hold
+exactly what one rank would hold.
 """
 
 # R rank · D in features · O out features
@@ -14,11 +14,11 @@ from torch import Tensor
 from lorafleet.kernels.quant.fp8 import FP8, FP8_MAX
 from lorafleet.workers.adapters.casting import CHUNK, max_of_columns, max_of_rows
 
-LEAST_SCALE = torch.finfo(torch.float32).tiny  # of zeros, or nearly
+LEAST_SCALE = torch.finfo(torch.float32).tiny  # for rows and columns that are zero, or nearly
 
 
 def fp8_scales(a_RD: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [R]: what the rows of A and the columns of B are divided by, so that the largest number just fits."""
+    """Returns the divisors of A's rows and of B's columns, float32 [R], with which the largest number just fits."""
     return _scales(max_of_rows(a_RD)), _scales(max_of_columns(b_OR))
 
 
@@ -27,7 +27,7 @@ def _scales(largest_R: Tensor) -> Tensor:
 
 
 def to_fp8(matrix: Tensor, scale: Tensor) -> Tensor:
-    """matrix / scale, which broadcasts over it; contiguous."""
+    """Returns matrix / scale in FP8, contiguous. The scale is broadcast over the matrix."""
     target = torch.empty(matrix.shape, dtype=FP8)
     scales = scale.expand(matrix.shape)
     for columns in _blocks(matrix.shape[1], CHUNK):

@@ -1,5 +1,5 @@
-"""The extras of embedding and head: from a rank's VocabWeights to an ExtraBlock's tensors, and from there to the record
-that the embedding's kernel reads, to its torch twin and to the head's tensors."""
+"""Converts the extras of embedding and head from a rank's VocabWeights to an ExtraBlock's tensors. From these it makes
+the record that the embedding's kernel reads, the torch twin's embedding and the head's tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD_RECORD = "head record"
 
 
 def vocab_tensors(embedding: VocabWeights | None, head: VocabWeights | None) -> dict[str, Tensor]:
-    """Each record first: offsets in it are from its own address."""
+    """Returns the tensors by name. Each record comes first, since its offsets are relative to its own address."""
     tensors: dict[str, Tensor] = {}
     if embedding is not None:
         tensors |= _embedding_tensors(embedding)
@@ -31,7 +31,7 @@ def record_address(extra: ExtraBlock) -> int:
 
 
 def slot_embedding(extra: ExtraBlock) -> SlotEmbedding | None:
-    """The torch twin's; None where the adapter has the base's embedding."""
+    """Returns the torch twin's embedding, or None if the adapter uses the base's."""
     record_F = extra.get(RECORD)
     if record_F is None:
         return None
@@ -48,8 +48,10 @@ def slot_embedding(extra: ExtraBlock) -> SlotEmbedding | None:
 
 
 def slot_head(on_host: ExtraBlock, extra: ExtraBlock) -> SlotHead | None:
-    """Where `extra` lies, with the numbers of the same extras on the host; None where the adapter has the base's
-    head."""
+    """Returns the head with the tensors of `extra`, or None if the adapter uses the base's head.
+
+    Its numbers are read from `on_host`, the same extras in host memory.
+    """
     numbers = on_host.get(HEAD_RECORD)
     if numbers is None:
         return None
@@ -116,7 +118,8 @@ def _tensors(module: str, own: VocabWeights) -> dict[str, Tensor]:
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Where the base ties the two, a resized vocabulary is saved as one table, or twice."""
+    """Returns whether both are the same table. If the base ties them, a resized vocabulary is saved as one table, or
+    twice."""
     if one is None or other is None or one.shape != other.shape:
         return False
     return one.data_ptr() == other.data_ptr() or torch.equal(one, other)

@@ -1,5 +1,7 @@
-"""A rank's part of what an adapter does to embedding and head. A replaced table is divided by rows as the base's is;
-replaced rows and the low-rank matrices go with the table that they belong to, the base's where it is not replaced.
+"""Computes a rank's part of an adapter's changes to embedding and head.
+
+A replaced table is divided by rows, as the base's is. Replaced rows and low-rank matrices are divided as the table
+that they belong to, which is the base's if it is not replaced.
 """
 
 # V vocabulary of the adapter · W rows of this rank, its padding included · D hidden size · R rank · N replaced rows
@@ -19,35 +21,34 @@ from lorafleet.workers.adapters.casting import cast
 from lorafleet.workers.adapters.forms import AdapterForms, VocabForm
 from lorafleet.workers.tp.shard import Shard
 
-ROWS_ALIGNMENT = 64  # of a replaced table: the sampler takes rows of logits in parts
+ROWS_ALIGNMENT = 64  # rows of a replaced table on a rank, since the sampler takes rows of logits in parts
 
 
 @dataclass(frozen=True, slots=True)
 class VocabWeights:
-    """Tokens first_token to first_token + num_tokens - 1, of a vocabulary of vocab_size. table_WD: its rows from
-    num_tokens on are zeros; a_WR: of an embedding A transposed, of a head A itself, [R, D]. place_N: int64, replaced
-    tokens less first_token. bias_W: float32, of a head."""
+    """Changes to the tokens first_token to first_token + num_tokens - 1, in a vocabulary of vocab_size."""
 
     vocab_size: int
     first_token: int
     num_tokens: int
-    num_rows: int  # W
-    table_WD: Tensor | None = None
-    place_N: Tensor | None = None
+    num_rows: int  # The number W.
+    table_WD: Tensor | None = None  # Rows from num_tokens on are zeros.
+    place_N: Tensor | None = None  # int64, replaced tokens minus first_token.
     row_ND: Tensor | None = None
-    a: Tensor | None = None
+    a: Tensor | None = None  # Of an embedding, A transposed; of a head, A itself, [R, D].
     b: Tensor | None = None
     scaling: float = 1.0
-    bias_W: Tensor | None = None
+    bias_W: Tensor | None = None  # float32, of a head.
 
 
 def vocab_dtype(lora_dtype: torch.dtype) -> torch.dtype:
-    """FP8 adapters have their tables in bfloat16."""
+    """Returns the dtype of the tables, which is bfloat16 for FP8 adapters."""
     return torch.bfloat16 if lora_dtype == FP8 else lora_dtype
 
 
 def vocab_size_of(forms: AdapterForms) -> int | None:
-    """None: the base's. reader.py has checked that embedding and head agree."""
+    """Returns the size of the adapter's vocabulary, or None for the base's. reader.py has checked that embedding and
+    head agree."""
     for form in (forms.embedding, forms.head):
         if form is not None and form.table_VD is not None:
             return form.table_VD.shape[0]
@@ -55,7 +56,7 @@ def vocab_size_of(forms: AdapterForms) -> int | None:
 
 
 def check_vocabulary(forms: AdapterForms, base_size: int, config: LoRAConfig, name: str) -> None:
-    """Raises an AdapterError for more tokens than may be added."""
+    """Raises an AdapterError if more tokens are added than allowed, or any by an activated LoRA."""
     size = vocab_size_of(forms) or base_size
     most = config.lora_extra_vocab_size
     if most is not None and size > base_size + most:
@@ -79,7 +80,7 @@ def head_part(form: VocabForm, shard: Shard | None, dtype: torch.dtype) -> Vocab
 
 
 def vocab_bytes(form: VocabForm | None, dtype: torch.dtype) -> int:
-    """Of the whole form, as served."""
+    """Returns the bytes of the whole form as served."""
     if form is None:
         return 0
     matrices = [form.table_VD, None if form.rows is None else form.rows.row_ND]
@@ -122,8 +123,10 @@ def _part(form: VocabForm, shard: Shard | None, dtype: torch.dtype, *, is_head: 
 
 
 def _place(form: VocabForm, shard: Shard | None, *, is_head: bool) -> tuple[int, slice, int]:
-    """The vocabulary's size, this rank's tokens, and how many rows every rank has for them. shard: None for the whole,
-    of a base that is not known: then as many as the form needs."""
+    """Returns the vocabulary's size, this rank's tokens, and the number of rows that every rank has for them.
+
+    `shard` is None for the whole form on an unknown base. The vocabulary is then as large as the form needs.
+    """
     if shard is None:
         size = _least_size(form, is_head=is_head)
         return size, slice(0, size), size

@@ -1,8 +1,8 @@
-"""An adapter's way through the tiers of one worker: disk -> CPU memory -> slot. Runs in the engine loop's thread and
-never blocks it: loader.py reads, checks and packs files in threads, slots are filled beside the running steps.
+"""Moves adapters through the tiers of one worker: disk -> CPU memory -> slot.
 
-What the waiting requests at the head of the queue need is loaded and put into slots in their order, before they are
-admitted, and is not evicted for those behind them.
+It runs in the engine loop's thread and never blocks it: loader.py reads, checks and packs files in threads, and slots
+are filled while steps run. The adapters of waiting requests at the head of the queue are loaded and put into slots in
+queue order, before the requests are admitted. They are not evicted for requests behind them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import EmptySlot, FillSlot, ForgetShard, LoadShard, Order
 
-MAX_UNTAKEN = 4096  # loads that nobody asks for, as offline
+MAX_UNTAKEN = 4096  # recorded moves that nobody takes, as offline
 NO_TENANTS: Mapping[str, str] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
 
 
-_LoadKey = tuple[str, str, str | None]  # One load for all that ask for the same, with the same leave to read it.
+# Requests for the same adapter with the same permission to read it share one load.
+_LoadKey = tuple[str, str, str | None]
 
 
 def _key(lora: LoRARequest) -> _LoadKey:
@@ -42,7 +43,7 @@ def _key(lora: LoRARequest) -> _LoadKey:
 
 
 def _owner(lora: LoRARequest) -> str:
-    """The tenant whose adapter it is; "" for a public one."""
+    """Returns the tenant that owns the adapter; "" for a public one."""
     return tenant_of(lora.lora_name) or ""
 
 
@@ -56,7 +57,7 @@ class LoadCounts:
 
 @dataclass(slots=True)
 class _Copy:
-    """Into a slot, under way."""
+    """A copy into a slot that is in progress."""
 
     name: str
     slot: Slot
@@ -66,25 +67,24 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """Ordered, until no sequence holds the adapter. source: the nearest tier that has it."""
+    """A requested drop, until no sequence holds the adapter."""
 
-    source: Tier
+    source: Tier  # nearest tier that has the adapter
     started_s: float
 
 
 @dataclass(slots=True)
 class _Load:
-    """Of one adapter on all ranks. tenant: who brings it in. awaited: the other ranks that have not answered. error:
-    the first of theirs."""
+    """The load of one adapter on all ranks."""
 
     name: str
-    tenant: str
+    tenant: str  # Tenant that brings the adapter in.
     tier: Tier
     future: Future[PackedAdapter]
     started_s: float
-    awaited: set[int] = field(default_factory=set)
-    error: LorafleetError | None = None
-    digests: set[str] = field(default_factory=set)
+    awaited: set[int] = field(default_factory=set)  # Other ranks that have not answered.
+    error: LorafleetError | None = None  # First error of another rank.
+    digests: set[str] = field(default_factory=set)  # Digests that the other ranks have read.
     callers: list[Future[AdapterInfo]] = field(default_factory=list)
 
     @property
@@ -92,7 +92,7 @@ class _Load:
         return self.future.done() and not self.awaited
 
     def outcome(self) -> PackedAdapter | LorafleetError:
-        """Once it is done: the adapter where every rank has its part of the same one."""
+        """Returns the adapter if every rank has its part of the same one, otherwise the error. Call it once `done`."""
         error = self.future.exception() or self.error
         if error is not None:
             assert isinstance(error, LorafleetError), error  # the loader raises no others
@@ -107,9 +107,13 @@ class _Load:
 
 
 class WorkerLoRAManager:
-    """others: the replica's other ranks, which hold their parts of the same adapters in the same slots; an adapter is
-    here only once all of them have it. wake: called from a pool thread when a load has ended, to end the engine loop's
-    sleep."""
+    """Manages the adapters of one worker.
+
+    Args:
+        others: The replica's other ranks, which hold their parts of the same adapters in the same slots. An adapter is
+            resident only once all ranks have it.
+        wake: Called from a pool thread when a load has ended, to end the engine loop's sleep.
+    """
 
     def __init__(
         self,
@@ -128,18 +132,19 @@ class WorkerLoRAManager:
         self._loader = loader
         self._others = others
         self._num_loads = 0
-        self._by_id: dict[int, _Load] = {}  # under way on other ranks
+        self._by_id: dict[int, _Load] = {}  # loads in progress on other ranks
         self._cpu = CPUTier(config.cpu_loras, slots.demand)
         self._loads: dict[_LoadKey, _Load] = {}
         self._wanted: frozenset[str] = frozenset()
         self._doomed: dict[str, _Drop] = {}  # by digest
         self._pins: dict[str, LoRARequest] = {}  # by digest
-        self._kept_out: list[tuple[str, LorafleetError]] = []  # by pinned adapters; digest and why
+        self._kept_out: list[tuple[str, LorafleetError]] = []  # digest and error of adapters that pinned ones keep out
 
-    # -- asked for by the front: load now, whatever the queue needs -----------------------------------------------
+    # -- requested by the front end: load now, whatever the queue needs ----------------------------------------------
 
     def load(self, lora: LoRARequest) -> Future[AdapterInfo]:
-        """Reads and checks the adapter into the CPU tier. The future ends in poll(), in the engine loop's thread."""
+        """Reads and checks the adapter into the CPU tier. The future is resolved in poll(), in the engine loop's
+        thread."""
         caller: Future[AdapterInfo] = Future()
         self._doomed.pop(lora.digest, None)
         known = self._resident(lora.digest) if lora.digest else None
@@ -150,7 +155,7 @@ class WorkerLoRAManager:
         return caller
 
     def drop(self, digest: str) -> None:
-        """Forgets the adapter in every tier, its slot as soon as no sequence holds it."""
+        """Removes the adapter from every tier, and from its slot as soon as no sequence holds it."""
         self.unpin(digest)
         source: Tier = "gpu" if self.slots.find(digest) is not None else "cpu" if digest in self._cpu else "disk"
         self._doomed.setdefault(digest, _Drop(source, time.monotonic()))
@@ -158,8 +163,11 @@ class WorkerLoRAManager:
         self._sweep()
 
     def pin(self, lora: LoRARequest) -> Future[AdapterInfo]:
-        """Loads the adapter, and keeps it in a slot from when one is free until unpin(). The future ends as load()'s.
-        Raises AdapterError where no slot would be left for others."""
+        """Loads the adapter and, once a slot is free, keeps it there until unpin(). The future is resolved as in
+        load().
+
+        Raises AdapterError if no slot would be left for other adapters.
+        """
         others = [digest for digest in self._pins if digest != lora.digest]
         if len(others) + 1 >= len(self.slots.slots):
             raise AdapterError(
@@ -180,8 +188,8 @@ class WorkerLoRAManager:
     # -- once a step ----------------------------------------------------------------------------------------------
 
     def poll(self) -> list[tuple[str, LorafleetError]]:
-        """Takes in the loads that have ended; returns the failed ones, and what can get no room, as (digest asked for,
-        why)."""
+        """Handles the loads that have ended. Returns the failed ones, and adapters that can get no room, as (requested
+        digest, error)."""
         failed, self._kept_out = self._kept_out, []
         self._hear_others()
         for key in [key for key, load in self._loads.items() if load.done]:
@@ -195,7 +203,7 @@ class WorkerLoRAManager:
                 for caller in load.callers:
                     caller.set_result(outcome.info)
                 continue
-            for digest in load.digests:  # what some rank has read and others have not
+            for digest in load.digests:  # read by some rank, but not by all
                 if digest not in self._cpu:
                     self._tell(ForgetShard(digest))
             self.counts.failures += 1
@@ -207,8 +215,13 @@ class WorkerLoRAManager:
         return failed
 
     def prefetch(self, wanted: Sequence[LoRARequest], tenants: Mapping[str, str] = NO_TENANTS) -> None:
-        """wanted: the distinct adapters of the waiting requests, in queue order. tenants: by digest, whose request
-        waits for the adapter; "" is that of all without one, and may be left out."""
+        """Starts loads and copies for the waiting requests.
+
+        Args:
+            wanted: The distinct adapters of the waiting requests, in queue order.
+            tenants: By digest, the tenant whose request waits for the adapter. "" stands for all callers without a
+                tenant, and may be left out.
+        """
         for tenant in {tenants.get(lora.digest, "") for lora in wanted}:
             self.slots.demand.want(tenant)
         first = wanted[: self._cpu.capacity]
@@ -242,8 +255,8 @@ class WorkerLoRAManager:
                 self._start(lora, _owner(lora))
 
     def _fill_slots(self, wanted: Sequence[LoRARequest], tenants: Mapping[str, str]) -> None:
-        """Each adapter's copy starts as soon as a slot is free, and room for its extras, whether its request can be
-        admitted yet or not. Room that the first one waits for is not taken by those behind it."""
+        """Starts each adapter's copy as soon as a slot and room for its extras are free, even if its request cannot be
+        admitted yet. Room that the first adapter waits for is not taken by those behind it."""
         digests, waits_for_room = [lora.digest for lora in wanted], False
         have_all: set[str] = set()  # tenants that get no more slots now
         for i, digest in enumerate(digests):
@@ -265,7 +278,7 @@ class WorkerLoRAManager:
                 self._check_pins(wanted[i], adapter)
 
     def _check_pins(self, lora: LoRARequest, adapter: PackedAdapter) -> None:
-        """What waits for others to leave must not wait for pinned ones, which never do."""
+        """Rejects an adapter that would wait for memory of pinned adapters, which never leave."""
         pinned = sum(s.extra.num_bytes for s in self.slots.slots if s.pinned and s.extra is not None)
         limit = self.slots.extra_memory.limit
         if pinned + adapter.extra_bytes > limit:
@@ -279,7 +292,7 @@ class WorkerLoRAManager:
     def _make_room(
         self, adapter: PackedAdapter, slot: Slot, tenant: str, wanted: Sequence[str] = (), keep: Sequence[str] = ()
     ) -> bool:
-        """Empties what must go for the adapter's extras; whether the slot can be filled with it now."""
+        """Evicts what must leave for the adapter's extras. Returns whether the slot can be filled with it now."""
         for victim in self.slots.to_empty(adapter, slot, wanted, keep, tenant) or ():
             self.slots.evict(victim)
             self._tell(EmptySlot(victim.index))
@@ -292,7 +305,7 @@ class WorkerLoRAManager:
         self._tell(FillSlot(lora.digest, slot.index, slot.generation))
 
     def _note_copies(self) -> None:
-        """Those that have ended since the last step, with their times as steps see them."""
+        """Records the copies that have ended since the last step, with their durations as steps see them."""
         for copy in list(self._copies):
             given_away = copy.slot.generation != copy.generation
             if given_away or copy.slot.is_ready:
@@ -301,19 +314,20 @@ class WorkerLoRAManager:
                     self._moves.append(AdapterMove(copy.name, "cpu", "gpu", time.monotonic() - copy.started_s))
 
     def _note_load(self, load: _Load, fetch_s: float, seconds: float) -> None:
-        """fetch_s: of all its seconds, those until its files were on this node."""
+        """Records a load's moves. `fetch_s` is the part of `seconds` until its files were on this node."""
         if load.tier == "remote":
             self._moves.append(AdapterMove(load.name, "remote", "disk", fetch_s))
         self._moves.append(AdapterMove(load.name, "disk", "cpu", seconds - fetch_s))
 
     def take_moves(self) -> list[AdapterMove]:
-        """Those since the last call."""
+        """Returns the moves since the last call."""
         taken = list(self._moves)
         self._moves.clear()
         return taken
 
     def count_request(self, lora: LoRARequest, tenant: str = "") -> Tier:
-        """Of a tenant's request that has come, the nearest tier that has its adapter, all of it or about to."""
+        """Counts a tenant's new request. Returns the nearest tier that has its adapter, or into which it is being
+        copied."""
         self.slots.demand.count(lora.digest)
         self.slots.demand.want(tenant)
         self._cpu.charge(lora.digest, tenant)
@@ -325,7 +339,7 @@ class WorkerLoRAManager:
         return "disk" if self._loader.is_here(lora) else "remote"
 
     def slot_for(self, lora: LoRARequest) -> Slot | None:
-        """The adapter's slot, filled or being filled by prefetch(); None where it has none."""
+        """Returns the adapter's slot, filled or being filled by prefetch(), or None if it has none."""
         slot = self.slots.find(lora.digest)
         if slot is not None:
             self._cpu.touch(lora.digest)
@@ -336,13 +350,13 @@ class WorkerLoRAManager:
         return self._loader.fetched
 
     def claims(self, digest: str, claimed: set[int], tenant: str = "") -> set[int]:
-        """The slots, beyond those claimed for others, that should drain for an adapter that has none and that the
-        tenant's request waits for; none where the adapter is not in host memory yet."""
+        """Returns the slots, beyond those claimed for others, that should drain for an adapter without a slot that the
+        tenant's request waits for. There are none if the adapter is not in host memory yet."""
         adapter = self._cpu.get(digest)
         return set() if adapter is None else {slot.index for slot in self.slots.to_drain(adapter, claimed, tenant)}
 
     def info(self, digest: str) -> AdapterInfo | None:
-        """Of an adapter in host memory or a slot."""
+        """Returns the info of an adapter in host memory or a slot, otherwise None."""
         resident = self._resident(digest)
         return None if resident is None else resident.info
 
@@ -400,16 +414,17 @@ class WorkerLoRAManager:
             self._tell(ForgetShard(victim))
 
     def _need(self, digest: str) -> int:
-        """An adapter in a slot needs its copy here as soon as the slot is given away."""
+        """Returns how badly the adapter's copy in host memory is needed soon. An adapter in a slot needs it as soon as
+        it loses the slot."""
         return 2 * (digest in self._wanted or digest in self._pins) + (self.slots.find(digest) is not None)
 
     def _sweep(self) -> None:
-        """Empties the slots of dropped adapters once nobody holds them."""
+        """Empties the slots of dropped adapters once no sequence holds them."""
         for digest in list(self._doomed):
             slot = self.slots.find(digest)
             self._forget(digest)
             if slot is None:
-                if all(asked != digest for asked, *_ in self._loads):  # what is being read now must not come after all
+                if all(asked != digest for asked, *_ in self._loads):  # a load in progress must not bring it back
                     self._note_dropped(digest)
             elif slot.holders == 0:
                 self.slots.deactivate(slot)
@@ -418,17 +433,17 @@ class WorkerLoRAManager:
 
     def _note_dropped(self, digest: str) -> None:
         drop = self._doomed.pop(digest)
-        if drop.source != "disk":  # else it was in no tier of this worker
+        if drop.source != "disk":  # otherwise it was in no tier of this worker
             self._moves.append(AdapterMove("", drop.source, "none", time.monotonic() - drop.started_s))
 
     def _forget(self, digest: str) -> None:
-        """In host memory, on all ranks."""
+        """Removes the adapter from host memory on all ranks."""
         if digest in self._cpu:
             self._cpu.remove(digest)
             self._tell(ForgetShard(digest))
 
     def _tell(self, order: Order) -> None:
-        """To the other ranks, which obey in the order of telling."""
+        """Sends an order to the other ranks, which execute orders in the order in which they are sent."""
         if self._others is not None:
             self._others.send(order)
 

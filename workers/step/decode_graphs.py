@@ -1,11 +1,13 @@
-"""Decode steps as CUDA graphs: one launch instead of hundreds, for batches in which every sequence computes one token.
+"""Runs decode steps as CUDA graphs: one launch instead of hundreds, for batches in which every sequence computes one
+token.
 
-There is a graph for each of a dense set of batch sizes: without adapters, so that base steps pay nothing for them, and
-with, for few and for many tiles of adapters' tokens, and one that has the launches of Kronecker products too. A step
-takes the smallest that fits; rows without a sequence compute on block `trash` and are ignored. Attention plans and
-adapter tables are refilled in place before a replay. A graph begins by taking the last step's tokens and ends by
-leaving its own, greedily chosen, where the next one finds them. All graphs share one memory pool, since one runs at a
-time.
+There are graphs for each of a dense set of batch sizes: one without adapters, so that base steps pay nothing for them,
+others for few and for many tiles of adapters' tokens, and one that also launches Kronecker products. A step uses the
+smallest graph that fits. Rows without a sequence compute on block `trash` and are ignored.
+
+Attention plans and adapter tables are refilled in place before a replay. A graph begins by reading the last step's
+tokens. It ends by writing its own, chosen greedily, where the next one reads them. All graphs share one memory pool,
+since only one runs at a time.
 """
 
 # B rows of the graph · W this rank's part of the vocabulary
@@ -32,25 +34,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """num_rows: of the graph. hidden_BD: the model's output, logits_BW: DecoderModel.logits of it; valid, as the tokens
-    are, until the next step."""
+    """A captured decode step. Its outputs, like its tokens, are valid until the next step."""
 
-    num_rows: int
+    num_rows: int  # batch size of the graph
     graph: torch.cuda.CUDAGraph
     attention: AttentionBackend
     lora: LoRABatch | None
-    hidden_BD: Tensor
-    logits_BW: Tensor
+    hidden_BD: Tensor  # the model's output
+    logits_BW: Tensor  # DecoderModel.logits of hidden_BD
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Batch sizes, dense enough that padding costs little: steps of a quarter of the size at most."""
+    """Returns batch sizes that are dense enough for little padding. From 32 on they grow by at most a quarter."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, most + 1, 32), most}
     return sorted(size for size in sizes if size <= most)
 
 
 class DecodeGraphs:
-    """Raises what capturing raises. trash: a KV block that no sequence is ever given."""
+    """All graphs for decode steps. The constructor raises what capturing raises. `trash` is a KV block that no
+    sequence is ever given."""
 
     def __init__(
         self,
@@ -71,9 +73,11 @@ class DecodeGraphs:
         self._trash = trash
         self._loras = loras
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all captures: the allocator keeps memory, and cuBLAS its workspace, for each stream.
+        # There is one stream for all captures, since the allocator reserves memory, and cuBLAS its workspace, for each
+        # stream.
         self._side = torch.cuda.Stream(device)
-        self._graphs: dict[tuple[int, int], DecodeGraph] = {}  # by batch size and LoRA tiles, 0 without
+        # by batch size and number of LoRA tiles, 0 without adapters
+        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
         self._with_kronecker: dict[int, DecodeGraph] = {}  # by batch size
         started = time.monotonic()
         with torch.inference_mode():
@@ -82,7 +86,7 @@ class DecodeGraphs:
         log.info("decode: %d CUDA graphs in %.1f s", count, time.monotonic() - started)
 
     def _capture_all(self, attention: AttentionBackend, sizes: Sequence[int], max_context: int) -> None:
-        for size in sorted(sizes, reverse=True):  # the largest first: the others fit into its memory
+        for size in sorted(sizes, reverse=True):  # largest first, so that the others fit into its memory
             backend = attention.for_graph(size, max_context)
             if backend is None:
                 return
@@ -95,9 +99,9 @@ class DecodeGraphs:
                 self._with_kronecker[size] = self._capture(size, backend, lora)
 
     def find(self, lora_slots: list[int]) -> DecodeGraph | None:
-        """The one with the fewest rows, then the fewest tiles, that fits; None where none is large enough.
+        """Returns the graph that fits with the fewest rows, then the fewest tiles, or None if none is large enough.
 
-        lora_slots: of each sequence, or BASE_SLOT.
+        `lora_slots` has each sequence's slot, or BASE_SLOT.
         """
         size = min((size for size, _ in self._graphs if size >= len(lora_slots)), default=None)
         if size is None:
@@ -112,10 +116,14 @@ class DecodeGraphs:
     def run(
         self, decode: DecodeGraph, batch: AttentionBatch, lora_slots: list[int], slot_ranks: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """The model's output and DecoderModel.logits of it, a row a sequence; greedy tokens are in
-        StepInputs.sampled_B. The inputs are uploaded.
+        """Returns the model's output and its DecoderModel.logits, one row per sequence. Greedy tokens are in
+        StepInputs.sampled_B.
 
-        lora_slots: of each sequence, or BASE_SLOT. slot_ranks: of every slot, LoRAModelManager.ranks.
+        The inputs must have been uploaded.
+
+        Args:
+            lora_slots: Each sequence's slot, or BASE_SLOT.
+            slot_ranks: LoRAModelManager.ranks, of every slot.
         """
         num_seqs = len(lora_slots)
         padding = [1] * (decode.num_rows - num_seqs)
@@ -147,16 +155,18 @@ class DecodeGraphs:
                 attention,
                 lora,
             )
-            # In the model's dtype: a copy to float32, which the largest one does not need, takes 100 us at 256 rows.
+            # The logits stay in the model's dtype. Finding the largest needs no float32, and a copy takes 100 us at
+            # 256 rows.
             logits_BW = self._model.logits(hidden_BD)
             self._inputs.sampled_B[:size].copy_(greedy_of_ranks(logits_BW, self._model.group))
             return hidden_BD, logits_BW
 
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._side):
-            forward()  # compiles kernels and makes library handles, which a capture must not
+            forward()  # compiles kernels and creates library handles, which a capture must not do
         graph = torch.cuda.CUDAGraph()
-        # Only this thread: NCCL has one that asks for events meanwhile, which a capture would otherwise not bear.
+        # The capture is of this thread only, since NCCL's thread queries events meanwhile, which would otherwise break
+        # it.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             hidden_BD, logits_BW = forward()
         return DecodeGraph(size, graph, attention, lora, hidden_BD, logits_BW)

@@ -1,7 +1,8 @@
-"""Times some of the steps on the GPU itself: an event before the model and one behind it, in its stream. Both are read
-at a later step, once they have passed, so that nothing ever waits for them.
+"""Times some of the steps on the GPU itself, with one event before the model and one behind it, in its stream. Both
+are read at a later step, once they have passed, so that nothing ever waits for them.
 
-A step with adapters beside one of as many tokens without is what adapters cost; see docs/metrics.md.
+The difference between a step with adapters and one of as many tokens without is the cost of adapters; see
+docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ import torch
 from lorafleet.protocol.messages import GPUSteps
 from lorafleet.protocol.step_metrics import StepKind, StepShape
 
-EVERY = 32  # steps, of which one is timed
+EVERY = 32  # one step in this many is timed
 
 
 class TimedEvent(Protocol):
-    """What is used of torch.cuda.Event."""
+    """The part of torch.cuda.Event that is used here."""
 
     def record(self) -> None: ...
 
     def query(self) -> bool: ...
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds."""
+        """Returns the milliseconds between the two events."""
         ...
 
 
-Key = tuple[StepKind, bool, int]  # whether it used adapters; tokens, rounded up to a power of two
+Key = tuple[StepKind, bool, int]  # kind, whether it used adapters, tokens rounded up to a power of two
 
 
 def _cuda_event() -> TimedEvent:
@@ -41,23 +42,23 @@ class GPUStepClock:
         self._every = every
         self._until_next = every
         self._begin, self._end = make_event(), make_event()
-        self._timed: StepShape | None = None  # whose events have not been read yet
+        self._timed: StepShape | None = None  # the step whose events have not been read yet
         self._sums: dict[Key, tuple[int, float]] = {}
 
     def begin(self) -> bool:
-        """Before each step; whether this one is timed."""
+        """Starts to time the next step if it is due. Returns whether this step is timed. Call it before each step."""
         self._until_next -= 1
         if self._until_next > 0:
             return False
         self._until_next = self._every
         self._read()
         if self._timed is not None:
-            return False  # the device is that far behind
+            return False  # the device is still behind by that many steps
         self._begin.record()
         return True
 
     def end(self, shape: StepShape) -> None:
-        """Behind a step that is timed."""
+        """Ends the timing of a step. Call it behind each step that is timed."""
         self._end.record()
         self._timed = shape
 

@@ -1,4 +1,4 @@
-"""From the scheduler's chunks to a StepPlan: all that the ranks need of them, in rows of numbers."""
+"""Converts the scheduler's chunks to a StepPlan: everything that the ranks need to know of them, in rows of numbers."""
 
 # T tokens of the step · F fields of a token
 
@@ -21,7 +21,7 @@ SCORED_ROWS = 128  # rows of logits that are computed at once for prompt logprob
 
 @dataclass(frozen=True, slots=True)
 class ScoredSpan:
-    """Rows of a step, first_row and those after it, that predict these tokens of one chunk's prompt."""
+    """Rows of a step, from first_row on, that predict these tokens of one chunk's prompt."""
 
     chunk: int
     first_row: int
@@ -35,8 +35,12 @@ def plan_step(
     block_size: int,
     slot_ranks: list[int],
 ) -> StepPlan:
-    """row_of: of each request that the last step sampled for, where the host has not read its token yet.
-    first_known: the first place in the pool of tokens that the host knows, see StepInputs."""
+    """Returns the plan of one step.
+
+    Args:
+        row_of: Row of each request that the last step sampled for, if the host has not read its token yet.
+        first_known: Index in the pool of tokens where those that the host knows begin, see StepInputs.
+    """
     ends = list(accumulate(chunk.num_tokens for chunk in chunks))
     sampling = [chunk.sequence for chunk in chunks if chunk.samples]
     return StepPlan(
@@ -67,13 +71,14 @@ def _slot(chunk: Chunk) -> int:
 
 
 def _num_base(chunk: Chunk) -> int:
-    """Of its tokens, those before the sequence's adapter begins to work."""
+    """Returns the number of the chunk's tokens before the sequence's adapter begins to work."""
     sequence = chunk.sequence
     return min(max(sequence.first_adapted - sequence.num_computed, 0), chunk.num_tokens)
 
 
 def scored_spans(chunks: Sequence[Chunk]) -> list[ScoredSpan]:
-    """The prompt tokens whose logprobs are asked for, in spans whose logits fit into memory beside all else."""
+    """Returns the prompt tokens whose logprobs are requested, in spans whose logits fit into memory beside everything
+    else."""
     spans: list[ScoredSpan] = []
     first_row = 0
     for i, chunk in enumerate(chunks):
@@ -85,9 +90,9 @@ def scored_spans(chunks: Sequence[Chunk]) -> list[ScoredSpan]:
 
 
 def _predicted_tokens(chunk: Chunk) -> list[int]:
-    """The prompt tokens that the chunk's tokens predict, where their logprobs are asked for.
+    """Returns the prompt tokens that the chunk's tokens predict, if their logprobs are requested.
 
-    The token at position p predicts the one at p + 1; the last one predicts the answer.
+    The token at position p predicts the one at p + 1. The last one predicts the answer.
     """
     seq = chunk.sequence
     if not seq.wants_prompt_logprobs:
@@ -109,7 +114,7 @@ def _fields(chunks: Sequence[Chunk], row_of: Mapping[str, int], first_known: int
         start, end, table = seq.num_computed, seq.num_computed + chunk.num_tokens, seq.blocks.table
         last = seq.tokens[end - 1]
         source = row_of[seq.request_id] if last == UNKNOWN else first_known + at + chunk.num_tokens - 1
-        if chunk.num_tokens == 1:  # nearly all chunks; numpy would take several times as long for each
+        if chunk.num_tokens == 1:  # nearly all chunks; numpy calls would take several times as long for each
             length = max(seq.num_rotated, end)
             singles.append((at, last, source, start, length, table[start // size] * size + start % size))
         else:

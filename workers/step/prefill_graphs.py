@@ -1,9 +1,9 @@
-"""Steps with prompts as CUDA graphs: everything between two layers' attention is one graph, so a step of 32 layers
-takes 33 launches and 32 calls of the attention, whose work depends on the step's mix of lengths.
+"""Runs steps with prompts as CUDA graphs. Everything between two layers' attention is one graph. So a step of 32
+layers takes 33 launches and 32 calls of the attention, whose work depends on the step's mix of lengths.
 
-There are graphs for a set of token counts, each without adapters and with; a step takes the smallest that fits, and its
-padding writes to block `trash`. Larger steps run without graphs: on the device they take longer than their launches
-do on the host. All graphs share one memory pool, since one runs at a time.
+There are graphs for a set of token counts, each without adapters and with. A step uses the smallest that fits, and its
+padding writes to block `trash`. Larger steps run without graphs: they take longer on the device than their launches do
+on the host. All graphs share one memory pool, since only one runs at a time.
 """
 
 # T tokens of the graph · H query heads · D head size (attention) or hidden size
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_TOKENS = 2048  # with adapters, the launches of a step of so many take as long as the step
+MOST_TOKENS = 2048  # with adapters, launching a step of this many tokens takes as long as the step
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """out: the queries of the attention that follows, or the model's output; valid until the next piece runs."""
+    """A graph that ends at an attention call or at the model's end."""
 
     graph: torch.cuda.CUDAGraph
-    out: Tensor
+    out: Tensor  # queries of the attention that follows, or the model's output; valid until the next piece runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,15 @@ class PrefillGraph:
 
 
 def graph_token_counts(most: int) -> list[int]:
-    """Up to MOST_TOKENS; steps of a quarter of the count at most. GEMMs compute whole tiles of 64 or 128 anyway."""
+    """Returns token counts up to MOST_TOKENS. From 512 on they grow by at most a quarter. GEMMs compute whole tiles of
+    64 or 128 anyway."""
     most = min(most, MOST_TOKENS)
     counts = {16, 32, 64, 128, 192, 256, *range(384, 1024, 128), *range(1024, MOST_TOKENS + 1, 256), most}
     return sorted(count for count in counts if count <= most)
 
 
 class PrefillGraphs:
-    """Raises what capturing raises."""
+    """All graphs for steps with prompts. The constructor raises what capturing raises."""
 
     def __init__(
         self,
@@ -73,7 +74,8 @@ class PrefillGraphs:
         self._attention = attention
         self._inputs = inputs
         self._device = spec.device
-        # One for all captures: the allocator keeps memory, and cuBLAS its workspace, for each stream.
+        # There is one stream for all captures, since the allocator reserves memory, and cuBLAS its workspace, for each
+        # stream.
         self._side = torch.cuda.Stream(spec.device)
         self._pool = torch.cuda.graph_pool_handle()
         shape = (max(token_counts), spec.num_heads, spec.head_dim)
@@ -81,7 +83,7 @@ class PrefillGraphs:
         self._graphs: dict[tuple[int, bool], PrefillGraph] = {}
         started = time.monotonic()
         with torch.inference_mode():
-            for count in sorted(token_counts, reverse=True):  # the largest first: the others fit into its memory
+            for count in sorted(token_counts, reverse=True):  # largest first, so that the others fit into its memory
                 self._graphs[count, False] = self._capture(count, None)
                 if loras is not None:
                     tile_tokens = prompt_tile_tokens(count)
@@ -91,14 +93,18 @@ class PrefillGraphs:
         log.info("prefill: graphs of %d steps in %.1f s", len(self._graphs), time.monotonic() - started)
 
     def find(self, num_tokens: int, with_lora: bool) -> PrefillGraph | None:
-        """The smallest that fits, None where none is large enough."""
+        """Returns the smallest graph that fits, or None if none is large enough."""
         fitting = [count for count, lora in self._graphs if count >= num_tokens and lora == with_lora]
         return self._graphs[min(fitting), with_lora] if fitting else None
 
     def run(self, prefill: PrefillGraph, batch: AttentionBatch, lora_slots: list[int], slot_ranks: list[int]) -> Tensor:
-        """The model's output [T of the step, D], valid until the next step. The inputs are uploaded.
+        """Returns the model's output [T of the step, D], which is valid until the next step.
 
-        lora_slots: of each token, or BASE_SLOT. slot_ranks: of every slot, LoRAModelManager.ranks.
+        The inputs must have been uploaded.
+
+        Args:
+            lora_slots: Each token's slot, or BASE_SLOT.
+            slot_ranks: LoRAModelManager.ranks, of every slot.
         """
         num_tokens = len(lora_slots)
         if prefill.lora is not None:
@@ -133,7 +139,7 @@ class PrefillGraphs:
 
         cuts = _Cuts(self._attended_THD[:num_tokens], self._pool)
         with torch.cuda.stream(self._side):
-            forward(cuts)  # compiles kernels and makes library handles, which a capture must not
+            forward(cuts)  # compiles kernels and creates library handles, which a capture must not do
             cuts.begin()
             cuts.end(forward(cuts))
         torch.cuda.synchronize(self._device)
@@ -141,7 +147,7 @@ class PrefillGraphs:
 
 
 class _Cuts:
-    """Stands in for the attention while a step is captured: each call ends one graph and begins the next."""
+    """Replaces the attention while a step is captured. Each call ends one graph and begins the next."""
 
     def __init__(self, attended_THD: Tensor, pool: _POOL_HANDLE) -> None:
         self.pieces: list[_Piece] = []
@@ -151,7 +157,8 @@ class _Cuts:
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Only this thread: NCCL has one that asks for events meanwhile, which a capture would otherwise not bear.
+        # The capture is of this thread only, since NCCL's thread queries events meanwhile, which would otherwise break
+        # it.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self, out: Tensor) -> None:
@@ -185,6 +192,7 @@ class _Memory:
 
 
 def _borrowed(tensor: Tensor) -> Tensor:
-    """The same memory, not kept from the pool: a tensor would take it from the pieces that follow, layer by layer."""
+    """Returns a view of the same memory that does not reserve it in the pool. A tensor would take the memory away from
+    the pieces that follow, layer by layer."""
     assert tensor.is_contiguous()
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,6 +1,7 @@
-"""A step from the scheduler's chunks to their tokens: plans it, has it run on the device, samples. Decides nothing.
+"""Turns the scheduler's chunks into tokens: plans a step, runs it on the device and samples. It decides nothing.
 
-launch() queues a step, LaunchedStep.collect() waits for its tokens; between the two the host may prepare the next one.
+launch() queues a step, and LaunchedStep.collect() waits for its tokens. In between, the host may prepare the next
+step.
 """
 
 # B rows that sample · V vocabulary
@@ -34,51 +35,43 @@ from lorafleet.workers.tp.rank_messages import RunStep
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """token: of the chunk's sequence, None where the chunk ends before its last token. prompt: logprobs of the
-    prompt tokens that the chunk's tokens predict, where asked for. embedding: float32, at the end of a prompt that is
-    pooled."""
+    """The result of one chunk."""
 
-    token: int | None
+    token: int | None  # the sequence's next token; None if the chunk ends before its last token
     logprobs: TokenLogprobs | None
-    prompt: list[TokenLogprobs]
-    embedding: bytes = b""
+    prompt: list[TokenLogprobs]  # of the prompt tokens that the chunk's tokens predict, if requested
+    embedding: bytes = b""  # float32, at the end of a prompt that is pooled
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A step's tokens on their way to the host. asked: the rows with logprobs."""
+    """A step's tokens on their way to the host."""
 
     sampled: Tensor
-    asked: list[int]
+    asked: list[int]  # rows with logprobs
     logprobs: PendingLogprobs | None
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on the device. collect() waits for it, and is the only place where the engine waits for the device.
-
-    sampling, rows: of each row of StepInputs.sampled_B. row_of: request id -> row. scored: logprobs of prompt
-    tokens, each span with its chunk. pooled: of prompts that end in the step, by chunk. edited: rows that change their
-    logits. faults: sequences that cannot go on after the step, and why. choice: None until ModelRunner.choose(), which
-    must come before the next step is launched. late: sequences of the step that it gives no token.
-    """
+    """A step on the device. collect() waits for it, and is the only place where the engine waits for the device."""
 
     chunks: list[Chunk]
     shape: StepShape
-    sampling: list[Sequence]
-    rows: list[Row]
-    edited: list[EditedRow]
-    faults: list[tuple[Sequence, Exception]]
-    row_of: dict[str, int]
-    scored: list[tuple[int, PendingLogprobs]]
+    sampling: list[Sequence]  # One sequence for each row of StepInputs.sampled_B.
+    rows: list[Row]  # One Row for each of these sequences.
+    edited: list[EditedRow]  # Rows whose logits are changed.
+    faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
+    row_of: dict[str, int]  # Row by request id.
+    scored: list[tuple[int, PendingLogprobs]]  # Logprobs of prompt tokens: each span with its chunk's index.
     logits: StepLogits
-    pooled: dict[int, Tensor]
+    pooled: dict[int, Tensor]  # By chunk, for prompts that end in the step.
     download: Download
-    choice: Choice | None = None
-    late: list[Sequence] = field(default_factory=list)
+    choice: Choice | None = None  # None until ModelRunner.choose(), which must come before the next launch.
+    late: list[Sequence] = field(default_factory=list)  # Sequences of the step that get no token from it.
 
     def collect(self) -> list[Sampled]:
-        """One Sampled a chunk, in order."""
+        """Returns one Sampled for each chunk, in order."""
         choice = self.choice
         assert choice is not None
         self.download.wait()
@@ -100,7 +93,7 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """others: the ranks that run each step beside this one, in a tensor-parallel replica."""
+    """Runs steps on rank 0. `others` are the ranks that run each step beside it in a tensor-parallel replica."""
 
     def __init__(
         self, steps: StepRunner, loras: WorkerLoRAManager | None, block_size: int, others: OtherRanks | None = None
@@ -116,7 +109,7 @@ class ModelRunner:
         self._clock = GPUStepClock() if steps.device.type == "cuda" else None
 
     def plan(self, chunks: list[Chunk], last: LaunchedStep | None) -> StepPlan:
-        """last: the step before, where the host has not read its tokens yet."""
+        """Plans the next step. `last` is the step before, if the host has not read its tokens yet."""
         return plan_step(
             chunks,
             row_of={} if last is None else last.row_of,
@@ -133,7 +126,7 @@ class ModelRunner:
             self._others.send(RunStep.of(plan, self._block_size, self._generations(plan.slots)))
         shape = plan.shape
         is_timed = self._clock is not None and self._clock.begin()
-        # A peer that is gone leaves the device waiting for it in a collective for ever.
+        # If a peer is gone, the device waits for it in a collective forever.
         download = Download(self._device, None if self._others is None else self._others.check)
         scored: list[tuple[int, PendingLogprobs]] = []
         logits = self._run(chunks, plan, download, scored)
@@ -152,7 +145,7 @@ class ModelRunner:
     def _run(
         self, chunks: list[Chunk], plan: StepPlan, download: Download, scored: list[tuple[int, PendingLogprobs]]
     ) -> StepLogits:
-        """Appends the logprobs of prompt tokens to `scored`."""
+        """Runs the step, and appends the logprobs of prompt tokens to `scored`."""
         spans = scored_spans(chunks)
 
         def score(i: int, logits_TV: Tensor) -> None:
@@ -165,9 +158,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def choose(self, step: LaunchedStep, masks: TokenMasks | None, late: Many[Sequence] = ()) -> None:
-        """Queues the choice of a launched step's tokens; those that masks forbid have no chance.
+        """Queues the choice of a launched step's tokens. Tokens that masks forbid have no chance.
 
-        late: sequences that get no token. What is chosen in their rows is given to nobody, and not counted.
+        `late` are sequences that get no token. The tokens chosen in their rows are dropped and not counted.
         """
         num_rows = len(step.rows)
         asked, found = [], None
@@ -187,8 +180,8 @@ class ModelRunner:
         self._editor.release(sequence)
 
     def _prepare_edits(self, sampling: Many[Sequence]) -> tuple[list[EditedRow], list[tuple[Sequence, Exception]]]:
-        """Row by row. One that fails is computed without edits all the same, since others may share what the step
-        computes of its prompt; its token is thrown away."""
+        """Prepares the edits of each row. A row that fails is computed without edits all the same, since others may
+        share what the step computes of its prompt. Its token is dropped."""
         edited: list[EditedRow] = []
         faults: list[tuple[Sequence, Exception]] = []
         for i, sequence in enumerate(sampling):
@@ -203,22 +196,22 @@ class ModelRunner:
 
     @property
     def counts_bytes(self) -> int:
-        """Bytes of the counts of tokens that penalties are computed from."""
+        """Bytes of the token counts from which penalties are computed."""
         return self._editor.num_bytes
 
     def steps_on_gpu(self) -> list[GPUSteps]:
-        """Those that were timed; none on a CPU."""
+        """Returns the steps that were timed. There are none on a CPU."""
         return [] if self._clock is None else self._clock.told()
 
     def close(self) -> None:
-        """Ends the other ranks."""
+        """Stops the other ranks, and leaves their group."""
         if self._others is not None:
             self._others.close()
             self.steps.close()
             self.steps.model.group.leave()
 
     def _generations(self, slots: Many[int]) -> list[tuple[int, int]]:
-        """Of the slots that a step uses."""
+        """Returns the generation of each slot that a step uses."""
         if self.loras is None:
             return []
         return [(slot, self.loras.slots.slots[slot].generation) for slot in sorted(set(slots) - {BASE_SLOT})]
@@ -230,7 +223,7 @@ class ModelRunner:
         asked: list[int],
         masks: TokenMasks | None,
     ) -> PendingLogprobs | None:
-        """Into sampled_B. asked: the rows whose logprobs somebody wants."""
+        """Samples a step's tokens into sampled_B. `asked` are the rows whose logprobs are requested."""
         rows = step.rows
         where = to_device(asked, torch.int64, self._device) if asked else None
         raw_BV = None if where is None else logits_BV[where]  # a copy: masks and edits are written in place
@@ -249,14 +242,15 @@ class ModelRunner:
 
 
 def _pool(chunks: Many[Chunk], hidden_TD: Tensor, download: Download) -> dict[int, Tensor]:
-    """By chunk, [D], of the prompts that end in the step. Of a mean the sums so far stay with their sequences."""
+    """Returns the pooled vectors [D] of the prompts that end in the step, by chunk. For a mean, partial sums stay with
+    their sequences."""
     found: dict[int, Tensor] = {}
     start = 0
     for i, chunk in enumerate(chunks):
         sequence, end = chunk.sequence, start + chunk.num_tokens
         if sequence.pooling == "mean":
             sum_D = hidden_TD[start:end].float().sum(dim=0)
-            if sequence.num_computed > 0 and sequence.pooled_D is not None:  # else it begins, or begins anew
+            if sequence.num_computed > 0 and sequence.pooled_D is not None:  # otherwise it begins, or begins again
                 sum_D += sequence.pooled_D
             sequence.pooled_D = sum_D
             if chunk.samples:

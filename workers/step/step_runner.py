@@ -1,6 +1,5 @@
-"""Runs a planned step on the device: inputs, the model or its CUDA graph, logits. The same on every rank; it decides
-nothing, and all that depends on requests is in runner.py.
-"""
+"""Runs a planned step on the device: inputs, the model or its CUDA graph, logits. It is the same on every rank and
+decides nothing. Everything that depends on requests is in runner.py."""
 
 # T tokens of the step · B rows that sample · D hidden size · V vocabulary · W this rank's part of it
 
@@ -32,8 +31,8 @@ from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.step.decode_graphs import DecodeGraphs
 from lorafleet.workers.step.prefill_graphs import PrefillGraphs
 
-# Tokens of the steps to warm up with, and of their tiles: the LoRA kernels have variants for few, some and many small
-# tiles, and one for large ones.
+# Number of tokens of each warm-up step, and of its tiles. The LoRA kernels have variants for few, some and many small
+# tiles, and one for large tiles.
 WARM_UP_BEYOND_GRAPHS = ((2049, PREFILL_TILE_TOKENS),)
 WARM_UP_WITHOUT_GRAPHS = (
     (4, TILE_TOKENS),
@@ -45,13 +44,12 @@ WARM_UP_WITHOUT_GRAPHS = (
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """sampled_BV: None where the plan is greedy: then the tokens are in StepInputs.sampled_B. V is the largest
-    vocabulary among the rows, at least the base's. Valid until the next step.
+    """The output of a step. The logits are valid until the next step."""
 
-    hidden_TD: of all tokens. Rows of it that sample are the plan's."""
-
+    # None if the plan is greedy: the tokens are then in StepInputs.sampled_B. V is the largest vocabulary among the
+    # rows, at least the base's.
     sampled_BV: Tensor | None
-    hidden_TD: Tensor
+    hidden_TD: Tensor  # of all tokens; the plan says which rows sample
 
 
 class StepRunner:
@@ -77,10 +75,10 @@ class StepRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, score: Callable[[int, Tensor], None] = lambda _span, _logits_TV: None) -> StepLogits:
-        """Queues the step; waits for nothing.
+        """Queues the step and waits for nothing.
 
-        score: takes the logits [count, V] of each span of plan.prompts as soon as they are queued. They are not kept:
-        all spans together may be larger than the memory.
+        `score` takes the logits [count, V] of each span of plan.prompts as soon as they are queued. They are not
+        stored, since all spans together may be larger than the memory.
         """
         decoded = self._decode(plan)
         if decoded is not None:  # the graph has chosen the base's greedy tokens too
@@ -103,7 +101,8 @@ class StepRunner:
     def _sampled(
         self, hidden_BD: Tensor, logits_BW: Tensor, plan: StepPlan, slots: list[int], *, chosen: bool
     ) -> Tensor | None:
-        """StepLogits.sampled_BV. chosen: the base's greedy tokens are in StepInputs.sampled_B."""
+        """Returns the tensor for StepLogits.sampled_BV. If `chosen`, the base's greedy tokens are already in
+        StepInputs.sampled_B."""
         heads = self._heads(slots)
         owned = heads.logits(hidden_BD, logits_BW, slots) if heads is not None else []
         if not plan.is_greedy:
@@ -120,28 +119,29 @@ class StepRunner:
         return self._slots.heads.gather(owned, logits_BV) if self._slots is not None else logits_BV
 
     def _heads(self, slots: list[int]) -> SlotHeads | None:
-        """None where no row has a head of its own."""
+        """Returns the slots' heads, or None if no row has a head of its own."""
         return self._slots.heads if self._slots is not None and self._slots.heads.are_used(slots) else None
 
     def follow(self, plan: StepPlan) -> None:
-        """A step of a rank that does not sample: the tokens that rank 0 chose come from there, see share()."""
+        """Runs a step on a rank that does not sample. The tokens that rank 0 chose come from there, see share()."""
         self.run(plan)
         if not plan.is_greedy:
             self.share(len(plan.sampling))
 
     @torch.inference_mode()
     def share(self, num_rows: int) -> None:
-        """Rank 0's sampled_B goes to all ranks, which take the next step's tokens from it."""
+        """Sends rank 0's sampled_B to all ranks, which read the next step's tokens from it."""
         self.model.group.broadcast(self.inputs.sampled_B[:num_rows])
 
     def close(self) -> None:
-        """Lets go of the graphs: NCCL's communicator, which they hold, cannot be destroyed before them."""
+        """Releases the CUDA graphs. They hold NCCL's communicator, which cannot be destroyed before them."""
         self.decode_graphs = self._prefill_graphs = None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _decode(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
-        """Hidden states and logits of a step of decodes alone, by a captured graph; None where none serves it."""
+        """Runs a step of decodes alone by a captured graph. Returns hidden states and logits, or None if no graph
+        fits."""
         if self.decode_graphs is None or not plan.is_decode:
             return None
         graph = self.decode_graphs.find(plan.slots)
@@ -151,8 +151,8 @@ class StepRunner:
         return self.decode_graphs.run(graph, plan.attention, plan.slots, plan.slot_ranks)
 
     def _forward(self, plan: StepPlan) -> Tensor:
-        """Hidden states [T, D] of all tokens."""
-        # None of these has the launches of Kronecker products, which hardly any step with prompts needs.
+        """Returns the hidden states [T, D] of all tokens."""
+        # These graphs do not launch Kronecker products, which hardly any step with prompts needs.
         if self._prefill_graphs is not None and not self._adds_kronecker(plan):
             uses_lora = any(slot != BASE_SLOT for slot in plan.slots)
             graph = self._prefill_graphs.find(plan.num_tokens, uses_lora)
@@ -167,7 +167,7 @@ class StepRunner:
         if self._slots is not None:
             max_rank = _rank_class(max((plan.slot_ranks[slot] for slot in plan.slots if slot != BASE_SLOT), default=0))
             if self._adds_kronecker(plan):
-                max_rank = self._slots.max_rank  # what the graphs' capture has compiled for so many tokens
+                max_rank = self._slots.max_rank  # the variant that the graphs' capture has compiled for so many tokens
             tile_tokens = TILE_TOKENS if plan.is_decode else prompt_tile_tokens(plan.num_tokens)
             lora = LoRABatch.build(plan.lora_slots, self._slots.tables, max_rank, tile_tokens)
         return self._run_model(inputs, lora)
@@ -190,7 +190,7 @@ class StepRunner:
     @torch.inference_mode()
     def warm_up(self, most_tokens: int, max_lora_rank: int) -> None:
         """Compiles the LoRA kernels that steps without a graph may need, for every class of ranks, so that no request
-        waits for a compiler. The tokens are padding, the adapters empty slots."""
+        waits for a compiler. The tokens are padding, and the adapters are empty slots."""
         assert self._slots is not None
         block_size = self.caches[0].k_NPGD.shape[1]
         steps = WARM_UP_WITHOUT_GRAPHS if self._prefill_graphs is None else WARM_UP_BEYOND_GRAPHS
@@ -208,7 +208,7 @@ class StepRunner:
         torch.cuda.synchronize(self.device)
 
     def _warm_up_kronecker(self) -> None:
-        """The one kernel that no such step has launched; it is the same for all linears."""
+        """Launches the one kernel that no such step has launched. It is the same for all linears."""
         assert self._slots is not None
         from lorafleet.kernels.extras.kronecker_triton import apply_kronecker_triton  # triton is optional on a CPU
 
@@ -221,5 +221,6 @@ class StepRunner:
 
 
 def _rank_class(rank: int) -> int:
-    """The kernels have a variant for each power of two that the largest rank in a step may have."""
+    """Returns the class of the kernel variant. There is a variant for each power of two that a step's largest rank may
+    have."""
     return max(CHUNK_RANKS, 1 << (rank - 1).bit_length())

@@ -1,8 +1,9 @@
-"""Which tokens may come next in the answers that have a grammar: asked for when a step is launched, and there when its
-tokens are to be chosen. Knows nothing of devices; grammar_process.py does the work beside the engine's own.
+"""Finds the tokens that may come next in answers that have a grammar. Masks are requested when a step is launched, and
+are needed when its tokens are chosen. This file knows nothing of devices; the processes of grammar_process.py work
+beside the engine.
 
-No step waits for a process that is slow or stopped. A sequence whose mask is late leaves its step without a token;
-poll() gives it back when the mask has come, and it samples then.
+No step waits for a process that is slow or stopped. A sequence whose mask is late leaves its step without a token.
+poll() returns it when the mask has arrived, and it samples then.
 """
 
 # N rows with a grammar · W words of 32 tokens each
@@ -29,33 +30,30 @@ Fault = tuple[Sequence, LorafleetError]
 
 @dataclass(slots=True, eq=False)
 class Grammar:
-    """One answer's. group: who uses its process. num_sent: how many of its tokens the process has. late_1W: the mask of
-    its next token, where that came after its step."""
+    """The grammar of one answer."""
 
     process: GrammarProcess
     number: int
-    group: str
-    num_sent: int = 0
-    late_1W: Bits | None = None
+    group: str  # group that uses the process
+    num_sent: int = 0  # number of answer tokens that the process has
+    late_1W: Bits | None = None  # mask of the next token, if it arrived after its step
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """rows: of the step's samples. Bit i of word w of bits_NW: whether token 32 w + i may come; none beyond may. They
-    are overwritten after the next start()."""
+    """The masks of a step. They are overwritten after the next start()."""
 
-    rows: list[int]
-    bits_NW: Bits
+    rows: list[int]  # Indices among the step's samples.
+    bits_NW: Bits  # Bit i of word w says whether token 32 w + i may come. Tokens beyond the last word may not.
 
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """masks: None where no row has one. late: sequences whose masks have not come; poll() gives them. faults: sequences
-    that cannot go on."""
+    """The result of StructuredDecoding.finish()."""
 
-    masks: TokenMasks | None
-    late: list[Sequence]
-    faults: list[Fault]
+    masks: TokenMasks | None  # None if no row has one.
+    late: list[Sequence]  # Sequences whose masks have not arrived; poll() returns them.
+    faults: list[Fault]  # Sequences that cannot go on.
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +74,13 @@ class _Asked:
         self.sequences.append(sequence)
 
     def faults(self, told: list[tuple[int, str]]) -> list[Fault]:
-        """told: what the process says of its numbers."""
+        """Returns the sequences that cannot go on. `told` has the process's errors, by its numbers."""
         wrong = dict(told)
         pairs = zip(self.tokens, self.sequences, strict=True)
         return [(one, _refusal(one, wrong[number])) for (number, _, _), one in pairs if number in wrong]
 
     def note_late_masks(self) -> None:
-        """The process has answered after the step: its masks are for the steps that the sequences will be in."""
+        """Stores masks that arrived after the step, for the steps in which their sequences will be."""
         for (number, place, _), sequence in zip(self.tokens, self.sequences, strict=True):
             if sequence.grammar is not None and sequence.grammar.number == number:
                 sequence.grammar.late_1W = self.process.mask_BW[place : place + 1].copy()
@@ -97,7 +95,12 @@ class _Late:
 
 
 class StructuredDecoding:
-    """most_rows: of a step. wake: called from other threads when poll() has something."""
+    """Manages the grammars of one engine.
+
+    Args:
+        most_rows: Largest number of rows in a step.
+        wake: Called from other threads when poll() has something to return.
+    """
 
     def __init__(self, most_rows: int, wake: Callable[[], None], limits: GrammarLimits | None = None) -> None:
         self._wake = wake
@@ -107,10 +110,10 @@ class StructuredDecoding:
         )
         self._opening: dict[int, Sequence] = {}
         self._asked: list[_Asked] = []
-        self._at_hand: list[tuple[int, Bits]] = []  # rows of the step whose masks came late for the step before
-        self._refrained: list[Sequence] = []  # of the step, whose process has yet to answer for an earlier one
+        self._at_hand: list[tuple[int, Bits]] = []  # rows of the step whose masks came too late for the step before
+        self._refrained: list[Sequence] = []  # sequences of the step whose process has yet to answer for an earlier one
         self._late: dict[GrammarProcess, _Late] = {}
-        self._resumable: list[Sequence] = []  # that poll() gives next: they wait for nothing any more
+        self._resumable: list[Sequence] = []  # sequences that poll() returns next, since they wait for nothing any more
         self._numbers = count()
 
     def open(
@@ -122,7 +125,10 @@ class StructuredDecoding:
         *,
         base: bool = False,
     ) -> None:
-        """It may start once poll() has given it. base: the tokenizer is the base model's. Raises LorafleetError."""
+        """Opens a sequence's grammar. The sequence may start once poll() has returned it.
+
+        `base` says that the tokenizer is the base model's. Raises LorafleetError.
+        """
         spec = sequence.params.structured_outputs
         assert spec is not None
         if not eos_token_ids:
@@ -143,13 +149,13 @@ class StructuredDecoding:
         self._opening[number] = sequence
 
     def poll(self) -> list[tuple[Sequence, LorafleetError | None]]:
-        """Sequences that may start or go on now, or never."""
+        """Returns the sequences that may start or go on now, with None, and those that never can, with the error."""
         found: list[tuple[Sequence, LorafleetError | None]] = []
         for process in self._vocabularies.processes:
             process.ping()
             if process.is_overdue:
                 process.end()
-            # Asked first: what a process says before it ends is heard before.
+            # `dead` is read first, so that everything that a process sent before it ended is handled first.
             dead = process.dead
             for opened in process.opened():
                 sequence = self._opening.pop(opened.number, None)
@@ -166,7 +172,7 @@ class StructuredDecoding:
         return found
 
     def leave(self, sequence: Sequence) -> None:
-        """Its answer has ended, or been given up."""
+        """Closes the grammar of a sequence whose answer has ended or been aborted."""
         grammar, sequence.grammar = sequence.grammar, None
         if grammar is not None:
             self._opening.pop(grammar.number, None)
@@ -176,8 +182,10 @@ class StructuredDecoding:
             self._vocabularies.leave(grammar.process, grammar.group)
 
     def start(self, sampling: Many[Sequence]) -> None:
-        """Begins to find the next tokens of those of a step's sequences, in the order of its rows, that have a grammar.
-        All their tokens are known but for those of that step."""
+        """Requests the next masks of a step's sequences that have a grammar. `sampling` is in the order of its rows.
+
+        All tokens of these sequences must be known, except those of that step.
+        """
         self._at_hand, self._refrained = [], []
         by_process: dict[GrammarProcess, _Asked] = {}
         for row, sequence in enumerate(sampling):
@@ -196,7 +204,7 @@ class StructuredDecoding:
             asked.process.start(asked.tokens)
 
     def finish(self) -> Masked:
-        """Of the last start(). Waits for all processes together for step_wait_s at most."""
+        """Returns the result of the last start(). Waits for all processes together for at most step_wait_s."""
         until_s = time.monotonic() + self._limits.step_wait_s
         rows = [row for row, _ in self._at_hand]
         parts = [bits_1W for _, bits_1W in self._at_hand]
@@ -224,7 +232,7 @@ class StructuredDecoding:
         self._vocabularies.close()
 
     def _hold_refrained(self) -> list[Sequence]:
-        """Those of the step that wait for the answer to an earlier one. Some may have ended meanwhile."""
+        """Returns the step's sequences that wait for the answer to an earlier one, unless they have ended meanwhile."""
         held: list[Sequence] = []
         for sequence in self._refrained:
             if sequence.grammar is None:
@@ -233,7 +241,7 @@ class StructuredDecoding:
             late = self._late.get(sequence.grammar.process)
             if late is not None:
                 late.sequences.add(sequence)
-            else:  # the answer has come since
+            else:  # the answer has arrived meanwhile
                 self._resumable.append(sequence)
                 self._wake()
         self._refrained = []
@@ -257,7 +265,7 @@ class StructuredDecoding:
 
 
 def _stacked(parts: list[Bits]) -> Bits:
-    """Narrower vocabularies end before."""
+    """Stacks the masks of all processes. Narrower vocabularies are padded with zeros."""
     if len(parts) == 1:
         return parts[0]
     width = max(part.shape[1] for part in parts)

@@ -1,4 +1,4 @@
-"""The engine's end of grammar_program.py: one process for each vocabulary, whatever its grammars do to it."""
+"""Runs grammar_program.py for the engine: one process for each vocabulary, whatever its grammars do to it."""
 
 # B rows · W words of 32 tokens each
 
@@ -29,23 +29,23 @@ from lorafleet.workers.structured.grammar_program import STACK_BYTES, Settings
 
 PROGRAM = "lorafleet.workers.structured.grammar_program"
 MAX_THREADS = 8
-MAX_TRIALS = 3  # grammars that are compiled for the first time, at a time
-MAX_GRAMMARS_WAITING = 128  # to be compiled, of one tenant
-MAX_UNSENT_BYTES = 16 << 20  # that one process has left unread, beyond which it is sent no more grammars
-PING_S = 1.0  # between two questions whether a process that compiles goes on
-_END_S = 0.5  # how long the process may take to end its own
-_PATIENCE_AFTER_LATE = 0.05  # part of the wait for a process that is given to one that was late the last time
+MAX_TRIALS = 3  # grammars that are compiled for the first time, at the same time
+MAX_GRAMMARS_WAITING = 128  # grammars of one tenant that may wait to be compiled
+MAX_UNSENT_BYTES = 16 << 20  # unread by one process, beyond which it is sent no more grammars
+PING_S = 1.0  # between two pings of a process that compiles
+_END_S = 0.5  # how long the process may take to end its own processes
+_PATIENCE_AFTER_LATE = 0.05  # fraction of the wait that a process is given if it was late the last time
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """trial_*: of compiling one grammar and beginning an answer."""
+    """Limits of the processes that hold grammars. A trial compiles one grammar and begins an answer."""
 
-    trial_cpu_s: float = 5.0
-    trial_s: float = 60.0  # Time in all, for machines whose processors are busy.
-    trial_memory_bytes: int = 512 << 20
-    memory_bytes: int = 8 << 30
-    # Masks take milliseconds. What is late waits outside of the steps, whose other sequences go on.
+    trial_cpu_s: float = 5.0  # Processor time of a trial.
+    trial_s: float = 60.0  # Total time of a trial, for machines whose processors are busy.
+    trial_memory_bytes: int = 512 << 20  # Memory of a trial.
+    memory_bytes: int = 8 << 30  # Memory of all grammars of one process.
+    # Masks take milliseconds. Sequences with late masks wait outside of the steps, where the others go on.
     step_wait_s: float = 0.1  # How long one step waits for the masks of all its sequences together.
     mask_s: float = 30.0  # How long a process may take for the masks of one step before it is ended.
     # How long a process that compiles may leave a ping unanswered before it is ended. It reads its vocabulary first.
@@ -55,23 +55,27 @@ class GrammarLimits:
 @dataclass(frozen=True, slots=True)
 class Opened:
     number: int
-    fault: str  # What is wrong with the grammar; "" where it may be used.
+    fault: str  # What is wrong with the grammar; "" if it may be used.
     is_busy: bool  # The fault is that too many of its group wait.
 
 
 class ProcessEnded(Exception):
-    """Nothing more can be asked of it."""
+    """Raised because the process has ended and answers nothing more."""
 
 
 class Unread(Exception):
-    """The process has left too much unread."""
+    """Raised because the process has left too much unread."""
 
 
 class GrammarProcess:
-    """rows: of the largest step. wake: called in another thread when opened() or finish() has something new.
+    """One process that holds grammars.
 
-    The process is there at once, its vocabulary after a second: who opens a grammar meanwhile waits for it too. No
-    method but finish() and join() waits for the process, which may be stopped.
+    The process is available at once, and its vocabulary after a second. Grammars that are opened meanwhile wait for it
+    too. Only finish() and join() wait for the process, which may be stopped.
+
+    Args:
+        rows: Number of rows of the largest step.
+        wake: Called in another thread when opened() or finish() has something new.
     """
 
     def __init__(
@@ -88,11 +92,12 @@ class GrammarProcess:
         self._filled: queue.SimpleQueue[list[tuple[int, str]] | None] = queue.SimpleQueue()
         self.dead = False
         self.failure = ""  # why it could not begin
-        self._asked_s: float | None = None  # monotonic, of the last start(), until finish() has its answer
-        self._compiling: set[int] = set()  # numbers that open() was called with, until they are answered or closed
-        self._pinged_s = -PING_S  # monotonic, of the last ping
-        self._is_pinged = False  # and it is not answered
-        self._is_late, self._was_late = False, False  # its answer to the last start(), and to the one before
+        self._asked_s: float | None = None  # time.monotonic() of the last start(), until finish() has its answer
+        self._compiling: set[int] = set()  # numbers passed to open(), until they are answered or closed
+        self._pinged_s = -PING_S  # time.monotonic() of the last ping
+        self._is_pinged = False  # whether the last ping is unanswered
+        # whether the answer to the last start() is late, and the one before was
+        self._is_late, self._was_late = False, False
         words = -(-tokenizer.vocab_size // 32)
         memory = os.memfd_create("lorafleet-masks")
         try:
@@ -126,46 +131,47 @@ class GrammarProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Whether finish() has yet to give the answer to the last start(). A process that has ended gives none."""
+        """Whether finish() has yet to return the answer to the last start(). A process that has ended gives none."""
         return self._asked_s is not None and not self.dead
 
     @property
     def is_overdue(self) -> bool:
-        """Whether it takes longer for its masks, or to answer a ping, than a process may."""
+        """Whether the process exceeds its limit for masks, or for the answer to a ping."""
         now_s = time.monotonic()
         is_late = self._asked_s is not None and now_s - self._asked_s > self._limits.mask_s
         return not self.dead and (is_late or (self._is_pinged and now_s - self._pinged_s > self._limits.ping_s))
 
     def ping(self) -> None:
-        """To be called again and again. While grammars wait to be compiled, the process is asked whether it goes on:
-        nobody else would notice that it has stopped."""
+        """Asks the process whether it goes on, if grammars wait to be compiled. Nobody else would notice that it has
+        stopped. Call it regularly."""
         is_due = time.monotonic() - self._pinged_s > PING_S
         if self._compiling and is_due and not self._is_pinged and not self.dead:
             self._pinged_s, self._is_pinged = time.monotonic(), True
             self._send("ping")
 
     def open(self, number: int, spec: StructuredOutputs, group: str) -> None:
-        """Answered in opened(). group: whose turn it takes where others' grammars are compiled too. Raises Unread."""
+        """Sends a grammar, which is answered in opened(). `group` is the group in whose queue it waits to be compiled.
+        Raises Unread."""
         if self._outbox.num_unsent_bytes > MAX_UNSENT_BYTES:
             raise Unread
         self._compiling.add(number)
         self._send("open", number, (spec.kind, spec.source, spec.any_whitespace), group)
 
     def opened(self) -> list[Opened]:
-        """Since the last call."""
+        """Returns the answers since the last call."""
         return [self._opened.popleft() for _ in range(len(self._opened))]
 
     def start(self, rows: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """(number, row of mask_BW, the tokens answered since the last time) of each sequence of a step."""
+        """Requests the masks of a step. Each row has (number, row of mask_BW, tokens answered since the last time)."""
         assert not self.is_busy, "mask_BW belongs to the process until finish() has given its answer"
         self._asked_s = time.monotonic()
         self._send("fill", rows)
 
     def finish(self, wait_s: float) -> list[tuple[int, str]] | None:
-        """Returns the sequences that cannot go on, and why, once mask_BW has what start() asked for; None where it has
-        not after wait_s. A process that was late the last time is hardly waited for.
+        """Returns the numbers that cannot go on, and why, once mask_BW has what start() requested. Returns None if it
+        has not after wait_s.
 
-        Raises ProcessEnded.
+        A process that was late the last time is waited for only a fraction of that time. Raises ProcessEnded.
         """
         try:
             faults = self._filled.get(timeout=max(0.0, wait_s * (_PATIENCE_AFTER_LATE if self._was_late else 1)))
@@ -184,8 +190,8 @@ class GrammarProcess:
         self._send("close", [number])
 
     def end(self) -> None:
-        """The process ends those that it has started, so that none of them is left to nobody; a stuck one is killed
-        after a while."""
+        """Ends the process, which first ends those that it has started, so that none is orphaned. A stuck process is
+        killed after a while."""
         self.dead = True
         with contextlib.suppress(OSError):  # it may have ended
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -202,7 +208,7 @@ class GrammarProcess:
         self._outbox.send(msgspec.msgpack.encode(message))
 
     def _receive(self) -> None:
-        """In a thread, until the process ends."""
+        """Handles the process's messages, in a thread, until it ends."""
         with contextlib.suppress(OSError):
             while (message := receive(self._socket)) is not None:
                 said: Any = msgspec.msgpack.decode(message)
@@ -224,7 +230,7 @@ class GrammarProcess:
         self._wake()
 
     def _reap(self) -> None:
-        with contextlib.suppress(OSError):  # a stuck process reads nothing that the outbox has
+        with contextlib.suppress(OSError):  # a stuck process does not read the outbox
             self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)

@@ -1,15 +1,20 @@
-"""The program that holds the grammars of one vocabulary, run as a process of its own by grammar_process.py.
+"""Holds the grammars of one vocabulary. It is run as a process of its own by grammar_process.py.
 
-A schema or regex is a program of a stranger: it may compile for minutes, take all memory, or overflow the compiler's
-stack, which ends the process that it happens in. So each is compiled here and not in the engine, and first of all in a
-fork that has a clock and a bound of memory; what survives that is compiled once more, beside the masks of others. The
-forks are of a second process, which has read the vocabulary and never has threads: a fork has the locks that other
-threads held, and would wait for them for ever.
+A schema or regex is a program of a stranger. It may compile for minutes, take all memory, or overflow the compiler's
+stack, which ends its process. So each is compiled here and not in the engine, and first in a fork with limits on time
+and memory. If it survives that, it is compiled once more, beside the masks of others. The forks come from a second
+process, which has read the vocabulary and never has threads: a fork inherits the locks that other threads hold, and
+would wait for them forever.
 
 In: ["open", number, spec, group] · ["fill", [[number, row, tokens], …]] · ["close", [number, …]] · ["ping"]
-Out: ["opened", number, error, whether it may be tried again] · ["filled", [[number, error], …]], errors being "" where
-there is none · ["alive"], once the process that forks has answered too · ["failed", why] before it ends where it cannot
-begin. A row is a mask's bits, in memory that both processes share.
+
+Out:
+- ["opened", number, error, whether it may be tried again]
+- ["filled", [[number, error], …]]
+- ["alive"], once the process that forks has answered too
+- ["failed", why], before it ends because it cannot begin
+
+An error is "" if there is none. A row has a mask's bits, in memory that both processes share.
 """
 
 # B rows · W words of 32 tokens each
@@ -41,25 +46,27 @@ from lorafleet.sandbox.framing import receive, send
 from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, TurnQueue
 from lorafleet.sandbox.program import settings as given_settings
 
-STACK_BYTES = 64 << 20  # of the threads that compile and fill: deeper than what a trial, on the main one's, survives
+# for the threads that compile and fill; deeper than the main thread's stack, on which trials run
+STACK_BYTES = 64 << 20
 MAX_ERROR_CHARS = 400
-MAX_GRAMMARS = 256  # compiled, beside those in use
-MAX_REFUSED = 1024  # whose errors are remembered
-MAX_BLAMED = 500  # parts of a schema that are tried alone, to say which of them is at fault
-PROBED_TOKENS = 24  # of a random answer that a trial writes: some grammars are cheap to compile alone
-# Most masks take 10 us, the threads of the executor hundreds to come together: they are for what is left by then.
+MAX_GRAMMARS = 256  # compiled grammars that are cached, beside those in use
+MAX_REFUSED = 1024  # rejected grammars whose errors are cached
+MAX_BLAMED = 500  # parts of a schema that are tried alone, to find which of them is at fault
+PROBED_TOKENS = 24  # tokens of a random answer that a trial writes, since some grammars are cheap only to compile
+# Most masks take 10 us, while the executor's threads take hundreds to start. They compute what is left after this
+# time.
 ALONE_S = 0.001
-# An answer of nothing but blanks matches too, and small models get lost in it.
+# The number is limited, since an answer of nothing but blanks matches too, and small models get lost in it.
 WHITESPACE = r"[ \n\r\t]{1,64}"
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 Socket = socket.socket
-Spec = tuple[str, str, bool]  # kind, source, any_whitespace: as protocol/structured_spec.py has them
+Spec = tuple[str, str, bool]  # kind, source, any_whitespace, as in protocol/structured_spec.py
 
 
 @dataclass
 class Settings:
-    tokenizer: str  # path of what api/text/tokenizer_files.py wrote
+    tokenizer: str  # path of the file that api/text/tokenizer_files.py wrote
     vocab_size: int  # the tokenizer's; the model's may be padded beyond it
     eos_token_ids: list[int]
     rows: int
@@ -68,9 +75,9 @@ class Settings:
     trial_cpu_s: float
     trial_s: float
     trial_memory_bytes: int
-    memory_bytes: int  # of all grammars
-    max_trials: int  # at a time
-    max_waiting: int  # for a trial, of one group
+    memory_bytes: int  # for all grammars
+    max_trials: int  # trials at a time
+    max_waiting: int  # grammars of one group that may wait for a trial
 
 
 def main() -> None:
@@ -80,7 +87,7 @@ def main() -> None:
     server = socket.socket(fileno=0)
     try:
         tokenizer = read_tokenizer(settings)
-    except Exception as error:  # the library's, of a tokenizer that it cannot read
+    except Exception as error:  # raised by the library for a tokenizer that it cannot read
         tell(server, "failed", first_line(str(error)))
         return
     tried, trying = socket.socketpair()
@@ -94,7 +101,7 @@ def main() -> None:
     Server(server, tried, settings, tokenizer).run()
     tried.close()
     os.waitpid(child, 0)
-    os._exit(0)  # whatever the threads are at
+    os._exit(0)  # whatever the threads are doing
 
 
 def read_tokenizer(settings: Settings) -> Any:
@@ -103,13 +110,14 @@ def read_tokenizer(settings: Settings) -> Any:
     tokens: list[bytes] = written["tokens"]
     assert len(tokens) == settings.vocab_size
     spelling = Spelling(tokens, written["special"], settings.eos_token_ids[0], written["json"])
-    spelling.library = llguidance.LLTokenizer(spelling, eos_token=settings.eos_token_ids)  # type: ignore[arg-type]  # like it
+    # Spelling is like the library's wrapper of tokenizers, but not of its class.
+    spelling.library = llguidance.LLTokenizer(spelling, eos_token=settings.eos_token_ids)  # type: ignore[arg-type]
     return spelling.library
 
 
 class Spelling:
-    """A vocabulary as the library wants it. Its own reader of tokenizers takes each added token in angle brackets for a
-    special one, which no text can spell."""
+    """A vocabulary in the form that the library wants. The library's own reader of tokenizers takes each added token
+    in angle brackets for a special one, which no text can spell."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -121,11 +129,13 @@ class Spelling:
         self.library: Any = None
         self._backend = tokenizers.Tokenizer.from_str(text) if text else None
         if self._backend is not None:
-            self._backend.encode_special_tokens = True  # as the text that they look like
+            self._backend.encode_special_tokens = True  # encode them as the text that they look like
 
     def __call__(self, text: str) -> list[int]:
-        """How the model itself would write the text, where a grammar leaves nothing else. Where its tokenizer could
-        take for ever, or adds blanks of its own: the longest tokens first."""
+        """Returns the tokens that the model itself would write for the text, where a grammar allows nothing else.
+
+        If its tokenizer could take forever, or adds blanks of its own, the longest tokens are taken first.
+        """
         if self._backend is not None:
             ids = list(self._backend.encode(text, add_special_tokens=False).ids)
             if self.library is None or b"".join(self.tokens[i] for i in ids) == text.encode():
@@ -146,8 +156,11 @@ class Trial:
 
 @dataclass
 class Trials:
-    """The process that forks. In: [number, spec, group], or [number] to drop one that waits, or [] to ask whether it
-    goes on. Out: [number, what is wrong with it, state], "" where it compiles."""
+    """The process that forks. Its messages are:
+
+    - In: [number, spec, group], or [number] to drop one that waits, or [] to ask whether it goes on
+    - Out: [number, what is wrong with it, state], with "" for a grammar that compiles
+    """
 
     socket: Socket
     settings: Settings
@@ -159,7 +172,7 @@ class Trials:
         self.turns: TurnQueue[int] = TurnQueue(TurnLimits(self.settings.max_trials, self.settings.max_waiting))
 
     def run(self) -> None:
-        """Until the other process closes its socket, or ends."""
+        """Runs until the other process closes its socket, or ends."""
         while True:
             found, _, _ = select.select([self.socket.fileno(), *self.running], [], [], self.left_s())
             for ready in found:
@@ -175,12 +188,12 @@ class Trials:
                 self.start(taken[1])
 
     def left_s(self) -> float | None:
-        """Until the first of the running trials is late; None where none runs."""
+        """Returns the seconds until the first of the running trials is late, or None if none runs."""
         ends_s = min((trial.ends_s for trial in self.running.values() if not trial.is_late), default=None)
         return None if ends_s is None else max(0.0, ends_s - time.monotonic())
 
     def end_late(self) -> None:
-        """What it leaves of its pipe is read in the next turn of the loop."""
+        """Kills the trials that are late. The rest of their pipes is read in the next iteration of the loop."""
         for trial in self.running.values():
             if not trial.is_late and trial.ends_s <= time.monotonic():
                 trial.is_late = True
@@ -236,27 +249,27 @@ class Trials:
 
 @dataclass
 class Answer:
-    """One sequence's. over: its grammar has ended, and only the end of the answer may follow."""
+    """The answer of one sequence."""
 
     matcher: Any
-    over: bool = False
+    over: bool = False  # The grammar has ended, and only the end of the answer may follow.
 
 
 @dataclass
 class Server:
-    """trials: the other end of Trials' socket."""
+    """Compiles the grammars that have passed their trial, and fills masks."""
 
     socket: Socket
-    trials: Socket
+    trials: Socket  # The other end of Trials' socket.
     settings: Settings
     tokenizer: Any
     compiled: OrderedDict[Spec, Any] = field(default_factory=OrderedDict)
     refused: OrderedDict[Spec, str] = field(default_factory=OrderedDict)
-    waiting: dict[Spec, list[int]] = field(default_factory=dict)  # numbers, until the spec is compiled
+    waiting: dict[Spec, list[int]] = field(default_factory=dict)  # Numbers that wait until the spec is compiled.
     answers: dict[int, Answer] = field(default_factory=dict)
-    trying: dict[int, Spec] = field(default_factory=dict)  # by the number that first asked for it
-    opening: dict[int, tuple[Spec, str]] = field(default_factory=dict)  # with its group, by every number that waits
-    done: deque[tuple[Spec, Any]] = field(default_factory=deque)  # compiled in a thread
+    trying: dict[int, Spec] = field(default_factory=dict)  # By the number that first requested it.
+    opening: dict[int, tuple[Spec, str]] = field(default_factory=dict)  # Spec and group, by every number that waits.
+    done: deque[tuple[Spec, Any]] = field(default_factory=deque)  # Compiled in a thread.
 
     def __post_init__(self) -> None:
         words = -(-self.settings.vocab_size // 32)
@@ -311,7 +324,7 @@ class Server:
             self.try_first(spec)
 
     def try_first(self, spec: Spec) -> None:
-        """Of those that wait for the grammar, the first one's group pays for the trial."""
+        """Starts a trial of the grammar. The group of the first number that waits for it is charged for the trial."""
         number = self.waiting[spec][0]
         self.trying[number] = spec
         tell(self.trials, number, spec, self.opening[number][1])
@@ -322,7 +335,7 @@ class Server:
         if spec is not None:
             self.waiting[spec].remove(number)
             if number in self.trying:
-                tell(self.trials, number)  # it need not be tried where it still waits for that
+                tell(self.trials, number)  # cancels the trial if it still waits
 
     def begin(self, number: int, compiled: Any) -> None:
         self.answers[number] = Answer(compiled.deep_copy())
@@ -354,7 +367,7 @@ class Server:
             threading.Thread(target=self.compile, args=(spec,), daemon=True).start()
 
     def compile(self, spec: Spec) -> None:
-        """In a thread: the library lets others run meanwhile."""
+        """Compiles a grammar in a thread. The library lets other threads run meanwhile."""
         self.done.append((spec, matcher_of(self.tokenizer, grammar_of(spec))))
         os.write(self.wake_sender, b"\0")
 
@@ -378,8 +391,10 @@ class Server:
             self.tell_opened(number, error)
 
     def fill(self, rows: list[tuple[int, int, list[int]]]) -> list[tuple[int, str]]:
-        """Takes what was answered since the last time, and writes which tokens may follow, into rows 0, 1, … of the
-        mask in this order. Gives the faults."""
+        """Takes in the tokens answered since the last time, writes the masks of the next ones, and returns the faults.
+
+        The rows must be rows 0, 1, … of the mask, in this order.
+        """
         began = time.perf_counter()
         left: list[tuple[Any, int]] = []
         for number, row, tokens in rows:
@@ -405,13 +420,13 @@ class Server:
         return faults
 
 
-TRIED, DROPPED, BUSY, LATE = "tried", "dropped", "busy", "late"  # what became of a trial
+TRIED, DROPPED, BUSY, LATE = "tried", "dropped", "busy", "late"  # the result of a trial
 ALIVE = "alive"  # the answer to a ping
 DEAD_END = "no token of this model's vocabulary can follow what is answered so far"
 
 
 def try_alone(tokenizer: Any, spec: Spec, writer: int, settings: Settings) -> None:
-    """In a fork, which ends here."""
+    """Tries the grammar in a fork, which ends here."""
     try:
         bound_memory(settings.trial_memory_bytes)
         with cpu_limit(settings.trial_cpu_s):
@@ -431,7 +446,7 @@ def how_it_ended(status: int, settings: Settings) -> str:
 
 
 def trial_of(tokenizer: Any, spec: Spec) -> str:
-    """What is wrong with it; "" where it compiles, and a random answer can be begun."""
+    """Returns what is wrong with the grammar, or "" if it compiles and a random answer can be begun."""
     try:
         text = grammar_of(spec)
     except (ValueError, RecursionError) as error:
@@ -462,7 +477,7 @@ def probe(matcher: Any) -> str:
 
 
 def grammar_of(spec: Spec) -> str:
-    """Raises ValueError."""
+    """Returns the grammar in the library's own format. Raises ValueError."""
     kind, source, any_whitespace = spec
     if kind in ("json_schema", "json_object"):
         schema = json.loads(source) if kind == "json_schema" else {"type": "object"}
@@ -472,7 +487,7 @@ def grammar_of(spec: Spec) -> str:
         rules = [f"{rule}: %json {json.dumps(with_options(schema, blanks))}" for rule, schema, _, blanks in parts]
         return str(llguidance.LLMatcher.grammar_from_lark("\n".join([lark, *rules])))
     if kind == "choice":
-        # The library's own Lark spells texts as JSON does.
+        # The library's own Lark writes strings as JSON does.
         return str(llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(source)))))
     if kind == "regex":
         return str(llguidance.LLMatcher.grammar_from_regex(source))
@@ -481,11 +496,11 @@ def grammar_of(spec: Spec) -> str:
 
 
 def with_options(schema: Any, any_whitespace: bool) -> dict[str, Any]:
-    """A schema that says how it is to be compiled: the library takes that from a member of the schema itself. Raises
-    ValueError."""
+    """Returns the schema with the options for its compilation, which the library reads from a member of the schema
+    itself. Raises ValueError."""
     if schema is False:
         raise ValueError("the schema `false` allows no answer")
-    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}  # else keywords would be passed over
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}  # otherwise keywords would be ignored
     options |= {"whitespace_pattern": WHITESPACE} if any_whitespace else {"whitespace_flexible": False}
     return {**({} if schema is True else schema), "x-guidance": options}
 
@@ -495,7 +510,7 @@ def matcher_of(tokenizer: Any, grammar: str) -> Any:
 
 
 def blamed(tokenizer: Any, spec: Spec, error: str) -> str:
-    """The error with the innermost part of the schema that has it by itself."""
+    """Returns the error with the innermost part of the schema that has it by itself."""
     schema = json.loads(spec[1])
     shared = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
     for count, (path, part) in enumerate(parts_of(schema, "")):
@@ -509,7 +524,7 @@ def blamed(tokenizer: Any, spec: Spec, error: str) -> str:
 
 
 def blamed_part(tokenizer: Any, spec: Spec, error: str) -> str:
-    """The error of the first of its schemas that has one by itself."""
+    """Returns the error of the first of the spec's schemas that has one by itself."""
     for _, schema, where, any_whitespace in json.loads(spec[1])[1]:
         alone = ("json_schema", json.dumps(schema), any_whitespace)
         matcher = matcher_of(tokenizer, grammar_of(alone))
@@ -519,7 +534,7 @@ def blamed_part(tokenizer: Any, spec: Spec, error: str) -> str:
 
 
 def parts_of(schema: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Schemas within it, the innermost first; paths as JSON pointers."""
+    """Yields the schemas within this one, the innermost first, with their paths as JSON pointers."""
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
@@ -536,10 +551,10 @@ def parts_of(schema: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def first_line(error: str) -> str:
-    """Of what the library says, which may go on with its own state: a sentence for the client."""
+    """Returns a sentence for the client from the library's message, which may go on with the library's own state."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines() if line.strip()]
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if named:  # the regex parser's, which draws an arrow below the place first
+    if named:  # the regex parser first draws an arrow below the place
         return f"{lines[0].split('regex parse error:')[0].rstrip(': ')}: {named[0]}".removeprefix(": ")[
             :MAX_ERROR_CHARS
         ]

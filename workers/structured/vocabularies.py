@@ -1,7 +1,7 @@
-"""The processes that hold grammars, one for each vocabulary, and who uses them.
+"""Manages the processes that hold grammars, one for each vocabulary, and records who uses them.
 
-The base's vocabulary has a place of its own. The others share MAX_VOCABULARIES places, the last of which no tenant can
-take that uses all others. One that nobody uses makes room, the least recently used first.
+The base's vocabulary has a place of its own. The others share MAX_VOCABULARIES places, of which one tenant can use all
+but one. If no place is free, the least recently used process that nobody uses is ended.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from lorafleet.protocol.errors import Overloaded
 from lorafleet.protocol.messages import TokenizerFile
 from lorafleet.workers.structured.grammar_process import GrammarProcess
 
-# Adapters' vocabularies at a time beside the base's: processes of some 200 MB for 128 thousand tokens each.
+# Adapters' vocabularies at a time, beside the base's. Each process takes some 200 MB for 128 thousand tokens.
 MAX_VOCABULARIES = 4
-MAX_VOCABULARIES_OF_ONE = MAX_VOCABULARIES - 1  # that one tenant uses at a time
+MAX_VOCABULARIES_OF_ONE = MAX_VOCABULARIES - 1  # vocabularies that one tenant may use at a time
 
 Key = tuple[str, tuple[int, ...]]  # digest of the tokenizer, ids that end an answer
 Make = Callable[[TokenizerFile, tuple[int, ...]], GrammarProcess]
@@ -24,23 +24,25 @@ Make = Callable[[TokenizerFile, tuple[int, ...]], GrammarProcess]
 class Vocabularies:
     def __init__(self, make: Make) -> None:
         self._make = make
-        self._processes: OrderedDict[Key, GrammarProcess] = OrderedDict()  # the least recently used first
+        self._processes: OrderedDict[Key, GrammarProcess] = OrderedDict()  # least recently used first
         self._base_key: Key | None = None
-        self._users: dict[GrammarProcess, Counter[str]] = {}  # by group; of processes that no request may join too
+        # by group; includes processes that no request may join any more
+        self._users: dict[GrammarProcess, Counter[str]] = {}
         self._ending: list[GrammarProcess] = []
 
     @property
     def processes(self) -> list[GrammarProcess]:
-        """All that somebody uses, or may use."""
+        """All processes that are in use, or that a request may join."""
         return list(self._users)
 
     def join(
         self, tokenizer: TokenizerFile, eos_token_ids: tuple[int, ...], group: str, *, base: bool
     ) -> GrammarProcess:
-        """The process of the vocabulary, which the group uses until leave(). group: "" where nobody else could need a
-        place. base: the vocabulary is the base model's.
+        """Returns the process of the vocabulary, which the group uses until leave(). Raises Overloaded.
 
-        Raises Overloaded.
+        Args:
+            group: "" if nobody else could need a place.
+            base: The vocabulary is the base model's.
         """
         key = tokenizer.digest, eos_token_ids
         if base:
@@ -98,7 +100,7 @@ class Vocabularies:
         self._forget(idle)
 
     def _forget(self, key: Key) -> None:
-        """No request joins the process any more. Those that use it learn that it has ended."""
+        """Ends a process, which no request joins any more. Requests that use it learn that it has ended."""
         process = self._processes.pop(key)
         process.end()
         self._ending = [one for one in self._ending if not one.has_ended] + [process]

@@ -1,9 +1,11 @@
-"""Which part of every adapter one tensor-parallel rank holds, in both layouts of vLLM's fully_sharded_loras.
+"""Decides which part of every adapter one tensor-parallel rank holds, in both layouts of vLLM's fully_sharded_loras.
 
-Off: where the base is divided by output (q, k, v, gate, up), A is whole and B has the rank's own outputs; where it is
-divided by input (o, down), A has the rank's own inputs and B is whole. No collective but the base's own.
-On: the other matrix is divided too, A by LoRA rank or B by output, so that nothing is held twice but KV heads that
-ranks share; one more, small collective a linear, between A and B (kernels/lora/lora_layout.py).
+Off: A is whole and B has the rank's own outputs, where the base is divided by output (q, k, v, gate, up). A has the
+rank's own inputs and B is whole, where the base is divided by input (o, down). There is no collective but the base's
+own.
+
+On: the other matrix is divided too, A by LoRA rank or B by output. So nothing is held twice except KV heads that ranks
+share. Each linear needs one more small collective, between A and B (kernels/lora/lora_layout.py).
 """
 
 # R rank · D in features · O out features
@@ -25,13 +27,12 @@ from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
 
 @dataclass(frozen=True, slots=True)
 class AdapterSharding:
-    """A projection is named by its module path, or its last name. fully_sharded changes nothing in a group of one.
-    peers: as in LoRALayout."""
+    """The division of adapters for one rank. A projection is named by its module path, or its last name."""
 
     shard: Shard
     group: TPGroup
-    fully_sharded: bool = False
-    peers: PeerAreas | None = None
+    fully_sharded: bool = False  # changes nothing in a group of one
+    peers: PeerAreas | None = None  # as in LoRALayout
 
     def __post_init__(self) -> None:
         assert (self.shard.rank, self.shard.size) == (self.group.rank, self.group.size)
@@ -44,11 +45,12 @@ class AdapterSharding:
         return LoRALayout("gather", self.group, peers=self.peers)
 
     def input(self, projection: str) -> slice:
-        """Columns of A."""
+        """Returns the columns of A that this rank holds."""
         return self.shard.input(projection)
 
     def outputs(self, projection: str) -> tuple[slice, ...]:
-        """Rows of B, in order. Of an output that the group does not divide, the last ranks have less, or nothing."""
+        """Returns the rows of B, in order. If the group does not divide an output evenly, the last ranks have fewer,
+        or none."""
         if not (self._divides_both and _is_row_parallel(projection)):
             return self.shard.outputs(projection)
         size = self.shard.output(projection).stop
@@ -57,16 +59,16 @@ class AdapterSharding:
         return (slice(start, min(start + each, size)),)
 
     def adds_bias(self, projection: str) -> bool:
-        """Where the output is a sum over the ranks, one of them adds the bias."""
+        """Returns whether this rank adds the bias. If the output is a sum over the ranks, only one of them does."""
         return self.group.rank == 0 or not _is_row_parallel(projection)
 
     def place(self, projections: Sequence[str]) -> LinearPlace:
-        """Of a packed linear's part in the whole, whatever part of A and B the rank holds."""
+        """Returns the place of a packed linear's part in the whole, whatever part of A and B the rank holds."""
         outputs = tuple(self.shard.outputs(projection) for projection in projections)
         return LinearPlace(self.input(projections[0]).start, outputs)
 
     def part_of(self, projection: str, a_RD: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's A and B, as views; B of a fused projection as a copy."""
+        """Returns this rank's A and B as views. B of a fused projection is a copy."""
         rows = self.layout(projection).rows(a_RD.shape[0])
         own_b = [b_OR[own] for own in self.outputs(projection)]
         return a_RD[rows, self.input(projection)], own_b[0] if len(own_b) == 1 else torch.cat(own_b)

@@ -22,7 +22,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's
 
 from lorafleet.protocol.errors import EngineDead
 
-# torch 2.13 has a new name for it and warns of the old one.
+# torch 2.13 has a new name for this function, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 JOIN_TIMEOUT_S = 300.0  # a rank may still be importing torch
@@ -39,10 +39,12 @@ class TPGroup:
     def join(
         cls, rank: int, size: int, meeting: str, device: torch.device, check: Callable[[], None] = lambda: None
     ) -> TPGroup:
-        """Waits for all ranks; check raises where it is known that one will not come. Once a process.
+        """Waits for all ranks and returns the group. Call it once per process.
 
-        meeting: the path of a file that is not there yet, in a private folder: the ranks share a machine, and a port
-        could be taken by others and found by anybody.
+        Args:
+            meeting: The path of a file that does not exist yet, in a private folder. The ranks share a machine, where
+                a port could be taken by others and found by anybody.
+            check: Called while waiting; raises if it is known that a rank will not come.
         """
         if size == 1:
             return cls()
@@ -50,7 +52,7 @@ class TPGroup:
         store = FileStore(meeting, size)
         store.set_timeout(timeout)
         _await_all(store, rank, size, check)
-        if sys.platform == "linux":  # gloo would take the interface of the host's name, NCCL any but this one
+        if sys.platform == "linux":  # gloo would use the interface of the host's name, NCCL any but this one
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dist.init_process_group(
@@ -73,17 +75,17 @@ class TPGroup:
             dist.destroy_process_group(self._group)
 
     def least(self, value: int, device: torch.device) -> int:
-        """Of every rank's value. Waits for all."""
+        """Returns the smallest of every rank's values. Waits for all ranks."""
         return int(self.all_gather(torch.tensor([value], dtype=torch.int64, device=device)).min())
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Sums x over all ranks, in place, and returns it."""
         if self.size > 1:
             dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[N, *shape]: every rank's x, of one shape, in rank order."""
+        """Returns every rank's x, [N, *shape], in rank order. All have the same shape."""
         if self.size == 1:
             return x.unsqueeze(0)
         gathered = x.new_empty(self.size, *x.shape)
@@ -91,7 +93,7 @@ class TPGroup:
         return gathered
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's x, in place."""
+        """Overwrites x with rank 0's, in place, and returns it."""
         if self.size > 1:
             dist.broadcast(x, src=0, group=self._group)
         return x

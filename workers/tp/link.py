@@ -1,8 +1,8 @@
-"""Carries orders from rank 0 to the other ranks and their answers back: zmq over Unix sockets, since the ranks of a
-replica share a machine. One queue to each rank, so that orders arrive in the order in which they were given; one queue
-back, read by a thread that wakes the engine loop.
+"""Carries orders from rank 0 to the other ranks, and their answers back.
 
-A message of 4 KB to two ranks takes about 60 us this way, a Ray call a millisecond.
+It uses zmq over Unix sockets, since the ranks of a replica share a machine. There is one queue to each rank, so that
+orders arrive in the order in which they were sent. A queue back is read by a thread that wakes the engine loop. A
+message of 4 KB to two ranks takes about 60 us this way, a Ray call a millisecond.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lorafleet.workers.tp.rank_messages import Answer, Order, RankFailed, ShardL
 
 log = logging.getLogger(__name__)
 
-POLL_MS = 200  # how soon the receiving thread sees that it is to end
-GONE_MS = 2000  # a rank that is still connecting takes a few
+POLL_MS = 200  # how soon the receiving thread notices that it must end
+GONE_MS = 2000  # a rank that is still connecting needs only a few ms
 
 
 class OtherRanks:
-    """Rank 0's end. All but the receiving thread's part belongs to the engine loop's thread."""
+    """Rank 0's end of the link. Everything but the receiving thread's part belongs to the engine loop's thread."""
 
     def __init__(self, addresses: RankAddresses, wake: Callable[[], None]) -> None:
         self.ranks = list(range(1, addresses.size))
@@ -44,7 +44,7 @@ class OtherRanks:
         self._receiver.start()
 
     def send(self, order: Order) -> None:
-        """Raises EngineDead where a rank is not there any more."""
+        """Sends an order to all other ranks. Raises EngineDead if a rank is gone."""
         encoded = self._encoder.encode(order)
         for rank, queue in zip(self.ranks, self._queues, strict=True):
             if not queue.poll(GONE_MS, zmq.POLLOUT):
@@ -52,17 +52,17 @@ class OtherRanks:
             queue.send(encoded)
 
     def check(self) -> None:
-        """Raises EngineDead where a rank has said that it ends."""
+        """Raises EngineDead if a rank has reported that it ends."""
         if self._failed is not None:
             raise EngineDead(f"rank {self._failed.rank} of the replica has ended: {self._failed.reason}")
 
     def loaded(self) -> list[ShardLoaded]:
-        """The answers since the last call. Raises EngineDead as check() does."""
+        """Returns the answers since the last call. Raises EngineDead as check() does."""
         self.check()
         return [self._loaded.popleft() for _ in range(len(self._loaded))]
 
     def close(self) -> None:
-        """Tells the ranks that are there to stop."""
+        """Orders the ranks that are still there to stop, and closes the link."""
         self._closing.set()
         self._receiver.join()
         for queue in self._queues:
@@ -92,7 +92,7 @@ class OtherRanks:
 
 
 class RankSocket:
-    """Another rank's end. receive() belongs to its loop's thread, answer() to any."""
+    """Another rank's end of the link. receive() belongs to the thread of its loop, and answer() to any thread."""
 
     def __init__(self, addresses: RankAddresses, rank: int) -> None:
         self._context = zmq.Context()
@@ -107,7 +107,7 @@ class RankSocket:
         self._decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
     def receive(self, wait_ms: int) -> Order | None:
-        """The next order, None where none comes in time."""
+        """Returns the next order, or None if none arrives within wait_ms."""
         return self._decoder.decode(self._orders.recv()) if self._orders.poll(wait_ms) else None
 
     def answer(self, answer: Answer) -> None:
@@ -117,5 +117,5 @@ class RankSocket:
     def close(self) -> None:
         self._orders.close(linger=0)
         with self._answering:
-            self._answers.close(linger=1000)  # ms: why a rank ends must arrive
+            self._answers.close(linger=1000)  # ms: the reason why a rank ends must arrive
         self._context.term()

@@ -1,7 +1,7 @@
-"""Memory of every rank's GPU that all ranks of a replica can write, over NVLink or PCIe.
+"""Opens memory of every rank's GPU that all ranks of a replica can write, over NVLink or PCIe.
 
-torch's symmetric memory maps it: allocated by each, its handle passed to the others. Multicast is left off: nothing
-here uses it, and setting it up can fail in ways that concern the whole machine.
+torch's symmetric memory maps it: each rank allocates its own, and passes a handle to the others. Multicast is left
+off. Nothing here uses it, and setting it up can fail in ways that affect the whole machine.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from lorafleet.workers.tp.group import TPGroup
 
 log = logging.getLogger(__name__)
 
-# Of this process. torch numbers the messages of each by a count of its own that never begins anew, and ranks whose
-# counts differ would wait for each other for ever.
+# Number of memories that this process has opened. torch numbers the messages of each process by a count that never
+# restarts, and ranks whose counts differ would wait for each other forever.
 _num_opened = 0
 
 
 class PeerMemory:
-    """areas: what kernels/ranks/peer_areas.py needs; valid as long as this lives."""
+    """Memory that all ranks of a group can write. `areas` is for kernels/ranks/peer_areas.py, and valid as long as
+    this object lives."""
 
     def __init__(self, group: TPGroup, device: torch.device, area_bytes: int) -> None:
-        """All ranks of the group at once. Raises RuntimeError where their GPUs cannot reach each other's memory."""
+        """Opens the memory, on all ranks of the group at once. Raises RuntimeError if their GPUs cannot reach each
+        other's memory."""
         from torch.distributed import _symmetric_memory as symmetric
 
         global _num_opened
         _num_opened += 1
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        # Each rank sees its own GPU only, as device 0: torch would take them for one and the same.
+        # Each rank sees only its own GPU, as device 0, so torch would take all of them for one and the same.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         num_words = PeerAreas.bytes(group.size, area_bytes) // 2
         self._own: Tensor = symmetric.empty(num_words, dtype=torch.int16, device=device).fill_(EMPTY[2])
@@ -45,8 +47,11 @@ class PeerMemory:
 
 
 def open_peer_memory(group: TPGroup, device: torch.device, area_bytes: int) -> PeerMemory | None:
-    """None where there is no other GPU, where the GPUs cannot reach each other, or where this process was a rank of
-    another replica before, with ranks that are no more: then collectives do the work. The same on all ranks."""
+    """Opens the memory, or returns None if collectives must do the work. The result is the same on all ranks.
+
+    It is None if there is no other GPU or there are more than MOST_RANKS, if the GPUs cannot reach each other, or if a
+    rank's process belonged to another replica before, with ranks that no longer exist.
+    """
     if device.type != "cuda" or group.size == 1 or group.size > MOST_RANKS:
         return None
     if group.least(_num_opened, device) != -group.least(-_num_opened, device):

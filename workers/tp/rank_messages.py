@@ -1,6 +1,8 @@
-"""What rank 0 of a replica tells the others, in one order for all, and what they answer. msgpack.
+"""Defines the messages from rank 0 of a replica to the other ranks, in one order for all, and their answers. They are
+encoded as msgpack.
 
-Plain data; workers/tp/link.py carries it. Rank 0 decides everything: which steps run, which adapter lies in which slot.
+This is plain data, which workers/tp/link.py carries. Rank 0 decides everything: which steps run, and which adapter
+lies in which slot.
 """
 
 # T tokens of the step · F fields of a token
@@ -19,19 +21,19 @@ from lorafleet.workers.device.step_plan import FIELDS, StepPlan
 
 
 class RunStep(msgspec.Struct, tag=True):
-    """A StepPlan. fields: int64 [F, T]. blocks: int32, all sequences' blocks, as many of each as its context fills.
-    generations: of each slot that the step uses, so that no rank computes with another adapter than the rest."""
+    """An order to run a step: a StepPlan."""
 
-    fields: bytes
+    fields: bytes  # int64 [F, T]
     query_lens: list[int]
     context_lens: list[int]
-    blocks: bytes
+    blocks: bytes  # int32: all sequences' blocks, for each as many as its context fills
     slots: list[int]
     base_lens: list[int]
     sampling: list[int]
     is_greedy: bool
     prompts: list[tuple[int, int]]
     slot_ranks: list[int]
+    # (slot, generation) of each slot that the step uses, so that all ranks compute with the same adapters
     generations: list[tuple[int, int]]
 
     @classmethod
@@ -74,18 +76,18 @@ class RunStep(msgspec.Struct, tag=True):
 
 
 class LoadShard(msgspec.Struct, tag=True):
-    """Read and check the adapter, keep this rank's part of it; answered by a ShardLoaded."""
+    """An order to read and check the adapter, and to hold this rank's part of it. ShardLoaded answers it."""
 
     load_id: int
     lora: LoRARequest
 
 
 class FillSlot(msgspec.Struct, tag=True):
-    """generation: the slot's, once it is filled."""
+    """An order to fill a slot with an adapter."""
 
     digest: str
     slot: int
-    generation: int
+    generation: int  # the slot's, once it is filled
 
 
 class EmptySlot(msgspec.Struct, tag=True):
@@ -93,7 +95,7 @@ class EmptySlot(msgspec.Struct, tag=True):
 
 
 class ForgetShard(msgspec.Struct, tag=True):
-    """Drop the adapter from host memory; a slot that holds it keeps it."""
+    """An order to drop the adapter from host memory. A slot that holds it is not changed."""
 
     digest: str
 
@@ -103,16 +105,16 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class ShardLoaded(msgspec.Struct, tag=True):
-    """digest: of what was read. error: why it was not."""
+    """The answer to a LoadShard."""
 
     rank: int
     load_id: int
-    digest: str = ""
-    error: WireError | None = None
+    digest: str = ""  # of the adapter that was read
+    error: WireError | None = None  # why it was not read
 
 
 class RankFailed(msgspec.Struct, tag=True):
-    """The rank ends, and with it the replica."""
+    """A report that the rank ends, and with it the replica."""
 
     rank: int
     reason: str

@@ -1,7 +1,7 @@
-"""What follows a row-parallel linear: the sum over the ranks, the residual and the next norm.
+"""Computes what follows a row-parallel linear: the sum over the ranks, the residual and the next norm.
 
-On GPUs that reach each other's memory one kernel does all three (kernels/ranks/rank_sum.py); where the rows are too
-many for it, and on other machines, a collective and the kernel of the norm.
+On GPUs that reach each other's memory one kernel does all three (kernels/ranks/rank_sum.py). If there are too many
+rows for it, and on other machines, a collective and the norm's kernel do it.
 """
 
 # T tokens · D hidden size
@@ -18,21 +18,21 @@ from lorafleet.kernels.ranks.rank_sum import rank_sum_add_rms_norm
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.peer_memory import open_peer_memory
 
-# Of two ranks each gets as much as any algorithm would send it; of more, every row goes to all, and larger sums are
-# left to collectives, which divide the work. Measured by benchmarks/rank_sum.py.
+# With two ranks, each receives as much as any algorithm would send it. With more, every row goes to all ranks, and
+# larger sums are left to collectives, which divide the work. Measured by benchmarks/rank_sum.py.
 AREA_BYTES_OF_TWO = 64 << 20
 AREA_BYTES = 2 << 20
 
 
 class RankSum:
-    """All ranks of the group make one at once."""
+    """The sums over the ranks of a group. All of its ranks construct one at the same time."""
 
     def __init__(self, group: TPGroup, device: torch.device) -> None:
         self._group = group
         self._peers = open_peer_memory(group, device, _area_bytes(group.size))
 
     def rms_norm(self, x_TD: Tensor, norm: NormWeight, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum of every rank's x, and its norm."""
+        """Returns the sum of every rank's x, and its norm."""
         if self._group.size == 1:
             return x_TD, rms_norm(x_TD, norm, eps)
         total_TD = torch.zeros_like(x_TD)
@@ -41,12 +41,12 @@ class RankSum:
     def add_rms_norm(
         self, x: LinearOutput, residual_TD: Tensor, norm: NormWeight, eps: float, branch: NormWeight | None = None
     ) -> Tensor:
-        """As kernels/decoder/rms_norm.py's, of every rank's x. May overwrite x."""
+        """Computes add_rms_norm of kernels/decoder/rms_norm.py, for the sum of every rank's x. May overwrite x."""
         if self._group.size == 1:
             return add_rms_norm(x, residual_TD, norm, eps, branch)
         if self._peers is not None and self._peers.areas.holds(x.y_TO.nbytes):
             return rank_sum_add_rms_norm(x, residual_TD, norm, eps, self._peers.areas, branch)
-        # Before the sum, so that one collective carries all of it.
+        # The affine change comes before the sum, so that one collective carries everything.
         total_TD = self._group.all_reduce(apply_affine(x))
         return add_rms_norm(LinearOutput(total_TD), residual_TD, norm, eps, branch)
 

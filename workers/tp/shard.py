@@ -1,8 +1,9 @@
-"""Which part of a model one tensor-parallel rank holds: Megatron's layout.
+"""Decides which part of a model one tensor-parallel rank holds, in Megatron's layout.
 
-q, k, v, gate and up are divided by output, o and down by input, so that a layer needs two sums over the ranks, one
-after o and one after down. Embedding and head are divided by vocabulary. Where there are fewer KV heads than ranks,
-several ranks hold the same one. Each expert of a mixture is divided as an MLP is, and routers are whole on every rank.
+q, k, v, gate and up are divided by output, o and down by input. So a layer needs two sums over the ranks, one after o
+and one after down. Embedding and head are divided by vocabulary. If there are fewer KV heads than ranks, several ranks
+hold the same one. Each expert of a mixture is divided as an MLP is, and routers are whole on every rank.
+
 Source: Megatron-LM, arXiv 1909.08053.
 """
 
@@ -19,17 +20,16 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """whole: as in config.json. local: with this rank's heads and intermediate size; hidden size and vocabulary are
-    the whole model's."""
+    """One rank's part of a model."""
 
     rank: int
     size: int
-    whole: ModelConfig
-    local: ModelConfig
+    whole: ModelConfig  # as in config.json
+    local: ModelConfig  # with this rank's heads and intermediate size; hidden size and vocabulary are the whole model's
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> Shard:
-        """Raises ConfigError where the model cannot be divided so."""
+        """Returns the part of one rank. Raises ConfigError if the model cannot be divided this way."""
         divided = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
         if config.experts is not None:
             divided["moe_intermediate_size"] = config.experts.intermediate_size
@@ -61,7 +61,7 @@ class Shard:
 
     @property
     def vocabulary(self) -> slice:
-        """This rank's token ids. The last ranks may have fewer than the first, or none."""
+        """The token ids of this rank. The last ranks may have fewer than the first, or none."""
         per_rank = self.vocab_per_rank
         start = min(self.rank * per_rank, self.whole.vocab_size)
         return slice(start, min(start + per_rank, self.whole.vocab_size))
@@ -71,7 +71,7 @@ class Shard:
         return -(-self.whole.vocab_size // self.size)
 
     def outputs(self, projection: str) -> tuple[slice, ...]:
-        """As output(), of each projection that is fused in this one."""
+        """Returns output() of each projection that is fused in this one."""
         fused = FUSED.get(projection.rpartition(".")[2])
         if fused is None:
             return (self.output(projection),)
@@ -83,7 +83,8 @@ class Shard:
         return tuple(found)
 
     def output(self, projection: str) -> slice:
-        """Rows of the projection's weight and of a LoRA B. projection: a module path, or its last name."""
+        """Returns the rows of the projection's weight and of a LoRA B. `projection` is a module path, or its last
+        name."""
         name = projection.rpartition(".")[2]
         if name in ROW_PARALLEL:
             return slice(0, self.whole.hidden_size)
@@ -97,12 +98,12 @@ class Shard:
 
     @property
     def of_expert(self) -> slice:
-        """Of each expert's intermediate size: rows of its gate and up, columns of its down."""
+        """This rank's part of each expert's intermediate size: rows of its gate and up, columns of its down."""
         assert self.local.experts is not None
         return self._equal_part(self.local.experts.intermediate_size)
 
     def input(self, projection: str) -> slice:
-        """Columns of the projection's weight and of a LoRA A."""
+        """Returns the columns of the projection's weight and of a LoRA A."""
         name = projection.rpartition(".")[2]
         if name not in ROW_PARALLEL:
             return slice(0, self.whole.hidden_size)

@@ -62,7 +62,8 @@ def error_of(response: httpx.Response) -> tuple[int, str]:
 
 
 def cli(http: httpx.Client, *arguments: str) -> Any:
-    done = CliRunner().invoke(app, ["adapters", *arguments, "--url", str(http.base_url), "--admin-key", ADMIN_KEY])
+    options = ["--url", str(http.base_url), "--admin-key", ADMIN_KEY, "-o", "json"]
+    done = CliRunner().invoke(app, ["adapters", *arguments, *options])
     assert done.exit_code == 0, done.output
     return json.loads(done.output)
 

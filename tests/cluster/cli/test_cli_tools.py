@@ -11,7 +11,7 @@ import pytest
 
 from lorafleet.cluster.cli import cli
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "demo"
 JSON, SHOUT = str(DEMO / "adapters" / "json"), str(DEMO / "adapters" / "shout")
 
@@ -34,7 +34,7 @@ def run(capsys, monkeypatch):
 def test_help_needs_no_torch(command):
     code = f"""
 import sys
-from lorafleet.cluster import cli
+from lorafleet.cluster.cli import cli
 sys.argv = ["lorafleet", {command!r}, "--help"]
 try:
     cli.main()

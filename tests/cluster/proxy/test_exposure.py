@@ -14,7 +14,7 @@ from lorafleet.protocol.errors import ConfigError
 from tests.cluster.harness import free_port, start_server
 
 TOKEN = {"RAY_AUTH_MODE": "token"}
-DEMO = Path(__file__).parents[2] / "demo" / "model"
+DEMO = Path(__file__).parents[3] / "demo" / "model"
 PUBLIC = ["0.0.0.0", "::", "192.0.2.7", "2001:db8::1", "gpu-17.example.org"]
 
 

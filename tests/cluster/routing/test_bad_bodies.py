@@ -16,7 +16,7 @@ from tests.api.conftest import MemoryCatalog, ScriptedEngine
 from tests.api.routes.test_openapi_bounds import DOCUMENT, LEAST, least, over, resolved
 from whole_api import serving
 
-MODEL = Path(__file__).parents[2] / "demo" / "model"
+MODEL = Path(__file__).parents[3] / "demo" / "model"
 PATHS = [
     path
     for path, methods in DOCUMENT["paths"].items()

@@ -24,7 +24,7 @@ def test_two_servers_on_one_machine_take_different_replica_ports():
 
 def test_a_proxy_has_as_long_to_begin_as_the_start_waits_for_it():
     told = """
-        from lorafleet.cluster import serve_environment
+        from lorafleet.cluster.serve import serve_environment
         serve_environment.prepare("/tmp/x", direct_streaming=False)
         from ray.serve._private import constants
         print(constants.PROXY_READY_CHECK_TIMEOUT_S * constants.PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD)

@@ -51,7 +51,7 @@ def test_on_a_cpu(dtype: torch.dtype, activation: Activation) -> None:
 def test_interpreted_kernel() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels import gated_mul_triton
+        from lorafleet.kernels.decoder import gated_mul_triton
         from lorafleet.kernels.lora.linear_output import LinearOutput
         from tests.kernels.decoder.test_gated_mul import ACTIVATIONS, check, deltas, make_input
         from tests.kernels.vector_cases import own_affine

@@ -28,7 +28,7 @@ def attend(
 def test_interpreted_kernel_equals_naive_attention() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels import paged_attention
+        from lorafleet.kernels.decoder import paged_attention
         from tests.kernels.attention_cases import in_fp8, make_case, naive_attention
         from tests.kernels.decoder.test_paged_attention import attend
 

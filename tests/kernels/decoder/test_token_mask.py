@@ -41,7 +41,7 @@ def test_tokens_whose_bit_is_missing_get_no_chance_and_other_rows_stay(shape: tu
 def test_interpreted_kernel() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels import token_mask_triton
+        from lorafleet.kernels.decoder import token_mask_triton
         from tests.kernels.decoder.test_token_mask import SHAPES, expected, make_case
 
         token_mask_triton.BLOCK_V = 32

@@ -163,7 +163,7 @@ def test_a_static_batch_takes_slots_with_products_where_it_launches_them() -> No
 def test_interpreted_kernel() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels import kronecker_triton
+        from lorafleet.kernels.extras import kronecker_triton
         from tests.kernels.extras.test_kronecker import PARTS, SIZES, check, make_case
 
         kronecker_triton.BLOCK = kronecker_triton.BLOCK_D2 = 16

@@ -97,9 +97,9 @@ def test_the_twin_gives_every_token_its_slots_own(dtype):
 def test_the_kernel_gives_every_token_its_slots_own_under_the_interpreter():
     run_interpreted(
         f"""
-        import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+        import sys; sys.path.insert(0, {str(Path(__file__).parents[2] / "support")!r})
         import torch
-        from lorafleet.kernels import slot_embedding
+        from lorafleet.kernels.extras import slot_embedding
         from lorafleet.kernels.extras.slot_embedding_triton import slot_embedding_triton
         from tests.kernels import test_slot_embedding as here
         from lorafleet.kernels.lora.lora_batch import LoRABatch

@@ -161,7 +161,7 @@ def test_the_router_on_a_cpu(sums_to_one: bool) -> None:
 def test_interpreted_kernels() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels import expert_lora_triton, moe_tiles_triton, moe_triton
+        from lorafleet.kernels.moe import expert_lora_triton, moe_tiles_triton, moe_triton
         from lorafleet.kernels.decoder.gated_mul import gated_mul
         from lorafleet.kernels.moe.moe import Routing
         from lorafleet.kernels.moe.moe_route_triton import combine_triton, route_triton

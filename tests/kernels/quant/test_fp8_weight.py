@@ -54,7 +54,8 @@ def test_the_kernel_in_the_interpreter() -> None:
     run_interpreted(
         """
         import torch
-        from lorafleet.kernels import fp8_linear_triton as kernels, split_sum_triton
+        from lorafleet.kernels.lora import split_sum_triton
+        from lorafleet.kernels.quant import fp8_linear_triton as kernels
         kernels.FP8 = torch.float32
         for programs in (1, 64):
             split_sum_triton.PROGRAMS = programs

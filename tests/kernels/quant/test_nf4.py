@@ -95,7 +95,8 @@ def test_the_kernels_in_the_interpreter() -> None:
     run_interpreted(
         """
         import torch
-        from lorafleet.kernels import nf4_gemv_triton, nf4_triton, split_sum_triton
+        from lorafleet.kernels.lora import split_sum_triton
+        from lorafleet.kernels.quant import nf4_gemv_triton, nf4_triton
         from tests.kernels.quant.test_nf4 import held
         for programs in (1, 64):
             split_sum_triton.PROGRAMS = programs

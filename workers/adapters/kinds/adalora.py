@@ -1,6 +1,7 @@
-"""AdaLoRA: s B (A o E), with ranks that were pruned in training; the file's tensors are cut already.
+"""Turns AdaLoRA adapters into low-rank forms. The update is s B (A o E), where E scales the rows of A.
 
-PEFT divides alpha by init_r + 1e-5 however few ranks are left, and takes the number of ranks for an alpha below 1.
+Training prunes ranks, and the file holds only the remaining ones. PEFT divides alpha by init_r + 1e-5, however few
+ranks remain. If alpha is not positive, PEFT uses the number of ranks instead.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def _init_r(target: Target) -> int:
 
 
 def _rank_left(target: Target) -> int:
-    """rank_pattern is {"<module>.lora_E": [true, false, …]}, a mask of the init_r ranks."""
+    """Returns the number of ranks that remain after pruning.
+
+    rank_pattern maps "<module>.lora_E" to a mask of the init_r ranks, [true, false, …]. Without one all remain.
+    """
     patterns = target.helper.fields.get("rank_pattern") or {}
     if not isinstance(patterns, dict):
         raise AdapterMalformed(f"rank_pattern is {shown(patterns)}; it must be an object of module names.")

@@ -1,4 +1,4 @@
-"""BD-LoRA: A or B is blocks on a diagonal, stored one above the other: [r, D / n] and [O, r / n].
+"""Reads BD-LoRA adapters, in which A or B is block-diagonal. The file stacks its n blocks: [r, D / n] or [O, r / n].
 
 Source: PEFT 0.21's BdLoraLinearVariant.
 """
@@ -65,7 +65,10 @@ def _num_blocks(target: Target) -> int:
 
 
 def _side(target: Target) -> str:
-    """Which of the two is in blocks: PEFT looks for the patterns within the module's last name."""
+    """Returns which matrix is block-diagonal, A or B, or an empty string for neither.
+
+    PEFT searches for the patterns within the last part of the module's name.
+    """
     config = _config(target)
     leaf = target.module.rpartition(".")[2]
     sides = [side for side in "AB" if _matches(config.get(f"target_modules_bd_{side.lower()}"), leaf)]

@@ -1,6 +1,7 @@
-"""DeLoRA: A's rows and B's columns are given length 1, and their strength is one trained lambda; inputs are scaled by
-the lengths of the base's columns, which the file has.
+"""Turns DeLoRA adapters into low-rank forms.
 
+A's rows and B's columns are normalized to length 1, and one trained lambda sets their strength. Inputs are scaled by
+the lengths of the base's columns, which the file stores.
 Source: arXiv 2503.18225; PEFT 0.21's delora/layer.py.
 """
 

@@ -1,6 +1,6 @@
-"""DoRA: each row of W + s B A is given a trained length m, so y = g * ((W + s B A) x) with g = m / |row|.
+"""Computes the row scale of DoRA, which gives each row of W + s B A a trained length m.
 
-The bias is added behind g, and is not scaled.
+The output is y = g * ((W + s B A) x) with g = m / |row|. The bias is added afterwards and is not scaled by g.
 Source: arXiv 2402.09353, section 4.3; PEFT 0.21's lora/dora.py.
 """
 
@@ -19,7 +19,10 @@ from lorafleet.workers.adapters.kinds.kind import on, row_chunks
 
 
 def row_scale(weight_OD: Tensor, pairs: Sequence[LowRank], magnitude_O: Tensor, module: str) -> Tensor:
-    """g: float32 [O] on the CPU. pairs: all that is added to W. Computes where W lies."""
+    """Returns g as float32 [O] on the CPU, computed on the device of W.
+
+    `pairs` is everything that is added to W. Raises AdapterMalformed if a row of the sum is zero.
+    """
     device = weight_OD.device
     factors = [(on(pair.a_RD, device), on(pair.b_OR, device), pair.scaling) for pair in pairs]
     norms = []

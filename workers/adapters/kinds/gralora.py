@@ -1,6 +1,8 @@
-"""GraLoRA: W is divided into k x k blocks, each with a LoRA of rank r / k of its own. Input block n gives r numbers, of
-which r / k go to each output block; so the whole is of rank k r, and B has blocks of zeros. hybrid_r adds a plain LoRA.
+"""Turns GraLoRA adapters into low-rank forms.
 
+W is divided into k x k blocks, each with its own LoRA of rank r / k. An input block yields r numbers, and each output
+block gets r / k of them. The whole update therefore has rank k r, and B contains blocks of zeros. hybrid_r adds a
+plain LoRA of that rank.
 Source: arXiv 2505.20355; PEFT 0.21's gralora/layer.py.
 """
 
@@ -51,7 +53,7 @@ def _whole_a(a_NIR: Tensor) -> Tensor:
 
 
 def _whole_b(b_QRO: Tensor) -> Tensor:
-    """Output block q reads the part q of what each input block gives."""
+    """Returns B as one matrix, in which output block q reads the q-th part of each input block's numbers."""
     k, rank, outputs = b_QRO.shape
     whole_QONQS = b_QRO.new_zeros(k, outputs, k, k, rank // k)
     for q in range(k):

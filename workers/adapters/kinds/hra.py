@@ -1,6 +1,6 @@
-"""HRA: W times r reflections I - 2 u u^T. Their product is I - U T U^T with a small triangular T, so the change of W is
-of rank r: -(W U T) U^T.
+"""Turns HRA adapters into low-rank forms. HRA multiplies W by r reflections I - 2 u u^T.
 
+Their product is I - U T U^T with a small triangular T, so W changes by -(W U T) U^T, which has rank r.
 Source: arXiv 2405.17484; the compact WY form, Schreiber and Van Loan 1989.
 """
 
@@ -16,7 +16,7 @@ from lorafleet.workers.adapters.forms import LinearForm, LowRank
 from lorafleet.workers.adapters.kinds.kind import Kind, Target, each, on, row_chunks
 
 U = "hra_u"
-_LEAST_PIVOT = 1e-3  # of a normalised column beside those before it
+_LEAST_PIVOT = 1e-3  # least length of a normalized column outside the span of those before it
 
 
 def check(target: Target) -> int:
@@ -42,7 +42,7 @@ def form(target: Target) -> LinearForm:
 
 
 def _product(u_DR: Tensor) -> Tensor:
-    """T of the product, from the first reflection to the last."""
+    """Returns T for the product of the reflections, from the first to the last."""
     rank = u_DR.shape[1]
     gram_RR = u_DR.T @ u_DR
     t_RR = torch.zeros(rank, rank, dtype=u_DR.dtype)
@@ -53,8 +53,10 @@ def _product(u_DR: Tensor) -> Tensor:
 
 
 def _orthogonal(u_DR: Tensor, module: str) -> tuple[Tensor, Tensor]:
-    """apply_GS makes the columns orthogonal first. Where one nearly lies in the span of others, PEFT reflects by what
-    rounding leaves of it."""
+    """Returns the columns made orthogonal, as apply_GS asks, and their T.
+
+    Raises AdapterUnsupported if a column nearly lies in the span of others: PEFT would reflect by its rounding error.
+    """
     q_DR, r_RR = torch.linalg.qr(u_DR)
     if r_RR.diagonal().abs().min() < _LEAST_PIVOT:
         raise AdapterUnsupported(f"{module} has nearly dependent reflections with apply_GS, which are not determined.")

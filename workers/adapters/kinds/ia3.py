@@ -1,7 +1,12 @@
-"""IA3: a vector times what a projection gives, bias included; or, of a feed-forward module, times what it is given.
+"""Turns IA3 adapters into scales of outputs and norms.
 
-The engine has no scale of inputs, so that one is moved to where the input comes from: down_proj's to up_proj, o_proj's
-to v_proj, and one that all readers of a norm share to the norm's weight. Where that is not exact, it is refused.
+IA3 multiplies a projection's output, bias included, by a vector. For a feed-forward module it multiplies the input.
+The engine cannot scale inputs, so an input scale is moved to where the input comes from:
+- The scale of down_proj moves to up_proj.
+- The scale of o_proj moves to v_proj.
+- A scale that all readers of a norm share moves to the norm's weight.
+
+If such a move would not be exact, the adapter is rejected.
 Source: arXiv 2205.05638; PEFT 0.21's ia3/layer.py.
 """
 
@@ -21,7 +26,7 @@ from lorafleet.workers.adapters.kinds.kind import Base, Kind, Target
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 
 VECTOR = "ia3_l"
-_ATTENTION_READERS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))  # of the norm before; some families fuse them
+_ATTENTION_READERS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))  # read input_layernorm; some families fuse them
 _MLP_READERS = (("gate_proj", "up_proj"), ("gate_up_proj",))
 
 
@@ -36,7 +41,7 @@ def check_config(helper: PEFTHelper) -> None:
 
 
 def _is_feedforward(target: Target) -> bool:
-    """PEFT's rule: an ending of the name, or one regular expression."""
+    """Returns whether IA3 scales the inputs. PEFT's rule is an ending of the name, or one regular expression."""
     modules = target.helper.fields["feedforward_modules"]
     if isinstance(modules, str):
         return target.helper.pattern("feedforward_modules").fullmatch(target.peft_name, target.helper.budget)
@@ -71,10 +76,10 @@ def _untargeted(module: str, other: Target) -> Target:
 
 
 def _move(inputs: dict[str, Tensor], outputs: dict[str, Tensor], base: Base) -> dict[str, Tensor]:
-    """Takes the scales of inputs into those of outputs, and returns the changed norms."""
+    """Moves the input scales into `outputs` or into norms, and returns the changed norms."""
     norms = {}
     for module in list(inputs):
-        if module not in inputs:  # went with another reader of its norm
+        if module not in inputs:  # already moved with another reader of its norm
             continue
         scale_D = inputs[module]
         leaf = module.rpartition(".")[2]
@@ -92,7 +97,10 @@ def _move(inputs: dict[str, Tensor], outputs: dict[str, Tensor], base: Base) -> 
 
 
 def _multiply(outputs: dict[str, Tensor], reader: str, names: Sequence[str], scale_O: Tensor, base: Base) -> None:
-    """names: what the reader reads, alone or as the last part of what is fused."""
+    """Multiplies the output scale of the module that `reader` reads.
+
+    `names` are the possible names of that module. In a fused linear its outputs are the last part.
+    """
     parent = reader.rpartition(".")[0]
     module = next((f"{parent}.{name}" for name in names if f"{parent}.{name}" in base.layout.linears), None)
     if module is None:
@@ -103,7 +111,11 @@ def _multiply(outputs: dict[str, Tensor], reader: str, names: Sequence[str], sca
 
 
 def _by_kv_head(scale_D: Tensor, module: str, base: Base) -> Tensor:
-    """o_proj reads each query head's sum over the values of one KV head."""
+    """Returns o_proj's input scale as a scale of v_proj's outputs.
+
+    Each query head's part of the input is a sum over the values of one KV head. Raises AdapterUnsupported unless all
+    query heads of a KV head have the same scale.
+    """
     heads, kv_heads = base.layout.attention_heads
     groups = scale_D.view(kv_heads, heads // kv_heads, -1)
     if not torch.equal(groups, groups[:, :1].expand_as(groups)):
@@ -115,7 +127,7 @@ def _by_kv_head(scale_D: Tensor, module: str, base: Base) -> Tensor:
 
 
 def _norm_of(module: str, base: Base) -> tuple[str, tuple[str, ...]]:
-    """The norm that the module reads, and all that read it."""
+    """Returns the norm that the module reads, and all modules that read that norm."""
     if module == HEAD:
         return "norm", (HEAD,)
     parent, _, leaf = module.rpartition(".")

@@ -1,8 +1,8 @@
-"""What a kind of adapter is to the reader, and one module of an adapter as a kind sees it.
+"""Defines the interface between the reader and the kinds of adapters: a Kind, and a Target for each module.
 
-A kind checks a module by its tensors' shapes, before any value is read, and says what rank it is served with; then it
-turns the values into a form. Everything else of an adapter (targets, biases, vocabulary, norms) is the same for all
-kinds, and is not theirs.
+A kind checks a module by the shapes of its tensors, before any value is read, and says with which rank it is served.
+Later it turns the values into a form. The other parts of an adapter (targets, biases, vocabulary, norms) are the same
+for all kinds and are handled elsewhere.
 """
 
 # R rank · D in features · O out features
@@ -24,17 +24,16 @@ from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.weight_files import FLOAT_DTYPES, TensorInfo
 from lorafleet.workers.adapters.yield_gil import giving_way
 
-CHUNK_VALUES = 1 << 24  # of a base weight at once: bounds what a load takes of the GPU's memory
+CHUNK_VALUES = 1 << 24  # values of a base weight processed at once; bounds the GPU memory that a load takes
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """weights: None where there is no source of them, so that adapters computed from them are refused. name: for
-    messages."""
+    """The base model that adapters are checked against and computed from."""
 
     layout: BaseLayout
-    weights: BaseWeights | None = None
-    name: str = ""
+    weights: BaseWeights | None = None  # None: adapters computed from the base's weights are rejected
+    name: str = ""  # for messages
 
     @property
     def named(self) -> str:
@@ -43,22 +42,20 @@ class Base:
 
 @dataclass(slots=True)
 class Target:
-    """A module that the adapter targets. tensors, shared: the file's names by leaf, of the module and of what all
-    modules share. values: by name, once they are read. saved_bias, saved_weight: the adapter's own in the
-    place of the base's. known_as: what PEFT's patterns know it as, where it is not the module."""
+    """A module that the adapter targets, as the adapter's kind sees it."""
 
     module: str
     shape: tuple[int, int]  # (in, out)
-    tensors: Mapping[str, str]
-    shared: Mapping[str, str]
+    tensors: Mapping[str, str]  # the file's names of the module's own tensors, by leaf
+    shared: Mapping[str, str]  # the file's names of the tensors that all modules share, by leaf
     infos: Mapping[str, TensorInfo]
     helper: PEFTHelper
     base: Base
-    max_rank: int  # that is served
-    values: Mapping[str, Tensor] = field(default_factory=dict)
-    saved_bias: str | None = None
-    saved_weight: str | None = None
-    known_as: str = ""
+    max_rank: int  # largest rank that is served
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # by the file's names; empty until they are read
+    saved_bias: str | None = None  # tensor that replaces the base's bias
+    saved_weight: str | None = None  # tensor that replaces the base's weight
+    known_as: str = ""  # name in PEFT's patterns, where it differs from peft_name(module)
 
     @property
     def peft_name(self) -> str:
@@ -66,14 +63,14 @@ class Target:
 
     @property
     def rank(self) -> int:
-        """By the config."""
+        """The rank that the config gives the module."""
         return self.helper.rank_of(self.peft_name)
 
     def has(self, leaf: str) -> bool:
         return leaf in self.tensors
 
     def expect_leaves(self, *leaves: str) -> None:
-        """Raises unless the file has just these tensors for the module."""
+        """Raises AdapterMalformed unless the file has exactly these tensors for the module."""
         for leaf in leaves:
             if leaf not in self.tensors:
                 others = ", ".join(other.removesuffix(".weight") for other in sorted(self.tensors))
@@ -91,7 +88,7 @@ class Target:
         return tensor_shape(self._name(leaf), self.infos)
 
     def expect(self, leaf: str, *shape: int) -> None:
-        """Raises unless the tensor has this shape."""
+        """Raises AdapterMismatch unless the tensor has this shape."""
         found = self.shape_of(leaf)
         if found != shape:
             raise AdapterMismatch(
@@ -120,13 +117,13 @@ class Target:
         return self.base.weights
 
     def base_weight(self) -> Tensor:
-        """[O, D] as it is served, on whatever device it lies."""
+        """Returns the weight [O, D] as it is served, on the device where it lies."""
         if self.saved_weight is not None:
             return self.values[self.saved_weight]
         return self.weights.weight(self.module)
 
     def bias(self) -> Tensor | None:
-        """Float32 on the CPU: the adapter's, or the base's, or None where there is neither."""
+        """Returns the adapter's bias, else the base's, as float32 on the CPU, or None if there is neither."""
         if self.saved_bias is not None:
             return self.values[self.saved_bias].float()
         if self.module not in self.base.layout.biased:
@@ -136,7 +133,10 @@ class Target:
 
 
 def tensor_shape(name: str, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]:
-    """Raises for what no kind can take: integers, and what ZeRO-3 leaves of an ungathered tensor."""
+    """Returns the tensor's shape. Raises an AdapterError for tensors that no kind can take.
+
+    Those are tensors of integers, and the empty ones that ZeRO-3 writes for tensors that it did not gather.
+    """
     info = infos[name]
     if info.shape == (0,):
         raise AdapterMalformed(
@@ -155,19 +155,18 @@ Forms = Callable[[Sequence[Target]], AdapterForms]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One PEFT method. leaves: the tensors that a module can have, shared: those beside the modules. check: a module's
-    rank as it is served. forms: of all modules, "lm_head" among them. check_config: beyond what all methods share."""
+    """One PEFT method, as the reader uses it."""
 
-    label: str
-    leaves: tuple[str, ...]
-    check: Check
-    forms: Forms
-    shared: tuple[str, ...] = ()
-    check_config: Callable[[PEFTHelper], None] = lambda _: None
+    label: str  # for messages
+    leaves: tuple[str, ...]  # tensors that a module can have
+    check: Check  # returns the rank with which a module is served
+    forms: Forms  # makes the forms of all modules, "lm_head" among them
+    shared: tuple[str, ...] = ()  # tensors that belong to no module
+    check_config: Callable[[PEFTHelper], None] = lambda _: None  # checks what is special to this method
 
 
 def each(form: Callable[[Target], LinearForm]) -> Forms:
-    """For kinds whose modules do not concern each other."""
+    """Returns `forms` for kinds whose modules are independent of each other."""
 
     def forms(targets: Sequence[Target]) -> AdapterForms:
         return AdapterForms({target.module: form(target) for target in giving_way(targets)})
@@ -176,7 +175,7 @@ def each(form: Callable[[Target], LinearForm]) -> Forms:
 
 
 def row_chunks(weight_OD: Tensor) -> Iterator[slice]:
-    """Rows that may be widened to float64 at once."""
+    """Yields slices of rows that are small enough to be widened to float64 at once."""
     rows = max(1, CHUNK_VALUES // weight_OD.shape[1])
     for start in range(0, weight_OD.shape[0], rows):
         yield slice(start, start + rows)

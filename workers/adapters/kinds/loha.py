@@ -1,6 +1,7 @@
-"""LoHa: the product by elements of two low ranks, s (w1a w1b) o (w2a w2b). It has the rank r^2: each column of one with
-each of the other, by rows of B and by columns of A.
+"""Turns LoHa adapters into low-rank forms. The update is the elementwise product s (w1a w1b) o (w2a w2b).
 
+Its rank is r^2. Each column of B is the product of a column of w1a and one of w2a. Each row of A is the product of a
+row of w1b and one of w2b.
 Source: FedPara, arXiv 2108.06098; PEFT 0.21's loha/layer.py.
 """
 

@@ -1,6 +1,7 @@
-"""LoKr: s (w1 (x) w2), either of which may be a product of two. As A and B where its rank, which is the product of
-theirs, is one that is served; else in the Kronecker form, which needs no more bytes than the file.
+"""Turns LoKr adapters into forms. The update is the Kronecker product s (w1 (x) w2).
 
+Each of w1 and w2 may itself be a product of two matrices. The rank of the update is the product of their ranks. If
+that rank is served, the form is A and B. Otherwise it is the Kronecker form, which needs no more bytes than the file.
 Source: LyCORIS, arXiv 2309.14859; PEFT 0.21's lokr/layer.py.
 """
 
@@ -20,7 +21,7 @@ LEAVES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_
 
 
 def check(target: Target) -> int:
-    """The rank, or 0 where it is too high and the Kronecker form is served."""
+    """Returns the rank, or 0 if it is too high and the Kronecker form is served."""
     target.expect_leaves(*_leaves(target, "lokr_w1"), *_leaves(target, "lokr_w2"))
     one, two = _shape(target, "lokr_w1"), _shape(target, "lokr_w2")
     if (one[1] * two[1], one[0] * two[0]) != target.shape:
@@ -60,7 +61,7 @@ def form(target: Target) -> LinearForm:
 
 
 def _factors(target: Target, name: str) -> tuple[Tensor, Tensor]:
-    """Two whose product it is, with as few columns between them as there can be."""
+    """Returns two matrices whose product is the named one, with the smallest possible inner dimension."""
     if not target.has(name):
         return target.float32(f"{name}_a"), target.float32(f"{name}_b")
     whole = target.float32(name)

@@ -1,6 +1,10 @@
-"""LoRA and the variants that share its peft_type: y = W x + b + s (B A x + c), with DoRA's row scale, with a base that
-PEFT changes when it loads the adapter (mutated_base.py), with blocks on a diagonal (block_diagonal.py), or active only
-from an invocation on.
+"""Turns LoRA and the variants that share its peft_type into forms of y = W x + b + s (B A x + c).
+
+The variants are:
+- DoRA, which scales rows (dora.py),
+- initializations that make PEFT change the base when it loads the adapter (mutated_base.py),
+- blocks on a diagonal (block_diagonal.py),
+- activated LoRA, which acts only from an invocation on.
 """
 
 # R rank · D in features · O out features
@@ -23,10 +27,10 @@ A, B, B_BIAS = "lora_A.weight", "lora_B.weight", "lora_B.bias"
 MAGNITUDE = "lora_magnitude_vector"
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 DIAG = "lora_diag"
-VELORA = "lora_velora_embed"  # of its backward pass alone
+VELORA = "lora_velora_embed"  # VeLoRA uses it only in its backward pass
 
 KASA = "kasa_config"
-# PEFT's variants of a LoRA layer; it has no class for two at once.
+# PEFT's variants of a LoRA layer. PEFT has no class that combines two of them.
 _VARIANTS = ("use_dora", "use_bdlora", "alora_invocation_tokens", KASA, "velora_config")
 
 

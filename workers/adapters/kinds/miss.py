@@ -1,6 +1,7 @@
-"""MiSS: inputs are summed by their place in blocks of r, and the r sums go through a matrix [r, O]. So A is zeros and
-ones, and B that matrix. With "mini" its columns repeat; "bat" multiplies W by blocks, which is no low rank.
+"""Turns MiSS adapters into low-rank forms. Input d is added to sum d mod r, and a matrix [r, O] maps the r sums.
 
+A therefore consists of zeros and ones, and B is that matrix. With init_weights="mini" its columns repeat. "bat" is
+rejected: it multiplies W by blocks, which is not a low-rank update.
 Source: arXiv 2409.15371; PEFT 0.21's miss/layer.py.
 """
 

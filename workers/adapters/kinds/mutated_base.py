@@ -1,9 +1,11 @@
-"""The initialisations that change the base's weights, which PEFT runs again when it loads the adapter.
+"""Handles initializations that change the base's weights and that PEFT runs again when it loads the adapter.
 
-PiSSA takes the r largest singular directions out of W, OLoRA the span of W's first r columns, KaSA the r smallest
-singular directions; the adapter's B A was trained beside what is left. All are a low rank to subtract from W, so that
-the adapter is one of rank 2r over the base as it is. PEFT rounds what is left of W to the base's dtype; here it is not
-rounded.
+- PiSSA removes the r largest singular directions from W.
+- OLoRA removes the span of W's first r columns.
+- KaSA removes the r smallest singular directions.
+
+The adapter's B A was trained beside the rest of W. Each removed part is a low rank to subtract, so the adapter
+becomes one of rank 2r over the unchanged base. PEFT rounds the rest of W to the base's dtype; here it is not rounded.
 """
 
 # R rank · D in features · O out features
@@ -19,7 +21,7 @@ from lorafleet.workers.adapters.forms import LowRank
 from lorafleet.workers.adapters.kinds.kind import Target, row_chunks
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 
-# Labels that do not matter once weights are loaded. lora_ga changes the base in training only.
+# Names that do not matter once the weights are loaded. lora_ga changes the base only in training.
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
 _CONVERT = (
     "Convert it where it was trained: save_pretrained(…, path_initial_model_for_weight_conversion=<initial adapter>) "
@@ -28,7 +30,7 @@ _CONVERT = (
 
 
 def check_init(helper: PEFTHelper) -> None:
-    """Raises for initialisations that cannot be done again from the files."""
+    """Raises an AdapterError for initializations that cannot be repeated from the files."""
     init = helper.fields.get("init_lora_weights", True)
     if init is None or isinstance(init, bool):
         return
@@ -75,8 +77,10 @@ def check_rank(target: Target) -> None:
 
 
 def removed(target: Target, scaling: float) -> list[LowRank]:
-    """What PEFT takes from W, as pairs to add. A head's weight in the file is what was left of it, and PEFT loads that
-    last."""
+    """Returns what PEFT removes from W, as pairs to add.
+
+    If the file has the head's weight, nothing is removed: that weight is what was left, and PEFT loads it last.
+    """
     if target.saved_weight is not None:
         return []
     pairs = []
@@ -93,8 +97,11 @@ def removed(target: Target, scaling: float) -> list[LowRank]:
 
 
 def _span(weight_OD: Tensor, rank: int, largest: bool) -> LowRank:
-    """Minus W's part in its `rank` largest or smallest singular directions. The eigenvectors of the smaller Gram matrix
-    are the singular vectors, for a fraction of a full decomposition; float64 makes up for squaring."""
+    """Returns minus W's part in its `rank` largest or smallest singular directions.
+
+    The eigenvectors of the smaller Gram matrix are the singular vectors, at a fraction of a full decomposition's
+    cost. float64 makes up for the squaring.
+    """
     wide = weight_OD.shape[0] < weight_OD.shape[1]
     tall = weight_OD.T if wide else weight_OD
     gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64, device=tall.device)
@@ -110,7 +117,7 @@ def _span(weight_OD: Tensor, rank: int, largest: bool) -> LowRank:
 
 
 def _first_columns(weight_OD: Tensor, rank: int, scaling: float) -> LowRank:
-    """Minus s Q_r R_r of W = Q R: Q_r spans W's first r columns, and R_r is Q_r^T W."""
+    """Returns minus s Q_r R_r of W = Q R. Q_r spans W's first r columns, and R_r is Q_r^T W."""
     q_OR = torch.linalg.qr(weight_OD[:, :rank].double()).Q
     r_RD = sum(q_OR[rows].T @ weight_OD[rows].double() for rows in row_chunks(weight_OD))
     assert isinstance(r_RD, Tensor)

@@ -1,4 +1,4 @@
-"""What kinds that end as A and B share: the checks of a pair by its shapes, and joining several pairs into one."""
+"""Checks pairs of A and B by their shapes and joins several pairs into one, for kinds whose form is A and B."""
 
 # R rank · D in features · O out features
 
@@ -21,7 +21,7 @@ def matrix(target: Target, leaf: str) -> tuple[int, int]:
 
 
 def check_pair(target: Target, a_leaf: str, b_leaf: str, rank: int) -> int:
-    """A must be [rank, D] and B [O, rank]. Returns the rank. Raises saying how they disagree."""
+    """Checks that A is [rank, D] and B is [O, rank], and returns the rank. Errors say how the two disagree."""
     a, b = matrix(target, a_leaf), matrix(target, b_leaf)
     if (a[1], b[0]) != target.shape:
         raise _other_base(target, a, b)
@@ -52,8 +52,11 @@ def _other_base(target: Target, a: tuple[int, int], b: tuple[int, int]) -> Adapt
 
 
 def joined(*pairs: LowRank) -> LowRank:
-    """Their sum as one pair of small numbers. What nearly cancels between them must not be left to the rounding of the
-    serving dtype, so the sum is factored anew: as many columns, each of A and B with half of its singular value."""
+    """Returns the sum of the pairs as one pair of small numbers.
+
+    Parts that nearly cancel must not be left to the rounding of the serving dtype. The sum is therefore factored
+    anew, into as many columns. A and B each get the square root of each singular value.
+    """
     a_RD = torch.cat([pair.a_RD.double() for pair in pairs])
     b_OR = torch.cat([pair.scaling * pair.b_OR.double() for pair in pairs], dim=1)
     q_OR, left_RR = torch.linalg.qr(b_OR)

@@ -1,4 +1,7 @@
-"""The kinds of adapters that are served, by PEFT's name of the method. peft_fields.py has the others, and why not."""
+"""Lists the kinds of adapters that are served, by PEFT's name of the method.
+
+peft_fields.py lists the other methods and why they are rejected.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Trained tokens: rows of the vocabulary that the adapter has in the place of the base's, absolute in spite of the
-tensor's name trainable_tokens_delta. A PEFT method of its own, or beside LoRA (trainable_token_indices).
+"""Reads trained tokens, which are rows of the vocabulary that replace the base's.
+
+Their values are absolute, in spite of the tensor's name trainable_tokens_delta. They are a PEFT method of their own,
+or stand beside LoRA (trainable_token_indices).
 """
 
 # N trained tokens · D hidden size
@@ -22,8 +24,10 @@ ROWS = "trainable_tokens_delta"
 
 
 def trained_tokens(helper: PEFTHelper, tied: bool) -> Mapping[str, tuple[int, ...]]:
-    """The trained tokens of embedding and head, in the order of their rows. A tied head goes with the embedding, unless
-    it is given tokens of its own."""
+    """Returns the trained tokens of embedding and head, in the order of their rows.
+
+    A tied head has the embedding's tokens, unless the config gives it its own.
+    """
     if helper.method == "TRAINABLE_TOKENS":
         tokens = _checked(helper.fields.get("token_indices"), "token_indices")
         found = {table: tokens for table in TABLES if helper.targets(peft_name(table), is_linear=False)}

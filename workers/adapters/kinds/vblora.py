@@ -1,7 +1,8 @@
-"""VB-LoRA: A and B are made of short vectors, each a mix of the few best of a bank that all modules share.
+"""Turns VB-LoRA adapters into low-rank forms. A and B are made of short vectors from a bank that all modules share.
 
-The file has a logit for every vector of the bank, or, with save_only_topk_weights, the best ones' places and weights
-but for the last, which makes the sum 1.
+Each short vector is a mix of the few best vectors of the bank. The file has a logit for every vector of the bank.
+With save_only_topk_weights it has the indices and weights of the best ones instead. The last weight is left out,
+since the weights sum to 1.
 Source: arXiv 2405.15179; PEFT 0.21's vblora/layer.py.
 """
 
@@ -77,7 +78,7 @@ def _mixed(target: Target, leaf: str, bank_NL: Tensor) -> Tensor:
         logits, place = target.float32(leaf).topk(_num_best(target), dim=-1)
         weight = logits.softmax(dim=-1)
     mixed = torch.zeros(*place.shape[:-1], bank_NL.shape[1])
-    for k in range(place.shape[-1]):  # one at a time: all K at once would take K times the memory of A
+    for k in range(place.shape[-1]):  # not all K at once, which would take K times the memory of A
         mixed += weight[..., k : k + 1] * bank_NL[place[..., k]]
     return mixed
 
@@ -90,7 +91,7 @@ def _stored(target: Target, leaf: str, num_vectors: int) -> tuple[Tensor, Tensor
     weight = torch.cat([first, 1 - first.sum(-1, keepdim=True)], dim=-1)
     if weight.min() < 0:
         raise AdapterMalformed(f"{target.module} has {leaf + WEIGHTS} that are no weights from 0 to 1.")
-    # PEFT keeps these as logits and takes the best of them again, by which their sum is 1 within rounding.
+    # PEFT stores these as logits and selects the best again, which makes their sum 1 within rounding.
     return place, weight / weight.sum(-1, keepdim=True)
 
 

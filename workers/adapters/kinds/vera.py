@@ -1,7 +1,8 @@
-"""VeRA: diag(b) B diag(d) A, where A and B are random and shared by all modules, and b and d are trained.
+"""Turns VeRA adapters into low-rank forms. The update is diag(b) B diag(d) A, where b and d are trained.
 
-Each module takes the first columns of A and rows of B. Without save_projection they are not in the file; PEFT makes
-them again by its projection_prng_key, with torch's generator on the CPU, and so does this.
+A and B are random and shared by all modules. Each module takes the first columns of A and the first rows of B.
+Without save_projection they are not in the file. PEFT then generates them from projection_prng_key with torch's CPU
+generator, and so does this module.
 Source: arXiv 2310.11454; PEFT 0.21's vera/model.py.
 """
 
@@ -63,7 +64,7 @@ def forms(targets: Sequence[Target]) -> AdapterForms:
 
 
 def _made_again(targets: Sequence[Target]) -> tuple[Tensor, Tensor]:
-    """PEFT's kaiming_uniform of A, then of B, by one generator; as large as the largest module needs."""
+    """Returns A and B by PEFT's kaiming_uniform, A first, by one generator, as large as the largest module needs."""
     key, rank = targets[0].helper.integer("projection_prng_key", 0), targets[0].rank
     generator = torch.Generator("cpu").manual_seed(key)
     a_RD = _kaiming(generator, rank, max(target.shape[0] for target in targets))

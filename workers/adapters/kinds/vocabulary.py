@@ -1,8 +1,8 @@
-"""What an adapter does to embedding and head: replaces them (modules_to_save, or a resized vocabulary), replaces rows
-of them (trained tokens), adds LoRA to them.
+"""Checks an adapter's changes of the embedding and the head, and builds their forms.
 
-Where the base ties the two, PEFT ties what replaces the base's own weight and trained tokens of the embedding; LoRA and
-modules_to_save only with ensure_weight_tying.
+An adapter can replace them (modules_to_save, or a resized vocabulary), replace rows of them (trained tokens), and add
+LoRA to them. If the base ties the two, PEFT also ties replacements of the base's own weight and trained tokens of the
+embedding. It ties LoRA and modules_to_save only with ensure_weight_tying.
 """
 
 # V vocabulary of the adapter · R rank · D hidden size · N trained tokens
@@ -36,28 +36,27 @@ from lorafleet.workers.adapters.peft_names import (
 )
 from lorafleet.workers.adapters.weight_files import TensorInfo
 
-MAX_ADDED_TOKENS = 65_536  # a resized vocabulary has some more tokens than the base's, not many times as many
+MAX_ADDED_TOKENS = 65_536  # a resized vocabulary adds some tokens; it does not multiply their number
 
 
 @dataclass(slots=True)
 class Table:
-    """Embedding or head. tensor: what replaces the base's table. is_copy: it may be no more than a copy of it. rows:
-    the tensor of trained tokens. target: where it is targeted itself."""
+    """An adapter's changes of the embedding or the head."""
 
-    tensor: str | None = None
-    is_copy: bool = False
-    tokens: tuple[int, ...] = ()
-    rows: str | None = None
-    target: Target | None = None
+    tensor: str | None = None  # replaces the base's table
+    is_copy: bool = False  # the tensor may be a mere copy of the base's table
+    tokens: tuple[int, ...] = ()  # trained tokens, in the order of their rows
+    rows: str | None = None  # tensor of the trained tokens' rows
+    target: Target | None = None  # set if the adapter targets the table itself
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """same: tensors that are one in PEFT's model, so that the file must not have two of them."""
+    """The checked changes of the embedding and the head."""
 
-    size: int
+    size: int  # rows of both tables
     tables: Mapping[str, Table] = field(default_factory=dict)
-    same: tuple[tuple[str, str], ...] = ()
+    same: tuple[tuple[str, str], ...] = ()  # pairs that are one tensor in PEFT's model and must not differ
 
     def check_same(self, values: Mapping[str, Tensor]) -> None:
         for one, two in self.same:
@@ -68,7 +67,7 @@ class Vocabulary:
 def take_vocabulary(
     helper: PEFTHelper, named: NamedTensors, infos: Mapping[str, TensorInfo], base: Base, max_rank: int
 ) -> Vocabulary:
-    """Takes what concerns embedding and head out of `named`, checked by shape. What is left there is stray."""
+    """Takes the tensors of embedding and head out of `named` and checks their shapes. Any left there are stray."""
     tables = {name: Table() for name in TABLES}
     tied = base.layout.tied
     together = tied and helper.flag("ensure_weight_tying")
@@ -108,7 +107,7 @@ def _is_targeted(helper: PEFTHelper, name: str) -> bool:
 
 
 def _take_table(name: str, table: Table, leaves: dict[str, str], is_saved: bool) -> list[tuple[str, str]]:
-    """Returns the tensors that are the table once more."""
+    """Sets the tensor that replaces the table, and returns pairs of tensors that hold the same table."""
     if is_saved and SAVED not in leaves:
         raise AdapterMalformed(f"adapter_config.json says that {name} is saved (modules_to_save); the file lacks it.")
     replacing = [leaves.pop(leaf) for leaf in (SAVED, BASE_COPY, TOKEN_BASE) if leaf in leaves]
@@ -118,14 +117,14 @@ def _take_table(name: str, table: Table, leaves: dict[str, str], is_saved: bool)
         table.tensor, table.is_copy = replacing[0], not is_saved
     if not is_saved:
         return []
-    leaves.pop(SAVED_ORIGINAL, None)  # what the table was before training: PEFT has no use for it either
+    leaves.pop(SAVED_ORIGINAL, None)  # the table before training; PEFT does not use it either
     return [(replacing[0], leaves.pop(SAVED_TWICE))] if SAVED_TWICE in leaves else []
 
 
 def _target(
     name: str, named: NamedTensors, helper: PEFTHelper, infos: Mapping[str, TensorInfo], base: Base, max_rank: int
 ) -> Target:
-    """Its sizes are set once the vocabulary's is known."""
+    """Returns the target for the table itself. Its shape is set when the size of the vocabulary is known."""
     leaves = named.by_module.get(name, {})
     own = {leaf: leaves.pop(leaf) for leaf in list(leaves) if leaf not in (ROWS, TOKEN_ROWS)}
     if not own:
@@ -137,13 +136,13 @@ def _take_rows(name: str, leaves: dict[str, str], helper: PEFTHelper, is_same: b
     leaf = ROWS if helper.method == "TRAINABLE_TOKENS" else TOKEN_ROWS
     if leaf in leaves:
         return leaves.pop(leaf)
-    if tied and name == HEAD and is_same:  # PEFT saves the embedding's alone
+    if tied and name == HEAD and is_same:  # PEFT saves only the embedding's
         return None
     raise AdapterMalformed(f"adapter_config.json has trained tokens of {name}, and the weights file has no {leaf}.")
 
 
 def _share(tables: Mapping[str, Table], tied: bool, saved: Sequence[str]) -> None:
-    """The base's own weight is one where it is tied: what replaces it replaces it for both."""
+    """Applies a replacement of the base's own weight to both tables if they are tied."""
     copies = [table for table in tables.values() if table.is_copy]
     if tied and len(copies) == 1:
         for name, table in tables.items():
@@ -152,7 +151,7 @@ def _share(tables: Mapping[str, Table], tied: bool, saved: Sequence[str]) -> Non
 
 
 def _check_size(tables: Mapping[str, Table], infos: Mapping[str, TensorInfo], base: Base) -> int:
-    """Rows of both tables, which must agree."""
+    """Returns the number of rows, in which both tables must agree."""
     layout = base.layout
     sizes = {}
     for name, table in tables.items():
@@ -197,7 +196,7 @@ def _check_parts(vocabulary: Vocabulary, infos: Mapping[str, TensorInfo], base: 
 
 
 def check_embedding(target: Target) -> int:
-    """LoRA's own layout of an embedding: A is [r, V] and B [D, r]."""
+    """Checks LoRA on an embedding, where A is [r, V] and B is [D, r], and returns the rank."""
     dora = target.helper.flag("use_dora")
     target.expect_leaves(EMBEDDING_A, EMBEDDING_B, *([MAGNITUDE] if dora else []))
     tokens, hidden = target.shape
@@ -228,7 +227,7 @@ def embedding_form(table: Table, values: Mapping[str, Tensor], base: Base) -> Vo
 
 
 def head_form(table: Table, linear: LinearForm | None, values: Mapping[str, Tensor], base: Base) -> VocabForm | None:
-    """linear: what the kind makes of the head where it is targeted."""
+    """Returns the form of the head. `linear` is the kind's form of it, if the head is targeted."""
     form = _replaced(HEAD, table, values, base)
     if linear is None or table.target is None:
         return form
@@ -250,7 +249,7 @@ def _served_dtype(target: Target) -> torch.dtype:
 
 
 def _replaced(name: str, table: Table, values: Mapping[str, Tensor], base: Base) -> VocabForm | None:
-    """What takes the base's place, without LoRA."""
+    """Returns the form that replaces the base's table or rows, without LoRA."""
     table_VD = None if table.tensor is None else values[table.tensor]
     if table_VD is not None and table.is_copy and _is_base(table_VD, name, base):
         table_VD = None
@@ -259,7 +258,7 @@ def _replaced(name: str, table: Table, values: Mapping[str, Tensor], base: Base)
 
 
 def _is_base(table_VD: Tensor, name: str, base: Base) -> bool:
-    """PEFT saves the table of a targeted embedding too; mostly it is the base's own."""
+    """Returns whether the table is the base's own. PEFT saves a targeted embedding's table too, mostly unchanged."""
     if base.weights is None:
         return False
     own_VD = base.weights.weight(name)
@@ -274,7 +273,7 @@ def _is_base(table_VD: Tensor, name: str, base: Base) -> bool:
 def _computed(
     weight_VD: Tensor, low_rank: LowRank | None, scale_D: Tensor | None, scale_V: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """(W + s B A) with its columns or rows scaled."""
+    """Returns W + s B A with its columns or rows scaled, in `dtype` on the CPU."""
     device = weight_VD.device
     chunks = []
     for rows in row_chunks(weight_VD):
