@@ -26,58 +26,66 @@ from lorafleet.api.request.request_bodies import (
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api-compatibility.md"
 OWN = {"lora_weights", "pooling"}
-# What sense it has here, where the name does not say.
+# What a field means here, if its name does not say it.
 NOTES = {
     "model": "an adapter's name, or the base's",
-    "lora_weights": "of a mix of adapters, `a+b`",
+    "lora_weights": "weights for a mix of adapters, `a+b`",
     "best_of": "must equal `n`",
-    "dimensions": "the first so many numbers, brought to length 1 again",
+    "dimensions": "keeps that many leading numbers and normalizes them to length 1 again",
     "encoding_format": "`float`, `base64`",
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
-    "include": f"`{OUTPUT_LOGPROBS}`; the others are of items that no answer here has",
-    "input": "texts or token ids; of `/v1/responses` also messages, calls and their results",
+    "include": f"`{OUTPUT_LOGPROBS}`; the other values are for items that no answer here has",
+    "input": "texts or token ids; for `/v1/responses` also messages, calls and their results",
     "parallel_tool_calls": "`false`: one call at most",
     "pooling": "`last` or `mean`; default: `--pooling`",
-    "prediction": "it makes an answer sooner, not another",
-    "priority": "the lower, the sooner, among one adapter's requests; below 0 takes an admin key where there are keys",
+    "prediction": "makes an answer faster, but does not change it",
+    "priority": "lower values come first among one adapter's requests; with API keys, values below 0 need an admin key",
     "reasoning_effort": "use `chat_template_kwargs` for what the template reads, such as `enable_thinking`",
     "response_format": "`text`, `json_object`, `json_schema`; vLLM's `structural_tag`",
     "store": "nothing is stored",
     "log_metrics": "all requests are counted",
-    "metadata": "kept with nothing; `/v1/responses` gives it back",
+    "metadata": "not stored; `/v1/responses` returns it",
     "structural_tag": "as JSON text",
-    "suffix": "no model here fills in the middle",
-    "text": "`format`: `text`, `json_object`, `json_schema`",
+    "suffix": "models here cannot fill in the middle",
+    "text": "in `/v1/responses`: `format` is `text`, `json_object` or `json_schema`; in `/generate`: the prompt",
     "tool_choice": "`none`, `auto`, `required`, a function by name, or `allowed_tools`",
-    "top_logprobs": "of `/v1/responses`: with `include`",
-    "tools": "functions; `strict` is kept to",
-    "truncate_prompt_tokens": "keeps the last k; -1: as many as fit",
+    "top_logprobs": "in `/v1/responses`: with `include`",
+    "tools": "functions; `strict` is enforced",
+    "truncate_prompt_tokens": "keeps the last k tokens; -1: as many as fit",
 }
 INTRODUCTION = """\
 # API compatibility
 
-Field by field, what requests of OpenAI's, vLLM's and SGLang's clients may have. A field is *honoured*; or it has *no
-effect*, since it could not change an answer; or it is *refused* with a 400 that names it, unless its value asks for
-nothing. A field that is in no table is refused too: nothing is taken and ignored. `/openapi.json` says the same to
-programs, `/docs` shows it.
+This page lists, field by field, what requests of OpenAI's, vLLM's and SGLang's clients may contain. A field is one of
+these:
 
-This page is written by `tests/support/compatibility.py` out of what the server reads; a test fails where they
-differ.
+- *honored*;
+- of *no effect*, because it could not change an answer;
+- *refused* with a 400 that names it, unless its value asks for nothing. The values after "but for" are accepted.
+
+A field that is in no table is refused too: no field is accepted and then ignored. `/openapi.json` has the same for
+programs, and `/docs` shows it.
+
+`tests/support/compatibility.py` writes this page from what the server reads. A test fails if they differ.
 
 ## Tool calls
 
-`tools` with `tool_choice: auto` needs a model whose chat template shows it tools, in a format that is known: Qwen's and
-Hermes's `<tool_call>`, Llama 3's JSON, Mistral's `[TOOL_CALLS]`. The format is told from the template, also from an
-adapter's own; `--tool-call-parser` (`hermes`, `llama3_json`, `mistral`, `none`) sets it. vLLM's
-`--enable-auto-tool-choice` is not needed: calls are read wherever the format is known, and else refused.
-`required` and a function by name work with every template that shows tools: a schema forces the call, and the answer
-ends with `finish_reason: tool_calls`. `allowed_tools` shows the model those functions alone. Under `auto` calls of
-functions that say `strict` match their schemas ([structured output](structured-output.md#tools)); others are read as
-the model writes them, and what is no call of an offered function is content. In a stream a call that breaks off after
-it has begun goes on as its arguments, as the model wrote them. `tools` beside a JSON format (`response_format`,
-`structured_outputs`): the answer is calls, or matches the format; other formats are refused there unless `tool_choice`
-is `none`.
+With `tool_choice: auto`, `tools` need a model whose chat template shows it tools in a known format: Qwen's and Hermes's
+`<tool_call>`, Llama 3's JSON, or Mistral's `[TOOL_CALLS]`.
+
+- The server detects the format from the template, also from an adapter's own template. `--tool-call-parser` (`hermes`,
+  `llama3_json`, `mistral`, `none`) sets it instead.
+- vLLM's `--enable-auto-tool-choice` is not needed. Calls are parsed whenever the format is known; otherwise the
+  request is refused.
+- `required`, or a function by name, works with every template that shows tools. A schema forces the call, and the
+  answer ends with `finish_reason: tool_calls`.
+- `allowed_tools` shows the model only those functions.
+- Under `auto`, calls of functions with `strict` match their schemas ([structured output](structured-output.md#tools)).
+  Other calls are parsed as the model writes them. Text that is not a call of an offered function is content.
+- If a call in a stream becomes invalid after it has begun, the rest is sent as its arguments, as the model wrote it.
+- With `tools` and a JSON format (`response_format`, `structured_outputs`), the answer either is calls or matches the
+  format. Other formats are refused beside tools unless `tool_choice` is `none`.
 """
 
 
@@ -97,7 +105,7 @@ def _fields(module: Any, name: str) -> set[str]:
 
 def state_of(model: type[Tolerant], name: str) -> str:
     if name in model.model_fields:
-        return "honoured"
+        return "honored"
     if name in NO_OP_VALUES:
         values = ", ".join(f"`{json.dumps(value)}`" for value in NO_OP_VALUES[name])
         return f"refused, but for {values}" if values else "refused"
