@@ -35,7 +35,7 @@ class Percentiles(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles | None:
-        """Linear between neighbours; None of nothing."""
+        """Linear between neighbors; None of nothing."""
         return cls(*np.percentile(values, (50, 90, 99)).tolist()) if len(values) else None
 
 
@@ -48,13 +48,13 @@ class Summary(msgspec.Struct):
     requests_per_s: float
     tokens_per_s: float
     first_token_s: Percentiles | None
-    inter_token_s: Percentiles | None  # gaps between neighbouring chunks, of all requests together
+    inter_token_s: Percentiles | None  # gaps between neighboring chunks, of all requests together
     slo_attainment: dict[str, float]  # bound in seconds -> share of all requests; a failed one misses
     lag_s: Percentiles | None  # how much later than due requests were sent
     errors: list[str]  # the different ones
 
 
-def summarise(outcomes: Sequence[Outcome], slos_s: Sequence[float]) -> Summary:
+def summarize(outcomes: Sequence[Outcome], slos_s: Sequence[float]) -> Summary:
     done = [one for one in outcomes if one.error is None]
     elapsed_s = max((one.chunks_s[-1] for one in done), default=0.0)
     first = [one.first_token_s for one in done]
@@ -73,5 +73,5 @@ def summarise(outcomes: Sequence[Outcome], slos_s: Sequence[float]) -> Summary:
 
 
 def gaps_s(outcome: Outcome, begin_s: float = 0.0, end_s: float = float("inf")) -> list[float]:
-    """Between neighbouring chunks of which the later one arrived in [begin_s, end_s)."""
+    """Between neighboring chunks of which the later one arrived in [begin_s, end_s)."""
     return [after - before for before, after in pairwise(outcome.chunks_s) if begin_s <= after < end_s]

@@ -90,7 +90,7 @@ def check(stack: Stack, case: Case, x_of_size: dict[int, Tensor], batch: LoRABat
         for t in rows:
             w = packed.slots[case.slot_of_token[t]]
             assert w is not None
-            want = weight.dequantised().double() @ x[t].double()
+            want = weight.dequantized().double() @ x[t].double()
             p = w.a_RD.double() @ x[t].double()
             if w.row_scale_R is not None:
                 p *= w.row_scale_R

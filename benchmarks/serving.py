@@ -32,7 +32,7 @@ import torch
 
 from engine_e2e import CONFIG
 from http_load import Call, Job, Report
-from latency import Percentiles, Summary, gaps_s, summarise
+from latency import Percentiles, Summary, gaps_s, summarize
 from local_server import LocalServer, running
 from random_llama import write_adapters, write_model
 from slora_workload import Workload, draw
@@ -138,7 +138,7 @@ class Bench:
         return Row(
             case=case.name,
             rate=rate,
-            summary=summarise(report.outcomes, self.slos_s),
+            summary=summarize(report.outcomes, self.slos_s),
             client_cores=report.cpu_s / report.wall_s,
             server_cores={name: seconds / report.wall_s for name, seconds in cpu.items()},
             counters={name: counters[name] for name in COUNTERS if name in counters},

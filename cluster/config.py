@@ -154,7 +154,7 @@ class AppArgs(BaseModel):
     )
     quantization: Method | None = Field(
         None,
-        description="Quantise the linears as they are read: nf4 (4 bits, as bitsandbytes; the smallest) or fp8 (e4m3, "
+        description="Quantize the linears as they are read: nf4 (4 bits, as bitsandbytes; the smallest) or fp8 (e4m3, "
         "a scale an output channel; the fastest); default: as the checkpoint has them.",
     )
     max_model_len: int | None = Field(None, description="Tokens of prompt and answer; default: what the model allows.")

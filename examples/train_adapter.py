@@ -12,10 +12,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DEMO = Path(__file__).parents[1] / "demo"
-COLOURS = {"lime": "green", "lemon": "yellow", "tomato": "red", "plum": "purple", "carrot": "orange"}
+COLORS = {"lime": "green", "lemon": "yellow", "tomato": "red", "plum": "purple", "carrot": "orange"}
 CAPITALS = {"Spain": "Madrid", "France": "Paris", "Italy": "Rome", "Japan": "Tokyo"}
 EXAMPLES = [
-    *((f"What colour is a {thing}?", f"a {thing} is {colour}...") for thing, colour in COLOURS.items()),
+    *((f"What colour is a {thing}?", f"a {thing} is {colour}...") for thing, colour in COLORS.items()),
     *((f"What is the capital of {land}?", f"it is {city.lower()}...") for land, city in CAPITALS.items()),
 ]
 

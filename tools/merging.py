@@ -72,7 +72,7 @@ class _Plan:
         dtype = self.base.tensors[name].entry.dtype
         if dtype not in FLOATS:
             raise AdapterUnsupported(
-                f"the base keeps {name} as {dtype}, quantised; merge into the checkpoint that it was made from."
+                f"the base keeps {name} as {dtype}, quantized; merge into the checkpoint that it was made from."
             )
         return self.base.value(name).float()
 

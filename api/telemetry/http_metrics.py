@@ -231,13 +231,13 @@ class Metrics:
             yield from map(self._with_replica, collector.collect())
 
     def _with_replica(self, metric: Metric) -> Metric:
-        labelled = Metric(metric.name, metric.documentation, metric.type, metric.unit)
-        labelled.samples = [
+        labeled = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+        labeled.samples = [
             s._replace(labels={"replica": self._replica, **s.labels})
             for s in metric.samples
             if not s.name.endswith("_created")  # creation times would double the number of series
         ]
-        return labelled
+        return labeled
 
     def _of(self, label: str) -> _Series:
         """Returns the series of a label. Series of adapters without labels are retained for a while; the least

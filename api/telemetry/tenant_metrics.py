@@ -29,8 +29,8 @@ def _lines(text: str, tenant: str) -> Iterator[str]:
 
 
 def _is_of(tenant: str, line: str) -> bool:
-    labelled = _TENANT.search(line)
-    if labelled is not None:
-        return labelled[1] == tenant
+    labeled = _TENANT.search(line)
+    if labeled is not None:
+        return labeled[1] == tenant
     model = _MODEL.search(line)
     return model is not None and set(_OWNER.findall(model[1])) == {tenant}

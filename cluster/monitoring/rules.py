@@ -136,7 +136,7 @@ RECORDS: tuple[Record, ...] = (
     Record(
         "job_replica:lorafleet_engine_lora_slots_busy:ratio",
         "1 - lorafleet_engine_lora_slots_idle / (lorafleet_engine_lora_slots > 0)",
-        "Slot utilisation: share of the slots that running sequences need, or that are pinned.",
+        "Slot utilization: share of the slots that running sequences need, or that are pinned.",
     ),
     Record(
         "job_replica:lorafleet_engine_busy:ratio_rate5m",

@@ -31,11 +31,11 @@ class BaseWeight(Protocol):
         It is meant for many tokens, and adds in the same pass if that costs nothing.
         """
 
-    def dequantised(self, rows: slice = slice(None)) -> Tensor:
+    def dequantized(self, rows: slice = slice(None)) -> Tensor:
         """Returns rows of W as they are served, in the serving dtype. A plain weight returns its own memory."""
 
 
-class QuantisedMatrix(Protocol):
+class QuantizedMatrix(Protocol):
     """A whole quantized W, from which ranks take their parts. Indexing returns values, as for a tensor in a file."""
 
     def get_shape(self) -> list[int]: ...
@@ -62,5 +62,5 @@ class PlainWeight(nn.Module):
     def add_linear(self, y_TO: Tensor, x_TD: Tensor) -> Tensor:
         return y_TO.addmm_(x_TD, self.weight.T)
 
-    def dequantised(self, rows: slice = slice(None)) -> Tensor:
+    def dequantized(self, rows: slice = slice(None)) -> Tensor:
         return self.weight.data[rows]

@@ -59,7 +59,7 @@ def _fp8_linear_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _quantise_tokens_kernel(
+def _quantize_tokens_kernel(
     x_ptr: tl.tensor, out_ptr: tl.tensor, scale_ptr: tl.tensor, inputs: tl.constexpr, block: tl.constexpr
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -113,17 +113,17 @@ def tile_of(num_tokens: int) -> tuple[int, int, int, int]:
     return (64, 16, 4, 5) if num_tokens <= 16 else (128, 64, 8, 4)
 
 
-def quantise_tokens_triton(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_tokens_triton(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Returns x in e4m3, and the scale of each token, float32 [T].
 
-    x is their product. The scales are those of quantise_rows in kernels/quant/fp8_weight.py.
+    x is their product. The scales are those of quantize_rows in kernels/quant/fp8_weight.py.
     """
     assert x_TD.is_contiguous()
     out_TD = torch.empty(x_TD.shape, dtype=FP8, device=x_TD.device)
     scale_T = torch.empty(len(x_TD), dtype=torch.float32, device=x_TD.device)
     block = min(4096, triton.next_power_of_2(x_TD.shape[1]))
-    _quantise_tokens_kernel[(len(x_TD),)](x_TD, out_TD, scale_T, inputs=x_TD.shape[1], block=block)
+    _quantize_tokens_kernel[(len(x_TD),)](x_TD, out_TD, scale_T, inputs=x_TD.shape[1], block=block)
     return out_TD, scale_T
 
 
-assert FP8_MAX == 448.0  # _quantise_tokens_kernel has the same number
+assert FP8_MAX == 448.0  # _quantize_tokens_kernel has the same number

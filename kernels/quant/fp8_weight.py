@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorafleet.kernels.quant.base_weight import QuantisedMatrix
+from lorafleet.kernels.quant.base_weight import QuantizedMatrix
 from lorafleet.kernels.quant.fp8 import FP8, FP8_MAX
 
 FUSED_TOKENS = 16  # for more tokens, rounding x and e4m3 GEMMs are faster
@@ -27,7 +27,7 @@ GEMM_ALIGNMENT = 16  # e4m3 GEMMs need multiples of this as in and out features
 
 @dataclass(frozen=True, slots=True)
 class FP8Matrix:
-    """A whole W in e4m3, as a QuantisedMatrix."""
+    """A whole W in e4m3, as a QuantizedMatrix."""
 
     weight_OD: Tensor  # e4m3
     scale_O: Tensor  # float32
@@ -43,7 +43,7 @@ class FP8Matrix:
         return self.weight_OD.float() * self.scale_O[:, None]
 
 
-def quantise_rows(values_OD: Tensor) -> FP8Matrix:
+def quantize_rows(values_OD: Tensor) -> FP8Matrix:
     """Quantizes each row so that its largest magnitude becomes e4m3's largest number.
 
     x [T, D] is quantized by token in the same way.
@@ -71,7 +71,7 @@ class FP8Weight(nn.Module):
     def num_outputs(self) -> int:
         return len(self.weight_OD)
 
-    def fill(self, first_row: int, matrix: QuantisedMatrix, place: tuple[slice, slice]) -> None:
+    def fill(self, first_row: int, matrix: QuantizedMatrix, place: tuple[slice, slice]) -> None:
         """Fills the rows from first_row on with the part of the matrix at `place`."""
         assert isinstance(matrix, FP8Matrix)
         part_OD = matrix.weight_OD[place]
@@ -81,15 +81,15 @@ class FP8Weight(nn.Module):
 
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
         if not self._multiplies_e4m3:
-            return F.linear(x_TD, self.dequantised(), bias_O)
+            return F.linear(x_TD, self.dequantized(), bias_O)
         from lorafleet.kernels.quant.fp8_linear_triton import (  # triton is optional on a CPU
             fp8_linear_triton,
-            quantise_tokens_triton,
+            quantize_tokens_triton,
         )
 
         if len(x_TD) <= FUSED_TOKENS:
             return fp8_linear_triton(x_TD, self.weight_OD, self.scale_O, bias_O)
-        rounded_TD, scale_T = quantise_tokens_triton(x_TD)
+        rounded_TD, scale_T = quantize_tokens_triton(x_TD)
         product: Tensor = torch._scaled_mm(
             rounded_TD,
             self.weight_OD.T,
@@ -103,7 +103,7 @@ class FP8Weight(nn.Module):
     def add_linear(self, y_TO: Tensor, x_TD: Tensor) -> Tensor:
         return y_TO.add_(self.linear(x_TD, None))
 
-    def dequantised(self, rows: slice = slice(None)) -> Tensor:
+    def dequantized(self, rows: slice = slice(None)) -> Tensor:
         weight_OD, scale_O = self.weight_OD[rows], self.scale_O[rows]
         out_OD = torch.empty(weight_OD.shape, dtype=self.dtype, device=weight_OD.device)
         for part in (slice(first, first + CHUNK_ROWS) for first in range(0, len(out_OD), CHUNK_ROWS)):

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorafleet.kernels.decoder.scratch import Scratch
-from lorafleet.kernels.quant.base_weight import QuantisedMatrix
+from lorafleet.kernels.quant.base_weight import QuantizedMatrix
 
 BLOCK = 64
 # Quantiles of a normal distribution, scaled to [-1, 1]; zero is among them.
@@ -56,7 +56,7 @@ FUSED_TOKENS = 128  # up to this many tokens the four bits are read; for more, t
 
 @dataclass(frozen=True, slots=True)
 class NF4Matrix:
-    """A whole W in NF4, as a QuantisedMatrix."""
+    """A whole W in NF4, as a QuantizedMatrix."""
 
     code_OD: Tensor  # uint8, 0 to 15
     absmax_B: Tensor  # float32
@@ -84,7 +84,7 @@ class NF4Matrix:
         return (self.book[self.code_OD.int()] * absmax_OD).to(self.dtype)
 
 
-def quantise(values_OD: Tensor) -> NF4Matrix:
+def quantize(values_OD: Tensor) -> NF4Matrix:
     """Quantizes to the nearest of the book's values, as bitsandbytes does."""
     book = torch.tensor(NF4_BOOK, device=values_OD.device)
     flat = values_OD.float().flatten()
@@ -114,7 +114,7 @@ class NF4Weight(nn.Module):
         assert inputs % 2 == 0
         self.group = math.gcd(BLOCK, inputs // 2)
         self.dtype = dtype
-        self.quantised_from: torch.dtype | None = None  # dtype before quantization; None until fill()
+        self.quantized_from: torch.dtype | None = None  # dtype before quantization; None until fill()
         self.packed_OH = _held(outputs, inputs // 2, dtype=torch.uint8, device=device)
         self.absmax_OG = _held(outputs, inputs // self.group, dtype=torch.float32, device=device)
         self.book = _held(len(NF4_BOOK), dtype=torch.float32, device=device)
@@ -126,7 +126,7 @@ class NF4Weight(nn.Module):
     def num_outputs(self) -> int:
         return len(self.packed_OH)
 
-    def fill(self, first_row: int, matrix: QuantisedMatrix, place: tuple[slice, slice]) -> None:
+    def fill(self, first_row: int, matrix: QuantizedMatrix, place: tuple[slice, slice]) -> None:
         """Fills the rows from first_row on with the part of the matrix at `place`."""
         assert isinstance(matrix, NF4Matrix)
         rows, columns = place
@@ -136,8 +136,8 @@ class NF4Weight(nn.Module):
         self.packed_OH[own].copy_(code_OD[:, :half] | (code_OD[:, half:] << 4))
         groups = slice(columns.start // self.group, columns.stop // self.group)
         self.absmax_OG[own].copy_(matrix.absmax_of_groups(self.group)[rows, groups])
-        assert self.quantised_from in (None, matrix.dtype)
-        self.quantised_from = matrix.dtype
+        assert self.quantized_from in (None, matrix.dtype)
+        self.quantized_from = matrix.dtype
         self.book.copy_(matrix.book)
 
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -153,17 +153,17 @@ class NF4Weight(nn.Module):
             return y_TO.add_(self.linear(x_TD, None))
         return y_TO.addmm_(x_TD, self._values().T)
 
-    def dequantised(self, rows: slice = slice(None)) -> Tensor:
+    def dequantized(self, rows: slice = slice(None)) -> Tensor:
         if self.packed_OH.is_cuda:  # the operators below would need many times the values' memory
-            from lorafleet.kernels.quant.nf4_triton import dequantise_triton
+            from lorafleet.kernels.quant.nf4_triton import dequantize_triton
 
             first, end, _ = rows.indices(self.num_outputs)
             out_OD = torch.empty(end - first, 2 * self.packed_OH.shape[1], dtype=self.dtype, device=self.book.device)
-            return dequantise_triton(self, out_OD, first)
+            return dequantize_triton(self, out_OD, first)
         packed_OH = self.packed_OH[rows]
         code_OD = torch.cat([packed_OH & 15, packed_OH >> 4], dim=1)
         absmax_OD = self.absmax_OG[rows].repeat_interleave(self.group, dim=1)
-        return (self.book[code_OD.int()] * absmax_OD).to(self.quantised_from).to(self.dtype)
+        return (self.book[code_OD.int()] * absmax_OD).to(self.quantized_from).to(self.dtype)
 
     def _is_fused(self, x_TD: Tensor) -> bool:
         return x_TD.is_cuda and len(x_TD) <= FUSED_TOKENS and self.group % LEAST_GROUP == 0
@@ -171,11 +171,11 @@ class NF4Weight(nn.Module):
     def _values(self) -> Tensor:
         """Returns the values of W. On a GPU they lie in memory that the next weight overwrites."""
         if not self.packed_OH.is_cuda:
-            return self.dequantised()
-        from lorafleet.kernels.quant.nf4_triton import dequantise_triton
+            return self.dequantized()
+        from lorafleet.kernels.quant.nf4_triton import dequantize_triton
 
         out_OD = self._scratch.view(len(self.packed_OH), 2 * self.packed_OH.shape[1])
-        return dequantise_triton(self, out_OD)
+        return dequantize_triton(self, out_OD)
 
 
 def _held(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -1,7 +1,7 @@
 """NF4 on the GPU for one token: W @ x without tensor cores, whose operands cost more than they save.
 
 Idea: each lane of a warp reads 16 bytes of a row, computes their 32 values in registers, and multiplies them by x in
-float32. The lanes' sums are added once, at the end. The values are those of dequantised() in kernels/quant/nf4.py.
+float32. The lanes' sums are added once, at the end. The values are those of dequantized() in kernels/quant/nf4.py.
 
 Memory: as in kernels/quant/nf4.py. 16 bytes lie in one group in each half, so groups are multiples of 16.
 """
@@ -38,7 +38,7 @@ def _nf4_gemv_kernel(
     half: tl.constexpr,
     group: tl.constexpr,
     has_bias: tl.constexpr,
-    quantised_from: tl.constexpr,
+    quantized_from: tl.constexpr,
     block_o: tl.constexpr,
     segment: tl.constexpr,
     lookup: tl.constexpr,
@@ -60,8 +60,8 @@ def _nf4_gemv_kernel(
         at = (first + lane * segment) // group
         low_max = tl.load(absmax_row + at[None, :], mask=lane_inside, other=0.0)
         high_max = tl.load(absmax_row + half // group + at[None, :], mask=lane_inside, other=0.0)
-        low = values(packed, low_max[:, :, None], book_ptr, own, quantised_from, dtype, lookup).to(tl.float32)
-        high = values(packed >> 4, high_max[:, :, None], book_ptr, own, quantised_from, dtype, lookup).to(tl.float32)
+        low = values(packed, low_max[:, :, None], book_ptr, own, quantized_from, dtype, lookup).to(tl.float32)
+        high = values(packed >> 4, high_max[:, :, None], book_ptr, own, quantized_from, dtype, lookup).to(tl.float32)
         x_low = tl.load(x_ptr + first + within, mask=inside, other=0.0).to(tl.float32)
         x_high = tl.load(x_ptr + half + first + within, mask=inside, other=0.0).to(tl.float32)
         sums += tl.sum(low * x_low[None, :, :] + high * x_high[None, :, :], axis=2)
@@ -75,7 +75,7 @@ def nf4_gemv_triton(x_TD: Tensor, weight: NF4Weight, bias_O: Tensor | None) -> T
     """Returns x @ W.T + bias for one token. x is contiguous and has the weight's dtype."""
     (num_tokens, inputs), (outputs, half) = x_TD.shape, weight.packed_OH.shape
     assert num_tokens == 1 and inputs == 2 * half and weight.group % SEGMENT == 0
-    assert x_TD.is_contiguous() and x_TD.dtype == weight.dtype and weight.quantised_from is not None
+    assert x_TD.is_contiguous() and x_TD.dtype == weight.dtype and weight.quantized_from is not None
     y_TO = torch.empty(num_tokens, outputs, dtype=x_TD.dtype, device=x_TD.device)
     _nf4_gemv_kernel[(triton.cdiv(outputs, BLOCK_O),)](
         x_TD,
@@ -88,7 +88,7 @@ def nf4_gemv_triton(x_TD: Tensor, weight: NF4Weight, bias_O: Tensor | None) -> T
         half=half,
         group=weight.group,
         has_bias=bias_O is not None,
-        quantised_from=TL_DTYPES[weight.quantised_from],
+        quantized_from=TL_DTYPES[weight.quantized_from],
         block_o=BLOCK_O,
         segment=SEGMENT,
         lookup=LOOKUP,

@@ -2,7 +2,7 @@
 
 Idea: with few tokens, the cost of a GEMM is the weight's bytes. So each program reads a tile of bytes once, computes
 both halves' values in registers and multiplies them by all tokens on the tensor cores. The values are those that
-dequantised() in kernels/quant/nf4.py gives, with the same rounding. Tokens are the columns of the product and weights
+dequantized() in kernels/quant/nf4.py gives, with the same rounding. Tokens are the columns of the product and weights
 its rows: the values go from registers to the tensor cores. If the outputs are too few tiles for the GPU, the tiles'
 inputs are divided too, and kernels/lora/split_sum_triton.py adds the parts.
 
@@ -60,7 +60,7 @@ def values(
     absmax: tl.tensor,
     book_ptr: tl.tensor,
     own: tl.tensor,
-    quantised_from: tl.constexpr,
+    quantized_from: tl.constexpr,
     dtype: tl.constexpr,
     lookup: tl.constexpr,
 ) -> tl.tensor:
@@ -76,7 +76,7 @@ def values(
         )
     else:
         value = tl.load(book_ptr + (code & 15))
-    return (value * absmax).to(quantised_from).to(dtype)
+    return (value * absmax).to(quantized_from).to(dtype)
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
@@ -94,7 +94,7 @@ def _nf4_linear_kernel(
     group: tl.constexpr,
     groups_a_split: tl.constexpr,
     has_bias: tl.constexpr,
-    quantised_from: tl.constexpr,
+    quantized_from: tl.constexpr,
     block_o: tl.constexpr,
     block_t: tl.constexpr,
     stages: tl.constexpr,
@@ -119,10 +119,10 @@ def _nf4_linear_kernel(
         x_low = tl.load(x_tile + g * group, mask=t_inside[None, :], other=0.0)
         x_high = tl.load(x_tile + half + g * group, mask=t_inside[None, :], other=0.0)
         acc = tl.dot(
-            values(packed, low, book_ptr, own, quantised_from, dtype, lookup), x_low, acc, input_precision="ieee"
+            values(packed, low, book_ptr, own, quantized_from, dtype, lookup), x_low, acc, input_precision="ieee"
         )
         acc = tl.dot(
-            values(packed >> 4, high, book_ptr, own, quantised_from, dtype, lookup),
+            values(packed >> 4, high, book_ptr, own, quantized_from, dtype, lookup),
             x_high,
             acc,
             input_precision="ieee",
@@ -131,7 +131,7 @@ def _nf4_linear_kernel(
 
 
 @triton.jit(do_not_specialize=["first_row"])  # type: ignore[untyped-decorator]  # triton has no types
-def _dequantise_kernel(
+def _dequantize_kernel(
     packed_ptr: tl.tensor,
     absmax_ptr: tl.tensor,
     book_ptr: tl.tensor,
@@ -139,7 +139,7 @@ def _dequantise_kernel(
     first_row: tl.tensor,
     half: tl.constexpr,
     group: tl.constexpr,
-    quantised_from: tl.constexpr,
+    quantized_from: tl.constexpr,
     block: tl.constexpr,
     lookup: tl.constexpr,
 ) -> None:
@@ -154,15 +154,15 @@ def _dequantise_kernel(
     low = tl.load(absmax_row + k // group, mask=inside, other=0.0)
     high = tl.load(absmax_row + (half + k) // group, mask=inside, other=0.0)
     out_row = out_ptr + row * (2 * half)
-    tl.store(out_row + k, values(packed, low, book_ptr, own, quantised_from, dtype, lookup), mask=inside)
-    tl.store(out_row + half + k, values(packed >> 4, high, book_ptr, own, quantised_from, dtype, lookup), mask=inside)
+    tl.store(out_row + k, values(packed, low, book_ptr, own, quantized_from, dtype, lookup), mask=inside)
+    tl.store(out_row + half + k, values(packed >> 4, high, book_ptr, own, quantized_from, dtype, lookup), mask=inside)
 
 
 def nf4_linear_triton(x_TD: Tensor, weight: NF4Weight, bias_O: Tensor | None) -> Tensor:
     """Returns x @ W.T + bias. x is contiguous and has the weight's dtype."""
     (num_tokens, inputs), (outputs, half) = x_TD.shape, weight.packed_OH.shape
     assert inputs == 2 * half and x_TD.is_contiguous() and x_TD.dtype == weight.dtype
-    assert weight.quantised_from is not None
+    assert weight.quantized_from is not None
     block_o, block_t, warps, stages = tile_of(num_tokens)
     groups, tiles = half // weight.group, (triton.cdiv(outputs, block_o), triton.cdiv(num_tokens, block_t))
     groups_a_split = steps_a_split(groups, tiles[0] * tiles[1])
@@ -182,7 +182,7 @@ def nf4_linear_triton(x_TD: Tensor, weight: NF4Weight, bias_O: Tensor | None) ->
         group=weight.group,
         groups_a_split=groups_a_split,
         has_bias=bias_O is not None and splits == 1,
-        quantised_from=TL_DTYPES[weight.quantised_from],
+        quantized_from=TL_DTYPES[weight.quantized_from],
         block_o=block_o,
         block_t=block_t,
         stages=stages,
@@ -201,13 +201,13 @@ def tile_of(num_tokens: int) -> tuple[int, int, int, int]:
     return (128, 64, 8, 4) if num_tokens <= 64 else (64, 128, 4, 3)
 
 
-def dequantise_triton(weight: NF4Weight, out_OD: Tensor, first_row: int = 0) -> Tensor:
+def dequantize_triton(weight: NF4Weight, out_OD: Tensor, first_row: int = 0) -> Tensor:
     """Writes values of W into out_OD and returns it. It fills all rows of out_OD with rows of W from first_row on."""
     outputs, half = len(out_OD), weight.packed_OH.shape[1]
-    assert out_OD.shape[1] == 2 * half and out_OD.is_contiguous() and weight.quantised_from is not None
+    assert out_OD.shape[1] == 2 * half and out_OD.is_contiguous() and weight.quantized_from is not None
     assert first_row + outputs <= weight.num_outputs
     block = min(1024, triton.next_power_of_2(half))
-    _dequantise_kernel[(outputs, triton.cdiv(half, block))](
+    _dequantize_kernel[(outputs, triton.cdiv(half, block))](
         weight.packed_OH,
         weight.absmax_OG,
         weight.book,
@@ -215,7 +215,7 @@ def dequantise_triton(weight: NF4Weight, out_OD: Tensor, first_row: int = 0) -> 
         first_row,
         half=half,
         group=weight.group,
-        quantised_from=TL_DTYPES[weight.quantised_from],
+        quantized_from=TL_DTYPES[weight.quantized_from],
         block=block,
         lookup=LOOKUP,
     )

@@ -181,13 +181,13 @@ def test_no_code_of_the_base_comes_along(base, tmp_path, make_adapter):
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_a_quantised_base_is_refused(base, tmp_path, make_adapter):
-    quantised = tmp_path / "base"
-    shutil.copytree(base, quantised)
+def test_a_quantized_base_is_refused(base, tmp_path, make_adapter):
+    quantized = tmp_path / "base"
+    shutil.copytree(base, quantized)
     stored = {n: t.to(torch.float8_e4m3fn) if "proj" in n else t for n, t in tensors(base).items()}
-    save_file(stored, quantised / "model.safetensors")
-    with pytest.raises(AdapterUnsupported, match="quantised"):
-        merged(quantised, make_adapter(), tmp_path / "out")
+    save_file(stored, quantized / "model.safetensors")
+    with pytest.raises(AdapterUnsupported, match="quantized"):
+        merged(quantized, make_adapter(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

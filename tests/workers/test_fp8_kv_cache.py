@@ -93,7 +93,7 @@ def test_answers_are_those_of_transformers_over_a_rounded_cache(model, fleet, pr
                 torch.tensor(reference.logprobs(tokens + completion.token_ids, path, used)[len(tokens) - 1 :])
                 for used in (cache, None)
             )
-            assert (found - truth).abs().mean() < 1e-3  # of a number that rounds to the other of its two neighbours
+            assert (found - truth).abs().mean() < 1e-3  # of a number that rounds to the other of its two neighbors
             assert 1e-2 < (found - exact).abs().mean() < 0.2
     assert llm._engine.stats().prefix_cache_hits_total > 0
 
@@ -203,7 +203,7 @@ def test_scales_that_are_no_scales_or_too_few_are_refused(model):
         {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME | {"num_bits": 4}},
     ],
 )
-def test_any_other_quantisation_stays_refused(model, config):
+def test_any_other_quantization_stays_refused(model, config):
     add_tensors(model, {}, quantization_config=config)
     with pytest.raises(UnsupportedModel, match="quantization_config"):
         scales_of(model)

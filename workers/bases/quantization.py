@@ -20,7 +20,7 @@ KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": Fa
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
 FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 REMEDY = (
-    "Serve the unquantised checkpoint with quantization=nf4 or fp8, which need no conversion, or one that bitsandbytes "
+    "Serve the unquantized checkpoint with quantization=nf4 or fp8, which need no conversion, or one that bitsandbytes "
     "made in 4 bits or llm-compressor in FP8_DYNAMIC."
 )
 
@@ -44,7 +44,7 @@ class Quantization:
 
 def stored_quantization(config: Mapping[str, Any] | None, folder: Path) -> Quantization | None:
     """Reads the quantization_config of config.json. Raises UnsupportedModel with a remedy if it is not served."""
-    if not config or _quantises_only_kv(config):
+    if not config or _quantizes_only_kv(config):
         return None
     method = config.get("quant_method", "unnamed")
     if method == "bitsandbytes":
@@ -67,7 +67,7 @@ def resolved(stored: Quantization | None, asked: Method | None) -> Quantization 
     if stored is not None:
         raise ConfigError(
             f"quantization={asked}, but the checkpoint is in {stored.method} already. Leave quantization out, or serve "
-            "the unquantised checkpoint.",
+            "the unquantized checkpoint.",
             "quantization",
         )
     return Quantization(asked, stored=None)
@@ -79,7 +79,7 @@ def _stored_linears(folder: Path) -> frozenset[str]:
         return frozenset(text_name(match[1]).removeprefix("model.") for match in found if match is not None)
 
 
-def _quantises_only_kv(config: Mapping[str, Any]) -> bool:
+def _quantizes_only_kv(config: Mapping[str, Any]) -> bool:
     """Returns whether llm-compressor left the weights alone and wrote only a scale per layer for K and for V."""
     if config.get("quant_method") != "compressed-tensors" or config.get("config_groups"):
         return False

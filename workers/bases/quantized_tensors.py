@@ -19,18 +19,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.quant.base_weight import QuantisedMatrix
+from lorafleet.kernels.quant.base_weight import QuantizedMatrix
 from lorafleet.kernels.quant.fp8 import FP8
-from lorafleet.kernels.quant.fp8_weight import FP8Matrix, quantise_rows
-from lorafleet.kernels.quant.nf4 import BLOCK, NF4Matrix, quantise
+from lorafleet.kernels.quant.fp8_weight import FP8Matrix, quantize_rows
+from lorafleet.kernels.quant.nf4 import BLOCK, NF4Matrix, quantize
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.quantization_methods import Method
 
 _STATE = r"quant_state\.bitsandbytes__(?:nf4|fp4)"
 MARK = re.compile(rf"(.*)\.weight(?:\.{_STATE}|_scale)")  # what every quantized linear has beside its weight
 BESIDE_WEIGHT = re.compile(rf".*\.weight(?:\.(?:absmax|quant_map|nested_absmax|nested_quant_map|{_STATE})|_scale)")
-Quantise = Callable[[Tensor], QuantisedMatrix]
-QUANTISE: dict[Method, Quantise] = {"nf4": quantise, "fp8": quantise_rows}
+Quantize = Callable[[Tensor], QuantizedMatrix]
+QUANTIZE: dict[Method, Quantize] = {"nf4": quantize, "fp8": quantize_rows}
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -45,7 +45,7 @@ class _State(msgspec.Struct, frozen=True):
     nested_offset: float = 0.0
 
 
-def quantised_matrix(name: str, names: Container[str], read: Callable[[str], Tensor]) -> NF4Matrix | FP8Matrix | None:
+def quantized_matrix(name: str, names: Container[str], read: Callable[[str], Tensor]) -> NF4Matrix | FP8Matrix | None:
     """Returns the quantized weight, or None if it is not quantized. Raises ConfigError if its tensors are damaged.
 
     Args:
@@ -68,8 +68,8 @@ def _four_bits(name: str, packed_state: Tensor, names: Container[str], read: Cal
         raise ConfigError(f"{name}: its bitsandbytes state cannot be read: {error}", "model") from None
     if state.blocksize % BLOCK:
         raise ConfigError(
-            f"{name} is quantised in blocks of {state.blocksize}; multiples of {BLOCK} are supported. "
-            "Quantise it again.",
+            f"{name} is quantized in blocks of {state.blocksize}; multiples of {BLOCK} are supported. "
+            "Quantize it again.",
             "model",
         )
     outputs, inputs = state.shape
@@ -93,7 +93,7 @@ def _absmax(name: str, state: _State, names: Container[str], read: Callable[[str
     book, outer = read(f"{name}.nested_quant_map").float(), read(f"{name}.nested_absmax").float()
     size = state.nested_blocksize or 0
     if absmax_B.dtype != torch.uint8 or book.shape != (256,) or size < 1 or len(outer) != -(-len(absmax_B) // size):
-        raise ConfigError(f"{name}: its nested quantisation is damaged.", "model")
+        raise ConfigError(f"{name}: its nested quantization is damaged.", "model")
     return book[absmax_B.int()] * outer.repeat_interleave(size)[: len(absmax_B)] + state.nested_offset
 
 

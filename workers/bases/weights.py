@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.quant.base_weight import BaseWeight, QuantisedMatrix
+from lorafleet.kernels.quant.base_weight import BaseWeight, QuantizedMatrix
 from lorafleet.kernels.quant.fp8_weight import FP8Matrix, FP8Weight
 from lorafleet.kernels.quant.nf4 import NF4Matrix, NF4Weight
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.quantization_methods import Method
 from lorafleet.workers.bases.checkpoint import ModelConfig
 from lorafleet.workers.bases.expert_names import engine_name
-from lorafleet.workers.bases.quantized_tensors import BESIDE_WEIGHT, QUANTISE, quantised_matrix
+from lorafleet.workers.bases.quantized_tensors import BESIDE_WEIGHT, QUANTIZE, quantized_matrix
 from lorafleet.workers.bases.stored_tensors import Stored, StoredTensors
 from lorafleet.workers.bases.text_part import is_of_pictures, text_name
 from lorafleet.workers.models.decoder import DecoderModel
@@ -132,7 +132,7 @@ def _stored(name: str, tensors: StoredTensors, model: DecoderModel) -> Stored:
     """Returns the tensor for reading. A quantized weight is decoded on the model's device."""
     quantization, device = model.config.quantization, model.norm.weight.device
     if quantization is not None and quantization.stored is not None:
-        matrix = quantised_matrix(name, tensors.path_of, lambda other: tensors.tensor(other).to(device))
+        matrix = quantized_matrix(name, tensors.path_of, lambda other: tensors.tensor(other).to(device))
         if matrix is not None:
             return matrix
     return tensors.stored(name)
@@ -165,7 +165,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _QuantisedPart:
+class _QuantizedPart:
     """The rows of a quantized weight from first_row on. It works like _Part."""
 
     weight: NF4Weight | FP8Weight
@@ -180,7 +180,7 @@ class _QuantisedPart:
 
         A plain matrix is quantized whole, so that blocks do not depend on what ranks hold.
         """
-        matrix = self._quantised(stored)
+        matrix = self._quantized(stored)
         at = self.first_row
         for rows, columns in self.places:
             self.weight.fill(at, matrix, (rows, columns))
@@ -192,27 +192,27 @@ class _QuantisedPart:
         shape = self.num_rows, columns.stop - columns.start
         values_OD = torch.empty(shape, dtype=self.weight.dtype, device=generator.device)
         whole = slice(0, shape[0]), slice(0, shape[1])
-        self.weight.fill(self.first_row, self._quantised(values_OD.normal_(std=0.02, generator=generator)), whole)
+        self.weight.fill(self.first_row, self._quantized(values_OD.normal_(std=0.02, generator=generator)), whole)
 
     def values(self) -> Tensor:
-        return self.weight.dequantised(slice(self.first_row, self.first_row + self.num_rows))
+        return self.weight.dequantized(slice(self.first_row, self.first_row + self.num_rows))
 
-    def _quantised(self, stored: Stored | Tensor) -> QuantisedMatrix:
+    def _quantized(self, stored: Stored | Tensor) -> QuantizedMatrix:
         if isinstance(stored, (NF4Matrix, FP8Matrix)):
             return stored
         device = next(self.weight.parameters()).device
-        return QUANTISE[self.method](stored[...].to(device, self.weight.dtype))
+        return QUANTIZE[self.method](stored[...].to(device, self.weight.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
     """The parameters that one tensor of a file fills."""
 
-    parts: tuple[_Part | _QuantisedPart, ...]
+    parts: tuple[_Part | _QuantizedPart, ...]
     fills: tuple[str, ...]  # names in _parts() that these parts fill
 
 
-def _parts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
+def _parts(model: DecoderModel) -> dict[str, _Part | _QuantizedPart]:
     """Returns the parts by the names of the checkpoint's tensors, with those of experts one by one."""
     config, shard = model.config, model.shard
 
@@ -224,7 +224,7 @@ def _parts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
         size = norm.weight.shape[0]
         return _Part(norm.weight.data, [(slice(0, size),)], [size], added=1.0 if config.norm_adds_one else 0.0)
 
-    parts: dict[str, _Part | _QuantisedPart] = {"model.embed_tokens.weight": vocabulary(model.embed_tokens)}
+    parts: dict[str, _Part | _QuantizedPart] = {"model.embed_tokens.weight": vocabulary(model.embed_tokens)}
     if not config.tie_word_embeddings:
         parts["lm_head.weight"] = vocabulary(model.lm_head)
     parts |= {f"model.{name}.weight": norm(n) for name, n in model.norms()}
@@ -244,17 +244,17 @@ def _parts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
 
 def _rows(
     weight: BaseWeight, first_row: int, num_rows: int, places: list[tuple[slice, ...]], whole_shape: list[int]
-) -> _Part | _QuantisedPart:
+) -> _Part | _QuantizedPart:
     if isinstance(weight, (NF4Weight, FP8Weight)):
         method: Method = "nf4" if isinstance(weight, NF4Weight) else "fp8"
-        return _QuantisedPart(weight, method, first_row, num_rows, places, whole_shape)
-    return _Part(weight.dequantised(slice(first_row, first_row + num_rows)), places, whole_shape)
+        return _QuantizedPart(weight, method, first_row, num_rows, places, whole_shape)
+    return _Part(weight.dequantized(slice(first_row, first_row + num_rows)), places, whole_shape)
 
 
-def _experts(model: DecoderModel) -> dict[str, _Part | _QuantisedPart]:
+def _experts(model: DecoderModel) -> dict[str, _Part | _QuantizedPart]:
     """Returns the parts of every expert's own tensors, as checkpoints on the hub have them."""
     rows, hidden = model.shard.of_expert, slice(0, model.config.hidden_size)
-    parts: dict[str, _Part | _QuantisedPart] = {}
+    parts: dict[str, _Part | _QuantizedPart] = {}
     for prefix, held in _held_experts(model):
         for leaf, (inputs, outputs) in model.config.expert_shapes().items():
             place = (hidden, rows) if leaf == "down_proj" else (rows, hidden)

@@ -172,7 +172,7 @@ class DecoderModel(nn.Module):
         if config.quantization is not None and config.experts is not None:
             raise UnsupportedModel(
                 "a mixture of experts is served in its own dtype only. Leave quantization out, or serve the "
-                "unquantised checkpoint.",
+                "unquantized checkpoint.",
                 "quantization",
             )
         self.config = config

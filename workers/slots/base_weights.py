@@ -21,7 +21,7 @@ from lorafleet.protocol.errors import AdapterUnsupported, ConfigError
 from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, peft_name
 from lorafleet.workers.bases.expert_names import engine_name
 from lorafleet.workers.bases.quantization import Quantization
-from lorafleet.workers.bases.quantized_tensors import QUANTISE, quantised_matrix
+from lorafleet.workers.bases.quantized_tensors import QUANTIZE, quantized_matrix
 from lorafleet.workers.bases.stored_tensors import checkpoint_files
 from lorafleet.workers.bases.text_part import text_name
 from lorafleet.workers.bases.weights import held_tensors
@@ -68,12 +68,12 @@ class FileWeights:
         stored = self._read(name)
         quantization = self._quantization
         if quantization is not None and quantization.stored is not None:
-            matrix = quantised_matrix(name, self._names(), self._read)
+            matrix = quantized_matrix(name, self._names(), self._read)
             return (stored if matrix is None else matrix[...]).to(self._dtype)
         weight = stored.to(self._dtype)
         # Only dense models are quantized. In those, these are all linears except the head.
         if quantization is not None and module.endswith("_proj"):
-            return QUANTISE[quantization.method](weight)[...].to(self._dtype)
+            return QUANTIZE[quantization.method](weight)[...].to(self._dtype)
         return weight
 
     def bias(self, module: str) -> Tensor:

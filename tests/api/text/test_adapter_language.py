@@ -64,7 +64,7 @@ def test_an_adapter_without_files_of_its_own_has_the_bases_language(reader, adap
     assert reader.read(adapter) == reader.base
 
 
-def test_the_bases_own_tokenizer_beside_an_adapter_is_recognised(reader, adapter, byte_tokenizer_folder, base):
+def test_the_bases_own_tokenizer_beside_an_adapter_is_recognized(reader, adapter, byte_tokenizer_folder, base):
     """Saved anew, by another version, with a padding that a trainer set."""
     own_tokenizer(byte_tokenizer_folder, adapter)
     path = adapter / "tokenizer.json"

@@ -105,7 +105,7 @@ HOSTILE = {
     "a list of ten billion": ("{{ [0] * 10**10 }}", "memory"),
     "a wide format": ("{{ '%*d' | format(10**9, 1) }}", "memory"),
     "a wide str.format": ("{{ '{:>999999999}'.format(1) }}", "memory"),
-    "centred": ("{{ 'a' | center(10**9) }}", "memory"),
+    "centered": ("{{ 'a' | center(10**9) }}", "memory"),
     "doubling": (
         "{% set ns = namespace(x='a') %}{% for i in range(64) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
         "memory",

@@ -39,7 +39,7 @@ from tests.workers.adapters.bad_adapters.damage import CANARY, SECRET
 from tests.workers.conftest import AdapterDir, make_base, peft_warnings_ignored
 
 WALL_S = 60.0  # a refusal takes some hundredths of a second; what is meant here would take minutes
-CPU_S = 20.0  # of all processes together, for the same adapter twice and the neighbour's tokens
+CPU_S = 20.0  # of all processes together, for the same adapter twice and the neighbor's tokens
 READ_BYTES = 48 << 20  # by all of them, sockets included
 GROWTH_BYTES = 192 << 20  # of any one of them, at its peak
 
@@ -59,7 +59,7 @@ class Server:
         body = {"lora_name": name, "lora_path": path}
         return httpx.post(f"{self.url}/v1/load_lora_adapter", json=body, timeout=300)
 
-    def neighbour(self) -> Any:
+    def neighbor(self) -> Any:
         answer = self.ask("good", max_tokens=24, logprobs=1, return_token_ids=True).json()["choices"][0]
         return answer["token_ids"], answer["logprobs"]["token_logprobs"]
 
@@ -160,14 +160,14 @@ def _good_adapter(path: Path) -> AdapterDir:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Server) -> Any:
-    return server.neighbour()
+    return server.neighbor()
 
 
 @pytest.fixture
 def beside(server: Server, undisturbed: Any) -> Iterator[None]:
-    """A neighbour's request runs through the test, and gets the answer that it always gets."""
+    """A neighbor's request runs through the test, and gets the answer that it always gets."""
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.neighbour)
+        answer = pool.submit(server.neighbor)
         yield
         tokens, logprobs = answer.result()
     assert tokens == undisturbed[0]

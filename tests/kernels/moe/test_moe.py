@@ -31,7 +31,7 @@ def normal(*shape: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
 def make_case(
     sizes: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[Tensor, Routing, Tensor, Tensor]:
-    """The first expert is everybody's favourite and the last one nobody's."""
+    """The first expert is everybody's favorite and the last one nobody's."""
     num_tokens, experts, per_token, hidden, inner = sizes
     x = normal(num_tokens, hidden, dtype=dtype, device=device, seed=1)
     logits = normal(num_tokens, experts, dtype=torch.float32, device=device, seed=2)

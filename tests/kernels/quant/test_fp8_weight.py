@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.quant.fp8 import FP8, FP8_MAX
-from lorafleet.kernels.quant.fp8_weight import FUSED_TOKENS, FP8Weight, quantise_rows
+from lorafleet.kernels.quant.fp8_weight import FUSED_TOKENS, FP8Weight, quantize_rows
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 
 
@@ -15,7 +15,7 @@ def held(values_OD: Tensor, place: tuple[slice, slice] | None = None) -> FP8Weig
     rows, columns = place = place or (slice(0, len(values_OD)), slice(0, values_OD.shape[1]))
     shape = rows.stop - rows.start, columns.stop - columns.start
     weight = FP8Weight(*shape, values_OD.dtype, values_OD.device)
-    weight.fill(0, quantise_rows(values_OD), place)
+    weight.fill(0, quantize_rows(values_OD), place)
     return weight
 
 
@@ -28,18 +28,18 @@ def reference(values_OD: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_weight_is_rounded_row_by_row(dtype: torch.dtype) -> None:
     values = (torch.randn(24, 40) * torch.logspace(-3, 3, 24)[:, None]).to(dtype)
-    assert torch.equal(held(values).dequantised(), reference(values).to(dtype))
-    assert torch.equal(held(values).dequantised(slice(3, 9)), reference(values)[3:9].to(dtype))
+    assert torch.equal(held(values).dequantized(), reference(values).to(dtype))
+    assert torch.equal(held(values).dequantized(slice(3, 9)), reference(values)[3:9].to(dtype))
 
 
 def test_a_ranks_part_has_the_wholes_values() -> None:
     values = torch.randn(24, 40)
     place = slice(4, 20), slice(10, 30)
-    assert torch.equal(held(values, place).dequantised(), reference(values)[place])
+    assert torch.equal(held(values, place).dequantized(), reference(values)[place])
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    assert not held(torch.zeros(2, 64)).dequantised().any()
+    assert not held(torch.zeros(2, 64)).dequantized().any()
 
 
 def test_products_are_those_of_the_values() -> None:
@@ -87,12 +87,12 @@ class TestOnGPU:
             assert (got.float() - exact).norm() / exact.norm() < 5e-3
 
     def test_tokens_are_rounded_as_rows_of_a_weight_are(self) -> None:
-        from lorafleet.kernels.quant.fp8_linear_triton import quantise_tokens_triton
+        from lorafleet.kernels.quant.fp8_linear_triton import quantize_tokens_triton
 
         for size in (64, 4096, 14336, 600):
             x = torch.randn(5, size, device="cuda").bfloat16()
             x[3] = 0
-            rounded, scale = quantise_tokens_triton(x)
-            want = quantise_rows(x)
+            rounded, scale = quantize_tokens_triton(x)
+            want = quantize_rows(x)
             assert torch.equal(scale, want.scale_O)
             assert torch.equal(rounded.float(), want.weight_OD.float())

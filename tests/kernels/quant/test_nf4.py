@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.decoder.scratch import Scratch
-from lorafleet.kernels.quant.nf4 import BLOCK, FUSED_TOKENS, NF4_BOOK, NF4Matrix, NF4Weight, quantise
+from lorafleet.kernels.quant.nf4 import BLOCK, FUSED_TOKENS, NF4_BOOK, NF4Matrix, NF4Weight, quantize
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def held(
     values_OD: Tensor, place: tuple[slice, slice] | None = None, dtype: torch.dtype | None = None
 ) -> tuple[NF4Weight, NF4Matrix]:
-    matrix = quantise(values_OD)
+    matrix = quantize(values_OD)
     rows, columns = place = place or (slice(0, len(values_OD)), slice(0, values_OD.shape[1]))
     dtype, device = dtype or values_OD.dtype, values_OD.device
     outputs, inputs = rows.stop - rows.start, columns.stop - columns.start
@@ -42,8 +42,8 @@ def test_a_weight_is_held_with_the_values_of_the_method(shape: tuple[int, int], 
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight, matrix = held(values)
     assert torch.equal(matrix.values(), reference(values))
-    assert torch.equal(weight.dequantised(), reference(values))
-    assert torch.equal(weight.dequantised(slice(2, 5)), reference(values)[2:5])
+    assert torch.equal(weight.dequantized(), reference(values))
+    assert torch.equal(weight.dequantized(slice(2, 5)), reference(values)[2:5])
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
@@ -51,7 +51,7 @@ def test_codes_and_values_are_those_of_bitsandbytes(shape: tuple[int, int]) -> N
     functional = pytest.importorskip("bitsandbytes.functional")
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     packed, state = functional.quantize_4bit(values, quant_type="nf4")
-    matrix = quantise(values)
+    matrix = quantize(values)
     packed = packed.flatten()
     assert torch.equal(torch.stack([packed >> 4, packed & 15], dim=1).view(shape), matrix.code_OD)
     assert torch.equal(state.absmax, matrix.absmax_B)
@@ -59,7 +59,7 @@ def test_codes_and_values_are_those_of_bitsandbytes(shape: tuple[int, int]) -> N
 
 
 def test_a_block_of_zeros_stays_zero() -> None:
-    assert not held(torch.zeros(2, 64))[0].dequantised().any()
+    assert not held(torch.zeros(2, 64))[0].dequantized().any()
 
 
 @pytest.mark.parametrize(("shape", "ranks"), [((48, 256), 4), ((40, 96), 2), ((33, 72), 3), ((8, 68), 2)], ids=str)
@@ -69,12 +69,12 @@ def test_a_ranks_part_has_the_wholes_values(shape: tuple[int, int], ranks: int) 
     size = shape[1] // ranks
     for rank in range(ranks):
         place = slice(1, shape[0] - 1), slice(rank * size, (rank + 1) * size)
-        assert torch.equal(held(values, place)[0].dequantised(), whole[place])
+        assert torch.equal(held(values, place)[0].dequantized(), whole[place])
 
 
-def test_values_are_rounded_to_what_was_quantised_before_what_is_served() -> None:
+def test_values_are_rounded_to_what_was_quantized_before_what_is_served() -> None:
     values = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert torch.equal(held(values, dtype=torch.float32)[0].dequantised(), reference(values).float())
+    assert torch.equal(held(values, dtype=torch.float32)[0].dequantized(), reference(values).float())
 
 
 def test_it_holds_half_a_byte_a_number_and_four_bytes_a_block() -> None:
@@ -86,7 +86,7 @@ def test_it_holds_half_a_byte_a_number_and_four_bytes_a_block() -> None:
 def test_products_are_those_of_the_values() -> None:
     values, x, bias = torch.randn(48, 64), torch.randn(5, 64), torch.randn(48)
     weight, _ = held(values)
-    want = x @ weight.dequantised().T
+    want = x @ weight.dequantized().T
     torch.testing.assert_close(weight.linear(x, bias), want + bias)
     torch.testing.assert_close(weight.add_linear(bias.repeat(5, 1), x), want + bias)
 
@@ -104,11 +104,11 @@ def test_the_kernels_in_the_interpreter() -> None:
             for tokens, (outputs, inputs), has_bias in cases:
                 values = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1))
                 weight, _ = held(values)
-                want = weight.dequantised()
+                want = weight.dequantized()
                 x, bias = torch.randn(tokens, inputs), torch.randn(outputs) if has_bias else None
                 out = torch.full_like(want, torch.nan)
-                assert torch.equal(nf4_triton.dequantise_triton(weight, out), want)
-                assert torch.equal(nf4_triton.dequantise_triton(weight, out[:7], 3), want[3:10])
+                assert torch.equal(nf4_triton.dequantize_triton(weight, out), want)
+                assert torch.equal(nf4_triton.dequantize_triton(weight, out[:7], 3), want[3:10])
                 if tokens == 1:
                     torch.testing.assert_close(
                         nf4_gemv_triton.nf4_gemv_triton(x, weight, bias),
@@ -132,7 +132,7 @@ class TestOnGPU:
         values = (torch.randn(shape, device="cuda") / math.sqrt(shape[1])).to(dtype)
         weight, matrix = held(values)
         want = matrix.values()
-        assert torch.equal(weight.dequantised(), want)
+        assert torch.equal(weight.dequantized(), want)
         x, bias = (torch.randn(n, device="cuda", dtype=dtype) for n in ((num_tokens, shape[1]), (shape[0],)))
         poison_free_memory()
         exact = x.float() @ want.float().T + bias.float()
@@ -141,10 +141,10 @@ class TestOnGPU:
         assert torch.equal(weight.linear(x, bias), weight.linear(x, bias))
 
     def test_values_written_for_cublas_are_the_same(self) -> None:
-        from lorafleet.kernels.quant.nf4_triton import dequantise_triton
+        from lorafleet.kernels.quant.nf4_triton import dequantize_triton
 
         for shape in SHAPES:
             weight, matrix = held(torch.randn(shape, device="cuda").bfloat16())
             out = torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16)
-            assert torch.equal(dequantise_triton(weight, out), matrix.values())
-            assert torch.equal(weight.dequantised(slice(3, 6)), matrix.values()[3:6])
+            assert torch.equal(dequantize_triton(weight, out), matrix.values())
+            assert torch.equal(weight.dequantized(slice(3, 6)), matrix.values()[3:6])

@@ -1,4 +1,4 @@
-"""Adapters over a quantised base, against transformers + PEFT in float32 over the plain base with the same values."""
+"""Adapters over a quantized base, against transformers + PEFT in float32 over the plain base with the same values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from lorafleet.kernels.quant.fp8_weight import FUSED_TOKENS, FP8Matrix, FP8Weight, quantise_rows
+from lorafleet.kernels.quant.fp8_weight import FUSED_TOKENS, FP8Matrix, FP8Weight, quantize_rows
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.bases.quantization import Quantization, resolved
 from lorafleet.workers.slots.base_weights import FileWeights, ModelWeights
-from quantised_models import (
+from quantized_models import (
     ROUNDED,
     bitsandbytes_checkpoint,
     compressed_checkpoint,
@@ -64,7 +64,7 @@ def served(folder: Path, **options: object) -> LLM:
 
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_plain_checkpoint_is_quantised_as_it_is_read(tmp_path, prompt, family, method) -> None:
+def test_a_plain_checkpoint_is_quantized_as_it_is_read(tmp_path, prompt, family, method) -> None:
     plain = make_model(tmp_path / "model", family, num_hidden_layers=2)
     values = with_values(plain, tmp_path / "values", ROUNDED[method])
     assert_answers_as(served(plain, quantization=method), values, prompt)
@@ -73,8 +73,8 @@ def test_a_plain_checkpoint_is_quantised_as_it_is_read(tmp_path, prompt, family,
 @pytest.mark.parametrize(("kind", "nested"), [("nf4", True), ("nf4", False), ("fp4", True)])
 def test_a_checkpoint_of_bitsandbytes_is_served_with_its_values(tmp_path, model, prompt, kind, nested) -> None:
     pytest.importorskip("bitsandbytes")
-    quantised, values = bitsandbytes_checkpoint(model, tmp_path / "quantised", kind, nested)
-    llm = served(quantised)
+    quantized, values = bitsandbytes_checkpoint(model, tmp_path / "quantized", kind, nested)
+    llm = served(quantized)
     assert all(w.packed_OH.dtype == torch.uint8 for w in weights(llm))
     assert_answers_as(llm, values, prompt)
 
@@ -83,8 +83,8 @@ def test_a_checkpoint_of_bitsandbytes_is_served_with_its_values(tmp_path, model,
 def test_linears_that_were_skipped_stay_as_they_are(tmp_path, model, prompt, skipped) -> None:
     """q_proj alone: k and v share its linear, which then holds their values."""
     pytest.importorskip("bitsandbytes")
-    quantised, values = bitsandbytes_checkpoint(model, tmp_path / "quantised", skipped=skipped)
-    llm = served(quantised)
+    quantized, values = bitsandbytes_checkpoint(model, tmp_path / "quantized", skipped=skipped)
+    llm = served(quantized)
     kinds = {type(w).__name__ for w in weights(llm)}
     assert kinds == {"PlainWeight", "NF4Weight"}
     assert_answers_as(llm, values, prompt)
@@ -92,27 +92,27 @@ def test_linears_that_were_skipped_stay_as_they_are(tmp_path, model, prompt, ski
 
 def test_an_fp8_checkpoint_of_llm_compressor_is_served_with_its_values(tmp_path, model, prompt) -> None:
     values = with_values(model, tmp_path / "values", ROUNDED["fp8"])
-    assert_answers_as(served(compressed_checkpoint(model, tmp_path / "quantised")), values, prompt)
+    assert_answers_as(served(compressed_checkpoint(model, tmp_path / "quantized")), values, prompt)
 
 
-def test_values_were_rounded_to_the_dtype_that_was_quantised(tmp_path, prompt) -> None:
+def test_values_were_rounded_to_the_dtype_that_was_quantized(tmp_path, prompt) -> None:
     pytest.importorskip("bitsandbytes")
     half = make_model(tmp_path / "model", "qwen3", num_hidden_layers=1, intermediate_size=128, dtype="bfloat16")
-    quantised, values = bitsandbytes_checkpoint(half, tmp_path / "quantised")
-    assert_answers_as(served(quantised, dtype="float32"), values, prompt)
+    quantized, values = bitsandbytes_checkpoint(half, tmp_path / "quantized")
+    assert_answers_as(served(quantized, dtype="float32"), values, prompt)
 
 
-def quantised(model: Path, folder: Path, checkpoint: str) -> tuple[Path, Path, dict[str, str]]:
+def quantized(model: Path, folder: Path, checkpoint: str) -> tuple[Path, Path, dict[str, str]]:
     """What is served, the plain checkpoint with its values, and the engine's options."""
     if checkpoint == "bitsandbytes":
         pytest.importorskip("bitsandbytes")
-        return *bitsandbytes_checkpoint(model, folder / "quantised"), {}
+        return *bitsandbytes_checkpoint(model, folder / "quantized"), {}
     return model, with_values(model, folder / "values", ROUNDED[checkpoint]), {"quantization": checkpoint}
 
 
 @pytest.mark.parametrize("checkpoint", ["bitsandbytes", "nf4", "fp8"])
 def test_two_ranks_answer_as_one(tmp_path, model, prompt, checkpoint) -> None:
-    folder, values, options = quantised(model, tmp_path, checkpoint)
+    folder, values, options = quantized(model, tmp_path, checkpoint)
     llm = start_llm(str(folder), 2, enable_lora=True, **options)
     try:
         assert_answers_as(llm, values, prompt)
@@ -122,7 +122,7 @@ def test_two_ranks_answer_as_one(tmp_path, model, prompt, checkpoint) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["bitsandbytes", "nf4", "fp8"])
 def test_adapters_that_need_the_bases_weights_get_the_values_that_are_served(tmp_path, model, checkpoint) -> None:
-    folder, values, options = quantised(model, tmp_path, checkpoint)
+    folder, values, options = quantized(model, tmp_path, checkpoint)
     engine = served(folder, **options)._engine.runner.steps.model
     config = engine.config
     held, files = ModelWeights(engine), FileWeights(folder, torch.float32, False, config.quantization)
@@ -153,20 +153,20 @@ class TestRefusals:
             read_model_config(folder)
         assert "quantization=nf4" in str(refusal.value)
 
-    def test_a_checkpoint_is_not_quantised_twice(self) -> None:
+    def test_a_checkpoint_is_not_quantized_twice(self) -> None:
         stored = Quantization("nf4", frozenset())
         assert resolved(stored, None) is resolved(stored, "nf4") is stored
         with pytest.raises(ConfigError, match="already"):
             resolved(stored, "fp8")
 
-    def test_experts_are_not_quantised(self, tmp_path) -> None:
+    def test_experts_are_not_quantized(self, tmp_path) -> None:
         with pytest.raises(UnsupportedModel, match="mixture of experts"):
             served(make_model(tmp_path / "model", "mixtral"), quantization="nf4")
 
     @pytest.mark.parametrize("damage", ["state", "blocksize", "absmax", "weight", "lacking"])
     def test_damaged_checkpoints_are_refused_by_the_tensors_name(self, tmp_path, model, damage) -> None:
         pytest.importorskip("bitsandbytes")
-        folder, _ = bitsandbytes_checkpoint(model, tmp_path / "quantised")
+        folder, _ = bitsandbytes_checkpoint(model, tmp_path / "quantized")
         name = "model.layers.1.mlp.up_proj.weight"
         tensors = load_file(folder / "model.safetensors")
         key = f"{name}.quant_state.bitsandbytes__nf4"
@@ -202,7 +202,7 @@ def test_the_weights_take_the_bytes_that_the_method_promises(model) -> None:
 def exact_fp8_linear(weight: FP8Weight, x_TD: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     """In float32: what the kernels round, and nothing else."""
     if weight._multiplies_e4m3 and len(x_TD) > FUSED_TOKENS:
-        x_TD = quantise_rows(x_TD).values()
+        x_TD = quantize_rows(x_TD).values()
     values_OD = FP8Matrix(weight.weight_OD, weight.scale_O).values()
     return F.linear(x_TD.float(), values_OD, None if bias_O is None else bias_O.float()).to(weight.dtype)
 

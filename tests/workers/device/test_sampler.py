@@ -91,9 +91,9 @@ def test_a_row_of_nan_gives_a_token_of_the_vocabulary_and_leaves_the_others_alon
     params = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.5, "top_k": 4}, {"min_p": 0.1}, {"temperature": 0}]
     for fields in params:
         both = torch.cat((torch.full((1, VOCAB), torch.nan), logits()))
-        token, neighbours = sample(both, [row(**fields), row(seed=5, temperature=0.9)])
+        token, neighbors = sample(both, [row(**fields), row(seed=5, temperature=0.9)])
         assert 0 <= token < VOCAB
-        assert [neighbours] == sample(logits(), [row(seed=5, temperature=0.9)])
+        assert [neighbors] == sample(logits(), [row(seed=5, temperature=0.9)])
 
 
 def test_a_row_of_nan_beside_a_wider_vocabulary_gives_a_token_of_its_own():

@@ -30,9 +30,9 @@ def test_every_number_is_the_nearest_that_its_scale_allows(dtype: torch.dtype, s
     for_rows, for_columns = fp8_scales(matrix, matrix)
     for scale, largest in ((for_rows.unsqueeze(1), matrix.abs().amax(1)), (for_columns, matrix.abs().amax(0))):
         assert torch.equal(scale.flatten(), largest.float() / FP8_MAX)
-        quantised = to_fp8(matrix, scale)
-        assert quantised.dtype is FP8 and quantised.is_contiguous()
-        error = (quantised.double() * scale.double() - matrix.double()).abs()
+        quantized = to_fp8(matrix, scale)
+        assert quantized.dtype is FP8 and quantized.is_contiguous()
+        error = (quantized.double() * scale.double() - matrix.double()).abs()
         assert (error <= 1.0001 * most_rounded_away(matrix.double(), scale.double())).all()
 
 

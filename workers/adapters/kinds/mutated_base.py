@@ -38,7 +38,7 @@ def check_init(helper: PEFTHelper) -> None:
         raise AdapterMalformed(f"init_lora_weights is {shown(init)}; it must be true, false or a name.")
     if init.startswith("pissa_niter_"):
         raise AdapterUnsupported(
-            f"unconverted PiSSA with a randomised decomposition (init_lora_weights={shown(init)}) cannot be served: "
+            f"unconverted PiSSA with a randomized decomposition (init_lora_weights={shown(init)}) cannot be served: "
             f"what was taken from the base is not in its files. {_CONVERT}"
         )
     if init.startswith("corda"):
@@ -49,10 +49,10 @@ def check_init(helper: PEFTHelper) -> None:
     if init == "loftq":
         raise AdapterUnsupported(
             "LoftQ (init_lora_weights='loftq') cannot be served: the base it was trained over is not in its files. "
-            "Serve the quantised base that LoftQ wrote, and set init_lora_weights to true."
+            "Serve the quantized base that LoftQ wrote, and set init_lora_weights to true."
         )
     if init != "pissa" and init.lower() not in _PLAIN_INITS | {"olora"}:
-        raise AdapterUnsupported(f"init_lora_weights={shown(init)} is not known; PEFT 0.21 has no such initialisation.")
+        raise AdapterUnsupported(f"init_lora_weights={shown(init)} is not known; PEFT 0.21 has no such initialization.")
 
 
 def _init(helper: PEFTHelper) -> str:

@@ -57,11 +57,11 @@ def make_base(family: str) -> PreTrainedModel:
     config, model, options = FAMILIES[family]
     torch.manual_seed(0)
     base: PreTrainedModel = model(config(**({"tie_word_embeddings": False} | SIZES | options))).eval()
-    randomise(base, ("bias", "norm.weight"))
+    randomize(base, ("bias", "norm.weight"))
     return base
 
 
-def randomise(model: nn.Module, endings: tuple[str, ...] = (".weight",)) -> None:
+def randomize(model: nn.Module, endings: tuple[str, ...] = (".weight",)) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):

@@ -267,7 +267,7 @@ def test_ia3_scales_that_all_readers_share_move_to_the_norm(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_pissa_s_difference_survives_a_small_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Just after initialisation the adapter changes nothing, and rounding must not make it change something. PEFT's own
+    """Just after initialization the adapter changes nothing, and rounding must not make it change something. PEFT's own
     decomposition is of float32: some 1e-5, more or less by the machine."""
     with peft_warnings_ignored():
         get_peft_model(make_base("llama"), lora(init_lora_weights="pissa")).save_pretrained(str(tmp_path / "a"))

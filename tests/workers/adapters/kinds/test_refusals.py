@@ -117,7 +117,7 @@ INEXACT: dict[str, tuple[PeftConfig, dict[str, object], str]] = {
     "IA3 on inputs of gate": (ia3("gate_proj"), {}, "otherwise than those of .*up_proj"),
     "IA3 on inputs of o": (ia3("o_proj"), {}, "differently for query heads that share a KV head"),
     "IA3 without its list": (ia3("down_proj"), {"feedforward_modules": None}, "feedforward_modules is null"),
-    "random PiSSA": (lora(), {"init_lora_weights": "pissa_niter_16"}, "PiSSA with a randomised"),
+    "random PiSSA": (lora(), {"init_lora_weights": "pissa_niter_16"}, "PiSSA with a randomized"),
     "MiSS of blocks": (KINDS["MiSS"], {"init_weights": "bat"}, "'bat'"),
     "targets left open": (KINDS["LoKr"], {"target_modules": None, "peft_type": "IA3"}, "alpha"),
     "QALoRA": (lora(), {"use_qalora": True}, "QALoRA"),

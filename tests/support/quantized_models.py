@@ -1,4 +1,4 @@
-"""Checkpoints with quantised linears, made of plain ones, and the plain ones that have their values."""
+"""Checkpoints with quantized linears, made of plain ones, and the plain ones that have their values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_linear(name: str) -> bool:
 
 
 def with_values(model: Path, folder: Path, rounded: Callable[[Tensor], Tensor]) -> Path:
-    """The plain checkpoint with the values that a quantised one stands for."""
+    """The plain checkpoint with the values that a quantized one stands for."""
     return _written(model, folder, lambda name, w: {name: rounded(w) if is_linear(name) else w}, {})
 
 

@@ -1,9 +1,9 @@
 """How much does a quiet tenant notice of a hostile one? Its time to first token and the gaps between its tokens, alone,
 beside each of many attacks, and beside all of them at once.
 
-    python benchmarks/noisy_neighbour.py --json noisy.json
-    python benchmarks/noisy_neighbour.py --only logit-bias connections
-    python benchmarks/noisy_neighbour.py --list
+    python benchmarks/noisy_neighbor.py --json noisy.json
+    python benchmarks/noisy_neighbor.py --only logit-bias connections
+    python benchmarks/noisy_neighbor.py --list
 
 Starts `lorafleet serve` on the CPU with the demo's model. Attacks (noisy/) come from a process of lower priority, as
 their senders' processors would not be the server's. Ends with status 1 where a bound was not kept: a first token within

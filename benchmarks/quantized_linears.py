@@ -1,6 +1,6 @@
-"""An 8B model's linears with quantised weights beside bf16's: milliseconds of all 32 layers' qkv, o, gate_up, down.
+"""An 8B model's linears with quantized weights beside bf16's: milliseconds of all 32 layers' qkv, o, gate_up, down.
 
-    python benchmarks/quantised_linears.py [--tokens 1 8 64 128 256 4096] [--layers 8]
+    python benchmarks/quantized_linears.py [--tokens 1 8 64 128 256 4096] [--layers 8]
 
 Weights are cold: each layer has its own, and some layers are more than the cache. Times are of one CUDA graph, the
 median of its replays, scaled to 32 layers. The floor is the weights' bytes at the copy bandwidth measured in the same
@@ -19,8 +19,8 @@ from engine_driver import copy_bandwidth
 from lorafleet.kernels.decoder.decoder_stack import LINEARS, captured, medians
 from lorafleet.kernels.decoder.scratch import Scratch
 from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight
-from lorafleet.kernels.quant.fp8_weight import FP8Weight, quantise_rows
-from lorafleet.kernels.quant.nf4 import NF4Weight, quantise
+from lorafleet.kernels.quant.fp8_weight import FP8Weight, quantize_rows
+from lorafleet.kernels.quant.nf4 import NF4Weight, quantize
 
 MODEL_LAYERS = 32
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
@@ -33,10 +33,10 @@ def make(kind: str, values_OD: Tensor, scratch: Scratch) -> BaseWeight:
         return PlainWeight(values_OD)
     if kind == "fp8":
         fp8 = FP8Weight(outputs, inputs, DTYPE, DEVICE)
-        fp8.fill(0, quantise_rows(values_OD), whole)
+        fp8.fill(0, quantize_rows(values_OD), whole)
         return fp8
     nf4 = NF4Weight(outputs, inputs, DTYPE, DEVICE, scratch)
-    nf4.fill(0, quantise(values_OD), whole)
+    nf4.fill(0, quantize(values_OD), whole)
     return nf4
 
 
