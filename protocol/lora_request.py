@@ -3,6 +3,8 @@ files."""
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 
 
@@ -32,6 +34,14 @@ class LoRAPart(msgspec.Struct, frozen=True):
 
     lora: LoRARequest
     weight: float
+
+
+def adapter_number(lora_name: str) -> int:
+    """Returns the lora_int_id of an adapter that only has a name: a positive int32, the same in every process.
+
+    Adapters are identified by their digest, so a collision does no harm.
+    """
+    return 1 + zlib.crc32(lora_name.encode()) % (2**31 - 2)
 
 
 def turn_group(tenant: str | None, lora: LoRARequest | None) -> str:

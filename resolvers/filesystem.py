@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import zlib
 from collections.abc import Collection
 from pathlib import Path
 
 from lorafleet.protocol.adapter_files import AdapterFolder, read_config
 from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterMissing, ConfigError
-from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.lora_request import LoRARequest, adapter_number
 from lorafleet.protocol.names import check_adapter_name
 from lorafleet.resolvers.trained_base import is_for_base
 
@@ -57,7 +56,7 @@ class FilesystemResolver:
             return None
         return LoRARequest(
             lora_name,
-            adapter_int_id(lora_name),
+            adapter_number(lora_name),
             str(folder.path),
             base_model_name=base_model_name,
             within=str(self._directory),
@@ -71,11 +70,3 @@ class FilesystemResolver:
         except AdapterChanged:
             logger.warning("adapter %r is not served: its folder is a symlink out of the resolver's", lora_name)
             return None
-
-
-def adapter_int_id(lora_name: str) -> int:
-    """Returns a positive number that is the same in every process.
-
-    Adapters are identified by their digest, so a collision does no harm.
-    """
-    return zlib.crc32(lora_name.encode()) or 1

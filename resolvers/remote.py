@@ -11,9 +11,8 @@ import functools
 from collections.abc import Collection
 
 from lorafleet.protocol.errors import Forbidden, InvalidRequest
-from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.lora_request import LoRARequest, adapter_number
 from lorafleet.protocol.names import check_adapter_name
-from lorafleet.resolvers.filesystem import adapter_int_id
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.resolvers.trained_base import is_for_base
 
@@ -47,4 +46,4 @@ class RemoteResolver:
             return None
         if digest is None:
             return None
-        return LoRARequest(lora_name, adapter_int_id(lora_name), uri, digest, base_model_name)
+        return LoRARequest(lora_name, adapter_number(lora_name), uri, digest, base_model_name)

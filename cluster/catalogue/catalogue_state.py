@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import zlib
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -16,7 +15,7 @@ import msgspec
 from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry, Removed, Version, num_bytes_of
 from lorafleet.cluster.catalogue.name_index import NameIndex
 from lorafleet.cluster.catalogue.packed import Packed, PackedAdapters, unpack
-from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.lora_request import LoRARequest, adapter_number
 from lorafleet.protocol.names import tenant_of
 
 
@@ -166,11 +165,6 @@ class CatalogueState:
 
 def _digests(adapter: Adapter | None) -> set[str]:
     return set() if adapter is None or adapter.removing else {version.digest for version in adapter.versions}
-
-
-def adapter_number(name: str) -> int:
-    """Returns a positive number for callers that need one. An adapter's identity is its digest."""
-    return 1 + zlib.crc32(name.encode()) % (2**31 - 2)
 
 
 def _uniform(name: str, key: str) -> float:

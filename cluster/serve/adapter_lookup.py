@@ -18,11 +18,10 @@ import msgspec
 
 from lorafleet.api.backend import StorageLimits
 from lorafleet.cluster.admin.pushing import AdapterAdmin
-from lorafleet.cluster.catalogue.catalogue_state import adapter_number
 from lorafleet.cluster.directory.directory import Order
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.protocol.errors import AdapterExists, InvalidAdapterName, ModelNotFound, QueueFull
-from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, adapter_number, turn_group
 from lorafleet.protocol.names import check_adapter_name, check_full_name, tenant_of
 from lorafleet.resolvers.lora_resolver import LoRAResolver
 from lorafleet.resolvers.store import FETCH_THREADS

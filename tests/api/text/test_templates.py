@@ -242,7 +242,7 @@ def test_a_template_is_compiled_when_it_is_checked(sandbox: TemplateSandbox) -> 
 
 def running() -> list[psutil.Process]:
     """The processes of this test's process that render templates."""
-    return [one for one in family(os.getpid()) if any("sandbox.template_program" in part for part in command(one))]
+    return [one for one in family(os.getpid()) if any("text.template_program" in part for part in command(one))]
 
 
 def test_the_process_sees_nothing_and_opens_nothing(sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
