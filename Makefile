@@ -7,9 +7,8 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-ADAPTERS := $(foreach name,shout json pirate,$(name)=demo/adapters/$(name))
 
-.PHONY: install demo test fuzz lint docs bench clean
+.PHONY: install demo test fuzz lint docs dist bench clean
 
 install: $(INSTALLED)
 
@@ -22,8 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # exec: Ctrl-C must reach the server itself, not a shell before it
 demo: install
-	@exec $(BIN)/lorafleet serve --model demo/model --served-model-name demo --lora-modules $(ADAPTERS) \
-		--host $(HOST) --port $(PORT) --allow-runtime-lora-updating
+	@exec $(BIN)/lorafleet demo --host $(HOST) --port $(PORT)
 
 # JOBS: processes; tests/README.md says how they share the tests
 test: install
@@ -41,6 +39,10 @@ lint: install
 # the documentation as a site in site/; a broken link is an error
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# a wheel and a source archive, in dist/
+dist: install
+	$(BIN)/python -m build
 
 bench: install
 	$(BIN)/python benchmarks/http_frontend.py

@@ -7,12 +7,15 @@ import inspect
 import sys
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
 
-from lorafleet import __version__
+import lorafleet
 from lorafleet.cluster.cli.cli_adapters import adapters
 from lorafleet.cluster.cli.cli_compare import compare
 from lorafleet.cluster.cli.cli_config import config
@@ -24,7 +27,7 @@ from lorafleet.cluster.cli.cli_metrics import metrics
 from lorafleet.cluster.cli.cli_quality import quality
 from lorafleet.cluster.cli.cli_usage import usage
 from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
-from lorafleet.cluster.proxy.tls import tls_files
+from lorafleet.cluster.proxy.tls import TLSFiles, tls_files
 from lorafleet.protocol.errors import LorafleetError
 from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config
 
@@ -36,12 +39,18 @@ SEVERAL_VALUES = (
 # Panels of the help text, by the first field in each.
 PANELS = {"model": "Model", "device": "Engine", "enable_lora": "Adapters", "num_replicas": "Cluster"}
 
+# The demo's model and adapters, which the package has as data.
+DEMO = Path(lorafleet.__file__).parent / "demo"
+
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="TCP port to listen on.")]
+
 app = typer.Typer(help="Serve one base model and many LoRA adapters.", no_args_is_help=True)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lorafleet {__version__}")
+        typer.echo(f"lorafleet {lorafleet.__version__}")
         raise typer.Exit
 
 
@@ -55,8 +64,8 @@ def _root(
 
 
 def _serve(
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     direct_streaming: Annotated[
         bool, typer.Option(help="Tokens go from the replica through HAProxy; off: through Serve's own slower proxy.")
     ] = True,
@@ -70,15 +79,40 @@ def _serve(
     **options: Any,
 ) -> None:
     """Starts a local Ray, the replicas and the HTTP server. Ctrl-C stops them all."""
-    try:
+    with _errors_as_text():
         args = parse_args({name: value for name, value in options.items() if value not in (None, [])})
         args.engine_config()
         check_paths(args)
-        from lorafleet.cluster.serve.local import Listener, serve_locally  # Here, so that --help is fast.
+        _run(args, host, port, tls_files(ssl_certfile, ssl_keyfile, ssl_ca_certs), direct_streaming)
 
-        host = "127.0.0.1" if host == "localhost" else host
-        tls = tls_files(ssl_certfile, ssl_keyfile, ssl_ca_certs)
-        serve_locally(args, Listener(host, port, tls, direct_streaming))
+
+def _demo(host: Host = "127.0.0.1", port: Port = 8000) -> None:
+    """Serves the bundled demo: a tiny model with three adapters, on a GPU if there is one. Ctrl-C stops it."""
+    with _errors_as_text():
+        adapters = {folder.name: str(folder) for folder in sorted((DEMO / "adapters").iterdir())}
+        args = parse_args(
+            {
+                "model": str(DEMO / "model"),
+                "served_model_name": "demo",
+                "lora_modules": [f"{name}={path}" for name, path in adapters.items()],
+                "allow_runtime_lora_updating": True,
+            }
+        )
+        _run(args, host, port, None, True)
+
+
+def _run(args: AppArgs, host: str, port: int, tls: TLSFiles | None, direct_streaming: bool) -> None:
+    """Serves until the process is told to stop."""
+    from lorafleet.cluster.serve.local import Listener, serve_locally  # Here, so that --help is fast.
+
+    host = "127.0.0.1" if host == "localhost" else host
+    serve_locally(args, Listener(host, port, tls, direct_streaming))
+
+
+@contextmanager
+def _errors_as_text() -> Iterator[None]:
+    try:
+        yield
     except LorafleetError as error:
         typer.echo(f"lorafleet: {error.message}", err=True)
         raise typer.Exit(1) from None
@@ -130,6 +164,7 @@ app.add_typer(config, name="config")
 app.add_typer(metrics, name="metrics")
 app.add_typer(quality, name="quality")
 app.command("serve")(_with_options(_serve))
+app.command("demo")(_demo)
 app.command("inspect")(inspect_adapter)
 app.command("convert")(convert)
 app.command("merge")(merge)
