@@ -130,97 +130,104 @@ class AppArgs(BaseModel):
 
     model: str = Field(description="Local Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
     served_model_name: Annotated[list[str], BeforeValidator(_as_list)] = Field(
-        [], description="Names that requests use for the base model; the model's path when left out."
+        [], description="Names that requests use for the base model. Default: the model's path."
     )
     lora_modules: Annotated[list[Module], BeforeValidator(_as_list)] = Field(
         [], description='Adapters served from the start: name=path, or JSON with "name", "path", "base_model_name".'
     )
-    chat_template: str | None = Field(None, description="File with a Jinja chat template; default: the tokenizer's.")
+    chat_template: str | None = Field(None, description="File with a Jinja chat template. Default: the tokenizer's.")
 
     pooling: Literal["auto", "last", "mean"] = Field(
         "auto",
-        description="Of embeddings: the last token's hidden state or the mean of all; auto is what the model's "
-        "1_Pooling/config.json says, else last.",
+        description="Embeddings are the last token's hidden state, or the mean of all tokens'. auto: as the "
+        "model's 1_Pooling/config.json says, else last.",
     )
     tool_call_parser: ToolCallFormat = Field(
         "auto",
-        description="How models write tool calls: auto tells it from each model's chat template; none reads no calls.",
+        description="Format in which models write tool calls. auto: recognized from each model's chat template. "
+        "none: no calls are read.",
     )
 
-    device: Device = Field("auto", description="auto takes a GPU where the cluster has one.")
-    dtype: DType = Field("auto", description="auto is the checkpoint's own.")
+    device: Device = Field("auto", description="auto: a GPU if the cluster has one.")
+    dtype: DType = Field("auto", description="auto: the checkpoint's own.")
     load_format: LoadFormat = Field(
-        "safetensors", description="dummy: random weights in config.json's shape, to measure speed with."
+        "safetensors", description="dummy: random weights in the shape of config.json, for measurements of speed."
     )
     quantization: Method | None = Field(
         None,
-        description="Quantize the linears as they are read: nf4 (4 bits, as bitsandbytes; the smallest) or fp8 (e4m3, "
-        "a scale an output channel; the fastest); default: as the checkpoint has them.",
+        description="Quantize the linear layers as they are read: nf4 (4 bits, as bitsandbytes; smallest) or fp8 "
+        "(e4m3 with one scale per output channel; fastest). Default: as the checkpoint stores them.",
     )
-    max_model_len: int | None = Field(None, description="Tokens of prompt and answer; default: what the model allows.")
+    max_model_len: int | None = Field(
+        None, description="Tokens of prompt and answer together. Default: what the model allows."
+    )
     block_size: int = Field(16, description="Tokens in a KV block.")
     gpu_memory_utilization: float = Field(0.9, description="Share of a GPU's memory that the worker may use, 0 to 1.")
     kv_cache_tokens: int | None = Field(
-        None, description="Tokens in the KV cache; default: what is left on a GPU, at most 65536 on a CPU."
+        None, description="Tokens in the KV cache. Default: what is left on a GPU; at most 65536 on a CPU."
     )
     kv_cache_dtype: KVCacheDType = Field(
-        "auto", description="auto is the model's own; fp8 (e4m3) holds twice the tokens, less exactly."
+        "auto", description="auto: the model's own. fp8 (e4m3) holds twice the tokens with less precision."
     )
-    max_num_seqs: int = Field(256, description="Sequences in one step.")
+    max_num_seqs: int = Field(256, description="Most sequences in one step.")
     max_num_batched_tokens: int = Field(
-        2048, description="Tokens in one step; raise it for throughput, at the price of memory."
+        2048, description="Most tokens in one step. Raise it for throughput; it costs memory."
     )
     max_num_mixed_tokens: int = Field(
         512,
-        description="Tokens in a step that decodes beside prompts; lower it for steadier streams, raise it to answer "
-        "new requests sooner.",
+        description="Most tokens in a step that processes prompts beside decoding sequences. Lower it for "
+        "steadier streams; raise it to start new requests sooner.",
     )
-    enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prompt beginnings.")
-    attention_backend: AttentionName = Field("auto", description="auto takes the fastest one installed.")
-    enforce_eager: bool = Field(False, description="No CUDA graphs; slower, to find faults with.")
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
+    attention_backend: AttentionName = Field("auto", description="auto: the fastest one installed.")
+    enforce_eager: bool = Field(False, description="Do not use CUDA graphs. Slower; for debugging.")
     cpu_threads: int | None = Field(
-        None, description="torch threads of a CPU worker; default: cores / (replicas x tensor_parallel_size)."
+        None, description="torch threads of a CPU worker. Default: cores / (replicas x tensor_parallel_size)."
     )
-    seed: int = Field(0, description="Seeds the requests that name none; each replica mixes it with its own id.")
+    seed: int = Field(0, description="Seed for requests that name none. Each replica mixes it with its own id.")
 
     enable_lora: bool = Field(True, description="Serve adapters beside the base model.")
-    max_loras: int = Field(8, description="Adapters in GPU slots; raise it if the swap rate is high.")
-    max_lora_rank: int = Field(64, description="Largest rank accepted.")
-    max_cpu_loras: int | None = Field(None, description="Adapters kept in host memory; default: 2 x max_loras.")
+    max_loras: int = Field(8, description="GPU slots for adapters. Raise it if adapters are swapped often.")
+    max_lora_rank: int = Field(64, description="Largest adapter rank that is accepted.")
+    max_cpu_loras: int | None = Field(None, description="Adapters kept in host memory. Default: 2 x max_loras.")
     fill_cpu_loras: bool = Field(
         False,
-        description="Read adapters of the catalogue into empty host memory before anybody asks for them, so that first "
-        "requests need not wait. Worth its reads where the cluster's host memory holds a good part of the catalogue.",
+        description="Read adapters of the catalogue into empty host memory before they are requested, so that "
+        "first requests need not wait. Useful if the cluster's host memory holds a good part of the "
+        "catalogue.",
     )
     lora_dtype: LoRADType = Field(
         "auto",
-        description="Of the adapters' weights; auto is the base's; fp8 (e4m3) takes half the memory, less exactly.",
+        description="Dtype of adapters' weights. auto: the base's. fp8 (e4m3) takes half the memory with less "
+        "precision.",
     )
     fully_sharded_loras: bool | None = Field(
         None,
-        description="Under tensor parallel, divide both A and B over the ranks, for one small exchange more a linear; "
-        "default: on GPUs, not on CPUs. With one rank it changes nothing.",
+        description="Under tensor parallelism, divide both A and B over the ranks; this costs one more small "
+        "exchange per linear layer. Default: on GPUs yes, on CPUs no.",
     )
     extra_memory_gib: float = Field(
         4.0,
-        description="GPU memory for what adapters in slots have besides A and B: vectors, norms, vocabulary tables,"
-        " LoRA on the experts of a mixture.",
+        description="GPU memory for what adapters in slots have besides A and B: vectors, norms, vocabulary "
+        "tables, LoRA on the experts of a mixture.",
     )
-    bias_enabled: bool = Field(False, description="Adapters with biases are served without it; refused when set.")
+    bias_enabled: bool = Field(
+        False, description="Adapters with biases are served without this option. Refused when set."
+    )
     lora_extra_vocab_size: int | None = Field(
-        None, description="The most tokens that an adapter may add to the base's vocabulary; default: no limit."
+        None, description="Most tokens that an adapter may add to the base's vocabulary. Default: no limit."
     )
     long_lora_scaling_factors: list[float] | None = Field(
-        None, description="Without effect in this version: refused when set."
+        None, description="Not supported in this version: refused when set."
     )
     on_lora_load_failure: OnLoadFailure = Field(
-        "error", description="base: answer from the base model where an adapter fails to load, and say so."
+        "error", description="base: if an adapter fails to load, answer from the base model, and say so."
     )
     allow_runtime_lora_updating: bool = Field(
         False, description="Enable /v1/load_lora_adapter and /v1/unload_lora_adapter. Trusted networks only."
     )
     lora_resolver_dir: str | None = Field(
-        None, description="Folder of adapters, served by their folder's name when first asked for."
+        None, description="Folder of adapters. Each is served by the name of its folder when it is first requested."
     )
     lora_resolver_s3: Annotated[S3Config | None, _parse_source("uri")] = Field(
         None,
@@ -239,80 +246,85 @@ class AppArgs(BaseModel):
     )
     lora_resolvers: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         [],
-        description="Who is asked for an unknown adapter, in this order, the first hit wins: filesystem, s3, http, hub "
-        "and installed plugins. Those configured above and not named here are asked before.",
+        description="Order in which unknown adapters are looked up; the first hit wins: filesystem, s3, http, "
+        "hub and installed plugins. Resolvers that are configured but not named here are asked "
+        "first.",
     )
     lora_cache_dir: str | None = Field(
-        None, description="Where a node keeps fetched adapters, on a local disk; default: ~/.cache/lorafleet."
+        None, description="Folder on each node's local disk for fetched adapters. Default: ~/.cache/lorafleet."
     )
     lora_cache_bytes: int = Field(
-        CACHE_BYTES, ge=1, description="Bytes of that folder; the least recently used adapters give way."
+        CACHE_BYTES, ge=1, description="Most bytes in that folder. The least recently used adapters are evicted."
     )
 
     catalog_uri: str | None = Field(
         None,
-        description="Where the catalogue of adapters is kept: a folder that all nodes see, or s3://bucket/prefix; "
-        "default: a folder below LORAFLEET_STATE_DIR or ~/.local/state/lorafleet on the head node.",
+        description="Where the catalogue of adapters is stored: a folder that all nodes see, or "
+        "s3://bucket/prefix. Default: a folder below LORAFLEET_STATE_DIR or ~/.local/state/lorafleet "
+        "on the head node.",
     )
 
     admin_key: str | None = Field(
         None,
         repr=False,
         min_length=8,
-        description="Opens /v1/adapters to those who send it; better given in the environment, as "
-        "LORAFLEET_ADMIN_KEY. Without it nobody administers over HTTP.",
+        description="Key that opens /v1/adapters. Better given in the environment, as LORAFLEET_ADMIN_KEY. "
+        "Without it nobody administers over HTTP.",
     )
 
     api_keys: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         None,
         repr=False,
-        description="YAML or JSON file of API keys and tenants, which every node has at this path; `lorafleet keys` "
-        "writes it, and servers read it again when it changes. Its content may also be in the environment, as "
-        "LORAFLEET_API_KEYS. Without it everybody may infer.",
+        description="YAML or JSON file of API keys and tenants, which every node has at this path. `lorafleet "
+        "keys` writes it, and servers read it again when it changes. Its content may also be in the "
+        "environment variable LORAFLEET_API_KEYS. Without it anyone who reaches the server may send "
+        "requests.",
     )
     usage_dir: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         None,
-        description="Folder where replicas meter what tenants use, which `lorafleet usage` adds up; default with "
-        "api_keys: usage/ below LORAFLEET_STATE_DIR or ~/.local/state/lorafleet, on each node.",
+        description="Folder in which replicas meter the use of tenants; `lorafleet usage` adds it up. Default "
+        "with api_keys: usage/ below LORAFLEET_STATE_DIR or ~/.local/state/lorafleet, on each node.",
     )
     audit_dir: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         None,
-        description="Folder where replicas log who administered what; default with admin_key or api_keys: audit/ at "
-        "the same place.",
+        description="Folder in which replicas log who administered what. Default with admin_key or api_keys: "
+        "audit/ at the same place.",
     )
     allowed_origins: Annotated[list[Origin], BeforeValidator(_as_list)] = Field(
         [],
-        description="Sites whose pages may use the server from a browser, such as https://app.example.org, or * for "
-        "all. Without keys other sites' pages are refused, as is a Host that is neither an address nor localhost.",
+        description="Sites whose pages may use the server from a browser, such as https://app.example.org, or * "
+        "for all. Without keys, pages of other sites are refused, and so is a Host that is neither "
+        "an address nor localhost.",
     )
     insecure_without_keys: bool = Field(
-        False, description="Start on an address that is open to the network though there are no API keys."
+        False, description="Start without API keys even if the address is open to the network."
     )
     insecure_without_ray_token: bool = Field(
-        False, description="Start on an address that is open to the network though Ray checks no token."
+        False, description="Start even if the address is open to the network and Ray checks no token."
     )
 
     otlp_traces_endpoint: str | None = Field(
         None,
-        description="URL of an OpenTelemetry collector to which requests' traces are sent, as protobuf over HTTP, such "
-        "as http://localhost:4318/v1/traces; default: no traces. Needs the extra: pip install 'lorafleet[otel]'.",
+        description="URL of an OpenTelemetry collector that gets the traces of requests, as protobuf over HTTP, "
+        "such as http://localhost:4318/v1/traces. Default: no traces. Needs the extra: pip install "
+        "'lorafleet[otel]'.",
     )
     otlp_traces_ratio: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="Share of the requests that are traced, of those whose client has not decided by a `traceparent`.",
+        description="Share of requests that are traced, among those whose client has not decided by a `traceparent`.",
     )
 
     quality_probes: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         None,
-        description="YAML or JSON file of prompts that models are asked every so often, which every node has at this "
-        "path: how well each agrees with its stored baseline (docs/quality.md); default: nothing is asked.",
+        description="YAML or JSON file of prompts, which every node has at this path. Models are asked them on a "
+        "schedule and compared with their stored baselines (docs/quality.md). Default: no probes.",
     )
 
-    num_replicas: int = Field(1, ge=1, description="Engines; each holds the whole base model.")
+    num_replicas: int = Field(1, ge=1, description="Number of replicas. Each holds the whole base model.")
     max_replicas: int | None = Field(
-        None, ge=1, description="More than num_replicas are started under load, up to so many; default: never."
+        None, ge=1, description="Largest number of replicas under load. Default: num_replicas, without autoscaling."
     )
     target_load: float = Field(
         0.7,
@@ -321,26 +333,28 @@ class AppArgs(BaseModel):
         description="With max_replicas: how full replicas should be, of sequences and of KV tokens, 0 to 1.",
     )
     upscale_delay_s: float = Field(
-        30.0, ge=0, description="With max_replicas: for so long they must be too busy before one more is started."
+        30.0, ge=0, description="With max_replicas: seconds of sustained overload before a replica is added."
     )
     downscale_delay_s: float = Field(
-        600.0, ge=0, description="With max_replicas: for so long they must be idle before one is stopped."
+        600.0, ge=0, description="With max_replicas: seconds of low load before a replica is removed."
     )
     tensor_parallel_size: int = Field(
-        1, ge=1, description="GPUs of one node that share each engine's model; raise it where one is too small or slow."
+        1,
+        ge=1,
+        description="GPUs of one node that share each replica's model. Raise it if one GPU is too small or too slow.",
     )
-    num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker; fractions are allowed.")
+    num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker. Fractions are allowed.")
     max_ongoing_requests: int = Field(
-        1024, ge=1, description="Requests that one replica takes at a time; Serve lets no more through."
+        1024, ge=1, description="Most requests that one replica accepts at a time; Serve lets no more through."
     )
     max_queued_requests: int | None = Field(
         512,
-        description="Requests that may wait on one replica beside the max_num_seqs that it runs; more are refused with "
-        "429 and Retry-After.",
+        description="Requests that may wait on one replica besides the max_num_seqs that it runs. More are "
+        "refused with 429 and Retry-After.",
     )
     max_queued_tokens: int | None = Field(
         2_000_000,
-        description="Tokens of prompts that may wait on one replica; what would exceed it is refused likewise, unless "
+        description="Prompt tokens that may wait on one replica. A request beyond it is refused with 429, unless "
         "nothing waits.",
     )
     queue_timeout: float | None = Field(

@@ -23,17 +23,23 @@ if TYPE_CHECKING:
 def compare(
     model: Annotated[str, typer.Option(help="Folder of the base model; with --url its name there.")],
     adapters: Annotated[list[str], typer.Option(help="NAME=PATH (folder or URI) …; with --url NAME=name there.")],
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines; default: a small bundled set.")] = None,
-    retention: Annotated[
-        Path | None, typer.Option(help="JSON lines that should not get worse; default: bundled.")
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts, as JSON lines; default: a small bundled set.")
     ] = None,
-    baseline: Annotated[str, typer.Option(help="What the others are held against: base, or an adapter's name.")] = BASE,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
-    url: Annotated[str | None, typer.Option(help="Of a running server, in place of an engine in this process.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For --url.")] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Without --url.")] = "auto",
-    dtype: Annotated[FloatName | None, typer.Option(help="Of the weights; default: the checkpoint's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write an HTML report there.")] = None,
+    retention: Annotated[
+        Path | None, typer.Option(help="File of prompts that should not get worse, as JSON lines; default: bundled.")
+    ] = None,
+    baseline: Annotated[str, typer.Option(help="Model to compare with: base, or the name of an adapter.")] = BASE,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer in tokens.")] = 64,
+    url: Annotated[
+        str | None, typer.Option(help="URL of a running server; default: an engine in this process.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key for --url.")] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Device of the engine in this process.")
+    ] = "auto",
+    dtype: Annotated[FloatName | None, typer.Option(help="Dtype of the weights; default: the checkpoint's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for an HTML report.")] = None,
     as_json: JSONOption = False,
 ) -> None:
     """Runs prompts through a base and its adapters. Reports agreement, perplexity, KL, drift between versions of an

@@ -16,7 +16,7 @@ config = typer.Typer(help="Check the files that a cluster is started from.", no_
 
 @config.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="For `serve run`, for `ray up`, or a KubeRay RayService.")],
+    file: Annotated[Path, typer.Argument(help="File for `serve run` or `ray up`, or a KubeRay RayService.")],
 ) -> None:
     """Checks a file and prints all its mistakes at once, or what would run where. It starts nothing.
 

@@ -30,16 +30,18 @@ def convert(
         typer.Argument(metavar="[SRC] DST", help="Source (folder or URI) and new folder; with --merge DST alone."),
     ],
     model: ModelOption = None,
-    dtype: Annotated[FloatName | None, typer.Option(help="Store values so.")] = None,
+    dtype: Annotated[FloatName | None, typer.Option(help="Dtype of the stored values; default: as they are.")] = None,
     rank: Annotated[int | None, typer.Option(min=1, help="Largest rank to keep, by SVD; prints what is lost.")] = None,
-    merge: Annotated[list[str] | None, typer.Option(help="Adapters to make one of: --merge A B ….")] = None,
-    weights: Annotated[list[float] | None, typer.Option(help="Of each of them; default 1.")] = None,
-    method: Annotated[Method | None, typer.Option(help="How, as PEFT's add_weighted_adapter; default cat.")] = None,
+    merge: Annotated[list[str] | None, typer.Option(help="Adapters to merge into one: --merge A B ….")] = None,
+    weights: Annotated[list[float] | None, typer.Option(help="One weight per adapter; default 1.")] = None,
+    method: Annotated[
+        Method | None, typer.Option(help="Method of the merge, as in PEFT's add_weighted_adapter; default cat.")
+    ] = None,
     density: Annotated[
         float | None, typer.Option(help="Share of values that ties, dare, magnitude_prune keep.")
     ] = None,
-    majority_sign: Annotated[MajoritySign | None, typer.Option(help="Whose sign ties elects; default total.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of dare's random choice; default 0.")] = None,
+    majority_sign: Annotated[MajoritySign | None, typer.Option(help="Sign election of ties; default total.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of dare's random choice; default 0.")] = None,
     as_json: JSONOption = False,
 ) -> None:
     """Writes an adapter in today's PEFT layout.

@@ -20,11 +20,18 @@ if TYPE_CHECKING:
 
 def inspect(
     path: Annotated[str, typer.Argument(help="Folder of an adapter, or a URI.")],
-    model: Annotated[list[Path] | None, typer.Option(help="Folder of a base: would it load? Several times.")] = None,
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of a base; says whether it would load the adapter. May be repeated."),
+    ] = None,
     tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="GPUs that share a base.")] = 1,
-    fully_sharded_loras: Annotated[bool, typer.Option(help="As serve's on GPUs.")] = True,
-    lora_dtype: Annotated[LoRADType, typer.Option(help="As serve's; auto: the base's, else bfloat16.")] = "auto",
-    max_lora_rank: Annotated[int, typer.Option(min=1, help="As serve's.")] = LoRAConfig().max_lora_rank,
+    fully_sharded_loras: Annotated[bool, typer.Option(help="The server's option of this name.")] = True,
+    lora_dtype: Annotated[
+        LoRADType, typer.Option(help="The server's option of this name; auto: the base's, else bfloat16.")
+    ] = "auto",
+    max_lora_rank: Annotated[
+        int, typer.Option(min=1, help="The server's option of this name.")
+    ] = LoRAConfig().max_lora_rank,
     as_json: JSONOption = False,
 ) -> None:
     """Shows what an adapter is, what it costs on a GPU, which bases it fits, and what serving would reject and why.

@@ -29,8 +29,10 @@ def create(
     file: File,
     id_: Annotated[str, typer.Option("--id", help="The key's public name, for logs and for revoking it.")],
     # A mutable default is safe, since typer copies it.
-    scope: Annotated[list[str], typer.Option(help="infer, admin or metrics; several times.")] = ["infer"],  # noqa: B006
-    tenant: Annotated[str | None, typer.Option(help="Whose it is; without, it sees what is public.")] = None,
+    scope: Annotated[list[str], typer.Option(help="infer, admin or metrics; may be repeated.")] = ["infer"],  # noqa: B006
+    tenant: Annotated[
+        str | None, typer.Option(help="Tenant that owns the key; without one, it sees what is public.")
+    ] = None,
     expires: Annotated[
         str | None, typer.Option(help="A date such as 2027-01-31, or a time from now: 90d, 12h.")
     ] = None,

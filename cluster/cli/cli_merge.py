@@ -14,9 +14,9 @@ from lorafleet.cluster.cli.cli_tools import FloatName, JSONOption, dtype_named, 
 
 def merge(
     base: Annotated[Path, typer.Argument(help="Folder of the base model.")],
-    adapter: Annotated[str, typer.Argument(help="Folder or URI.")],
-    out: Annotated[Path, typer.Argument(help="New folder.")],
-    dtype: Annotated[FloatName | None, typer.Option(help="Of the weights; default: each tensor's own.")] = None,
+    adapter: Annotated[str, typer.Argument(help="Folder or URI of the adapter.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the merged model.")],
+    dtype: Annotated[FloatName | None, typer.Option(help="Dtype of the weights; default: each tensor's own.")] = None,
     as_json: JSONOption = False,
 ) -> None:
     """Writes a checkpoint of the base with an adapter merged into its weights."""

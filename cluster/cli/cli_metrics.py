@@ -15,10 +15,10 @@ from lorafleet.cluster.serve.state_folder import state_folder
 
 metrics = typer.Typer(help="Prometheus and Grafana for a running server.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(help="Where to write; made where it is missing.")]
+Folder = Annotated[Path, typer.Argument(help="Folder to write to; it is made if it is missing.")]
 Server = Annotated[str, typer.Option(envvar="LORAFLEET_URL", help="The server's address.")]
 TokenFile = Annotated[
-    Path | None, typer.Option(help="File with a key of the metrics scope, where the server asks for keys.")
+    Path | None, typer.Option(help="File with a key of the scope metrics, if the server asks for keys.")
 ]
 CAFile = Annotated[Path | None, typer.Option(help="Certificate authority of an https server, in PEM.")]
 Interval = Annotated[int, typer.Option(min=1, help="Seconds between two scrapes.")]
@@ -29,8 +29,8 @@ DEFAULT_SERVER = "http://127.0.0.1:8000"
 @metrics.command("up")
 def up(
     server: Server = DEFAULT_SERVER,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Of Prometheus, on 127.0.0.1.")] = 9090,
-    grafana_port: Annotated[int, typer.Option(min=1, max=65535, help="Of Grafana, on 127.0.0.1.")] = 3000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Prometheus on 127.0.0.1.")] = 9090,
+    grafana_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Grafana on 127.0.0.1.")] = 3000,
     data: Annotated[
         Path | None,
         typer.Option(help="Folder of their files and data; default: metrics in lorafleet's state directory."),
@@ -40,7 +40,7 @@ def up(
     scrape_interval: Interval = 15,
     retention: Annotated[str, typer.Option(help="How long Prometheus keeps data, such as 12h or 15d.")] = "15d",
     grafana_home: Annotated[
-        Path | None, typer.Option(help="Grafana's homepath, where it is not where packages put it.")
+        Path | None, typer.Option(help="Grafana's homepath, if it is not where packages put it.")
     ] = None,
 ) -> None:
     """Starts Prometheus for a running server, and Grafana if it is installed. Ctrl-C stops them."""

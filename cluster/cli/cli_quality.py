@@ -9,9 +9,9 @@ import typer
 from lorafleet.client.admin import DEFAULT_URL
 from lorafleet.cluster.cli.cli_adapters import Key, Url, print_answer
 
-quality = typer.Typer(help="How a running server's models stand beside their baselines.", no_args_is_help=True)
+quality = typer.Typer(help="Compare a running server's models with their baselines.", no_args_is_help=True)
 
-Model = Annotated[str, typer.Argument(help="As the file of --quality-probes names it.")]
+Model = Annotated[str, typer.Argument(help="Model, as the file of --quality-probes names it.")]
 
 
 @quality.command("show")

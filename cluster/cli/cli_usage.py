@@ -23,7 +23,9 @@ def usage(
     since: Annotated[
         str | None, typer.Option(help="A date or time (UTC where it says no zone), or 7d, 12h ago.")
     ] = None,
-    until: Annotated[str | None, typer.Option(help="Likewise; what ended then is not in it.")] = None,
+    until: Annotated[
+        str | None, typer.Option(help="The same; requests that ended at this time or later are left out.")
+    ] = None,
 ) -> None:
     """Prints sequences and tokens as CSV, with one line for each tenant, or for each combination of the fields in
     --by."""
