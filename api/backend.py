@@ -13,7 +13,7 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, TokenOutput
 
 
-class EngineClient(Protocol):
+class EngineBackend(Protocol):
     @property
     def hello(self) -> EngineHello: ...
 

@@ -20,10 +20,10 @@ from lorafleet.api.access.caller_admission import Quotas, WorkBounds
 from lorafleet.api.access.fair_threads import LONG_WORK, FairThreads
 from lorafleet.api.access.gate import Gate
 from lorafleet.api.access.origins import Origins
-from lorafleet.api.access.usage import Meter
+from lorafleet.api.access.usage import UsageMeter
 from lorafleet.api.access.visibility import CallersCatalog, NoTenants, Tenants
 from lorafleet.api.answer.shared_run import SharedRun
-from lorafleet.api.backend import AdapterCatalog, EngineClient
+from lorafleet.api.backend import AdapterCatalog, EngineBackend
 from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.routes.model_pages import ModelPages
 from lorafleet.api.telemetry.http_metrics import Metrics
@@ -102,7 +102,7 @@ class Front:
         self,
         config: FrontConfig,
         tokenizer: Tokenizer,
-        engine: EngineClient,
+        engine: EngineBackend,
         catalog: AdapterCatalog,
         scrape: Callable[[], Awaitable[bytes]] | None = None,
         fetched_since: Callable[[str, float], bool] = lambda _digest, _since_s: False,
@@ -110,7 +110,7 @@ class Front:
         gate: Gate | None = None,
         quotas: Quotas | None = None,
         tenants: Tenants | None = None,
-        meter: Meter | None = None,
+        meter: UsageMeter | None = None,
         audit: Audit | None = None,
     ) -> None:
         self.config = config

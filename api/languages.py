@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from lorafleet.api.backend import EngineClient
+from lorafleet.api.backend import EngineBackend
 from lorafleet.api.text.adapter_language import Language, LanguageReader
 from lorafleet.api.text.language_cache import LanguageCache
 from lorafleet.api.text.templates import TemplateSandbox
@@ -23,7 +23,7 @@ from lorafleet.protocol.adapter_files import AdapterFolder
 from lorafleet.protocol.errors import AdapterError, InvalidRequest, QueueFull
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import tenant_of
-from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
+from lorafleet.sandbox.job_turns import JobTurns, NoRoom, TurnLimits
 
 NUM_THREADS = 8  # More than are read at a time, because remote adapters are fetched first and wait for the network.
 MAX_LANGUAGES_READ = 2  # Languages read at a time; a tokenizer file may have 64 MiB.
@@ -40,7 +40,7 @@ def open_local(path: str, digest: str) -> AbstractContextManager[Path]:  # noqa:
 class AdapterLanguages:
     """The languages of all adapters. Owns the processes that read and run their tokenizers and templates."""
 
-    def __init__(self, tokenizer: Tokenizer, engine: EngineClient, open_files: OpenFiles = open_local) -> None:
+    def __init__(self, tokenizer: Tokenizer, engine: EngineBackend, open_files: OpenFiles = open_local) -> None:
         hello = engine.hello
         self.templates, self._encoders = TemplateSandbox(), Encoders()
         self._reader = LanguageReader(tokenizer, hello.vocab_size, hello.eos_token_ids, self.templates, self._encoders)
@@ -48,7 +48,7 @@ class AdapterLanguages:
         self._engine = engine
         self._open_files = open_files
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter-language")
-        self._turns = Turns(TurnLimits(MAX_LANGUAGES_READ, MAX_LANGUAGES_WAITING))
+        self._turns = JobTurns(TurnLimits(MAX_LANGUAGES_READ, MAX_LANGUAGES_WAITING))
         self._cache = LanguageCache()
         self._under_way: dict[str, asyncio.Task[Language]] = {}
 

@@ -22,7 +22,7 @@ import psutil
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_log import CatalogueLog
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Share, Version, moved
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share, VersionRecord, moved
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.directory.residency import Report, Routes, RouteView
@@ -73,10 +73,12 @@ def write_log(folder: Path, num_adapters: int) -> None:
         )
 
 
-def _adapter(number: int) -> Adapter:
+def _adapter(number: int) -> AdapterRecord:
     source = f"s3://trainers/team-{number % 1000}/adapter-{number}"
-    version = Version(1, digest_of(number), source, 16, 84_000_000, 1.7e9 + number, base_model_name="meta/Llama-3.1-8B")
-    adapter = Adapter(f"adapter-{number}", (version,), tenant=f"team-{number % 1000}")
+    version = VersionRecord(
+        1, digest_of(number), source, 16, 84_000_000, 1.7e9 + number, base_model_name="meta/Llama-3.1-8B"
+    )
+    adapter = AdapterRecord(f"adapter-{number}", (version,), tenant=f"team-{number % 1000}")
     return moved(adapter, adapter.name, (Share(1, 1.0),), 1.7e9 + number)
 
 

@@ -50,7 +50,7 @@ END_OF_BODY = b"0\r\n\r\n"
 
 
 class InstantEngine:
-    """Shaped like workers.transport.EngineClient; every token is there at once."""
+    """Shaped like EngineClient of protocol/transport.py; every token is there at once."""
 
     def __init__(self) -> None:
         self.hello = EngineHello(vocab_size=32_000, max_model_len=8192, kv_cache_tokens=1 << 20, eos_token_ids=[])
@@ -81,7 +81,9 @@ class NoAdapters:
     async def resolve(self, name: str, key: str | None = None, group: str = "") -> LoRARequest:  # noqa: ARG002  # none
         raise ModelNotFound(name)
 
-    async def add(self, name: str, path: str, *, load_inplace: bool, limits: object) -> LoRARequest:
+    async def add(
+        self, name: str, path: str, *, load_inplace: bool, limits: object = None, within: str | None = None
+    ) -> LoRARequest:
         raise NotImplementedError
 
     async def remove(self, name: str) -> None:
@@ -89,7 +91,7 @@ class NoAdapters:
 
 
 class InstantReplica:
-    """cluster.replica.EngineReplica without a worker: the same front, the same way into Serve."""
+    """EngineReplica of cluster/serve/replica.py without a worker: the same front, the same way into Serve."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lorafleet.api.access.usage import Usage
+from lorafleet.api.access.usage import TenantUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def client_s_id(request_id: str) -> str:
     return request_id.partition("-")[2].rpartition("-")[0]
 
 
-def compare(told: dict[str, Told], lines: Iterable[Usage]) -> Metered:
+def compare(told: dict[str, Told], lines: Iterable[TenantUsage]) -> Metered:
     prompts: Counter[str] = Counter()
     completions: Counter[str] = Counter()
     sums: dict[str, Counter[str]] = {}

@@ -20,7 +20,7 @@ import httpx
 import msgspec
 
 from lorafleet.client import calls
-from lorafleet.client.calls import Call, PushOptions
+from lorafleet.client.calls import AdminCall, PushOptions
 from lorafleet.client.client_errors import APIConnectionError, APIError, status_error
 from lorafleet.client.packing import pack
 from lorafleet.client.results import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
@@ -129,13 +129,13 @@ class AdminClient:
         """Runs a model's quality probes now and makes the result the new baseline."""
         return self._send(calls.run_quality(model, accept=True))
 
-    def _send(self, call: Call[AnswerT]) -> AnswerT:
+    def _send(self, call: AdminCall[AnswerT]) -> AnswerT:
         if call.folder is None:
             return self._sent(call, _json(call))
         with tempfile.TemporaryFile() as packed:
             return self._sent(call, {"content": packed, "headers": _tar(pack(call.folder, packed))})
 
-    def _sent(self, call: Call[AnswerT], body: dict[str, Any]) -> AnswerT:
+    def _sent(self, call: AdminCall[AnswerT], body: dict[str, Any]) -> AnswerT:
         try:
             response = self._http.request(call.method, _path(call), params=call.query, **body)
         except httpx.TransportError as error:
@@ -221,14 +221,14 @@ class AsyncAdminClient:
     async def accept_quality(self, model: str) -> Quality:
         return await self._send(calls.run_quality(model, accept=True))
 
-    async def _send(self, call: Call[AnswerT]) -> AnswerT:
+    async def _send(self, call: AdminCall[AnswerT]) -> AnswerT:
         if call.folder is None:
             return await self._sent(call, _json(call))
         with tempfile.TemporaryFile() as packed:
             headers = _tar(await asyncio.to_thread(pack, call.folder, packed))
             return await self._sent(call, {"content": _chunks(packed), "headers": headers})
 
-    async def _sent(self, call: Call[AnswerT], body: dict[str, Any]) -> AnswerT:
+    async def _sent(self, call: AdminCall[AnswerT], body: dict[str, Any]) -> AnswerT:
         try:
             response = await self._http.request(call.method, _path(call), params=call.query, **body)
         except httpx.TransportError as error:
@@ -247,11 +247,11 @@ def _settings(url: str | None, key: str | None, timeout_s: float) -> dict[str, A
     return {"base_url": url, "headers": headers, "timeout": timeout_s}
 
 
-def _path(call: Call[Any]) -> str:
+def _path(call: AdminCall[Any]) -> str:
     return f"/v1/{call.of}/{call.path}" if call.path else f"/v1/{call.of}"
 
 
-def _json(call: Call[Any]) -> dict[str, Any]:
+def _json(call: AdminCall[Any]) -> dict[str, Any]:
     """Returns the body as JSON, without values that are None."""
     if call.body is None:
         return {}
@@ -271,7 +271,7 @@ def _unreached(url: httpx.URL, error: httpx.TransportError) -> APIConnectionErro
     return APIConnectionError(f"{url} does not answer: {error or type(error).__name__}.")
 
 
-def _answer(call: Call[AnswerT], response: httpx.Response) -> AnswerT:
+def _answer(call: AdminCall[AnswerT], response: httpx.Response) -> AnswerT:
     if not response.is_success:
         raise status_error(response)
     try:

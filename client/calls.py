@@ -18,7 +18,7 @@ AnswerT = TypeVar("AnswerT", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[AnswerT]):
+class AdminCall(Generic[AnswerT]):
     """One HTTP call and the type of its answer."""
 
     answer: type[AnswerT]
@@ -41,63 +41,63 @@ class PushOptions(TypedDict, total=False):
     metadata: dict[str, str]  # Stored with the version.
 
 
-def page(after: str, limit: int) -> Call[AdapterPage]:
-    return Call(AdapterPage, "GET", query={"after": after, "limit": str(limit)})
+def page(after: str, limit: int) -> AdminCall[AdapterPage]:
+    return AdminCall(AdapterPage, "GET", query={"after": after, "limit": str(limit)})
 
 
-def show(name: str) -> Call[Adapter]:
-    return Call(Adapter, "GET", quote(name))
+def show(name: str) -> AdminCall[Adapter]:
+    return AdminCall(Adapter, "GET", quote(name))
 
 
-def push(name: str, source: str, options: PushOptions) -> Call[Adapter]:
-    return Call(Adapter, "POST", body={"name": name, "source": source, **options})
+def push(name: str, source: str, options: PushOptions) -> AdminCall[Adapter]:
+    return AdminCall(Adapter, "POST", body={"name": name, "source": source, **options})
 
 
-def upload(name: str, folder: Path, options: PushOptions) -> Call[Adapter]:
+def upload(name: str, folder: Path, options: PushOptions) -> AdminCall[Adapter]:
     query = {"options": json.dumps(options), "source": str(folder.absolute())}
-    return Call(Adapter, "PUT", f"{quote(name)}/files", query, folder=folder)
+    return AdminCall(Adapter, "PUT", f"{quote(name)}/files", query, folder=folder)
 
 
-def alias(name: str, to: int | Mapping[int, float], alias: str | None) -> Call[Adapter]:
+def alias(name: str, to: int | Mapping[int, float], alias: str | None) -> AdminCall[Adapter]:
     target = {"version": to} if isinstance(to, int) else {"split": {str(one): weight for one, weight in to.items()}}
     return _verb(Adapter, name, "alias", {"alias": alias, **target})
 
 
-def unalias(name: str, alias: str) -> Call[Adapter]:
-    return Call(Adapter, "DELETE", quote(name), {"alias": alias})
+def unalias(name: str, alias: str) -> AdminCall[Adapter]:
+    return AdminCall(Adapter, "DELETE", quote(name), {"alias": alias})
 
 
-def rollback(name: str, alias: str | None) -> Call[Adapter]:
+def rollback(name: str, alias: str | None) -> AdminCall[Adapter]:
     return _verb(Adapter, name, "rollback", {"alias": alias})
 
 
-def pin(name: str, replicas: int) -> Call[Adapter]:
+def pin(name: str, replicas: int) -> AdminCall[Adapter]:
     return _verb(Adapter, name, "pin", {"replicas": replicas})
 
 
-def unpin(name: str) -> Call[Adapter]:
+def unpin(name: str) -> AdminCall[Adapter]:
     return _verb(Adapter, name, "unpin", {})
 
 
-def prefetch(name: str, replicas: int) -> Call[Prefetched]:
+def prefetch(name: str, replicas: int) -> AdminCall[Prefetched]:
     return _verb(Prefetched, name, "prefetch", {"replicas": replicas})
 
 
-def verify(name: str) -> Call[Verified]:
+def verify(name: str) -> AdminCall[Verified]:
     return _verb(Verified, name, "verify", {})
 
 
-def remove(name: str, wait_s: float) -> Call[Removed]:
-    return Call(Removed, "DELETE", quote(name), {"wait_s": str(wait_s)})
+def remove(name: str, wait_s: float) -> AdminCall[Removed]:
+    return AdminCall(Removed, "DELETE", quote(name), {"wait_s": str(wait_s)})
 
 
-def quality() -> Call[QualityList]:
-    return Call(QualityList, "GET", of="quality")
+def quality() -> AdminCall[QualityList]:
+    return AdminCall(QualityList, "GET", of="quality")
 
 
-def run_quality(model: str, *, accept: bool) -> Call[Quality]:
-    return Call(Quality, "POST", f"{quote(model)}/{'accept' if accept else 'run'}", body={}, of="quality")
+def run_quality(model: str, *, accept: bool) -> AdminCall[Quality]:
+    return AdminCall(Quality, "POST", f"{quote(model)}/{'accept' if accept else 'run'}", body={}, of="quality")
 
 
-def _verb(answer: type[AnswerT], name: str, verb: str, body: Mapping[str, Any]) -> Call[AnswerT]:
-    return Call(answer, "POST", f"{quote(name)}/{verb}", body=body)
+def _verb(answer: type[AnswerT], name: str, verb: str, body: Mapping[str, Any]) -> AdminCall[AnswerT]:
+    return AdminCall(answer, "POST", f"{quote(name)}/{verb}", body=body)

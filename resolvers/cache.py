@@ -24,7 +24,7 @@ from pathlib import Path
 
 from lorafleet.protocol.adapter_files import folder_digest
 from lorafleet.protocol.errors import AdapterError, AdapterTooLarge, AdapterUnavailable, ConfigError
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.durable import sync
 from lorafleet.resolvers.locks import holding_folder, locked
 
@@ -75,13 +75,13 @@ class AdapterCache:
             yield folder if held else None
 
     @contextlib.contextmanager
-    def alone(self, source: str, deadline: Deadline) -> Iterator[None]:
+    def alone(self, source: str, deadline: FetchDeadline) -> Iterator[None]:
         """Holds the lock of a source, so that one process of the node at a time fetches it."""
         with locked(self._locks / _name(source), deadline):
             yield
 
     @contextlib.contextmanager
-    def draft(self, sizes: Mapping[str, int], deadline: Deadline) -> Iterator[Path]:
+    def draft(self, sizes: Mapping[str, int], deadline: FetchDeadline) -> Iterator[Path]:
         """Yields a folder with files of these sizes, to be filled and published. It is gone after the block."""
         with locked(self._locks / "room", deadline):
             self._make_room(sum(sizes.values()))

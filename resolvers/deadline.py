@@ -11,7 +11,7 @@ SOCKET_S = 20.0  # longest silence of a connection before it is closed and tried
 STOP_POLL_S = 0.2
 
 
-class Deadline:
+class FetchDeadline:
     """The end of one fetch. `what` describes the fetch in messages; setting `stop` from outside ends it at once."""
 
     def __init__(self, timeout_s: float, what: str, stop: threading.Event) -> None:
@@ -41,8 +41,8 @@ class Deadline:
             self._stop.wait(min(rest, self.left_s(), STOP_POLL_S))
         self.left_s()
 
-    def until(self, stop: threading.Event) -> Deadline:
+    def until(self, stop: threading.Event) -> FetchDeadline:
         """Returns a deadline with the same end that another event stops. The parts of one download use it."""
-        other = Deadline(self._timeout_s, self._what, stop)
+        other = FetchDeadline(self._timeout_s, self._what, stop)
         other._ends_s = self._ends_s
         return other

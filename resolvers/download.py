@@ -18,7 +18,7 @@ from typing import Protocol
 from lorafleet.protocol.adapter_files import CHUNK_BYTES, read_buffer
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnavailable
 from lorafleet.resolvers.checksum import Checker
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.source import Interrupted, RemoteFile, Source
 
 PART_BYTES = 8 << 20
@@ -37,7 +37,7 @@ class Told(Protocol):
     def retried(self) -> None: ...
 
 
-def download(source: Source, file: RemoteFile, target: Path, deadline: Deadline, told: Told) -> None:
+def download(source: Source, file: RemoteFile, target: Path, deadline: FetchDeadline, told: Told) -> None:
     """Fills `target`, which already has the file's size, and checks its content.
 
     Raises AdapterUnavailable, AdapterChanged or AdapterMalformed if that fails.
@@ -63,7 +63,7 @@ def download(source: Source, file: RemoteFile, target: Path, deadline: Deadline,
     _verify(file, target)
 
 
-def _await_all(work: list[Future[None]], deadline: Deadline) -> None:
+def _await_all(work: list[Future[None]], deadline: FetchDeadline) -> None:
     """Raises the parts' first error. Meanwhile checks the deadline, since only it reports a stop from outside."""
     left = set(work)
     while left:
@@ -73,7 +73,7 @@ def _await_all(work: list[Future[None]], deadline: Deadline) -> None:
 
 
 def _download_part(
-    source: Source, file: RemoteFile, part: tuple[int, int], fd: int, deadline: Deadline, progress: _Progress
+    source: Source, file: RemoteFile, part: tuple[int, int], fd: int, deadline: FetchDeadline, progress: _Progress
 ) -> None:
     start, end = part
     position, failures = start, 0

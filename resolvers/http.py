@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
 from lorafleet.protocol.errors import Forbidden
 from lorafleet.protocol.sources import HTTPConfig
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.ranges import Described, RangeReader
 from lorafleet.resolvers.source import RemoteFile, wanted_names
 
@@ -20,7 +20,7 @@ class HTTPSource:
         self._allowed_prefixes = config.allowed
         self._reader = RangeReader(self._is_allowed)
 
-    def find(self, uri: str, deadline: Deadline) -> list[RemoteFile]:
+    def find(self, uri: str, deadline: FetchDeadline) -> list[RemoteFile]:
         """Finds the adapter's files by asking for each name, since a folder on a web server cannot be listed."""
         folder = uri.rstrip("/") + "/"
         if not self._is_allowed(folder):
@@ -38,7 +38,7 @@ class HTTPSource:
                 break
         return [self._file(folder + name, name, found[name]) for name in wanted_names(list(found), uri)]
 
-    def read(self, file: RemoteFile, start: int, end: int, deadline: Deadline) -> Generator[bytes, None, None]:
+    def read(self, file: RemoteFile, start: int, end: int, deadline: FetchDeadline) -> Generator[bytes, None, None]:
         return self._reader.read(
             file.location, start, end, file.size, file.version, in_ranges=file.in_ranges, deadline=deadline
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lorafleet.protocol.errors import AdapterUnavailable, Forbidden, InvalidRequest
 from lorafleet.protocol.sources import HubConfig
 from lorafleet.resolvers.checksum import Checksum
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.ranges import RangeReader
 from lorafleet.resolvers.source import Interrupted, RemoteFile, wanted_names
 
@@ -36,7 +36,7 @@ class HubSource:
         self._reader: RangeReader | None = None
         self._lock = threading.Lock()
 
-    def find(self, uri: str, deadline: Deadline) -> list[RemoteFile]:
+    def find(self, uri: str, deadline: FetchDeadline) -> list[RemoteFile]:
         repo, folder, revision = split(uri)
         if not any(fnmatch.fnmatchcase(repo, pattern) for pattern in self._config.allow):
             raise Forbidden(f"{repo} is not a repo that lora_resolver_hub allows ({', '.join(self._config.allow)}).")
@@ -55,7 +55,7 @@ class HubSource:
             found.append(RemoteFile(name, location, size, f"{commit}/{prefix}{name}", _checksum(here[name])))
         return found
 
-    def read(self, file: RemoteFile, start: int, end: int, deadline: Deadline) -> Generator[bytes, None, None]:
+    def read(self, file: RemoteFile, start: int, end: int, deadline: FetchDeadline) -> Generator[bytes, None, None]:
         # A commit's file never changes, so it needs no validator.
         return self._ranges().read(
             file.location, start, end, file.size, "", in_ranges=file.in_ranges, deadline=deadline
@@ -75,7 +75,7 @@ class HubSource:
             return self._reader
 
 
-def _list(api: HfApi, repo: str, revision: str, deadline: Deadline) -> tuple[str, list[RepoSibling]]:
+def _list(api: HfApi, repo: str, revision: str, deadline: FetchDeadline) -> tuple[str, list[RepoSibling]]:
     """Returns the commit and its files. There are no files if the repo does not exist, or if we may not see it."""
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 
 POLL_S = 0.05
 
@@ -31,7 +31,7 @@ def holding_folder(path: Path, *, shared: bool) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, deadline: Deadline) -> Iterator[None]:
+def locked(path: Path, deadline: FetchDeadline) -> Iterator[None]:
     """Holds the lock file exclusively, and removes it afterwards. Raises AdapterUnavailable if the deadline comes
     first."""
     fd = _open_lock(path)

@@ -17,7 +17,7 @@ import httpx
 from lorafleet.protocol.errors import AdapterChanged, AdapterUnavailable, InvalidRequest
 from lorafleet.protocol.strict_json import shown
 from lorafleet.resolvers.checksum import Checksum
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.source import Interrupted
 
 CONNECT_S = 5.0
@@ -50,7 +50,7 @@ class RangeReader:
         self._allowed = allowed
         self._client = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=16))
 
-    def describe(self, url: str, deadline: Deadline) -> Described | None:
+    def describe(self, url: str, deadline: FetchDeadline) -> Described | None:
         """Returns the server's description of the file, or None if the server has no such file."""
         with self._get(url, {"range": "bytes=0-0", "want-repr-digest": "sha-256=1"}, deadline) as answer:
             if answer.status_code in MISSING:
@@ -67,7 +67,7 @@ class RangeReader:
             return Described(int(length), _validator(answer), in_ranges=False, checksum=checksum)
 
     def read(
-        self, url: str, start: int, end: int, size: int, validator: str, *, in_ranges: bool, deadline: Deadline
+        self, url: str, start: int, end: int, size: int, validator: str, *, in_ranges: bool, deadline: FetchDeadline
     ) -> Generator[bytes, None, None]:
         """Yields the bytes [start, end) of the file.
 
@@ -91,7 +91,7 @@ class RangeReader:
         self._client.close()
 
     @contextlib.contextmanager
-    def _get(self, url: str, headers: Mapping[str, str], deadline: Deadline) -> Iterator[httpx.Response]:
+    def _get(self, url: str, headers: Mapping[str, str], deadline: FetchDeadline) -> Iterator[httpx.Response]:
         first = _parsed(url)
         with contextlib.ExitStack() as opened:
             for _ in range(MAX_REDIRECTS + 1):
@@ -107,7 +107,7 @@ class RangeReader:
 
     @contextlib.contextmanager
     def _stream(
-        self, url: httpx.URL, first: httpx.URL, headers: Mapping[str, str], deadline: Deadline
+        self, url: httpx.URL, first: httpx.URL, headers: Mapping[str, str], deadline: FetchDeadline
     ) -> Iterator[httpx.Response]:
         sent = {**self._headers, **headers}
         if (url.scheme, url.host, url.port) != (first.scheme, first.host, first.port):

@@ -17,7 +17,7 @@ from lorafleet.protocol.errors import AdapterChanged, AdapterUnavailable, Invali
 from lorafleet.protocol.sources import S3Config
 from lorafleet.resolvers import checksum
 from lorafleet.resolvers.checksum import Checksum
-from lorafleet.resolvers.deadline import SOCKET_S, Deadline
+from lorafleet.resolvers.deadline import SOCKET_S, FetchDeadline
 from lorafleet.resolvers.download import PARALLEL_PARTS
 from lorafleet.resolvers.source import Interrupted, RemoteFile, wanted_names
 
@@ -42,7 +42,7 @@ class S3Source:
         self._made: _Clients | None = None
         self._lock = threading.Lock()
 
-    def find(self, uri: str, deadline: Deadline) -> list[RemoteFile]:
+    def find(self, uri: str, deadline: FetchDeadline) -> list[RemoteFile]:
         bucket, prefix = split(uri)
         listed = {one["name"].rpartition("/")[2]: one for one in self._list(uri, bucket, prefix, deadline)}
         found = []
@@ -52,7 +52,7 @@ class S3Source:
             found.append(RemoteFile(name, f"s3://{bucket}/{key}", size, etag, what))
         return found
 
-    def read(self, file: RemoteFile, start: int, end: int, deadline: Deadline) -> Generator[bytes, None, None]:
+    def read(self, file: RemoteFile, start: int, end: int, deadline: FetchDeadline) -> Generator[bytes, None, None]:
         bucket, key = split(file.location)
         with self._errors(file.location, deadline):
             answer = self._clients().boto.get_object(
@@ -66,7 +66,7 @@ class S3Source:
             if self._made is not None:
                 self._made.boto.close()
 
-    def _list(self, uri: str, bucket: str, prefix: str, deadline: Deadline) -> list[dict[str, Any]]:
+    def _list(self, uri: str, bucket: str, prefix: str, deadline: FetchDeadline) -> list[dict[str, Any]]:
         from fsspec.asyn import sync
 
         fs = self._clients().fs
@@ -82,7 +82,7 @@ class S3Source:
                 return []
         return [one for one in listed if one["type"] == "file"]
 
-    def _checksum(self, bucket: str, key: str, etag: str, size: int, deadline: Deadline) -> Checksum | None:
+    def _checksum(self, bucket: str, key: str, etag: str, size: int, deadline: FetchDeadline) -> Checksum | None:
         """Returns the best checksum that the server knows, or None if it has none.
 
         This is the server's own sha256, the sha256 in `x-amz-meta-sha256`, or the ETag's md5.
@@ -108,7 +108,7 @@ class S3Source:
             return self._made
 
     @contextlib.contextmanager
-    def _errors(self, what: str, deadline: Deadline) -> Iterator[None]:
+    def _errors(self, what: str, deadline: FetchDeadline) -> Iterator[None]:
         """Converts the libraries' errors to ours."""
         from botocore import exceptions as boto
         from fsspec.exceptions import FSTimeoutError

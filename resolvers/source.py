@@ -12,7 +12,7 @@ from typing import Protocol
 from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
 from lorafleet.protocol.errors import AdapterMissing
 from lorafleet.resolvers.checksum import Checksum
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 
 SCHEMES = ("s3://", "https://", "http://", "hf://")
 
@@ -44,14 +44,14 @@ class Source(Protocol):
     timeout_s: float
     max_bytes: int
 
-    def find(self, uri: str, deadline: Deadline) -> list[RemoteFile]:
+    def find(self, uri: str, deadline: FetchDeadline) -> list[RemoteFile]:
         """Returns the files that wanted_names selects, or [] if the folder has no adapter_config.json.
 
         Raises Forbidden if the configuration does not allow the URI.
         """
         ...
 
-    def read(self, file: RemoteFile, start: int, end: int, deadline: Deadline) -> Generator[bytes, None, None]:
+    def read(self, file: RemoteFile, start: int, end: int, deadline: FetchDeadline) -> Generator[bytes, None, None]:
         """Yields the bytes [start, end) of exactly that version; raises AdapterChanged if it is gone.
 
         The bytes may end early, so the caller counts them. Without in_ranges, start is 0 and end is the file's size.

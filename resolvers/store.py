@@ -33,7 +33,7 @@ from lorafleet.protocol.errors import (
 from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.protocol.strict_json import shown
 from lorafleet.resolvers.cache import AdapterCache
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.download import ATTEMPTS, FIRST_BACKOFF_S, download
 from lorafleet.resolvers.fetch_metrics import FetchMetrics
 from lorafleet.resolvers.http import HTTPSource
@@ -102,7 +102,7 @@ class AdapterStore:
         if digest and self.cache.holds(digest):
             return digest
         scheme, source = self._source(uri)  # rejects a bad URI before the cache gets a lock of that name
-        deadline = Deadline(source.timeout_s, f"fetching {uri}", self._stop)
+        deadline = FetchDeadline(source.timeout_s, f"fetching {uri}", self._stop)
         fetch = _Fetch(uri, source, self.cache, deadline, self.metrics, scheme)
         with self.cache.alone(uri, deadline):
             return fetch.run(accept)
@@ -169,7 +169,7 @@ class _Fetch:
     """One adapter's way from its source into the cache. No other process of the node fetches it at the same time."""
 
     def __init__(
-        self, uri: str, source: Source, cache: AdapterCache, deadline: Deadline, metrics: FetchMetrics, scheme: str
+        self, uri: str, source: Source, cache: AdapterCache, deadline: FetchDeadline, metrics: FetchMetrics, scheme: str
     ) -> None:
         self._uri = uri
         self._source = source

@@ -89,7 +89,7 @@ class TurnQueue(Generic[Job]):
         return True
 
 
-class Turns:
+class JobTurns:
     """Runs coroutines of one event loop in the order of a TurnQueue."""
 
     def __init__(self, limits: TurnLimits) -> None:

@@ -23,7 +23,7 @@ from lorafleet.workers.slots.base_weights import FileWeights
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class CheckpointTensor:
     file: Path
     entry: Entry
 
@@ -34,7 +34,7 @@ class BaseModel:
 
     folder: Path
     config: ModelConfig
-    tensors: Mapping[str, StoredTensor]  # By name, in the order of the files.
+    tensors: Mapping[str, CheckpointTensor]  # By name, in the order of the files.
     _open: Mapping[Path, Any]
 
     @classmethod
@@ -52,7 +52,7 @@ class BaseModel:
         with ExitStack() as stack:
             files = {path: stack.enter_context(_opened(path)) for path in checkpoint_files(folder)}
             tensors = {
-                name: StoredTensor(path, entry) for path, f in files.items() for name, entry in _entries(path, f)
+                name: CheckpointTensor(path, entry) for path, f in files.items() for name, entry in _entries(path, f)
             }
             yield cls(folder, config, tensors, files)
 

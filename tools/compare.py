@@ -15,8 +15,8 @@ from lorafleet.protocol.messages import TokenLogprobs
 from lorafleet.tools.comparison_runner import BASE, Runner
 from lorafleet.tools.examples import Example
 from lorafleet.tools.measures import (
-    Place,
     Score,
+    TokenPlace,
     compare_places,
     equal_share,
     mean,
@@ -26,13 +26,13 @@ from lorafleet.tools.measures import (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ComparedAnswer:
     """One model's answer to one prompt."""
 
     text: str
     num_tokens: int
     equal_share: float  # Share of tokens that equal the baseline's, up to the first difference.
-    places: list[Place]  # One for each token of the baseline's answer.
+    places: list[TokenPlace]  # One for each token of the baseline's answer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class ModelResult:
     """All results of one model."""
 
     name: str
-    answers: list[Answer]  # One for each prompt.
+    answers: list[ComparedAnswer]  # One for each prompt.
     references: list[Score]  # Scores of the answers that were given with the prompts.
     retention: list[Score]  # Scores of the retention texts.
     weight_change: float | None = None  # Relative to the baseline adapter, see drift.py.
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[TokenPlace]:
         return [place for answer in self.answers for place in answer.places]
 
     def numbers(self) -> dict[str, float | None]:
@@ -126,7 +126,7 @@ def compare(
         ModelResult(
             name,
             [
-                Answer(
+                ComparedAnswer(
                     runner.decode(tokens[name][i]),
                     len(tokens[name][i]),
                     equal_share(tokens[baseline][i], tokens[name][i]),

@@ -15,7 +15,7 @@ LEAST = 1e-12  # Replaces a pooled probability that rounding has made zero or ne
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenPlace:
     """The difference between two models at one token of the baseline's answer."""
 
     same_choice: bool  # Whether both models consider the same token the most likely one.
@@ -40,10 +40,10 @@ def equal_share(one: Sequence[int], other: Sequence[int]) -> float:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other))) / longest
 
 
-def compare_places(baseline: Sequence[TokenLogprobs], other: Sequence[TokenLogprobs]) -> list[Place]:
+def compare_places(baseline: Sequence[TokenLogprobs], other: Sequence[TokenLogprobs]) -> list[TokenPlace]:
     """Compares the logprobs of two models along the same tokens."""
     return [
-        Place(ours.top_ids[0] == theirs.top_ids[0], pooled_kl(ours, theirs), theirs.logprob - ours.logprob)
+        TokenPlace(ours.top_ids[0] == theirs.top_ids[0], pooled_kl(ours, theirs), theirs.logprob - ours.logprob)
         for ours, theirs in zip(baseline, other, strict=True)
     ]
 

@@ -29,7 +29,7 @@ from lorafleet.protocol.step_metrics import StepMetrics
 from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.memory import fixed_memory
-from lorafleet.workers.schedule.admission import Admission
+from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Chunk, Scheduler
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
@@ -70,7 +70,7 @@ class Engine:
         self.loras: WorkerLoRAManager | None = runner.loras
         self.runner = runner
         self._structured = structured
-        self._admission = Admission(
+        self._admission = QueueAdmission(
             scheduler, max_queued_requests, max_queued_tokens, num_apart=lambda: len(self._preparing)
         )
         self._kv: KVCacheManager = scheduler.kv

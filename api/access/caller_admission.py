@@ -28,7 +28,7 @@ Kind = Literal["generation", "auxiliary", "administration"]
 _ADMISSIONS = "lorafleet.admissions"  # Key in the ASGI scope.
 
 
-class Admission(Protocol):
+class CallerAdmission(Protocol):
     """The admission of one request, which counts as in-flight until end()."""
 
     @property
@@ -50,11 +50,13 @@ class Admission(Protocol):
 
 
 class Quotas(Protocol):
-    async def admit_request(self, caller: Caller, kind: Kind) -> Admission | None:
+    async def admit_request(self, caller: Caller, kind: Kind) -> CallerAdmission | None:
         """Counts one request of the caller. Returns None if the caller has no limits. Raises QuotaExceeded."""
         ...
 
-    async def admit_sequences(self, caller: Caller, num_sequences: int, num_prompt_tokens: int) -> Admission | None:
+    async def admit_sequences(
+        self, caller: Caller, num_sequences: int, num_prompt_tokens: int
+    ) -> CallerAdmission | None:
         """Counts the sequences of a request that admit_request() has counted as one. Raises QuotaExceeded."""
         ...
 
@@ -85,7 +87,7 @@ class WorkBounds:
     def __init__(self) -> None:
         self._under_way: Counter[tuple[str, str]] = Counter()  # By route and caller.
 
-    def enter(self, what: str, most: int, caller: Caller) -> Admission:
+    def enter(self, what: str, most: int, caller: Caller) -> CallerAdmission:
         """Admits a request of the kind `what`. Raises QueueFull if the caller has `most` of them in flight."""
         entry = (what, whose(caller))
         if self._under_way[entry] >= most:
@@ -102,7 +104,7 @@ class WorkBounds:
             del self._under_way[entry]
 
 
-def add_admission(scope: Scope, admission: Admission) -> None:
+def add_admission(scope: Scope, admission: CallerAdmission) -> None:
     scope.setdefault(_ADMISSIONS, []).append(admission)
 
 
@@ -112,7 +114,7 @@ async def give_back(scope: Scope, retry_id: str) -> None:
         await admission.give_back(f"{retry_id} {i}")
 
 
-def admissions_of(scope: Scope) -> list[Admission]:
+def admissions_of(scope: Scope) -> list[CallerAdmission]:
     """Returns the request's admissions in the order in which they were granted."""
-    admissions: list[Admission] = scope.get(_ADMISSIONS, [])
+    admissions: list[CallerAdmission] = scope.get(_ADMISSIONS, [])
     return admissions

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from lorafleet.protocol.errors import QueueFull
 from lorafleet.sandbox.confinement import NICENESS
-from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
+from lorafleet.sandbox.job_turns import JobTurns, NoRoom, TurnLimits
 
 SWITCH_S = 0.0005  # A thread releases the GIL to the event loop after this time; the loop requests it after each call.
 
@@ -26,7 +26,7 @@ class FairThreads:
 
     def __init__(self, name: str, limits: TurnLimits) -> None:
         self._name = name
-        self._turns = Turns(limits)
+        self._turns = JobTurns(limits)
         self._pool = ThreadPoolExecutor(limits.running, thread_name_prefix=name, initializer=_be_modest)
 
     async def run(self, group: str, work: Callable[[], T]) -> T:

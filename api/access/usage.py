@@ -15,7 +15,7 @@ from lorafleet.protocol.messages import FinishReason
 MAX_ID_CHARS = 256  # Limit of a request's ID in a line of the usage log.
 
 
-class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+class TenantUsage(msgspec.Struct, frozen=True, omit_defaults=True):
     """The usage of one sequence. A request has one sequence for each prompt and sample."""
 
     at_s: float  # Time when it ended, in seconds since 1970.
@@ -31,12 +31,12 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     fell_back: bool = False  # The base model answered in place of a failed adapter.
 
 
-class Meter(Protocol):
+class UsageMeter(Protocol):
     def check_room(self) -> None:
         """Raises LogUnwritable while no more usage can be recorded, so that no new sequence starts."""
         ...
 
-    def add(self, usage: Usage) -> None: ...
+    def add(self, usage: TenantUsage) -> None: ...
 
 
 def short_id(request_id: str) -> str:

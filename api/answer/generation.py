@@ -20,10 +20,10 @@ from starlette.requests import Request
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
 from lorafleet.api.access.pacing import in_turns
-from lorafleet.api.access.usage import Usage, short_id
+from lorafleet.api.access.usage import TenantUsage, short_id
 from lorafleet.api.front import Front, ServedModel
 from lorafleet.api.request.prompts import Prompt
-from lorafleet.api.request.request_deadline import Deadline
+from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.telemetry.endpoint import endpoint_of
 from lorafleet.api.telemetry.http_metrics import Stopwatch
 from lorafleet.api.text.output import Delta, OutputProcessor
@@ -80,7 +80,7 @@ class Sample:
         index: int,
         task: Task,
         params: SamplingParams,
-        deadline: Deadline,
+        deadline: RequestDeadline,
         tokenizer: TokenizerFile | None,
         *,
         counts_prompt: bool,
@@ -196,9 +196,9 @@ class Sample:
         if self._front.meter is not None:
             self._front.meter.add(self._usage(num_prompt - num_unserved))
 
-    def _usage(self, num_prompt: int) -> Usage:
+    def _usage(self, num_prompt: int) -> TenantUsage:
         caller, lora, fell_back = self.model.caller, self.model.lora, self.fallback_reason is not None
-        return Usage(
+        return TenantUsage(
             time.time(),
             short_id(self._group.name),
             caller.tenant or "",
@@ -252,7 +252,7 @@ def _score_alone(delta: Delta) -> Delta:
     return Delta(prompt_logprobs=delta.prompt_logprobs, finish_reason="length")
 
 
-class Answer:
+class GeneratedAnswer:
     """The whole answer of one sample, joined from its deltas."""
 
     def __init__(self) -> None:
@@ -277,7 +277,7 @@ class Answer:
 
 async def collect(samples: Sequence[Sample]) -> list[Delta]:
     """Returns every sample's whole answer, in the order of the samples."""
-    answers = {sample.index: Answer() for sample in samples}
+    answers = {sample.index: GeneratedAnswer() for sample in samples}
     async with aclosing(merged(samples)) as deltas:
         async for sample, delta in deltas:
             answers[sample.index].add(delta)
@@ -308,7 +308,7 @@ def group_of(request_id: str, tasks: Sequence[Task]) -> SampleGroup:
 
 
 async def make_samples(
-    front: Front, request: Request, request_id: str, tasks: Sequence[Task], deadline: Deadline
+    front: Front, request: Request, request_id: str, tasks: Sequence[Task], deadline: RequestDeadline
 ) -> list[Sample]:
     """Makes the samples of a request. Raises QuotaExceeded if the caller has used up its limits."""
     group = group_of(request_id, tasks)

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Deadline:
+class RequestDeadline:
     timeout_s: float | None  # None: no limit.
     began_s: float  # Time of arrival, in seconds of time.monotonic().
     trace: RequestTrace | None = None  # The trace of the same request.
 
     @classmethod
-    def of(cls, front: Front, request: Request) -> Deadline:
+    def of(cls, front: Front, request: Request) -> RequestDeadline:
         """Returns the deadline of a request that has just arrived. Raises InvalidRequest."""
         given = request.headers.get(QUEUE_TIMEOUT)
         timeout_s = front.config.queue_timeout_s if given is None else _read(given)

@@ -22,7 +22,7 @@ from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
 from lorafleet.api.request.prompts import Prompt, encode, fit_max_tokens, render_chat, truncate
 from lorafleet.api.request.request_bodies import ChatRequest
-from lorafleet.api.request.request_deadline import Deadline
+from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_params
 from lorafleet.api.routes.operations import STARTING, describe
 from lorafleet.api.telemetry.http_metrics import label_request
@@ -33,7 +33,7 @@ from lorafleet.protocol.structured_spec import StructuredOutputs
 
 @describe("Chat", body=ChatRequest, answer=answers.ChatCompletion, events=answers.ChatCompletionChunk, headers=STARTING)
 async def chat(front: Front, request: Request) -> Response:
-    deadline = Deadline.of(front, request)
+    deadline = RequestDeadline.of(front, request)
     body = await read_body(front, request, ChatRequest)
     started = await start_chat(front, request, body, deadline, "chatcmpl-")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -53,7 +53,7 @@ async def start_chat(
     front: Front,
     request: Request,
     body: ChatRequest,
-    deadline: Deadline,
+    deadline: RequestDeadline,
     prefix: str,
     structured_outputs: StructuredOutputs | None = None,
 ) -> StartedChat:

@@ -24,7 +24,7 @@ from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
 from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
 from lorafleet.api.request.request_bodies import CompletionRequest
-from lorafleet.api.request.request_deadline import Deadline
+from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_params
 from lorafleet.api.routes.operations import STARTING, describe
 from lorafleet.api.telemetry.http_metrics import label_request
@@ -39,7 +39,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default.
     "Text completion", body=CompletionRequest, answer=answers.Completion, events=answers.Completion, headers=STARTING
 )
 async def completions(front: Front, request: Request) -> Response:
-    deadline = Deadline.of(front, request)
+    deadline = RequestDeadline.of(front, request)
     body = await read_body(front, request, CompletionRequest)
     async with deadline.while_finding_models():
         model = await front.model(

@@ -25,7 +25,7 @@ from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
 from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
 from lorafleet.api.request.request_bodies import EmbeddingRequest
-from lorafleet.api.request.request_deadline import Deadline
+from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.routes.operations import STARTING, describe
 from lorafleet.api.telemetry.http_metrics import label_request
 from lorafleet.api.text.output import Delta
@@ -38,7 +38,7 @@ _NO_ANSWER = SamplingParams(temperature=0.0, max_tokens=1)
 
 @describe("Embeddings", body=EmbeddingRequest, answer=answer_types.Embeddings, headers=STARTING)
 async def embeddings(front: Front, request: Request) -> Response:
-    deadline = Deadline.of(front, request)
+    deadline = RequestDeadline.of(front, request)
     body = await read_body(front, request, EmbeddingRequest)
     size = front.engine.hello.hidden_size
     if body.dimensions is not None and not 1 <= body.dimensions <= size:

@@ -19,7 +19,7 @@ from lorafleet.api.access.long_work import run_by_count
 from lorafleet.api.answer import answer_types as answers
 from lorafleet.api.answer.encoded_list import EncodedList
 from lorafleet.api.answer.envelope import check_request_id, draw_key, request_id
-from lorafleet.api.answer.generation import Answer, Sample, Task, collect, fallback_of, make_samples, merged
+from lorafleet.api.answer.generation import GeneratedAnswer, Sample, Task, collect, fallback_of, make_samples, merged
 from lorafleet.api.answer.logprobs import LOWEST, count_logprobs
 from lorafleet.api.answer.responses import DONE, EventStream, WholeReply, event, json_response
 from lorafleet.api.answer.streaming import fallback_headers
@@ -28,7 +28,7 @@ from lorafleet.api.request.chat_messages import string
 from lorafleet.api.request.parsing import parse_object, read_body
 from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt
 from lorafleet.api.request.request_bodies import SGLangRequest, SGLangSampling
-from lorafleet.api.request.request_deadline import Deadline
+from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_logit_bias
 from lorafleet.api.request.structured import read_sglang_structured
 from lorafleet.api.routes.operations import STARTING, describe
@@ -65,7 +65,7 @@ _SAME_NAMES = (
     headers=STARTING,
 )
 async def generate(front: Front, request: Request) -> Response:
-    deadline = Deadline.of(front, request)
+    deadline = RequestDeadline.of(front, request)
     body = await read_body(front, request, SGLangRequest)
     param, given, is_batch = _listed_prompts(body)
     sampling = _read_sampling(body, len(given))
@@ -232,7 +232,7 @@ class _Result:
         self.sample = sample
         self._rid = rid
         self._text = ""
-        self._answer = Answer()
+        self._answer = GeneratedAnswer()
         self._token_ids = EncodedList()
         self._logprobs = _Logprobs(body, sample) if body.return_logprob else None
         self._is_first = True

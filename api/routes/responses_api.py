@@ -34,7 +34,7 @@ from lorafleet.api.request.request_bodies import (
     TextFormat,
     ToolMode,
 )
-from lorafleet.api.request.request_deadline import Deadline
+from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.routes.chat import StartedChat, count_prompt_tokens, start_chat
 from lorafleet.api.routes.operations import STARTING, describe
 from lorafleet.api.routes.responses_events import ResponseItems
@@ -56,7 +56,7 @@ _CHAT_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens
     headers=STARTING,
 )
 async def responses(front: Front, request: Request) -> Response:
-    deadline = Deadline.of(front, request)
+    deadline = RequestDeadline.of(front, request)
     body = await read_body(front, request, ResponsesRequest)
     structured = _structured(body)
     _check_logprobs(body)

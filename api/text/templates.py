@@ -20,7 +20,7 @@ import msgspec
 
 from lorafleet.api.text.tokenizer import check_template_kwargs
 from lorafleet.protocol.errors import AdapterMalformed, AdapterTooLarge, InvalidRequest, QueueFull
-from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
+from lorafleet.sandbox.job_turns import JobTurns, NoRoom, TurnLimits
 from lorafleet.sandbox.process import SandboxEnded, SandboxLimits, SandboxProcess, command_of
 from lorafleet.sandbox.shunned import Shunned
 
@@ -64,7 +64,7 @@ class TemplateSandbox:
     def __init__(self, limits: TemplateLimits | None = None, num_processes: int = MAX_TEMPLATES_RENDERED) -> None:
         self._limits = limits or TemplateLimits()
         self._num_processes = num_processes
-        self._turns = Turns(TurnLimits(num_processes, MAX_TEMPLATES_WAITING))
+        self._turns = JobTurns(TurnLimits(num_processes, MAX_TEMPLATES_WAITING))
         self._pool = ThreadPoolExecutor(num_processes, thread_name_prefix="chat-template")
         self._lock = threading.Lock()
         self._idle: list[SandboxProcess] = []

@@ -46,7 +46,7 @@ from lorafleet.api.routes.operations import TarFile, describe
 from lorafleet.cluster.admin.admin_answers import AdapterPage, Prefetched, Removed, ShownAdapter, Verified
 from lorafleet.cluster.admin.administration import MAX_ADAPTERS_LISTED, REMOVE_S
 from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Move, Share
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, AliasMove, Share
 from lorafleet.protocol import limits
 from lorafleet.protocol.adapter_files import (
     BIN_NAME,
@@ -279,7 +279,7 @@ class _AdminApi:
         return shown(adapter, caller_of(request))
 
 
-def shown(adapter: Adapter, caller: Caller) -> dict[str, Any]:
+def shown(adapter: AdapterRecord, caller: Caller) -> dict[str, Any]:
     """Returns the adapter as JSON data for the caller. A tenant sees bare names, the operator sees full names."""
     naming = bare_name if caller.tenant is not None else str
     return {
@@ -299,7 +299,7 @@ def shown(adapter: Adapter, caller: Caller) -> dict[str, Any]:
     }
 
 
-def _split(move: Move) -> dict[str, float]:
+def _split(move: AliasMove) -> dict[str, float]:
     return {str(share.version): share.weight for share in move.shares}
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lorafleet.cluster.admin.administration import REMOVE_S
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Share, Version
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share, VersionRecord
 from lorafleet.cluster.directory.directory_actor import NAMESPACE
 from lorafleet.protocol.errors import ConfigError, DirectoryUnavailable, Overloaded
 
@@ -48,7 +48,7 @@ class DirectoryHandle:
 
     def push_tensors(
         self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], **options: Any
-    ) -> Adapter:
+    ) -> AdapterRecord:
         """Pushes a new version from memory.
 
         Args:
@@ -57,37 +57,39 @@ class DirectoryHandle:
             options: further fields of administration.Pushed.
         """
         weights = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
-        adapter: Adapter = self._call("push_bytes", name=name, weights=weights, config=_plain(config), options=options)
+        adapter: AdapterRecord = self._call(
+            "push_bytes", name=name, weights=weights, config=_plain(config), options=options
+        )
         return adapter
 
-    def push_folder(self, name: str, path: str, **options: Any) -> Adapter:
+    def push_folder(self, name: str, path: str, **options: Any) -> AdapterRecord:
         """Pushes an adapter from a folder that the directory's process can read, normally on the head node."""
-        adapter: Adapter = self._call("push_folder", name=name, path=path, options=options)
+        adapter: AdapterRecord = self._call("push_folder", name=name, path=path, options=options)
         return adapter
 
-    def list_adapters(self, after: str = "", limit: int = 100) -> list[Adapter]:
-        adapters: list[Adapter] = self._call("list_adapters", after=after, limit=limit)
+    def list_adapters(self, after: str = "", limit: int = 100) -> list[AdapterRecord]:
+        adapters: list[AdapterRecord] = self._call("list_adapters", after=after, limit=limit)
         return adapters
 
-    def show(self, name: str) -> Adapter:
+    def show(self, name: str) -> AdapterRecord:
         return self._adapter("show", name)
 
-    def alias(self, name: str, split: Mapping[int, float] | int, alias: str | None = None) -> Adapter:
+    def alias(self, name: str, split: Mapping[int, float] | int, alias: str | None = None) -> AdapterRecord:
         """Moves the alias, by default the adapter's own name. `split` is one version, or maps versions to weights."""
         weights = {split: 1.0} if isinstance(split, int) else split
         shares = [Share(version, weight) for version, weight in weights.items()]
         return self._adapter("alias", name, shares=shares, alias=alias)
 
-    def unalias(self, name: str, alias: str) -> Adapter:
+    def unalias(self, name: str, alias: str) -> AdapterRecord:
         return self._adapter("unalias", name, alias=alias)
 
-    def rollback(self, name: str, alias: str | None = None) -> Adapter:
+    def rollback(self, name: str, alias: str | None = None) -> AdapterRecord:
         return self._adapter("rollback", name, alias=alias)
 
-    def pin(self, name: str, num_replicas: int = 1) -> Adapter:
+    def pin(self, name: str, num_replicas: int = 1) -> AdapterRecord:
         return self._adapter("pin", name, num_replicas=num_replicas)
 
-    def unpin(self, name: str) -> Adapter:
+    def unpin(self, name: str) -> AdapterRecord:
         return self._adapter("unpin", name)
 
     def prefetch(self, name: str, num_replicas: int = 1) -> list[str]:
@@ -97,12 +99,12 @@ class DirectoryHandle:
     def remove(self, name: str, wait_s: float = REMOVE_S) -> None:
         self._call("remove", name=name, wait_s=wait_s)
 
-    def verify(self, name: str) -> list[Version]:
-        versions: list[Version] = self._call("verify", name=name)
+    def verify(self, name: str) -> list[VersionRecord]:
+        versions: list[VersionRecord] = self._call("verify", name=name)
         return versions
 
-    def _adapter(self, verb: str, name: str, **arguments: Any) -> Adapter:
-        adapter: Adapter = self._call(verb, name=name, **arguments)
+    def _adapter(self, verb: str, name: str, **arguments: Any) -> AdapterRecord:
+        adapter: AdapterRecord = self._call(verb, name=name, **arguments)
         return adapter
 
     def _call(self, verb: str, **arguments: Any) -> Any:

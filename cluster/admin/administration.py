@@ -22,10 +22,10 @@ from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_files import stage, stage_tensors
 from lorafleet.cluster.catalogue.catalogue_records import (
-    Adapter,
-    Removed,
+    AdapterRecord,
+    RemovalRecord,
     Share,
-    Version,
+    VersionRecord,
     moved,
     next_number,
     num_bytes_of,
@@ -38,7 +38,7 @@ from lorafleet.cluster.catalogue.catalogue_records import (
 from lorafleet.cluster.catalogue.stored_files import FileLock, StoredFiles
 from lorafleet.cluster.directory.directory import AdapterDirectory, OrderKind
 from lorafleet.cluster.directory.slices import in_slices
-from lorafleet.cluster.directory.task_leases import Turns
+from lorafleet.cluster.directory.task_leases import TaskLeases
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 from lorafleet.protocol.adapter_files import folder_digest
 from lorafleet.protocol.errors import (
@@ -90,7 +90,7 @@ class Administration:
         self._freeing: dict[str, asyncio.Task[None]] = {}  # Removals in progress, by adapter.
         self._tasks: set[asyncio.Task[None]] = set()
         self._files = StoredFiles(directory.catalogue)
-        self._turns = Turns()
+        self._turns = TaskLeases()
         self._verifications = FairThreads("verifications", VERIFICATIONS)
         directory.on_replicas = self._repin
         directory.pins = self._pinned_at
@@ -107,18 +107,18 @@ class Administration:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    async def list_adapters(self, after: str = "", limit: int = 100, tenant: str | None = None) -> list[Adapter]:
+    async def list_adapters(self, after: str = "", limit: int = 100, tenant: str | None = None) -> list[AdapterRecord]:
         """Returns the first adapters behind the name `after`, in the order of their names. If a tenant is given,
         returns only the adapters that it owns. Raises InvalidRequest if the limit is out of range."""
         if not 1 <= limit <= MAX_ADAPTERS_LISTED:
             raise InvalidRequest(
                 f"limit is {limit}; it must be 1 to {MAX_ADAPTERS_LISTED}. Ask for more with `after`.", "limit"
             )
-        found: list[Adapter] = []
+        found: list[AdapterRecord] = []
         await in_slices(self._list(after, limit, tenant, found))
         return found
 
-    def _list(self, after: str, limit: int, tenant: str | None, found: list[Adapter]) -> Iterator[None]:
+    def _list(self, after: str, limit: int, tenant: str | None, found: list[AdapterRecord]) -> Iterator[None]:
         """Appends the adapters to `found`, in short steps. An adapter that is being removed no longer belongs to its
         tenant."""
         end = PAST_ALL if tenant is None else past_names_of(tenant)
@@ -131,10 +131,10 @@ class Administration:
                     found.append(adapter)
                 yield
 
-    async def show(self, name: str) -> Adapter:
+    async def show(self, name: str) -> AdapterRecord:
         return self._adapter(name)
 
-    async def verify(self, name: str) -> list[Version]:
+    async def verify(self, name: str) -> list[VersionRecord]:
         """Reads the files of every version again. Raises AdapterChanged for a version whose bytes differ from those
         that were registered, and InvalidRequest for a version at a URI, of which the catalogue has no files."""
         adapter = self._adapter(name)
@@ -155,7 +155,7 @@ class Administration:
 
     # -- changing -------------------------------------------------------------------------------------------------
 
-    async def push(self, pushed: Pushed) -> Adapter:
+    async def push(self, pushed: Pushed) -> AdapterRecord:
         """Loads the adapter on some replicas, then registers it and moves its alias. A repeated push changes
         nothing."""
         check_full_name(pushed.name, self._base_names)
@@ -175,7 +175,9 @@ class Administration:
         logger.info("adapter %s: %s pushed from %s", pushed.name, pushed.digest[:12], pushed.source)
         return self._adapter(pushed.name)
 
-    async def push_bytes(self, name: str, weights: bytes, config: dict[str, Any], options: dict[str, Any]) -> Adapter:
+    async def push_bytes(
+        self, name: str, weights: bytes, config: dict[str, Any], options: dict[str, Any]
+    ) -> AdapterRecord:
         """Pushes an adapter from memory.
 
         Args:
@@ -187,11 +189,11 @@ class Administration:
             name, lambda folder: stage_tensors(weights, config, folder), {"source": "memory"} | options
         )
 
-    async def push_folder(self, name: str, path: str, options: dict[str, Any]) -> Adapter:
+    async def push_folder(self, name: str, path: str, options: dict[str, Any]) -> AdapterRecord:
         """Pushes an adapter from a folder that this process can read."""
         return await self._stage_and_push(name, lambda folder: stage(Path(path), folder), {"source": path} | options)
 
-    async def _stage_and_push(self, name: str, fill: Callable[[Path], str], options: dict[str, Any]) -> Adapter:
+    async def _stage_and_push(self, name: str, fill: Callable[[Path], str], options: dict[str, Any]) -> AdapterRecord:
         def put_files() -> str:
             with tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
                 digest = fill(Path(folder))
@@ -201,18 +203,18 @@ class Administration:
         check_full_name(name, self._base_names)
         return await self.push(Pushed(name, await asyncio.to_thread(put_files), **options))
 
-    async def _push(self, pushed: Pushed, lock: FileLock) -> Adapter:
+    async def _push(self, pushed: Pushed, lock: FileLock) -> AdapterRecord:
         self._check_free(pushed.name, pushed.replace)
         if not await asyncio.to_thread(self._catalogue.store.has_files, pushed.digest):
             raise AdapterMissing(f"the catalogue has no files with digest {pushed.digest[:12]}…; push them first.")
-        version = Version(0, pushed.digest, pushed.source, 0, 0, time.time(), metadata=pushed.metadata)
+        version = VersionRecord(0, pushed.digest, pushed.source, 0, 0, time.time(), metadata=pushed.metadata)
         version = msgspec.structs.replace(version, base_model_name=pushed.base_model_name)
         lora = self._catalogue.state.request(pushed.name, version)
         [info, *_] = await self._order_all("load", lora, await self._homes(pushed.name, pushed.num_replicas))
         assert info is not None
         version = msgspec.structs.replace(version, rank=info.rank, num_bytes=info.num_bytes)
 
-        def decide(present: Adapter | None) -> Adapter | None:
+        def decide(present: AdapterRecord | None) -> AdapterRecord | None:
             lock.check()
             self._check_free(pushed.name, pushed.replace)
             if present is not None and present.removing:
@@ -236,7 +238,7 @@ class Administration:
         and new ones become a new version. Returns what its name stands for, or None if it was removed since the
         application started."""
 
-        def decide(present: Adapter | None) -> Adapter | None:
+        def decide(present: AdapterRecord | None) -> AdapterRecord | None:
             owner = self._catalogue.state.owner(lora.lora_name)
             if present is None and owner is not None:
                 raise taken(lora.lora_name, owner.name)
@@ -245,9 +247,9 @@ class Administration:
             removed = self._catalogue.state.removed(lora.lora_name)
             if removed is not None and removed.seeded_by == application:
                 return None
-            adapter = msgspec.structs.replace(present or Adapter(lora.lora_name), seeded_by=application)
+            adapter = msgspec.structs.replace(present or AdapterRecord(lora.lora_name), seeded_by=application)
             known = next((one for one in adapter.versions if one.digest == lora.digest), None)
-            version = Version(
+            version = VersionRecord(
                 known.number if known else next_number(adapter),
                 lora.digest,
                 lora.lora_path,
@@ -268,19 +270,19 @@ class Administration:
         served = self._catalogue.state.served(lora.lora_name, 0)
         return served.loras[0] if served is not None else None
 
-    async def alias(self, name: str, shares: list[Share], alias: str | None = None) -> Adapter:
+    async def alias(self, name: str, shares: list[Share], alias: str | None = None) -> AdapterRecord:
         """Moves the alias, by default the adapter's own name, to these shares of the adapter's versions."""
         alias = alias or name
         check_full_name(alias, self._base_names)
         return await self._change(name, lambda present: self._moved(self._present(name, present), alias, tuple(shares)))
 
-    async def unalias(self, name: str, alias: str) -> Adapter:
+    async def unalias(self, name: str, alias: str) -> AdapterRecord:
         return await self._change(name, lambda present: without_alias(self._present(name, present), alias))
 
-    async def rollback(self, name: str, alias: str | None = None) -> Adapter:
+    async def rollback(self, name: str, alias: str | None = None) -> AdapterRecord:
         """Moves the alias back to what it stood for before its last move."""
 
-        def decide(present: Adapter | None) -> Adapter:
+        def decide(present: AdapterRecord | None) -> AdapterRecord:
             adapter = self._present(name, present)
             if (alias or name) not in adapter.aliases:
                 raise ModelNotFound(f"adapter {name!r} has no alias {alias!r}.", "alias")
@@ -288,7 +290,7 @@ class Administration:
 
         return await self._change(name, decide)
 
-    async def pin(self, name: str, num_replicas: int = 1) -> Adapter:
+    async def pin(self, name: str, num_replicas: int = 1) -> AdapterRecord:
         """Pins the versions behind the adapter's aliases in slots of `num_replicas` replicas. Restores the former
         number of replicas if a pin fails."""
         before = self._adapter(name).pinned_replicas
@@ -301,7 +303,7 @@ class Administration:
             raise
         return self._adapter(name)
 
-    async def unpin(self, name: str) -> Adapter:
+    async def unpin(self, name: str) -> AdapterRecord:
         self._adapter(name)
         return await self._set_pinned(name, 0)
 
@@ -343,7 +345,7 @@ class Administration:
     async def _forget_found(self, name: str) -> None:
         """Removes a name that only resolvers know. The removal is also written to the log, for replicas that check
         their copies against it (catalogue/log_end.py)."""
-        await self._catalogue.change(name, lambda present: Removed(name) if present is None else None)
+        await self._catalogue.change(name, lambda present: RemovalRecord(name) if present is None else None)
         self._directory.forget_found(name)
         await self._directory.acknowledged()
 
@@ -353,20 +355,20 @@ class Administration:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _adapter(self, name: str) -> Adapter:
+    def _adapter(self, name: str) -> AdapterRecord:
         adapter = self._catalogue.state.adapters.get(name)
         if adapter is None:
             raise ModelNotFound(f"There is no adapter `{name}` in the catalogue.", "name")
         return adapter
 
-    def _present(self, name: str, adapter: Adapter | None) -> Adapter:
+    def _present(self, name: str, adapter: AdapterRecord | None) -> AdapterRecord:
         if adapter is None or adapter.removing:
             raise ModelNotFound(f"There is no adapter `{name}` in the catalogue.", "name")
         return adapter
 
-    def _new(self, name: str) -> Adapter:
+    def _new(self, name: str) -> AdapterRecord:
         removed = self._catalogue.state.removed(name)
-        return Adapter(name, tenant=tenant_of(name), seeded_by=removed.seeded_by if removed else None)
+        return AdapterRecord(name, tenant=tenant_of(name), seeded_by=removed.seeded_by if removed else None)
 
     def _check_free(self, name: str, replace: bool) -> None:
         owner = self._catalogue.state.owner(name)
@@ -375,7 +377,7 @@ class Administration:
         if not replace and self._directory.served(name) is not None:
             raise AdapterExists(f"There is an adapter {name!r} already; allow `replace` for a new version.", "name")
 
-    def _check_quota(self, pushed: Pushed, adapter: Adapter) -> None:
+    def _check_quota(self, pushed: Pushed, adapter: AdapterRecord) -> None:
         """Raises QuotaExceeded if the owning tenant would exceed its limits with the adapter as given."""
         tenant = tenant_of(pushed.name)
         if tenant is None:
@@ -395,7 +397,7 @@ class Administration:
                 "name",
             )
 
-    def _moved(self, adapter: Adapter, alias: str, shares: tuple[Share, ...]) -> Adapter | None:
+    def _moved(self, adapter: AdapterRecord, alias: str, shares: tuple[Share, ...]) -> AdapterRecord | None:
         owner = self._catalogue.state.owner(alias)
         if owner is not None and owner.name != adapter.name:
             raise taken(alias, owner.name)
@@ -404,27 +406,27 @@ class Administration:
         there = _moved_unless_there(adapter, alias, shares)
         return None if there == adapter else there
 
-    async def _change(self, name: str, decide: Callable[[Adapter | None], Adapter | None]) -> Adapter:
+    async def _change(self, name: str, decide: Callable[[AdapterRecord | None], AdapterRecord | None]) -> AdapterRecord:
         adapter = await self._catalogue.change(name, decide)
         assert adapter is not None, "only removal takes it away"
         self._repin()
         await self._directory.acknowledged()
         return adapter
 
-    async def _set_pinned(self, name: str, num_replicas: int) -> Adapter:
+    async def _set_pinned(self, name: str, num_replicas: int) -> AdapterRecord:
         return await self._change(
             name,
             lambda present: msgspec.structs.replace(self._present(name, present), pinned_replicas=num_replicas),
         )
 
-    def _read_again(self, version: Version) -> str:
+    def _read_again(self, version: VersionRecord) -> str:
         if version.location:
             return folder_digest(Path(version.location))
         with tempfile.TemporaryDirectory(prefix="lorafleet-verify-") as folder:
             self._catalogue.store.fetch_files(version.digest, Path(folder))
             return folder_digest(Path(folder))
 
-    async def _prune(self, adapter: Adapter) -> None:
+    async def _prune(self, adapter: AdapterRecord) -> None:
         """Drops the oldest versions above MAX_VERSIONS that no alias stands for."""
         excess = len(adapter.versions) - MAX_VERSIONS
         served = adapter.served()
@@ -501,7 +503,7 @@ class Administration:
 
     # -- removal --------------------------------------------------------------------------------------------------
 
-    def _start_freeing(self, adapter: Adapter) -> asyncio.Task[None]:
+    def _start_freeing(self, adapter: AdapterRecord) -> asyncio.Task[None]:
         async def free() -> None:
             try:
                 await self._directory.acknowledged()
@@ -515,11 +517,11 @@ class Administration:
         return task
 
     @staticmethod
-    def _gone(present: Adapter | None) -> Removed | None:
+    def _gone(present: AdapterRecord | None) -> RemovalRecord | None:
         """Returns the entry that removes the adapter, or None if another server of the same catalogue was first."""
-        return Removed(present.name, present.seeded_by) if present is not None and present.removing else None
+        return RemovalRecord(present.name, present.seeded_by) if present is not None and present.removing else None
 
-    async def _free(self, name: str, versions: Iterable[Version]) -> None:
+    async def _free(self, name: str, versions: Iterable[VersionRecord]) -> None:
         """Drops the versions from every replica once no request uses them. Also deletes their files from the store,
         unless another version has the same bytes."""
         for version in versions:
@@ -527,7 +529,7 @@ class Administration:
             if not version.location and not await self._files.delete_unless_named(version.digest, removed=name):
                 logger.info("adapter %s: the files of %s stay, others name them", name, version.digest[:12])
 
-    async def _drop_unless_used(self, name: str, version: Version) -> None:
+    async def _drop_unless_used(self, name: str, version: VersionRecord) -> None:
         if not self._catalogue.state.versions(version.digest):
             await self._drop_everywhere(self._catalogue.state.request(name, version))
 
@@ -542,7 +544,7 @@ class Administration:
         """Deletes the files that no version names. Called periodically. Raises StoreError."""
         await self._files.collect()
 
-    def _follow_others(self, before: list[Adapter]) -> None:
+    def _follow_others(self, before: list[AdapterRecord]) -> None:
         """Follows changes by another server of the same catalogue. `before` holds the adapters as they were. Versions
         that nothing names now are dropped from this server's replicas; the other server deletes the files in the
         store."""
@@ -565,7 +567,7 @@ class Administration:
         task.add_done_callback(self._tasks.discard)
 
 
-def _moved_unless_there(adapter: Adapter, alias: str, shares: tuple[Share, ...]) -> Adapter:
+def _moved_unless_there(adapter: AdapterRecord, alias: str, shares: tuple[Share, ...]) -> AdapterRecord:
     if alias in adapter.aliases and adapter.shares(alias) == shares:
         return adapter
     return moved(adapter, alias, shares, time.time())

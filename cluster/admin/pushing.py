@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.cluster.admin.administration import REMOVE_S, Pushed
 from lorafleet.cluster.catalogue.catalogue_files import stage
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Share, Version
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share, VersionRecord
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.protocol.adapter_files import AdapterFolder
 from lorafleet.protocol.errors import StoreRefused
@@ -70,13 +70,13 @@ class AdapterAdmin:
     def close(self) -> None:
         self._threads.close()
 
-    async def push_folder(self, name: str, path: str, *, within: str | None = None, **options: Any) -> Adapter:
+    async def push_folder(self, name: str, path: str, *, within: str | None = None, **options: Any) -> AdapterRecord:
         """Pushes an adapter from a URI or from a folder that this process can read. If `within` is given, the folder
         must lie in it. `options` are further fields of Pushed. Raises AdapterError."""
         check_full_name(name, self._base_names)
         digest = await self.run_in_turn(name, lambda: self._put_files(path, within))
         pushed = Pushed(name, digest, **{"source": path, **options})
-        adapter: Adapter = await self._administer("push", {"pushed": pushed})
+        adapter: AdapterRecord = await self._administer("push", {"pushed": pushed})
         return adapter
 
     def _put_files(self, path: str, within: str | None) -> str:
@@ -91,31 +91,31 @@ class AdapterAdmin:
         )
         return seeded
 
-    async def list_adapters(self, after: str, limit: int, tenant: str | None) -> list[Adapter]:
+    async def list_adapters(self, after: str, limit: int, tenant: str | None) -> list[AdapterRecord]:
         arguments = {"after": after, "limit": limit, "tenant": tenant}
-        adapters: list[Adapter] = await self._administer("list_adapters", arguments)
+        adapters: list[AdapterRecord] = await self._administer("list_adapters", arguments)
         return adapters
 
-    async def show(self, name: str) -> Adapter:
+    async def show(self, name: str) -> AdapterRecord:
         return await self._adapter("show", name)
 
-    async def verify(self, name: str) -> list[Version]:
-        versions: list[Version] = await self._administer("verify", {"name": name})
+    async def verify(self, name: str) -> list[VersionRecord]:
+        versions: list[VersionRecord] = await self._administer("verify", {"name": name})
         return versions
 
-    async def alias(self, name: str, shares: list[Share], alias: str | None) -> Adapter:
+    async def alias(self, name: str, shares: list[Share], alias: str | None) -> AdapterRecord:
         return await self._adapter("alias", name, shares=shares, alias=alias)
 
-    async def unalias(self, name: str, alias: str) -> Adapter:
+    async def unalias(self, name: str, alias: str) -> AdapterRecord:
         return await self._adapter("unalias", name, alias=alias)
 
-    async def rollback(self, name: str, alias: str | None) -> Adapter:
+    async def rollback(self, name: str, alias: str | None) -> AdapterRecord:
         return await self._adapter("rollback", name, alias=alias)
 
-    async def pin(self, name: str, num_replicas: int) -> Adapter:
+    async def pin(self, name: str, num_replicas: int) -> AdapterRecord:
         return await self._adapter("pin", name, num_replicas=num_replicas)
 
-    async def unpin(self, name: str) -> Adapter:
+    async def unpin(self, name: str) -> AdapterRecord:
         return await self._adapter("unpin", name)
 
     async def prefetch(self, name: str, num_replicas: int) -> list[str]:
@@ -125,8 +125,8 @@ class AdapterAdmin:
     async def remove(self, name: str, wait_s: float = REMOVE_S) -> None:
         await self._administer("remove", {"name": name, "wait_s": wait_s})
 
-    async def _adapter(self, verb: str, name: str, **arguments: Any) -> Adapter:
-        adapter: Adapter = await self._administer(verb, {"name": name, **arguments})
+    async def _adapter(self, verb: str, name: str, **arguments: Any) -> AdapterRecord:
+        adapter: AdapterRecord = await self._administer(verb, {"name": name, **arguments})
         return adapter
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from lorafleet.cluster.catalogue.catalogue_log import SETTLE_S, CatalogueLog, Fenced
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Entry
 from lorafleet.cluster.catalogue.catalogue_state import CatalogueState
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.cluster.catalogue.log_end import LogPosition, read_store_id
@@ -19,7 +19,7 @@ from lorafleet.protocol.errors import InvalidRequest, Overloaded, StoreError
 MAX_OVERTAKEN = 20
 MAX_ENTRY_BYTES = 1 << 20  # Size of an adapter's record: versions with metadata, aliases with their history.
 
-Decide = Callable[[Adapter | None], Entry | None]
+Decide = Callable[[AdapterRecord | None], Entry | None]
 T = TypeVar("T")
 
 logger = logging.getLogger("lorafleet.cluster")
@@ -36,7 +36,7 @@ class Catalogue:
         # Called with the public names that a change may affect; load() does not call it.
         self.on_change: Callable[[set[str]], None] = lambda _: None
         # Called with adapters as they were before another writer changed them.
-        self.on_others: Callable[[list[Adapter]], None] = lambda _: None
+        self.on_others: Callable[[list[AdapterRecord]], None] = lambda _: None
         self._writing = asyncio.Lock()
 
     async def load(self) -> None:
@@ -48,7 +48,7 @@ class Catalogue:
         self.state = await asyncio.to_thread(self._load)
         self.position = LogPosition(store_id, self._log.length)
 
-    async def change(self, name: str, decide: Decide) -> Adapter | None:
+    async def change(self, name: str, decide: Decide) -> AdapterRecord | None:
         """Writes the entry that `decide` returns for the present adapter, and returns the adapter as it is afterwards.
 
         `decide` returns None to change nothing, and raises if the change cannot be made. It is called again if another
@@ -56,7 +56,7 @@ class Catalogue:
         """
         return await _to_the_end(self._change(name, decide))
 
-    async def _change(self, name: str, decide: Decide) -> Adapter | None:
+    async def _change(self, name: str, decide: Decide) -> AdapterRecord | None:
         async with self._writing:
             for _ in range(MAX_OVERTAKEN):
                 entry = decide(self.state.adapters.get(name))

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Entry
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.cluster.catalogue.packed import Packed, head, pack, unpack
 from lorafleet.protocol.errors import CatalogueDamaged, OutcomeUnknown, StoreError, StoreRefused
@@ -309,7 +309,7 @@ def changed_names(store: Store, number: int) -> frozenset[str] | None:
         if payload is None:
             return None
         entry = unpack(_change_decoder.decode(payload).entry)
-        names |= {entry.name, *(entry.aliases if isinstance(entry, Adapter) else ())}
+        names |= {entry.name, *(entry.aliases if isinstance(entry, AdapterRecord) else ())}
     return None
 
 

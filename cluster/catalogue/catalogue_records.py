@@ -14,7 +14,7 @@ MAX_HISTORY = 100  # Moves recorded for one alias.
 MAX_ALIASES = 256  # Aliases of one adapter, including its own name.
 
 
-class Version(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class VersionRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One version of an adapter, which never changes."""
 
     number: int
@@ -33,19 +33,19 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
     weight: float
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class AliasMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A move of an alias to new shares."""
 
     at_s: float  # Time of the move, in seconds since 1970.
     shares: tuple[Share, ...]
 
 
-class Adapter(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="adapter"):
+class AdapterRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="adapter"):
     """An adapter, with its versions and its aliases."""
 
     name: str  # Full name, which alone says who owns the adapter; see protocol/names.py.
-    versions: tuple[Version, ...] = ()
-    aliases: dict[str, tuple[Move, ...]] = {}  # Alias -> its moves; the last one applies now.
+    versions: tuple[VersionRecord, ...] = ()
+    aliases: dict[str, tuple[AliasMove, ...]] = {}  # Alias -> its moves; the last one applies now.
     # Repeats the owner in the name. If nobody owns the name, the value dates from before tenants owned adapters.
     tenant: str | None = None
     pinned_replicas: int = 0  # Number of replicas that pin it; 0: not pinned.
@@ -53,7 +53,7 @@ class Adapter(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="ad
     seeded_by: str | None = None
     removing: bool = False  # No name stands for it any more, and replicas are freeing it.
 
-    def version(self, number: int) -> Version:
+    def version(self, number: int) -> VersionRecord:
         for one in self.versions:
             if one.number == number:
                 return one
@@ -68,30 +68,30 @@ class Adapter(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="ad
         return {share.version for moves in self.aliases.values() for share in moves[-1].shares}
 
 
-class Removed(msgspec.Struct, frozen=True, gc=False, tag="removed"):
+class RemovalRecord(msgspec.Struct, frozen=True, gc=False, tag="removed"):
     """An adapter that was removed."""
 
     name: str
     seeded_by: str | None = None  # A restarting replica of this application does not bring the adapter back.
 
 
-Entry = Adapter | Removed  # An entry of the log: the state of a name from then on.
+Entry = AdapterRecord | RemovalRecord  # An entry of the log: the state of a name from then on.
 
 
-def with_version(adapter: Adapter, version: Version) -> Adapter:
+def with_version(adapter: AdapterRecord, version: VersionRecord) -> AdapterRecord:
     return msgspec.structs.replace(adapter, versions=(*adapter.versions, version))
 
 
-def num_bytes_of(adapter: Adapter) -> int:
+def num_bytes_of(adapter: AdapterRecord) -> int:
     """Returns the bytes of all versions; versions with the same digest count once."""
     return sum({version.digest: version.num_bytes for version in adapter.versions}.values())
 
 
-def next_number(adapter: Adapter) -> int:
+def next_number(adapter: AdapterRecord) -> int:
     return 1 + max((version.number for version in adapter.versions), default=0)
 
 
-def moved(adapter: Adapter, alias: str, shares: tuple[Share, ...], now_s: float) -> Adapter:
+def moved(adapter: AdapterRecord, alias: str, shares: tuple[Share, ...], now_s: float) -> AdapterRecord:
     """Returns the adapter with the alias moved to these shares. Raises InvalidRequest, which names the invalid version
     or weight."""
     if not shares:
@@ -112,11 +112,11 @@ def moved(adapter: Adapter, alias: str, shares: tuple[Share, ...], now_s: float)
             "one that is not needed.",
             "alias",
         )
-    moves = (*adapter.aliases.get(alias, ()), Move(now_s, shares))[-MAX_HISTORY:]
+    moves = (*adapter.aliases.get(alias, ()), AliasMove(now_s, shares))[-MAX_HISTORY:]
     return msgspec.structs.replace(adapter, aliases=adapter.aliases | {alias: moves})
 
 
-def rolled_back(adapter: Adapter, alias: str) -> Adapter:
+def rolled_back(adapter: AdapterRecord, alias: str) -> AdapterRecord:
     """Returns the adapter with the alias as it was before its last move, which is deleted from the history."""
     moves = adapter.aliases[alias]
     if len(moves) < 2:
@@ -127,7 +127,7 @@ def rolled_back(adapter: Adapter, alias: str) -> Adapter:
     return msgspec.structs.replace(adapter, aliases=adapter.aliases | {alias: moves[:-1]})
 
 
-def without_alias(adapter: Adapter, alias: str) -> Adapter:
+def without_alias(adapter: AdapterRecord, alias: str) -> AdapterRecord:
     if alias == adapter.name:
         raise InvalidRequest(f"{alias!r} is the adapter's own name; remove the adapter instead.", "alias")
     if alias not in adapter.aliases:
@@ -146,7 +146,7 @@ def in_words(shares: tuple[Share, ...]) -> str:
     return ", ".join(f"version {share.version} ({share.weight / total:.0%})" for share in shares)
 
 
-def without_versions(adapter: Adapter, numbers: set[int]) -> Adapter:
+def without_versions(adapter: AdapterRecord, numbers: set[int]) -> AdapterRecord:
     """Returns the adapter without these versions and the moves to them. Raises InvalidRequest if an alias stands for
     one."""
     served = adapter.served()

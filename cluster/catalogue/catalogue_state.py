@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry, Removed, Version, num_bytes_of
+from lorafleet.cluster.catalogue.catalogue_records import (
+    AdapterRecord,
+    Entry,
+    RemovalRecord,
+    VersionRecord,
+    num_bytes_of,
+)
 from lorafleet.cluster.catalogue.name_index import NameIndex
 from lorafleet.cluster.catalogue.packed import Packed, PackedAdapters, unpack
 from lorafleet.protocol.lora_request import LoRARequest, adapter_number
@@ -52,7 +58,7 @@ class CatalogueState:
         self.removing: set[str] = set()  # Names of adapters that are being removed.
         self._owned: dict[str, dict[str, int]] = {}  # Tenant -> adapter -> its bytes.
         self._files_uri = files_uri
-        self._removed: dict[str, Removed] = {}  # Removed adapters that an application would bring back.
+        self._removed: dict[str, RemovalRecord] = {}  # Removed adapters that an application would bring back.
         self._owner: dict[str, str] = {}  # Alias -> adapter.
         self._users: dict[str, tuple[str, ...] | str] = {}  # Digest -> its adapters; nearly always a single name.
 
@@ -73,7 +79,7 @@ class CatalogueState:
         tenant = tenant_of(name)
         if tenant is not None:
             self.owned(tenant).pop(name, None)
-        if isinstance(entry, Removed):
+        if isinstance(entry, RemovalRecord):
             if entry.seeded_by is not None:
                 self._removed[name] = entry
             return changed
@@ -90,8 +96,8 @@ class CatalogueState:
             self.removing.add(name)
         return changed | set(entry.aliases)
 
-    def _index(self, before: Adapter | None, entry: Entry) -> None:
-        now = entry if isinstance(entry, Adapter) else None
+    def _index(self, before: AdapterRecord | None, entry: Entry) -> None:
+        now = entry if isinstance(entry, AdapterRecord) else None
         for index, old, new in (
             (self.adapter_names, {before.name} if before else set(), {now.name} if now else set()),
             (self.alias_names, set(before.aliases) if before else set(), set(now.aliases) if now else set()),
@@ -107,7 +113,7 @@ class CatalogueState:
         self.adapter_names.sort()
         self.alias_names.sort()
 
-    def owner(self, alias: str) -> Adapter | None:
+    def owner(self, alias: str) -> AdapterRecord | None:
         name = self._owner.get(alias)
         return None if name is None else self.adapters[name]
 
@@ -121,7 +127,7 @@ class CatalogueState:
     def aliases(self) -> Iterator[str]:
         return iter(self._owner)
 
-    def removed(self, name: str) -> Removed | None:
+    def removed(self, name: str) -> RemovalRecord | None:
         """Returns the adapter's removal, or None if there is none or nothing would bring the adapter back."""
         return self._removed.get(name)
 
@@ -130,7 +136,7 @@ class CatalogueState:
         users = self._users.get(digest, ())
         return (users,) if isinstance(users, str) else users
 
-    def versions(self, digest: str) -> list[Version]:
+    def versions(self, digest: str) -> list[VersionRecord]:
         """Returns the versions that have these bytes, of all adapters that are not being removed."""
         users = [self.adapters[name] for name in self.users(digest)]
         return [version for user in users for version in user.versions if version.digest == digest]
@@ -152,7 +158,7 @@ class CatalogueState:
         loras = tuple(self.request(alias, adapter.version(share.version)) for share in shares)
         return Served(alias, adapter.name, since, loras, tuple(share.weight for share in shares))
 
-    def request(self, name: str, version: Version) -> LoRARequest:
+    def request(self, name: str, version: VersionRecord) -> LoRARequest:
         path = version.location or self._files_uri(version.digest)
         return LoRARequest(name, adapter_number(name), path, version.digest, version.base_model_name)
 
@@ -163,7 +169,7 @@ class CatalogueState:
             del self._users[digest]
 
 
-def _digests(adapter: Adapter | None) -> set[str]:
+def _digests(adapter: AdapterRecord | None) -> set[str]:
     return set() if adapter is None or adapter.removing else {version.digest for version in adapter.versions}
 
 

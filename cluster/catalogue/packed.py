@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Entry
 
 Packed = bytes  # One entry, in msgpack.
 
@@ -21,13 +21,13 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     seeded_by: str | None = None
 
 
-class PackedAdapters(Mapping[str, Adapter]):
+class PackedAdapters(Mapping[str, AdapterRecord]):
     """A mapping from names to adapters. It returns copies, and only put() and pop() change its content."""
 
     def __init__(self) -> None:
         self._packed: dict[str, bytes] = {}
 
-    def __getitem__(self, name: str) -> Adapter:
+    def __getitem__(self, name: str) -> AdapterRecord:
         return _adapter_decoder.decode(self._packed[name])
 
     def __contains__(self, name: object) -> bool:
@@ -46,13 +46,13 @@ class PackedAdapters(Mapping[str, Adapter]):
         """Returns the names of adapters that only one of the two mappings has, or that differ."""
         return {name for name, _ in self._packed.items() ^ other._packed.items()}
 
-    def pop(self, name: str) -> Adapter | None:
+    def pop(self, name: str) -> AdapterRecord | None:
         packed = self._packed.pop(name, None)
         return None if packed is None else _adapter_decoder.decode(packed)
 
 
 _encoder = msgspec.msgpack.Encoder()
-_adapter_decoder = msgspec.msgpack.Decoder(Adapter)
+_adapter_decoder = msgspec.msgpack.Decoder(AdapterRecord)
 _entry_decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 _head_decoder = msgspec.msgpack.Decoder(Head)
 

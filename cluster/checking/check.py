@@ -10,7 +10,7 @@ from lorafleet.cluster.checking.nodes import Cluster
 from lorafleet.cluster.checking.ray_service_file import check_ray_service
 from lorafleet.cluster.checking.ray_up_file import check_ray_up
 from lorafleet.cluster.checking.serve_file import Serving, check_serve
-from lorafleet.cluster.checking.yaml_source import Problem, Source, read
+from lorafleet.cluster.checking.yaml_source import Problem, YamlSource, read
 from lorafleet.protocol.errors import ConfigError
 
 SERVE, RAY_UP, RAY_SERVICE = "Serve configuration", "ray up cluster", "KubeRay RayService"
@@ -39,7 +39,7 @@ def check_file(path: Path) -> Checked:
     return Checked(kind, tuple(sorted(problems, key=lambda one: (one.file, one.line))), serving, cluster)
 
 
-def _kind(source: Source) -> str:
+def _kind(source: YamlSource) -> str:
     value: Any = source.value
     if isinstance(value, dict):
         if "apiVersion" in value or value.get("kind") == "RayService":

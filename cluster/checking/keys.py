@@ -11,13 +11,13 @@ from typing import Any
 
 import jsonschema
 
-from lorafleet.cluster.checking.yaml_source import Place, Problem, Source
+from lorafleet.cluster.checking.yaml_source import Place, Problem, YamlSource
 from lorafleet.cluster.wording import nearest
 
 Schema = dict[str, Any]
 
 
-def check_keys(source: Source, place: Place, value: Any, schema: Schema) -> list[Problem]:
+def check_keys(source: YamlSource, place: Place, value: Any, schema: Schema) -> list[Problem]:
     """Returns a problem for each key that the schema does not know. `value` is the source's value at `place`."""
     return [
         source.problem((*place, *at, key), f"unknown key {key!r}{nearest(str(key), known)}")
@@ -25,7 +25,7 @@ def check_keys(source: Source, place: Place, value: Any, schema: Schema) -> list
     ]
 
 
-def check_values(source: Source, place: Place, value: Any, schema: Schema) -> list[Problem]:
+def check_values(source: YamlSource, place: Place, value: Any, schema: Schema) -> list[Problem]:
     """Returns a problem for each wrong type, value out of bounds, or missing key."""
     return [
         source.problem((*place, *error.absolute_path), error.message)

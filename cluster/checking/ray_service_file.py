@@ -10,7 +10,7 @@ from lorafleet.cluster.checking.nodes import Cluster, NodeGroup, check_fit
 from lorafleet.cluster.checking.ray_service_shape import RAY_SERVICE
 from lorafleet.cluster.checking.ray_up_file import missing_environment
 from lorafleet.cluster.checking.serve_file import Serving, check_serve
-from lorafleet.cluster.checking.yaml_source import Place, Problem, Source
+from lorafleet.cluster.checking.yaml_source import Place, Problem, YamlSource
 from lorafleet.cluster.wording import nearest
 from lorafleet.protocol.errors import ConfigError
 
@@ -19,7 +19,7 @@ CLUSTER: Place = ("spec", "rayClusterConfig")
 SERVED: Place = ("spec", "serveConfigV2")
 
 
-def check_ray_service(source: Source) -> tuple[list[Problem], Serving | None, Cluster | None]:
+def check_ray_service(source: YamlSource) -> tuple[list[Problem], Serving | None, Cluster | None]:
     problems = check_keys(source, (), source.value, RAY_SERVICE) + check_values(source, (), source.value, RAY_SERVICE)
     if problems:
         found, serving = _check_served(source, None)
@@ -41,7 +41,7 @@ def _groups(config: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
         yield (*CLUSTER, "workerGroupSpecs", number), group
 
 
-def _check_group(source: Source, place: Place, group: dict[str, Any]) -> list[Problem]:
+def _check_group(source: YamlSource, place: Place, group: dict[str, Any]) -> list[Problem]:
     at: Place = (*place, "template", "spec", "containers", 0)
     pod = (group["template"].get("spec") or {}).get("containers") or []
     if not pod:
@@ -87,7 +87,7 @@ def _cpus(text: str) -> float:
     return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
 
 
-def _check_served(source: Source, cluster: Cluster | None) -> tuple[list[Problem], Serving | None]:
+def _check_served(source: YamlSource, cluster: Cluster | None) -> tuple[list[Problem], Serving | None]:
     spec = source.value.get("spec")
     if not isinstance(spec, dict) or not isinstance(spec.get("serveConfigV2"), str):
         return [source.problem(SERVED, "serveConfigV2 is missing: nothing would be served.")], None

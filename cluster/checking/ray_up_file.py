@@ -19,7 +19,7 @@ from lorafleet.cluster.checking.keys import Schema, check_keys, check_values
 from lorafleet.cluster.checking.nodes import Cluster, NodeGroup, check_fit
 from lorafleet.cluster.checking.provider_shapes import node_schema, provider_schema
 from lorafleet.cluster.checking.serve_file import Serving, check_serve
-from lorafleet.cluster.checking.yaml_source import Place, Problem, Source, read
+from lorafleet.cluster.checking.yaml_source import Place, Problem, YamlSource, read
 from lorafleet.cluster.proxy import haproxy
 from lorafleet.cluster.serve import cluster_environment
 from lorafleet.protocol.errors import ConfigError
@@ -30,7 +30,7 @@ STARTS = ("head_start_ray_commands", "worker_start_ray_commands")
 NEEDED_FLAGS = {STARTS[0]: ("--head", "--autoscaling-config"), STARTS[1]: ("--address",)}
 
 
-def check_ray_up(source: Source) -> tuple[list[Problem], Serving | None, Cluster | None]:
+def check_ray_up(source: YamlSource) -> tuple[list[Problem], Serving | None, Cluster | None]:
     kind = _provider(source.value)
     schema = _schema(kind)
     problems = check_keys(source, (), source.value, schema) + check_values(source, (), source.value, schema)
@@ -85,7 +85,7 @@ def _prepare(value: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     return prepared, ""
 
 
-def _check_starts(source: Source) -> list[Problem]:
+def _check_starts(source: YamlSource) -> list[Problem]:
     problems = []
     for name in STARTS:
         commands = source.value.get(name)
@@ -101,7 +101,7 @@ def _check_starts(source: Source) -> list[Problem]:
     return problems
 
 
-def _check_start(source: Source, place: Place, command: str, flags: tuple[str, ...]) -> list[Problem]:
+def _check_start(source: YamlSource, place: Place, command: str, flags: tuple[str, ...]) -> list[Problem]:
     problems = [
         source.problem(place, f"`ray start` needs {flag} here.")
         for flag in flags
@@ -131,7 +131,7 @@ def _assigned(command: str) -> dict[str, str | None]:
     return {name: value.strip("'\"") for name, value in re.findall(r"\b([A-Z][A-Z0-9_]*)=([^\s;&]*)", command)}
 
 
-def _check_token(source: Source) -> list[Problem]:
+def _check_token(source: YamlSource) -> list[Problem]:
     mounts = source.value.get("file_mounts")
     commands = [one for name in STARTS for one in _strings(source.value.get(name)) if "ray start" in one]
     if any(str(remote).endswith(TOKEN_FILE) for remote in (mounts if isinstance(mounts, dict) else {})):
@@ -183,7 +183,7 @@ def _flag_gpus(value: dict[str, Any], name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _check_served(source: Source, cluster: Cluster | None) -> tuple[list[Problem], Serving | None]:
+def _check_served(source: YamlSource, cluster: Cluster | None) -> tuple[list[Problem], Serving | None]:
     place, remote = _served(source.value)
     if place is None:
         return [], None

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import AliasChoices, ValidationError
 
 from lorafleet.cluster.checking.keys import Schema, check_keys
-from lorafleet.cluster.checking.yaml_source import Place, Problem, Source
+from lorafleet.cluster.checking.yaml_source import Place, Problem, YamlSource
 from lorafleet.cluster.config import ALIASES, AppArgs, LoRAModule
 from lorafleet.cluster.proxy.exposure import check_exposure
 from lorafleet.cluster.wording import nearest
@@ -46,7 +46,7 @@ class Application:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    source: Source
+    source: YamlSource
     host: str
     port: int
     every_node: bool  # Whether every node has a proxy, and not only the head.
@@ -54,7 +54,7 @@ class Serving:
     others: tuple[str, ...]  # Applications that are not lorafleet's; their args are not checked.
 
 
-def check_serve(source: Source) -> tuple[list[Problem], Serving | None]:
+def check_serve(source: YamlSource) -> tuple[list[Problem], Serving | None]:
     """Returns the problems, and what would run. The latter is None if a mistake leaves nothing to say about it."""
     from ray.serve.config import ProxyLocation
     from ray.serve.schema import ServeDeploySchema
@@ -90,7 +90,7 @@ def check_serve(source: Source) -> tuple[list[Problem], Serving | None]:
     return problems, Serving(source, host, port, every_node, tuple(applications), tuple(others))
 
 
-def _check_exposure(source: Source, application: Application, host: str) -> list[Problem]:
+def _check_exposure(source: YamlSource, application: Application, host: str) -> list[Problem]:
     """Checks only the API keys, since the file does not say whether Ray has a token."""
     try:
         check_exposure(host, application.args, {"RAY_AUTH_MODE": "token"})
@@ -134,7 +134,7 @@ def _args_schema() -> Schema:
     return schema
 
 
-def _check_args(source: Source, place: Place, values: Any) -> tuple[list[Problem], AppArgs | None]:
+def _check_args(source: YamlSource, place: Place, values: Any) -> tuple[list[Problem], AppArgs | None]:
     """Returns the problems of an application's args, and the args if there are none.
 
     AppArgs and the engine stop at the first contradiction. So wrong arguments are left out, and the rest is tried
@@ -167,7 +167,7 @@ def _named(message: str, values: dict[str, Any]) -> str:
 
 
 def _of_pydantic(
-    source: Source, place: Place, error: ValidationError, values: dict[str, Any] | None = None
+    source: YamlSource, place: Place, error: ValidationError, values: dict[str, Any] | None = None
 ) -> list[Problem]:
     problems = []
     for one in error.errors():
@@ -178,7 +178,7 @@ def _of_pydantic(
     return problems
 
 
-def _check_import(source: Source, place: Place, import_path: str) -> list[Problem]:
+def _check_import(source: YamlSource, place: Place, import_path: str) -> list[Problem]:
     module = import_path.partition(":")[0] if ":" in import_path else import_path.rpartition(".")[0]
     if module.split(".")[0] == "lorafleet":
         return [source.problem(place, f"{import_path!r} builds no application{nearest(import_path, [BUILDER])}")]
@@ -192,7 +192,7 @@ def _check_import(source: Source, place: Place, import_path: str) -> list[Proble
     return [source.problem(place, f"there is no module {module!r} in this Python environment{hint}")]
 
 
-def _check_deployments(source: Source, place: Place, application: dict[str, Any]) -> list[Problem]:
+def _check_deployments(source: YamlSource, place: Place, application: dict[str, Any]) -> list[Problem]:
     problems = []
     for number, one in enumerate(application.get("deployments") or []):
         at: Place = (*place, "deployments", number)

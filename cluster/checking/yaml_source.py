@@ -32,7 +32,7 @@ class Problem:
 
 
 @dataclass(slots=True)
-class Source:
+class YamlSource:
     file: str
     value: Any
     lines: dict[Place, int]  # The line of a value, or of its key if it has one.
@@ -53,7 +53,7 @@ class Source:
         message = "the key stands here twice; YAML would take the last."
         return [Problem(self.file, line, self.within + spelt(place), message) for place, line in self.repeated]
 
-    def embedded(self, place: Place) -> Source:
+    def embedded(self, place: Place) -> YamlSource:
         """Parses the YAML file that a text value of this file contains. Raises ConfigError, as parse() does."""
         line = self.texts.get(place)
         inner = parse(self.file, _text_at(self.value, place), offset=0 if line is None else line - 1)
@@ -82,7 +82,7 @@ def spelt(place: Place) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> YamlSource:
     """Reads and parses a file. Raises ConfigError if it cannot be read, or is not one YAML document."""
     try:
         text = path.read_text()
@@ -91,7 +91,7 @@ def read(path: Path) -> Source:
     return parse(str(path), text)
 
 
-def parse(file: str, text: str, offset: int = 0) -> Source:
+def parse(file: str, text: str, offset: int = 0) -> YamlSource:
     """Parses a text that begins after `offset` lines of its file. Raises ConfigError if it is not one YAML document."""
     loader = yaml.SafeLoader(text)
     try:
@@ -109,9 +109,9 @@ def parse(file: str, text: str, offset: int = 0) -> Source:
 class _Reader:
     def __init__(self, file: str, loader: yaml.SafeLoader, offset: int) -> None:
         self._loader, self._offset, self._num_nodes = loader, offset, 0
-        self._source = Source(file, None, {}, [])
+        self._source = YamlSource(file, None, {}, [])
 
-    def read(self) -> Source:
+    def read(self) -> YamlSource:
         node = self._loader.get_single_node()
         if node is None:
             raise ConfigError(f"{self._source.file} is empty.")

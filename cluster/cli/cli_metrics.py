@@ -10,7 +10,7 @@ import typer
 
 from lorafleet.cluster.cli.cli_tools import ending_in_words
 from lorafleet.cluster.monitoring import dashboards, rules, scrape_config
-from lorafleet.cluster.monitoring.scrape_config import Target
+from lorafleet.cluster.monitoring.scrape_config import ScrapeTarget
 from lorafleet.cluster.serve.state_folder import state_folder
 
 metrics = typer.Typer(help="Prometheus and Grafana for a running server.", no_args_is_help=True)
@@ -47,7 +47,7 @@ def up(
     from lorafleet.cluster.monitoring.up import Options, run
 
     with ending_in_words():
-        target = Target(server, bearer_token_file, ca_file, scrape_interval)
+        target = ScrapeTarget(server, bearer_token_file, ca_file, scrape_interval)
         run(Options(target, data or state_folder() / "metrics", port, grafana_port, grafana_home, retention))
 
 
@@ -61,7 +61,7 @@ def config(
 ) -> None:
     """Writes prometheus.yml and the rules for a Prometheus that is started elsewhere."""
     with ending_in_words():
-        target = Target(server, bearer_token_file, ca_file, scrape_interval)
+        target = ScrapeTarget(server, bearer_token_file, ca_file, scrape_interval)
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / "prometheus.yml", scrape_config.to_yaml(target))
         _write(folder / rules.RULES_FILE, rules.to_yaml())

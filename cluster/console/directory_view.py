@@ -5,16 +5,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping
 
-from lorafleet.cluster.catalogue.catalogue_records import Adapter
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord
 from lorafleet.cluster.console.view import (
     AdapterView,
     DirectoryView,
     MoveView,
-    Order,
-    Query,
     ReplicaState,
+    SortOrder,
     VersionView,
     Viewer,
+    ViewQuery,
 )
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.directory.slices import in_slices
@@ -22,7 +22,7 @@ from lorafleet.cluster.routing.routing import Tier
 from lorafleet.protocol.errors import QueueFull
 from lorafleet.protocol.lora_request import LoRARequest, turn_group
 from lorafleet.protocol.names import OWNED, PAST_ALL, full_name, past_names_of, tenant_of
-from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
+from lorafleet.sandbox.job_turns import JobTurns, NoRoom, TurnLimits
 
 STEP = 200  # Names examined before other work may run.
 MAX_ORDERS = 200  # Commands that are shown.
@@ -35,9 +35,9 @@ class DirectoryWindow:
 
     def __init__(self, directory: AdapterDirectory) -> None:
         self._directory = directory
-        self._searches = Turns(SEARCHES)
+        self._searches = JobTurns(SEARCHES)
 
-    async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+    async def view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
         names, has_more = await self._names(query, viewer)
         adapters = [view for name in names if (view := self.adapter(name, viewer)) is not None]
         directory = self._directory
@@ -66,7 +66,7 @@ class DirectoryWindow:
         resolved = self._directory.resolved.get(name)
         return self._of_resolver(resolved, viewer) if resolved is not None else None
 
-    async def _names(self, query: Query, viewer: Viewer) -> tuple[list[str], bool]:
+    async def _names(self, query: ViewQuery, viewer: Viewer) -> tuple[list[str], bool]:
         """Returns the names of the adapters on the page, and whether there are more after it."""
         if query.names is not None:
             owners = (self._owner(name) for name in query.names)
@@ -99,7 +99,7 @@ class DirectoryWindow:
             for index in indexes:
                 yield from index.between(begin, end, limit)
 
-    def _gather(self, candidates: Iterator[str], query: Query, viewer: Viewer, page: list[str]) -> Iterator[None]:
+    def _gather(self, candidates: Iterator[str], query: ViewQuery, viewer: Viewer, page: list[str]) -> Iterator[None]:
         """Fills `page` with the first limit + 1 names, sorted by the viewer's names. Only few names need the slower
         checks."""
         wanted, shown = query.search.casefold(), viewer.naming
@@ -119,7 +119,7 @@ class DirectoryWindow:
                 page.insert(place, name)
                 del page[query.limit + 1 :]
 
-    def _is_passed(self, name: str, query: Query) -> bool:
+    def _is_passed(self, name: str, query: ViewQuery) -> bool:
         return tenant_of(name) is None and name <= query.public_after
 
     def _owner(self, name: str) -> str | None:
@@ -136,7 +136,7 @@ class DirectoryWindow:
         hidden = own != name and tenant_of(name) is None and own in self._directory.catalogue.state.adapters
         return viewer.may_see(name) and not hidden
 
-    def _of_catalogue(self, adapter: Adapter, viewer: Viewer) -> AdapterView:
+    def _of_catalogue(self, adapter: AdapterRecord, viewer: Viewer) -> AdapterView:
         versions = [
             VersionView(
                 one.number,
@@ -191,9 +191,9 @@ class DirectoryWindow:
                 return name
         return None
 
-    def _orders(self, viewer: Viewer) -> list[Order]:
+    def _orders(self, viewer: Viewer) -> list[SortOrder]:
         orders = [
-            Order(replica, self._owner(lora.lora_name) or lora.lora_name, lora.digest, kind, since_s)
+            SortOrder(replica, self._owner(lora.lora_name) or lora.lora_name, lora.digest, kind, since_s)
             for replica, kind, lora, since_s in self._directory.open_orders()
             if viewer.may_see(lora.lora_name)
         ]

@@ -26,7 +26,7 @@ from lorafleet.api.request.fields import Strict
 from lorafleet.api.request.parsing import parse_query
 from lorafleet.api.routes.build_api import Route
 from lorafleet.cluster.console.console_state import BASE, Views, names_of, state_of
-from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaView, Viewer, ViewQuery
 from lorafleet.protocol.errors import LorafleetError, ModelNotFound
 from lorafleet.protocol.names import full_name, tenant_of
 
@@ -35,7 +35,7 @@ MAX_ADAPTERS = 200  # Adapters on a page.
 MAX_REPLICAS = 100
 MAX_LOOKS = 16  # Pages of the directory that one search may read, if most of its results are other tenants'.
 
-ViewDirectory = Callable[[Query, Viewer], Awaitable[DirectoryView]]
+ViewDirectory = Callable[[ViewQuery, Viewer], Awaitable[DirectoryView]]
 ViewAdapter = Callable[[str, Viewer], Awaitable[AdapterView | None]]
 ViewReplicas = Callable[[list[str], Viewer], Awaitable[list[ReplicaView]]]
 
@@ -65,7 +65,7 @@ class StateApi:
 
     async def state(self, front: Front, request: Request) -> Response:
         asked, viewer = parse_query(request, StateQuery), viewer_of(front, request)
-        query = Query(asked.search, asked.after, asked.limit, asked.replicas_after, asked.replica_limit)
+        query = ViewQuery(asked.search, asked.after, asked.limit, asked.replicas_after, asked.replica_limit)
         if asked.order == "busiest" and not asked.search:
             query = msgspec.structs.replace(query, names=tuple(await self._busiest(viewer, asked.limit)))
         directory = await self._page(query, viewer, front.catalog_of(caller_of(request)))
@@ -85,7 +85,7 @@ class StateApi:
         views = Views(await self._view_replicas(names_of(adapter), viewer), viewer)
         return json_response({**views.adapter(adapter), "history": views.history(adapter)})
 
-    async def _page(self, query: Query, viewer: Viewer, catalog: CallersCatalog) -> DirectoryView:
+    async def _page(self, query: ViewQuery, viewer: Viewer, catalog: CallersCatalog) -> DirectoryView:
         """Returns a page without the public names that are reserved for other tenants, since the directory does not
         know of them."""
         view = await self._view_directory(query, viewer)

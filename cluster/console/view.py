@@ -35,7 +35,7 @@ class Viewer(msgspec.Struct, frozen=True):
         return text if self.sees_all else in_the_words_of(self.tenant, text)
 
 
-class Query(msgspec.Struct, frozen=True):
+class ViewQuery(msgspec.Struct, frozen=True):
     """A request for one page of adapters and one page of replicas."""
 
     search: str = ""
@@ -79,7 +79,7 @@ class AdapterView(msgspec.Struct):
     found: bool = False  # True if a resolver found it and the catalogue does not have it.
 
 
-class Order(msgspec.Struct):
+class SortOrder(msgspec.Struct):
     """A command that a replica has not completed yet."""
 
     replica: str
@@ -109,7 +109,7 @@ class DirectoryView(msgspec.Struct):
     num_replicas: int
     more_replicas: bool
     names: dict[str, str]  # By digest, for what the replicas on this page have and the viewer may see.
-    orders: list[Order]
+    orders: list[SortOrder]
     failures: list[Failure]
 
 

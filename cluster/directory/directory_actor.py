@@ -26,7 +26,7 @@ from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.catalogue.catalogue import Catalogue, keep_reading
 from lorafleet.cluster.catalogue.catalogue_store import open_store
 from lorafleet.cluster.console.directory_view import DirectoryWindow
-from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, Viewer
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, Viewer, ViewQuery
 from lorafleet.cluster.directory.directory import HAND_OVER_S, AdapterDirectory, Changes, Found, Progress
 from lorafleet.cluster.directory.directory_metrics import DirectoryCounts
 from lorafleet.cluster.directory.directory_socket import ANSWER_S, Address, DirectoryConnection, DirectoryServer
@@ -110,7 +110,7 @@ class DirectoryActor:
         await self._directory.until_loaded()
         return await getattr(self._administration, verb)(**arguments)
 
-    async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+    async def view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
         await self._directory.until_loaded()
         return await self._window.view(query, viewer)
 
@@ -244,7 +244,7 @@ class RemoteDirectory:
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         return await _result(self._actor.administer.remote(verb, arguments), ADMINISTER_S)
 
-    async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+    async def view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
         return await _result(self._actor.view.remote(query, viewer))
 
     async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:

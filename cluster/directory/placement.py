@@ -25,7 +25,7 @@ Homes = dict[str, tuple[str, ...]]  # By adapter digest; the first home comes fi
 Holders = Callable[[str], Iterable[str]]  # Returns the replicas that have an adapter in memory, best tier first.
 
 
-class Adapter(NamedTuple):
+class PlacedAdapter(NamedTuple):
     """The properties of a requested or pinned adapter that placement uses."""
 
     num_bytes: int
@@ -57,7 +57,7 @@ class Placement:
 
     def __init__(
         self,
-        adapters: Mapping[str, Adapter],
+        adapters: Mapping[str, PlacedAdapter],
         replicas: Mapping[str, float],
         before: Homes,
         holders: Holders,
@@ -118,13 +118,13 @@ class Placement:
                 yield
         self._fair_bytes = num_bytes / float(self._weight_R.sum())
 
-    def _load(self, adapter: Adapter) -> float:
+    def _load(self, adapter: PlacedAdapter) -> float:
         return adapter.demand * (1 + self._policy.rank_cost * adapter.rank)
 
     def _share(self, one: str) -> float:
         return self._load(self._adapters[one]) / self._copies[one]
 
-    def _num_copies(self, adapter: Adapter, present: int) -> int:
+    def _num_copies(self, adapter: PlacedAdapter, present: int) -> int:
         parts = self._load(adapter) / (self._policy.split * self._fair_load) if self._fair_load else 0.0
         stays = (present - 1) * self._policy.shrink < parts <= present * self._policy.grow
         wanted = present if stays else math.ceil(parts)

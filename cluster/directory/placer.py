@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lorafleet.cluster.directory.filling import Filler
-from lorafleet.cluster.directory.placement import STEP, Adapter, Homes, Placement
+from lorafleet.cluster.directory.placement import STEP, Homes, PlacedAdapter, Placement
 from lorafleet.cluster.directory.residency import Placed, Residency
 from lorafleet.cluster.routing.routing import TYPICAL_BYTES
 
@@ -72,7 +72,7 @@ class Placer:
 
     def round(self, now: float) -> Iterator[None]:
         """Runs one round, in short steps. Called about every ROUND_S, and never while another round runs."""
-        adapters: dict[str, Adapter] = {}
+        adapters: dict[str, PlacedAdapter] = {}
         yield from self._measure(now, adapters)
         placement = Placement(adapters, self._weights(now), self._homes, self._holders)
         yield from placement.steps()
@@ -109,7 +109,7 @@ class Placer:
         num_bytes, _ = self._sizes(one) or (TYPICAL_BYTES, 16)
         return self._demand.get(one, 0.0) / max(1, num_bytes)
 
-    def _measure(self, now: float, adapters: dict[str, Adapter]) -> Iterator[None]:
+    def _measure(self, now: float, adapters: dict[str, PlacedAdapter]) -> Iterator[None]:
         """Updates the demand, and fills `adapters` with the adapters that are to be placed."""
         elapsed = now - self._last_s if self._last_s is not None else ROUND_S
         self._last_s = now
@@ -121,7 +121,7 @@ class Placer:
                 self._demand[one] = demand
             if demand > FORGET_TOKENS_S or one in pins:
                 num_bytes, rank = self._sizes(one) or (TYPICAL_BYTES, 16)
-                adapters[one] = Adapter(num_bytes, rank, demand, pins.get(one, ()))
+                adapters[one] = PlacedAdapter(num_bytes, rank, demand, pins.get(one, ()))
             if at % STEP == 0:
                 yield
 
@@ -138,7 +138,7 @@ class Placer:
         holders = self._residency.holders(one)
         return sorted(holders, key=lambda replica: _TIERS.index(holders[replica]))
 
-    def _publish(self, homes: Homes, adapters: Mapping[str, Adapter]) -> Iterator[None]:
+    def _publish(self, homes: Homes, adapters: Mapping[str, PlacedAdapter]) -> Iterator[None]:
         before, self._homes = self._homes, homes
         for at, one in enumerate(before):
             if one not in homes:
@@ -160,7 +160,7 @@ class Placer:
         self.counts.placed, self.counts.homes = len(homes), num_homes
         self.counts.rebalances += self.counts.moves > moves_before
 
-    def _read_ahead(self, adapters: Mapping[str, Adapter]) -> Iterator[None]:
+    def _read_ahead(self, adapters: Mapping[str, PlacedAdapter]) -> Iterator[None]:
         """Orders reads at further homes that do not have their adapter yet. The first home reads it with the request
         that makes it a home. The adapters with the highest demand per byte come first."""
         several: list[tuple[float, str]] = []

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 
-class Turns:
+class TaskLeases:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._taken: dict[str, tuple[str, float]] = {}  # By task: the replica, and the end of its lease.

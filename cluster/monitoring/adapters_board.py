@@ -15,7 +15,7 @@ from lorafleet.cluster.monitoring.board_queries import (
     top,
     total,
 )
-from lorafleet.cluster.monitoring.panels import Dashboard, Panel, Query, Row, Variable
+from lorafleet.cluster.monitoring.panels import Dashboard, Panel, PanelRow, Query, Variable
 
 ADAPTERS = Dashboard(
     "lorafleet-adapters",
@@ -23,7 +23,7 @@ ADAPTERS = Dashboard(
     "Who asks for which adapter, how fast it is answered, and how adapters come to the GPUs. `other`: all that have no "
     "label of their own.",
     (
-        Row(
+        PanelRow(
             "By adapter",
             (
                 Panel(
@@ -61,7 +61,7 @@ ADAPTERS = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "Quality probes",
             (
                 one(
@@ -81,7 +81,7 @@ ADAPTERS = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "By rank",
             (
                 one(
@@ -105,7 +105,7 @@ ADAPTERS = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "Between tiers",
             (
                 one(
@@ -158,7 +158,7 @@ ADAPTERS = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "Sources and resolvers",
             (
                 one(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from lorafleet.cluster.monitoring.board_queries import JOB, one, part, rate, sum_of
-from lorafleet.cluster.monitoring.panels import Dashboard, Panel, Query, Row
+from lorafleet.cluster.monitoring.panels import Dashboard, Panel, PanelRow, Query
 
 CLUSTER = Dashboard(
     "lorafleet-cluster",
     "lorafleet · cluster",
     "How load and adapters are spread over the replicas: directory, placement, routing's outcome.",
     (
-        Row(
+        PanelRow(
             "Replicas",
             (
                 Panel(
@@ -49,7 +49,7 @@ CLUSTER = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "Directory and placement",
             (
                 Panel(

@@ -16,14 +16,14 @@ from lorafleet.cluster.monitoring.board_queries import (
     sum_of,
     total,
 )
-from lorafleet.cluster.monitoring.panels import Dashboard, Panel, Query, Row
+from lorafleet.cluster.monitoring.panels import Dashboard, Panel, PanelRow, Query
 
 OVERVIEW = Dashboard(
     "lorafleet-overview",
     "lorafleet · overview",
     "Traffic, latency, errors and saturation of the whole cluster.",
     (
-        Row(
+        PanelRow(
             "Now",
             (
                 stat("Replicas in the scrape", f"count(vllm:num_requests_running{{{JOB}}})"),
@@ -34,7 +34,7 @@ OVERVIEW = Dashboard(
                 stat("Answered with 5xx", part('status=~"5.."', "lorafleet_requests_total"), "percentunit"),
             ),
         ),
-        Row(
+        PanelRow(
             "Traffic",
             (
                 one("Requests by status", sum_of("status", "lorafleet_requests_total"), "{{status}}", "reqps"),
@@ -59,7 +59,7 @@ OVERVIEW = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "Latency",
             (
                 Panel("Time to first token", quantiles(TIME_TO_FIRST), "s"),
@@ -67,7 +67,7 @@ OVERVIEW = Dashboard(
                 Panel("Wait in the queue", quantiles(QUEUE), "s"),
             ),
         ),
-        Row(
+        PanelRow(
             "Saturation",
             (
                 Panel(

@@ -40,7 +40,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PanelRow:
     title: str
     panels: tuple[Panel, ...]
 
@@ -59,7 +59,7 @@ class Dashboard:
     uid: str
     title: str
     text: str
-    rows: tuple[Row, ...]
+    rows: tuple[PanelRow, ...]
     variables: tuple[Variable, ...] = ()
 
     @property
@@ -106,7 +106,7 @@ def _variable(one: Variable) -> dict[str, Any]:
     }
 
 
-def _placed(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _placed(rows: Sequence[PanelRow]) -> list[dict[str, Any]]:
     """Positions the panels from left to right and from top to bottom. A panel that does not fit begins a new line."""
     placed: list[dict[str, Any]] = []
     top = 0

@@ -13,7 +13,7 @@ from lorafleet.cluster.monitoring.board_queries import (
     rate,
     sum_of,
 )
-from lorafleet.cluster.monitoring.panels import Dashboard, Panel, Query, Row, Variable
+from lorafleet.cluster.monitoring.panels import Dashboard, Panel, PanelRow, Query, Variable
 
 
 def _of_replica(title: str, series: str, unit: str = "short") -> Panel:
@@ -25,7 +25,7 @@ REPLICA = Dashboard(
     "lorafleet · replica",
     "One engine or several beside each other: steps, batches, caches, memory, slots.",
     (
-        Row(
+        PanelRow(
             "Steps",
             (
                 one(
@@ -84,7 +84,7 @@ REPLICA = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "Queue and KV cache",
             (
                 _of_replica("Running sequences", "vllm:num_requests_running"),
@@ -101,7 +101,7 @@ REPLICA = Dashboard(
                 one("Preemptions", sum_of("replica", "vllm:num_preemptions_total", REPLICAS), "{{replica}}", "ops"),
             ),
         ),
-        Row(
+        PanelRow(
             "Latency",
             tuple(
                 one(f"{title} p95", quantile(0.95, histogram, "replica", REPLICAS), "{{replica}}", "s")
@@ -112,7 +112,7 @@ REPLICA = Dashboard(
                 )
             ),
         ),
-        Row(
+        PanelRow(
             "Adapters and memory",
             (
                 Panel(

@@ -18,7 +18,7 @@ METRICS_PATH = "/metrics"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ScrapeTarget:
     """The server that Prometheus scrapes."""
 
     url: str = "http://127.0.0.1:8000"  # The address to which clients send their requests.
@@ -48,7 +48,7 @@ class Target:
         return self.url.rstrip("/") + METRICS_PATH
 
 
-def to_yaml(target: Target, rules: str = RULES_FILE) -> str:
+def to_yaml(target: ScrapeTarget, rules: str = RULES_FILE) -> str:
     """Returns the text of prometheus.yml. `rules` is the path of the rules file, absolute or relative to this one."""
     interval = f"{target.scrape_interval_s}s"
     job: dict[str, Any] = {

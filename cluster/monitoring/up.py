@@ -24,7 +24,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from lorafleet.cluster.monitoring import grafana, rules, scrape_config
-from lorafleet.cluster.monitoring.scrape_config import Target
+from lorafleet.cluster.monitoring.scrape_config import ScrapeTarget
 from lorafleet.protocol.errors import ConfigError
 
 READY_S = 60.0
@@ -39,7 +39,7 @@ console = Console(highlight=False, soft_wrap=True)
 class Options:
     """The options of `lorafleet metrics up`."""
 
-    target: Target
+    target: ScrapeTarget
     folder: Path  # Configuration and data of both programs.
     port: int
     grafana_port: int
@@ -47,7 +47,7 @@ class Options:
     retention: str  # In Prometheus' own spelling, such as 15d.
 
 
-class Stopped(BaseException):
+class MonitoringStopped(BaseException):
     """Raised when SIGINT or SIGTERM arrives."""
 
 
@@ -65,7 +65,7 @@ def run(options: Options) -> None:
         _check_free(port, option)
     _check_server(options.target)
     write_files(options)
-    with _stopping(), contextlib.suppress(Stopped), contextlib.ExitStack() as children:
+    with _stopping(), contextlib.suppress(MonitoringStopped), contextlib.ExitStack() as children:
         prometheus = children.enter_context(_child(_prometheus_command(program, options), options.folder, "prometheus"))
         _wait_until_ready(prometheus, options)
         console.print(f"Prometheus: {_url(options.port)} scrapes {options.target.metrics_url}")
@@ -112,7 +112,7 @@ def _check_free(port: int, option: str) -> None:
             ) from None
 
 
-def _check_server(target: Target) -> None:
+def _check_server(target: ScrapeTarget) -> None:
     """Checks that the server shows its metrics to this key. Prometheus would report a failure only on a page of its
     own."""
     headers = {}
@@ -191,4 +191,4 @@ def _stopping() -> Iterator[None]:
 def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)  # A second signal must not interrupt the cleanup.
-    raise Stopped
+    raise MonitoringStopped

@@ -10,7 +10,7 @@ from lorafleet.api.access.caller import Caller
 from lorafleet.api.answer.generation import Sample, SampleGroup, Task, collect
 from lorafleet.api.front import Front, ServedModel
 from lorafleet.api.request.prompts import Prompt, checked_ids, encode, fit_max_tokens
-from lorafleet.api.request.request_deadline import Deadline
+from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.text.output import Delta
 from lorafleet.cluster.quality.probes import Probe
 from lorafleet.cluster.quality.quality_records import Observed
@@ -71,7 +71,7 @@ class Prober:
         # Its own salt avoids cached prefixes, which would hide that the model now computes something else.
         salt = f"{group}-{time.time_ns()}"
         task = Task(Prompt(token_ids, None), model, params, scoring=scoring, cache_salt=salt, priority=INT32)
-        deadline = Deadline(None, time.monotonic())
+        deadline = RequestDeadline(None, time.monotonic())
         alone = SampleGroup(group, num_sequences=1, num_tokens=len(token_ids))
         sample = Sample(self._front, alone, 0, task, params, deadline, None, counts_prompt=True)
         [whole] = await collect([sample])

@@ -25,7 +25,7 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, adapter_nu
 from lorafleet.protocol.names import check_adapter_name, check_full_name, tenant_of
 from lorafleet.resolvers.lora_resolver import LoRAResolver
 from lorafleet.resolvers.store import FETCH_THREADS
-from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, Turns
+from lorafleet.sandbox.job_turns import JobTurns, NoRoom, TurnLimits
 
 NO_LIMITS = StorageLimits()
 MISS_S = 2.0  # Seconds for which a failed lookup by the resolvers is cached.
@@ -83,7 +83,7 @@ class DirectoryCatalog:
         self._base_names = base_names
         self._resolver = resolver
         self._clock = clock
-        self._turns = Turns(SEARCHES)
+        self._turns = JobTurns(SEARCHES)
         self._missed_at: dict[str, float] = {}
         self._resolving: dict[str, asyncio.Task[LoRARequest]] = {}
 

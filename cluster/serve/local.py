@@ -38,7 +38,7 @@ RAY_STARTS = 4
 console = Console(highlight=False, soft_wrap=True)
 
 
-class Stopped(BaseException):
+class ServerStopped(BaseException):
     """Raised when SIGINT or SIGTERM arrives."""
 
 
@@ -96,7 +96,7 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
         _announce(args, listener)
         reap_adopted(until=_ray_has_ended)
         _begin_anew(environment, run_dir)
-    except Stopped:
+    except ServerStopped:
         console.print("stopping")
     except LorafleetError as error:
         console.print(f"lorafleet: {error.message}", markup=False, style="red")
@@ -315,4 +315,4 @@ def _ignore_signals() -> None:
 
 def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
     _ignore_signals()  # One signal is enough: a second must not interrupt the cleanup.
-    raise Stopped
+    raise ServerStopped

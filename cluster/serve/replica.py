@@ -33,7 +33,7 @@ from lorafleet.cluster.catalogue.log_end import LogEnd
 from lorafleet.cluster.config import AppArgs, LoRAModule
 from lorafleet.cluster.console.replica_view import ask_all, replica_view
 from lorafleet.cluster.console.state_api import StateApi
-from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaView, Viewer, ViewQuery
 from lorafleet.cluster.directory import directory_metrics
 from lorafleet.cluster.directory.directory import HAND_OVER_S, Order
 from lorafleet.cluster.directory.directory_actor import SWITCH_S, DirectoryPlace, get_or_create
@@ -161,7 +161,7 @@ class EngineReplica:
     async def _look_at_all(self, names: list[str], viewer: Viewer) -> list[ReplicaView]:
         return await ask_all(self._replicas(), names, viewer)
 
-    async def _view(self, query: Query, viewer: Viewer) -> DirectoryView:
+    async def _view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
         return await self._membership.call(lambda _: self._directory.view(query, viewer))
 
     async def _view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:

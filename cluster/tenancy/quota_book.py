@@ -36,7 +36,7 @@ class Ask(msgspec.Struct, frozen=True):
     once: str = ""  # If several asks have the same text here, only the first counts.
 
 
-class Meter(msgspec.Struct, frozen=True):
+class LimitMeter(msgspec.Struct, frozen=True):
     """The remainder of one limit, for OpenAI's headers."""
 
     limit: int
@@ -50,8 +50,8 @@ class Verdict(msgspec.Struct, frozen=True):
     limit: int = 0
     value: int = 0  # The use of it that the request would lead to.
     retry_after_s: float | None = None  # Seconds; None if waiting does not help.
-    requests: Meter | None = None  # For the subject that has the least left.
-    tokens: Meter | None = None
+    requests: LimitMeter | None = None  # For the subject that has the least left.
+    tokens: LimitMeter | None = None
     num_replicas: int = 0  # Including the replica that asks.
 
 
@@ -71,8 +71,8 @@ class _Bucket:
     def wait_s(self, level: float) -> float:
         return max(0.0, (level - self.level) * 60 / self.limit)
 
-    def meter(self) -> Meter:
-        return Meter(self.limit, max(0, int(self.level)), self.wait_s(self.limit))
+    def meter(self) -> LimitMeter:
+        return LimitMeter(self.limit, max(0, int(self.level)), self.wait_s(self.limit))
 
 
 class QuotaBook:
@@ -170,6 +170,6 @@ def _too_much(what: str, subject: str, bucket: _Bucket | None, wanted: int) -> V
     return Verdict(what, subject, bucket.limit, wanted, None if wanted > bucket.limit else bucket.wait_s(wanted))
 
 
-def _least(buckets: dict[str, _Bucket], subjects: Iterable[str]) -> Meter | None:
+def _least(buckets: dict[str, _Bucket], subjects: Iterable[str]) -> LimitMeter | None:
     meters = [buckets[subject].meter() for subject in subjects if subject in buckets]
     return min(meters, key=lambda meter: meter.remaining, default=None)

@@ -23,7 +23,7 @@ from lorafleet.api.access.caller import Caller
 from lorafleet.api.access.caller_admission import Kind
 from lorafleet.cluster.tenancy.key_file import RateLimits
 from lorafleet.cluster.tenancy.key_ring import KeyRing
-from lorafleet.cluster.tenancy.quota_book import Ask, Limits, Meter, QuotaBook, Verdict
+from lorafleet.cluster.tenancy.quota_book import Ask, LimitMeter, Limits, QuotaBook, Verdict
 from lorafleet.protocol.errors import DirectoryUnavailable, QuotaExceeded
 
 GATHER_S = 0.05  # Seconds until ended requests are reported at the latest, if no new one comes.
@@ -62,7 +62,7 @@ class _Spent:
         """Returns the verdict as it is when wait_s of the wait are left."""
         waited_s = (self.verdict.retry_after_s or 0.0) - wait_s
         meter = self.verdict.requests
-        requests = None if meter is None else Meter(meter.limit, 0, max(0.0, meter.reset_s - waited_s))
+        requests = None if meter is None else LimitMeter(meter.limit, 0, max(0.0, meter.reset_s - waited_s))
         return msgspec.structs.replace(self.verdict, retry_after_s=wait_s, requests=requests, tokens=None)
 
 
@@ -322,7 +322,7 @@ def _headers(verdict: Verdict) -> dict[str, str]:
     }
 
 
-def _shown(meter: Meter) -> dict[str, str]:
+def _shown(meter: LimitMeter) -> dict[str, str]:
     minutes, seconds = divmod(meter.reset_s, 60)
     reset = f"{int(minutes)}m{seconds:.3g}s" if minutes else f"{seconds:.3g}s"
     return {"limit": str(meter.limit), "remaining": str(meter.remaining), "reset": reset}

@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lorafleet.api.access.usage import Usage
+from lorafleet.api.access.usage import TenantUsage
 from lorafleet.cluster.tenancy.line_file import MAX_FILE_BYTES, LineFile
 from lorafleet.protocol.errors import LogUnwritable
 
@@ -138,7 +138,7 @@ class UsageLog(Collector):
             "operator has made room in --usage-dir."
         )
 
-    def add(self, usage: Usage) -> None:
+    def add(self, usage: TenantUsage) -> None:
         self.lines.add(msgspec.json.encode(usage))
         self._sequences[usage.tenant] += 1
         for kind in ("prompt", "cached", "completion"):

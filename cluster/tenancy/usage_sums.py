@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from lorafleet.api.access.usage import Usage
+from lorafleet.api.access.usage import TenantUsage
 from lorafleet.cluster.tenancy.line_file import SUFFIX
 from lorafleet.protocol.errors import InvalidRequest, StoreError
 
@@ -22,20 +22,20 @@ class Sum:
     cached_tokens: int = 0
     completion_tokens: int = 0
 
-    def add(self, usage: Usage) -> None:
+    def add(self, usage: TenantUsage) -> None:
         self.sequences += 1
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
         self.completion_tokens += usage.completion_tokens
 
 
-def read_usage(folder: Path) -> Iterator[Usage]:
+def read_usage(folder: Path) -> Iterator[TenantUsage]:
     """Yields each line of the usage logs. Skips a last line that a machine's crash has cut off. Raises StoreError
     for any other line that cannot be parsed, and InvalidRequest if there are no logs."""
     paths = sorted(folder.glob(f"usage-*{SUFFIX}"))
     if not paths:
         raise InvalidRequest(f"{folder} has no usage logs. Give the folder that servers have as --usage-dir.")
-    decoder = msgspec.json.Decoder(Usage)
+    decoder = msgspec.json.Decoder(TenantUsage)
     for path in paths:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lorafleet.api.access.usage import Usage
+from lorafleet.api.access.usage import TenantUsage
 from soak_drift import fitted
 from soak_metering import Told, compare
 from soak_truth import ABSENT, Truth
@@ -41,8 +41,8 @@ def test_only_prompts_whose_answers_are_sure_are_asked() -> None:
     assert Truth({"a": [(1, 2, 3, 4), (1,)], "b": [(5, 6, 7, 8), (5, 6, 7, 8)]}, "a").prompts == [0]
 
 
-def line(request_id: str, prompt: int, completion: int, tenant: str = "acme") -> Usage:
-    return Usage(1.0, request_id, tenant=tenant, prompt_tokens=prompt, completion_tokens=completion)
+def line(request_id: str, prompt: int, completion: int, tenant: str = "acme") -> TenantUsage:
+    return TenantUsage(1.0, request_id, tenant=tenant, prompt_tokens=prompt, completion_tokens=completion)
 
 
 def test_what_was_told_and_what_is_metered_are_compared_request_by_request() -> None:
@@ -64,7 +64,7 @@ def test_what_was_told_and_what_is_metered_are_compared_request_by_request() -> 
         [line("cmpl-soak1-0", 8, 5), line("cmpl-other-1", 0, 1)],
     ],
 )
-def test_a_line_too_few_too_many_or_of_somebody_else_is_found(lines: list[Usage]) -> None:
+def test_a_line_too_few_too_many_or_of_somebody_else_is_found(lines: list[TenantUsage]) -> None:
     assert compare({"soak1": Told("acme", True, 8, 5, 5)}, lines).faults
 
 

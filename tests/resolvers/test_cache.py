@@ -10,14 +10,14 @@ import pytest
 from lorafleet.protocol.errors import AdapterTooLarge, AdapterUnavailable, ConfigError
 from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.resolvers.cache import AdapterCache
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 from stores import kept
 
 Make = Callable[..., dict[str, bytes]]
 
 
-def soon(seconds: float = 5.0) -> Deadline:
-    return Deadline(seconds, "the test", threading.Event())
+def soon(seconds: float = 5.0) -> FetchDeadline:
+    return FetchDeadline(seconds, "the test", threading.Event())
 
 
 def put(cache: AdapterCache, files: dict[str, bytes], key: str | None = None) -> str:

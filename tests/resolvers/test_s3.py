@@ -26,7 +26,7 @@ from lorafleet.protocol.errors import (
 )
 from lorafleet.protocol.sources import S3Config
 from lorafleet.resolvers import download
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.remote import RemoteResolver
 from lorafleet.resolvers.s3 import S3Source, split
 from lorafleet.resolvers.source import RemoteFile
@@ -245,7 +245,7 @@ def test_a_multipart_upload_is_checked_by_its_parts(
     parts = TransferConfig(multipart_threshold=1 << 20, multipart_chunksize=part_mib << 20)
     gateway.client.upload_file(str(tmp_path / "weights"), BUCKET, key, Config=parts)
     source = S3Source(S3Config(endpoint_url=gateway.endpoint, region="us-east-1"))
-    weights = source.find(uri, Deadline(10, "test", threading.Event()))[1]
+    weights = source.find(uri, FetchDeadline(10, "test", threading.Event()))[1]
     assert weights.checksum is not None
     assert weights.checksum.kind == "multipart"
     assert make_store(tmp_path / "c", gateway.endpoint).fetch(uri)
@@ -329,7 +329,7 @@ class Changing(S3Source):
     change: Callable[[], None]
     times = 1
 
-    def read(self, file: RemoteFile, start: int, end: int, deadline: Deadline) -> Generator[bytes, None, None]:
+    def read(self, file: RemoteFile, start: int, end: int, deadline: FetchDeadline) -> Generator[bytes, None, None]:
         if file.name == WEIGHTS and start > 0 and self.times > 0:
             self.times -= 1
             self.change()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, TurnQueue, Turns
+from lorafleet.sandbox.job_turns import JobTurns, NoRoom, TurnLimits, TurnQueue
 
 
 def drained(queue: TurnQueue[str]) -> list[str]:
@@ -54,7 +54,7 @@ def test_a_full_queue_rejects_its_group_alone_and_all_queues_together_are_bounde
 
 
 async def test_who_leaves_while_waiting_or_with_a_turn_gives_its_place_back() -> None:
-    turns = Turns(TurnLimits(running=1, waiting=10))
+    turns = JobTurns(TurnLimits(running=1, waiting=10))
     order: list[str] = []
 
     async def job(name: str, hold: asyncio.Event) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lorafleet.api.access.usage import Usage
+from lorafleet.api.access.usage import TenantUsage
 from lorafleet.api.telemetry.http_metrics import Metrics, Stopwatch
 from lorafleet.cluster.directory.directory_metrics import DirectoryCounts, render
 from lorafleet.cluster.quality.quality_metrics import QualityMetrics
@@ -77,7 +77,7 @@ def _metrics(folder: Path) -> Metrics:
     metrics.add(resolvers)
     metrics.add(KeyRing("keys: []"))
     usage = UsageLog(folder / "usage", "r1")
-    usage.add(Usage(0.0, "r", "acme", prompt_tokens=3, completion_tokens=2))
+    usage.add(TenantUsage(0.0, "r", "acme", prompt_tokens=3, completion_tokens=2))
     usage.lines.close()
     metrics.add(usage)
     audit = AuditLog(folder / "audit", "r1")

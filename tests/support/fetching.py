@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.protocol.sources import S3Config, SourcesConfig
-from lorafleet.resolvers.deadline import Deadline
+from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.s3 import S3Source
 from lorafleet.resolvers.source import RemoteFile
 from lorafleet.resolvers.store import AdapterStore
@@ -25,7 +25,7 @@ def fetch_elsewhere(cache: str, endpoint: str, uri: str, results: Any) -> None:
 
 
 class Dying(S3Source):
-    def read(self, file: RemoteFile, start: int, end: int, deadline: Deadline) -> Generator[bytes, None, None]:
+    def read(self, file: RemoteFile, start: int, end: int, deadline: FetchDeadline) -> Generator[bytes, None, None]:
         if file.name == "adapter_model.safetensors" and start > 0:
             os.kill(os.getpid(), signal.SIGKILL)
         yield from super().read(file, start, end, deadline)

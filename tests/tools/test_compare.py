@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from lorafleet.tools.compare import Answer, Comparison, ModelResult, Questions, compare
+from lorafleet.tools.compare import ComparedAnswer, Comparison, ModelResult, Questions, compare
 from lorafleet.tools.comparison_report import text_table, to_html
 from lorafleet.tools.engine_runner import EngineRunner
 from lorafleet.tools.examples import Example
-from lorafleet.tools.measures import Place, equal_share
+from lorafleet.tools.measures import TokenPlace, equal_share
 from tiny_models import Reference, tokenizer
 
 PROMPTS = ["the fleet of", "harbour, the answer", "adapters"]
@@ -147,7 +147,7 @@ def test_the_report_is_one_well_formed_page_that_loads_nothing(compared):
 
 def test_what_a_model_says_stays_text_in_the_report():
     hostile = "</dd><script>alert(1)</script>&"
-    model = ModelResult("<b>a", [Answer(hostile, 3, 0.5, [Place(True, 0.1, 0.0)])], [], [])
+    model = ModelResult("<b>a", [ComparedAnswer(hostile, 3, 0.5, [TokenPlace(True, 0.1, 0.0)])], [], [])
     page = Page(to_html(Comparison("<b>a", [hostile], [model, model], 3), hostile))
     assert "script" not in page.tags
     assert hostile in page.text

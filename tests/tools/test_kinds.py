@@ -19,7 +19,7 @@ from tests.workers.adapters.kinds.test_against_peft import KINDS, lora
 from tests.workers.conftest import AdapterDir, peft_warnings_ignored
 
 FAMILIES = ["llama", "qwen2, tied"]
-# Of low rank, whatever they are made of; one or two of each method, since tests/workers/lora/kinds has them all.
+# Of low rank, whatever they are made of; one or two of each method, since tests/workers/adapters/kinds has them all.
 PLAIN = [
     "rsLoRA with patterns", "embedding and head", "PiSSA", "PiSSA of full rank", "OLoRA", "KaSA", "BD-LoRA", "AdaLoRA",
     "all biases",  # of a base that has none

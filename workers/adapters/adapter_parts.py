@@ -26,7 +26,7 @@ from lorafleet.workers.adapters.kinds.kind import Base, Kind, Target, tensor_sha
 from lorafleet.workers.adapters.kinds.lora import invocation_tokens
 from lorafleet.workers.adapters.kinds.table import KINDS
 from lorafleet.workers.adapters.kinds.vocabulary import (
-    Vocabulary,
+    VocabularyChanges,
     check_embedding,
     embedding_form,
     head_form,
@@ -51,7 +51,7 @@ class AdapterParts:
     experts: dict[str, ExpertTargets]  # by module
     biases: dict[str, str]  # the file's tensors, by module
     norms: dict[str, str]  # the file's tensors, by module
-    vocabulary: Vocabulary
+    vocabulary: VocabularyChanges
     ranks: dict[str, int]  # as served, by module; 0 for a module that has no rank
 
     @classmethod
@@ -125,7 +125,7 @@ class AdapterParts:
             self.ranks[HEAD] = self.kind.check(head)
 
 
-def _check_invocation(helper: PEFTHelper, vocabulary: Vocabulary, base: Base) -> None:
+def _check_invocation(helper: PEFTHelper, vocabulary: VocabularyChanges, base: Base) -> None:
     """Raises AdapterMismatch for a token that no prompt can have, since the adapter would have no effect."""
     tokens = invocation_tokens(helper) if helper.method == "LORA" else ()
     if tokens and max(tokens) >= vocabulary.size:

@@ -24,7 +24,7 @@ MOST_PARTS = 64  # parts of a row of logits
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SamplingRow:
     """The values on which one row's draw depends."""
 
     params: SamplingParams
@@ -33,7 +33,7 @@ class Row:
     vocab_size: int  # of the row's own vocabulary, which may be smaller than the step's
 
 
-def sample(logits_BV: Tensor, rows: list[Row]) -> Tensor:
+def sample(logits_BV: Tensor, rows: list[SamplingRow]) -> Tensor:
     """Returns one token per row, int64 [B] on the device, without waiting for it. `logits_BV` is float32, with all
     edits."""
     greedy_B = greedy(logits_BV)
@@ -95,7 +95,7 @@ class PendingLogprobs:
         return [TokenLogprobs(t, own, rank, ids[:n], values[:n]) for t, own, rank, ids, values, n in rows]
 
 
-def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
+def _draw(logits_BV: Tensor, rows: list[SamplingRow]) -> Tensor:
     """Returns int64 [B], drawn by the inverse of the cumulative distribution in vocabulary order."""
     device = logits_BV.device
 
@@ -118,7 +118,7 @@ def _draw(logits_BV: Tensor, rows: list[Row]) -> Tensor:
     return found_B.minimum(to_device([row.vocab_size - 1 for row in rows], torch.int64, device))
 
 
-def _keep_best(logits_BV: Tensor, rows: list[Row]) -> Tensor:
+def _keep_best(logits_BV: Tensor, rows: list[SamplingRow]) -> Tensor:
     """Applies top_k, then top_p to what is left: the fewest best tokens that together reach top_p."""
     vocab = logits_BV.shape[1]
     device = logits_BV.device

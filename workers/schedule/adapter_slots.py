@@ -16,7 +16,7 @@ class ResidentAdapter(Protocol):
     def info(self) -> AdapterInfo: ...
 
 
-class Slot(Protocol):
+class SlotView(Protocol):
     """A place for one adapter's weights on the GPU."""
 
     @property
@@ -36,7 +36,7 @@ class SlotTable(Protocol):
     def digests(self) -> Container[str]:
         """The digests of all adapters that have a slot."""
 
-    def find(self, digest: str) -> Slot | None:
+    def find(self, digest: str) -> SlotView | None:
         """Returns the adapter's slot, or None."""
 
     def hold(self, slot_index: int, tenant: str) -> None:
@@ -56,7 +56,7 @@ class AdapterSlots(Protocol):
         `tenants` maps each adapter's digest to the tenant that waits for it.
         """
 
-    def slot_for(self, lora: LoRARequest) -> Slot | None:
+    def slot_for(self, lora: LoRARequest) -> SlotView | None:
         """Returns the adapter's slot, filled or being filled, or None if it has none."""
 
     def claims(self, digest: str, claimed: set[int], tenant: str) -> set[int]:

@@ -23,7 +23,7 @@ SPARE_DEADLINES = 64  # deadlines of ended sequences that may remain before they
 MAX_RETRY_S = 60.0  # OpenAI's clients ignore a longer Retry-After
 
 
-class Admission:
+class QueueAdmission:
     """Bounds the waiting sequences of one engine. None means no bound.
 
     Both bounds apply to a tenant only once it has its share. So a queue full of one tenant's requests still accepts

@@ -27,7 +27,7 @@ from operator import itemgetter
 
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.bases.rope_config import RopeConfig
-from lorafleet.workers.schedule.adapter_slots import AdapterSlots, Slot
+from lorafleet.workers.schedule.adapter_slots import AdapterSlots, SlotView
 from lorafleet.workers.schedule.fair_queue import FairQueue
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
@@ -321,7 +321,7 @@ class Scheduler:
             budget -= chunks[-1].num_tokens
         return chunks
 
-    def _slot_for(self, sequence: Sequence, blocked: set[str], claimed: set[int]) -> Slot | None:
+    def _slot_for(self, sequence: Sequence, blocked: set[str], claimed: set[int]) -> SlotView | None:
         lora = sequence.lora
         if lora is None or lora.digest in blocked:
             return None
@@ -334,7 +334,7 @@ class Scheduler:
             return None
         return slot
 
-    def _admit(self, sequence: Sequence, slot: Slot | None) -> bool:
+    def _admit(self, sequence: Sequence, slot: SlotView | None) -> bool:
         """Starts a sequence if there is room for all of its tokens, so that a prompt does not start only to be
         preempted."""
         if slot is not None and slot.adapter is not None and slot.adapter.info.invocation_tokens:

@@ -84,7 +84,7 @@ class Sequence:
     cache_salt: str = ""  # Blocks are shared only among sequences with the same salt.
     tenant: str = ""
     times: SequenceTimes | None = None  # None if the request is not traced.
-    deadline_number: int | None = None  # Number of its entry among Admission's deadlines.
+    deadline_number: int | None = None  # Number of its entry among QueueAdmission's deadlines.
     vocab_size: int = 0  # Size of its own vocabulary: all of its tokens are below.
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from lorafleet.protocol.messages import GPUSteps, TokenLogprobs
 from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.device.host_copy import Download, Upload, to_device
 from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
-from lorafleet.workers.device.sampler import PendingLogprobs, Row, sample
+from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, sample
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.schedule.scheduler import Chunk
 from lorafleet.workers.schedule.sequence import Sequence
@@ -44,7 +44,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StepChoice:
     """A step's tokens on their way to the host."""
 
     sampled: Tensor
@@ -59,7 +59,7 @@ class LaunchedStep:
     chunks: list[Chunk]
     shape: StepShape
     sampling: list[Sequence]  # One sequence for each row of StepInputs.sampled_B.
-    rows: list[Row]  # One Row for each of these sequences.
+    rows: list[SamplingRow]  # One Row for each of these sequences.
     edited: list[EditedRow]  # Rows whose logits are changed.
     faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
     row_of: dict[str, int]  # Row by request id.
@@ -67,7 +67,7 @@ class LaunchedStep:
     logits: StepLogits
     pooled: dict[int, Tensor]  # By chunk, for prompts that end in the step.
     download: Download
-    choice: Choice | None = None  # None until ModelRunner.choose(), which must come before the next launch.
+    choice: StepChoice | None = None  # None until ModelRunner.choose(), which must come before the next launch.
     late: list[Sequence] = field(default_factory=list)  # Sequences of the step that get no token from it.
 
     def collect(self) -> list[Sampled]:
@@ -135,7 +135,7 @@ class ModelRunner:
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         row_of = {sequence.request_id: i for i, sequence in enumerate(sampling)}
         pooled = _pool(chunks, logits.hidden_TD, download)
-        rows = [Row(one.params, len(one.tokens), one.seed, one.vocab_size) for one in sampling]
+        rows = [SamplingRow(one.params, len(one.tokens), one.seed, one.vocab_size) for one in sampling]
         edited, faults = self._prepare_edits(sampling)
         step = LaunchedStep(chunks, shape, sampling, rows, edited, faults, row_of, scored, logits, pooled, download)
         if all(sequence.grammar is None for sequence in sampling):
@@ -173,7 +173,7 @@ class ModelRunner:
             self.steps.share(num_rows)
         sampled = step.download.add(self._inputs.sampled_B[:num_rows])
         step.download.close()
-        step.choice = Choice(sampled, asked, found)
+        step.choice = StepChoice(sampled, asked, found)
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

@@ -248,7 +248,7 @@ class Trials:
 
 
 @dataclass
-class Answer:
+class GrammarAnswer:
     """The answer of one sequence."""
 
     matcher: Any
@@ -266,7 +266,7 @@ class Server:
     compiled: OrderedDict[Spec, Any] = field(default_factory=OrderedDict)
     refused: OrderedDict[Spec, str] = field(default_factory=OrderedDict)
     waiting: dict[Spec, list[int]] = field(default_factory=dict)  # Numbers that wait until the spec is compiled.
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, GrammarAnswer] = field(default_factory=dict)
     trying: dict[int, Spec] = field(default_factory=dict)  # By the number that first requested it.
     opening: dict[int, tuple[Spec, str]] = field(default_factory=dict)  # Spec and group, by every number that waits.
     done: deque[tuple[Spec, Any]] = field(default_factory=deque)  # Compiled in a thread.
@@ -338,7 +338,7 @@ class Server:
                 tell(self.trials, number)  # cancels the trial if it still waits
 
     def begin(self, number: int, compiled: Any) -> None:
-        self.answers[number] = Answer(compiled.deep_copy())
+        self.answers[number] = GrammarAnswer(compiled.deep_copy())
         self.tell_opened(number, "")
 
     def tell_opened(self, number: int, error: str, *, is_busy: bool = False) -> None:

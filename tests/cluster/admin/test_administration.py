@@ -18,7 +18,7 @@ from lorafleet.cluster.catalogue import catalogue as catalogue_module
 from lorafleet.cluster.catalogue import catalogue_records as records_module
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_files import folder_digest
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Share
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory import directory as directory_module
 from lorafleet.cluster.directory import membership as membership_module
@@ -72,7 +72,7 @@ class Cluster:
         self.admin = Administration(self.directory, ["base"])
         self.admin.resume()
 
-    async def push(self, name: str, path: str, **options: Any) -> Adapter:
+    async def push(self, name: str, path: str, **options: Any) -> AdapterRecord:
         digest = folder_digest(Path(path))
         self.directory.catalogue.store.put_files(digest, Path(path))
         return await self.admin.push(Pushed(name, digest, path, **options))
@@ -108,7 +108,7 @@ async def cluster(tmp_path: Path) -> Cluster:
     return starting
 
 
-def numbers(adapter: Adapter) -> list[int]:
+def numbers(adapter: AdapterRecord) -> list[int]:
     return [version.number for version in adapter.versions]
 
 

@@ -14,7 +14,7 @@ import pytest
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.admin.pushing import PUSHES, AdapterAdmin
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Version
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, VersionRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.protocol.errors import QueueFull, StoreRefused
@@ -93,11 +93,11 @@ async def test_one_tenant_s_verifications_keep_nobody_else_waiting(
     await directory.load()
     for tenant in ("loud", "quiet"):
         name = full_name(tenant, "a")
-        made = Adapter(name, (Version(1, f"{tenant}'s", "upload", 8, 10, 1.0),), tenant=tenant)
+        made = AdapterRecord(name, (VersionRecord(1, f"{tenant}'s", "upload", 8, 10, 1.0),), tenant=tenant)
         await catalogue.change(name, lambda _, made=made: made)
     released = threading.Event()
 
-    def read(_: Administration, version: Version) -> str:
+    def read(_: Administration, version: VersionRecord) -> str:
         if version.digest == "loud's":
             released.wait()
         return version.digest

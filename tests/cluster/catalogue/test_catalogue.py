@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.catalogue_records import Adapter
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 
 LATE_S = 60.0  # of something that should have happened long ago, however slow the machine is
@@ -36,7 +36,7 @@ async def test_a_change_whose_caller_is_cancelled_is_seen(tmp_path: Path) -> Non
     await catalogue.load()
     told: list[set[str]] = []
     catalogue.on_change = told.append
-    change = asyncio.create_task(catalogue.change("sql", lambda _: Adapter("sql", aliases={"sql": ()})))
+    change = asyncio.create_task(catalogue.change("sql", lambda _: AdapterRecord("sql", aliases={"sql": ()})))
     assert await asyncio.to_thread(store.writes.wait, LATE_S)
     change.cancel()
     await asyncio.sleep(0)

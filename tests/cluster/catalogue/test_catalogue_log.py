@@ -10,7 +10,7 @@ import pytest
 
 from lorafleet.cluster.catalogue import catalogue_log as log_module
 from lorafleet.cluster.catalogue.catalogue_log import CatalogueLog, Fenced
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry, Removed, Version
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Entry, RemovalRecord, VersionRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.packed import Packed, unpack
 from lorafleet.protocol.errors import CatalogueDamaged, StoreError
@@ -22,8 +22,8 @@ def _small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_module, "FAN_OUT", 3)
 
 
-def adapter(name: str, number: int = 1) -> Adapter:
-    return Adapter(name, (Version(number, f"digest{number}", "here", 8, 100, 0.0),))
+def adapter(name: str, number: int = 1) -> AdapterRecord:
+    return AdapterRecord(name, (VersionRecord(number, f"digest{number}", "here", 8, 100, 0.0),))
 
 
 def opened(folder: Path) -> tuple[CatalogueLog, dict[str, Entry]]:
@@ -62,9 +62,9 @@ def test_a_start_reads_few_objects_however_long_the_log_is(tmp_path: Path) -> No
 
 def test_a_removal_outlives_merges_only_while_it_says_something(tmp_path: Path) -> None:
     log, _ = opened(tmp_path)
-    for entry in (adapter("x"), adapter("y"), Removed("x"), Removed("y", "run1")):
+    for entry in (adapter("x"), adapter("y"), RemovalRecord("x"), RemovalRecord("y", "run1")):
         log.append(entry)
-    assert state(tmp_path) == {"y": Removed("y", "run1")}
+    assert state(tmp_path) == {"y": RemovalRecord("y", "run1")}
 
 
 @pytest.mark.parametrize("left", [0, 1, 30, -1])
@@ -170,7 +170,7 @@ def test_writers_at_the_same_time_lose_no_update(tmp_path: Path) -> None:
         for _ in range(15):
             while True:
                 present = entries.get(name)
-                number = present.versions[0].number + 1 if isinstance(present, Adapter) else 1
+                number = present.versions[0].number + 1 if isinstance(present, AdapterRecord) else 1
                 try:
                     others = log.append(adapter(name, number))
                 except Fenced:
@@ -246,7 +246,9 @@ def test_a_crash_at_any_step_loses_nothing_that_was_acknowledged(tmp_path: Path,
             acknowledged = number
     except Crash:
         pass
-    found = {name: entry.versions[0].number for name, entry in state(tmp_path).items() if isinstance(entry, Adapter)}
+    found = {
+        name: entry.versions[0].number for name, entry in state(tmp_path).items() if isinstance(entry, AdapterRecord)
+    }
     expected = {f"a{n % 5}": n for n in range(1, acknowledged + 1)}
     unanswered = expected | {f"a{(acknowledged + 1) % 5}": acknowledged + 1}
     assert found in (expected, unanswered)

@@ -7,17 +7,24 @@ import tracemalloc
 
 import msgspec
 
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry, Removed, Share, Version, moved
+from lorafleet.cluster.catalogue.catalogue_records import (
+    AdapterRecord,
+    Entry,
+    RemovalRecord,
+    Share,
+    VersionRecord,
+    moved,
+)
 from lorafleet.cluster.catalogue.catalogue_state import CatalogueState
 from lorafleet.cluster.catalogue.packed import pack
 
 
-def version(number: int, digest: str, location: str = "") -> Version:
-    return Version(number, digest, "s3://trainers/sql", 16, 84_000_000, 1e9, location, "llama")
+def version(number: int, digest: str, location: str = "") -> VersionRecord:
+    return VersionRecord(number, digest, "s3://trainers/sql", 16, 84_000_000, 1e9, location, "llama")
 
 
-def adapter(name: str, *versions: Version, serves: int = 1, alias: str | None = None) -> Adapter:
-    return moved(Adapter(name, versions), alias or name, (Share(serves, 1.0),), 1e9)
+def adapter(name: str, *versions: VersionRecord, serves: int = 1, alias: str | None = None) -> AdapterRecord:
+    return moved(AdapterRecord(name, versions), alias or name, (Share(serves, 1.0),), 1e9)
 
 
 def state(*entries: Entry) -> CatalogueState:
@@ -32,7 +39,7 @@ def test_bytes_are_found_by_all_who_use_them_until_the_last_one_goes() -> None:
     assert [one.number for one in built.versions("x")] == [1, 2, 1]
     assert built.names("x") == ["a", "b"]
     assert built.names("y") == [], "no alias stands for it"
-    built.apply(pack(Removed("a")))
+    built.apply(pack(RemovalRecord("a")))
     assert [one.location for one in built.versions("x")] == ["/b"]
     built.apply(pack(adapter("b", version(2, "y"), serves=2)))
     assert (built.versions("x"), built.names("x"), built.names("y")) == ([], [], ["b"])
@@ -43,8 +50,8 @@ def test_an_adapter_that_is_being_removed_uses_nothing_and_is_known_as_such() ->
     gone = msgspec.structs.replace(there, aliases={}, removing=True)
     built = state(there, gone)
     assert (built.versions("x"), built.removing, built.owner("a")) == ([], {"a"}, None)
-    built.apply(pack(Removed("a", "run")))
-    assert (built.removing, built.removed("a")) == (set(), Removed("a", "run"))
+    built.apply(pack(RemovalRecord("a", "run")))
+    assert (built.removing, built.removed("a")) == (set(), RemovalRecord("a", "run"))
 
 
 def test_any_order_of_changes_adds_up_to_what_the_last_ones_say() -> None:
@@ -57,12 +64,12 @@ def test_any_order_of_changes_adds_up_to_what_the_last_ones_say() -> None:
             name, *versions, serves=rng.randint(1, len(versions)), alias=rng.choice((name, name * 2))
         )
         if rng.random() < 0.3:
-            entry = Removed(name)
+            entry = RemovalRecord(name)
         last.pop(name, None)
         last[name] = entry
         built.apply(pack(entry))
     fresh = state(*last.values())
-    assert dict(built.adapters) == {name: entry for name, entry in last.items() if isinstance(entry, Adapter)}
+    assert dict(built.adapters) == {name: entry for name, entry in last.items() if isinstance(entry, AdapterRecord)}
     assert set(built.aliases()) == set(fresh.aliases())
     for digest in "uvwxyz":
         assert sorted(built.names(digest)) == sorted(fresh.names(digest))

@@ -15,7 +15,7 @@ from lorafleet.cluster.admin.administration import Administration, Pushed
 from lorafleet.cluster.catalogue import stored_files as stored_files_module
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_files import folder_digest
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Share
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.s3_store import S3Store
@@ -113,7 +113,7 @@ class Server:
         self.store, self.directory, self.make = store, directory, make
         self.admin = Administration(directory, ["base"])
 
-    async def push(self, name: str, weights: str) -> Adapter:
+    async def push(self, name: str, weights: str) -> AdapterRecord:
         digest = folder_digest(Path(self.make(weights)))
         await asyncio.to_thread(self.store.put_files, digest, Path(self.make(weights)))
         return await self.admin.push(Pushed(name, digest, "here"))
@@ -127,13 +127,13 @@ async def serving(store: Store, make: Make, settle_s: float = 0.05) -> AsyncIter
         yield Server(store, directory, make)
 
 
-async def read_afresh(store: Store) -> dict[str, Adapter]:
+async def read_afresh(store: Store) -> dict[str, AdapterRecord]:
     catalogue = Catalogue(store)
     await catalogue.load()
     return dict(catalogue.state.adapters)
 
 
-def check_files(store: Store, adapters: dict[str, Adapter], folder: Path) -> None:
+def check_files(store: Store, adapters: dict[str, AdapterRecord], folder: Path) -> None:
     """Each version in force has all its files, with their digest."""
     for adapter in adapters.values():
         for version in [] if adapter.removing else adapter.versions:
@@ -215,7 +215,7 @@ async def run(store: Store, make: Make) -> list[bool]:
     return acknowledged
 
 
-def check_outcome(adapters: dict[str, Adapter], acknowledged: list[bool], digests: dict[str, str]) -> None:
+def check_outcome(adapters: dict[str, AdapterRecord], acknowledged: list[bool], digests: dict[str, str]) -> None:
     first, second, _, alias, without_b, _, without_c = acknowledged
     versions = {name: {one.digest for one in adapter.versions} for name, adapter in adapters.items()}
     in_force = {name for name, adapter in adapters.items() if not adapter.removing}

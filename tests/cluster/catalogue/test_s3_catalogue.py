@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Version
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, VersionRecord
 from lorafleet.cluster.catalogue.s3_store import S3Store
 from lorafleet.cluster.cli.cli import app
 from s3_server import BUCKET, KEY, SECRET, RadosGateway, write_credentials
@@ -112,8 +112,8 @@ def test_two_writers_lose_no_update_of_each_other(fleet: Fleet, bucket: RadosGat
     assert fleet.push("shared", f"s3://{BUCKET}/sources/a0").status_code == 200
     other = Catalogue(S3Store(CATALOGUE, lambda: bucket.client))
 
-    def entry(i: int) -> Adapter:
-        return Adapter(f"outside{i}", (Version(1, f"{i:064x}", "elsewhere", 8, 1, 0.0),))
+    def entry(i: int) -> AdapterRecord:
+        return AdapterRecord(f"outside{i}", (VersionRecord(1, f"{i:064x}", "elsewhere", 8, 1, 0.0),))
 
     async def write() -> None:
         for i in range(20):

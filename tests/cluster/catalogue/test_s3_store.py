@@ -11,7 +11,7 @@ import pytest
 
 from lorafleet.cluster.catalogue.catalogue_files import folder_digest
 from lorafleet.cluster.catalogue.catalogue_log import CatalogueLog, Fenced
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Entry, Version
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Entry, VersionRecord
 from lorafleet.cluster.catalogue.packed import unpack
 from lorafleet.cluster.catalogue.s3_store import S3Store
 from lorafleet.protocol.errors import AdapterMissing, StoreError
@@ -69,8 +69,8 @@ def test_two_logs_in_one_place_lose_no_update(store: S3Store) -> None:
         for _ in range(10):
             while True:
                 present = entries.get("shared")
-                number = present.versions[0].number + 1 if isinstance(present, Adapter) else 1
-                mine = Adapter("shared", (Version(number, "d", "here", 8, 1, 0.0),))
+                number = present.versions[0].number + 1 if isinstance(present, AdapterRecord) else 1
+                mine = AdapterRecord("shared", (VersionRecord(number, "d", "here", 8, 1, 0.0),))
                 try:
                     others = log.append(mine)
                 except Fenced:
@@ -86,7 +86,7 @@ def test_two_logs_in_one_place_lose_no_update(store: S3Store) -> None:
     for thread in threads:
         thread.join()
     [shared] = loaded(CatalogueLog(store)).values()
-    assert isinstance(shared, Adapter) and shared.versions[0].number == 30
+    assert isinstance(shared, AdapterRecord) and shared.versions[0].number == 30
 
 
 def test_files_are_complete_or_absent(store: S3Store, tmp_path: Path) -> None:
@@ -111,12 +111,12 @@ def test_files_are_complete_or_absent(store: S3Store, tmp_path: Path) -> None:
 def test_a_store_that_does_not_answer_is_an_error_and_recovers(store: S3Store, gateway: RadosGateway) -> None:
     log = CatalogueLog(store)
     log.load()
-    assert log.append(Adapter("a")) == []
+    assert log.append(AdapterRecord("a")) == []
     gateway.kill()
     with pytest.raises(StoreError, match="cannot be written"):
-        log.append(Adapter("b"))
+        log.append(AdapterRecord("b"))
     gateway.restart()
-    log.append(Adapter("b"))
+    log.append(AdapterRecord("b"))
     assert set(CatalogueLog(store).load()) == {"a", "b"}
 
 
@@ -136,10 +136,10 @@ def test_credentials_that_expire_are_named_and_new_ones_need_no_restart(
     (folder / "adapter_config.json").write_text("{}")
     log = CatalogueLog(store)
     log.load()
-    assert log.append(Adapter("before")) == []
+    assert log.append(AdapterRecord("before")) == []
     time.sleep(ends - time.monotonic())
     with pytest.raises(StoreError, match=r"refuses this cluster's credentials.*AccessDenied"):
-        log.append(Adapter("lost"))
+        log.append(AdapterRecord("lost"))
     with pytest.raises(StoreError, match=r"refuses this cluster's credentials.*AccessDenied"):
         store.put_files("d", folder)
     credentials.write_text("")
@@ -148,5 +148,5 @@ def test_credentials_that_expire_are_named_and_new_ones_need_no_restart(
     write_credentials(credentials, *gateway.session(600))
     store.put_files("d", folder)
     assert store.has_files("d")
-    assert log.append(Adapter("after")) == []
+    assert log.append(AdapterRecord("after")) == []
     assert set(CatalogueLog(store).load()) == {"before", "after"}

@@ -14,12 +14,12 @@ from lorafleet.api.access.caller import Caller
 from lorafleet.api.access.visibility import NoTenants
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Share, Version, moved
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share, VersionRecord, moved
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.console.directory_view import DirectoryWindow
 from lorafleet.cluster.console.replica_view import replica_view
 from lorafleet.cluster.console.state_api import StateApi
-from lorafleet.cluster.console.view import AdapterView, DirectoryView, Query, ReplicaView, Viewer
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaView, Viewer, ViewQuery
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.routing.routing import ReplicaLoad
@@ -37,10 +37,10 @@ KEYS = {
 }
 
 
-def adapter(name: str, alias: str | None = None) -> Adapter:
+def adapter(name: str, alias: str | None = None) -> AdapterRecord:
     """name: full."""
-    versions = tuple(Version(number, f"{name} {number}", "s3://secret", 8, 1000, 1.0) for number in (1, 2))
-    made = moved(Adapter(name, versions, tenant=tenant_of(name)), name, (Share(1, 1.0),), 10.0)
+    versions = tuple(VersionRecord(number, f"{name} {number}", "s3://secret", 8, 1000, 1.0) for number in (1, 2))
+    made = moved(AdapterRecord(name, versions, tenant=tenant_of(name)), name, (Share(1, 1.0),), 10.0)
     return moved(made, alias, (Share(2, 1.0),), 20.0) if alias else made
 
 
@@ -53,12 +53,12 @@ class Cluster:
         self.stats = EngineStats(lora_slots_total=4)
         self.front = bare_front(keys, self.stats)
         self.sequence = 0
-        self.looked: Callable[[Query], None] = lambda _: None
+        self.looked: Callable[[ViewQuery], None] = lambda _: None
         api = StateApi(self.view, self.view_adapter, self.view_replicas)
         transport = httpx.ASGITransport(cast(Any, build_api(lambda: self.front, api.routes())))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
-    async def view(self, query: Query, viewer: Viewer) -> DirectoryView:
+    async def view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
         self.looked(query)
         return await self.window.view(query, viewer)
 
@@ -68,7 +68,7 @@ class Cluster:
     async def view_replicas(self, names: list[str], viewer: Viewer) -> list[ReplicaView]:
         return [replica_view(self.front, names, viewer, cpu_loras=8, max_num_seqs=16)]
 
-    async def put(self, *adapters: Adapter) -> None:
+    async def put(self, *adapters: AdapterRecord) -> None:
         for one in adapters:
             await self.directory.catalogue.change(one.name, lambda _, made=one: made)
 
@@ -296,7 +296,7 @@ async def test_a_tenant_pages_through_its_own_and_public_names_alike(shared: Clu
 @pytest.mark.parametrize("search", ["", "t"])
 async def test_names_that_are_kept_for_another_tenant_are_skipped_in_one_step(shared: Cluster, search: str) -> None:
     cast(Any, shared.front).tenants = Kept()
-    looks: list[Query] = []
+    looks: list[ViewQuery] = []
     shared.looked = looks.append
     await shared.put(*(adapter(f"kept/{number:03}") for number in range(300)), adapter("late"), adapter("not-kept"))
     await shared.put(adapter("~acme/kept/150"))

@@ -18,7 +18,7 @@ from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_files import folder_digest
 from lorafleet.cluster.catalogue.catalogue_log import CatalogueLog
-from lorafleet.cluster.catalogue.catalogue_records import Removed
+from lorafleet.cluster.catalogue.catalogue_records import RemovalRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory import directory as directory_module
 from lorafleet.cluster.directory import membership as membership_module
@@ -364,7 +364,7 @@ async def test_copies_of_before_a_restart_are_compared_with_the_catalogue_once_i
         # Written just before the process died, and acknowledged to nobody.
         log = CatalogueLog(FolderStore(tmp_path / "catalogue"))
         log.load()
-        log.append(Removed("sql"))
+        log.append(RemovalRecord("sql"))
         store.ready.set()
         await loading
         await asyncio.sleep(0.1)

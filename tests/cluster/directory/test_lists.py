@@ -11,11 +11,11 @@ from lorafleet.api.access.caller import Caller
 from lorafleet.api.access.visibility import CallersCatalog, NoTenants
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Move, Share, Version
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, AliasMove, Share, VersionRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.packed import pack
 from lorafleet.cluster.console.directory_view import SEARCHES, DirectoryWindow
-from lorafleet.cluster.console.view import DirectoryView, Query, Viewer
+from lorafleet.cluster.console.view import DirectoryView, Viewer, ViewQuery
 from lorafleet.cluster.directory.directory import MAX_NAMES_LISTED, AdapterDirectory
 from lorafleet.protocol.errors import QueueFull
 from lorafleet.protocol.lora_request import LoRARequest
@@ -37,8 +37,8 @@ async def _fill(directory: AdapterDirectory) -> None:
     for tenant in (None, "acme", "other"):
         for number in range(NUM_EACH):
             name = full_name(tenant, f"a{number:05}")
-            moves = {name: (Move(0.0, (Share(1, 1.0),)),)}
-            entry = Adapter(name, (Version(1, f"{name} digest", "", 8, 1, 0.0),), moves, tenant=tenant)
+            moves = {name: (AliasMove(0.0, (Share(1, 1.0),)),)}
+            entry = AdapterRecord(name, (VersionRecord(1, f"{name} digest", "", 8, 1, 0.0),), moves, tenant=tenant)
             directory.catalogue.state.apply(pack(entry))
     directory.catalogue.state.sort_names()
 
@@ -68,7 +68,7 @@ async def test_the_directory_goes_on_while_it_lists(directory: AdapterDirectory)
     lists = [
         asyncio.create_task(directory.listed(directory._epoch, "", PAST_ALL, MAX_NAMES_LISTED)),
         asyncio.create_task(Administration(directory, ["base"]).list_adapters("", 1000)),
-        asyncio.create_task(DirectoryWindow(directory).view(Query(search="29999"), Viewer("acme", sees_all=False))),
+        asyncio.create_task(DirectoryWindow(directory).view(ViewQuery(search="29999"), Viewer("acme", sees_all=False))),
     ]
     turns = 0
     while not all(one.done() for one in lists):
@@ -83,14 +83,14 @@ async def test_a_page_of_the_console_looks_at_no_more_names_than_it_shows(direct
     window, viewer = DirectoryWindow(directory), Viewer("acme", sees_all=False)
     candidates = list(window._candidates("a00100", viewer, 51))
     assert len(candidates) == 102
-    view = await window.view(Query(after="a00100"), viewer)
+    view = await window.view(ViewQuery(after="a00100"), viewer)
     assert [one.name for one in view.adapters] == [full_name("acme", f"a{n:05}") for n in range(101, 151)]
 
 
 async def test_searches_of_all_names_wait_in_bounds_and_no_tenant_s_for_all_of_another_s(
     directory: AdapterDirectory,
 ) -> None:
-    window, query = DirectoryWindow(directory), Query(search="a2999")
+    window, query = DirectoryWindow(directory), ViewQuery(search="a2999")
 
     def search(tenant: str) -> asyncio.Task[DirectoryView]:
         return asyncio.create_task(window.view(query, Viewer(tenant, sees_all=False)))
@@ -106,7 +106,7 @@ async def test_a_tenant_s_adapters_are_paged_in_order_without_those_that_go(dire
     admin, state = Administration(directory, ["base"]), directory.catalogue.state
     gone = [full_name("acme", f"a{number:05}") for number in range(0, 20, 2)]
     for name in gone:
-        state.apply(pack(Adapter(name, state.adapters[name].versions, removing=True)))
+        state.apply(pack(AdapterRecord(name, state.adapters[name].versions, removing=True)))
     page = await admin.list_adapters("", 10, "acme")
     assert [one.name for one in page] == [full_name("acme", f"a{number:05}") for number in range(1, 20, 2)]
     began_s = time.monotonic()

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 
-from lorafleet.cluster.directory.placement import STEP, Adapter, Holders, Homes, Placement, Policy
+from lorafleet.cluster.directory.placement import STEP, Holders, Homes, PlacedAdapter, Placement, Policy
 
 POLICY = Policy()
 SIZE = 84_000_000
@@ -18,7 +18,7 @@ def nobody(_: str) -> tuple[str, ...]:
 
 
 def place(
-    adapters: Mapping[str, Adapter],
+    adapters: Mapping[str, PlacedAdapter],
     where: Mapping[str, float],
     before: Homes,
     holders: Holders,
@@ -34,16 +34,16 @@ def replicas(count: int) -> dict[str, float]:
     return {f"r{i}": 1.0 for i in range(count)}
 
 
-def zipf(count: int, total: float = 10_000.0, seed: int = 0) -> dict[str, Adapter]:
+def zipf(count: int, total: float = 10_000.0, seed: int = 0) -> dict[str, PlacedAdapter]:
     ranks = random.Random(seed).choices((8, 16, 32, 64), k=count)
     weights = [1 / (i + 1) for i in range(count)]
     return {
-        f"a{i}": Adapter(rank * SIZE // 16, rank, total * weight / sum(weights))
+        f"a{i}": PlacedAdapter(rank * SIZE // 16, rank, total * weight / sum(weights))
         for i, (rank, weight) in enumerate(zip(ranks, weights, strict=True))
     }
 
 
-def settle(adapters: dict[str, Adapter], where: dict[str, float], homes: Homes | None = None) -> Homes:
+def settle(adapters: dict[str, PlacedAdapter], where: dict[str, float], homes: Homes | None = None) -> Homes:
     for _ in range(100):
         before, homes = homes, place(adapters, where, homes or {}, nobody)
         if homes == before:
@@ -51,7 +51,7 @@ def settle(adapters: dict[str, Adapter], where: dict[str, float], homes: Homes |
     raise AssertionError("it never comes to rest")
 
 
-def loads(adapters: dict[str, Adapter], homes: Homes) -> Counter[str]:
+def loads(adapters: dict[str, PlacedAdapter], homes: Homes) -> Counter[str]:
     load = Counter[str]()
     for one, at in homes.items():
         for home in at:
@@ -68,7 +68,7 @@ def test_nothing_moves_without_cause() -> None:
     homes = settle(adapters, replicas(8))
     assert place(adapters, replicas(8), homes, nobody) == homes
     trembling = {
-        one: Adapter(a.num_bytes, a.rank, a.demand * random.Random(one).uniform(0.95, 1.05))
+        one: PlacedAdapter(a.num_bytes, a.rank, a.demand * random.Random(one).uniform(0.95, 1.05))
         for one, a in adapters.items()
     }
     assert moved(homes, place(trembling, replicas(8), homes, nobody)) == 0
@@ -89,8 +89,8 @@ def test_the_load_of_every_replica_is_bounded() -> None:
 
 
 def test_bytes_are_bounded_too_a_wide_adapter_counting_as_several() -> None:
-    wide = {f"w{i}": Adapter(4 * SIZE, 64, 1.0) for i in range(40)}
-    narrow = {f"n{i}": Adapter(SIZE, 16, 1.0) for i in range(160)}
+    wide = {f"w{i}": PlacedAdapter(4 * SIZE, 64, 1.0) for i in range(40)}
+    narrow = {f"n{i}": PlacedAdapter(SIZE, 16, 1.0) for i in range(160)}
     homes = settle(wide | narrow, replicas(8))
     held = Counter[str]()
     for one, at in homes.items():
@@ -100,20 +100,20 @@ def test_bytes_are_bounded_too_a_wide_adapter_counting_as_several() -> None:
 
 
 def test_a_hot_adapter_has_homes_in_proportion_to_its_demand() -> None:
-    cold = {f"c{i}": Adapter(SIZE, 16, 10.0) for i in range(400)}
+    cold = {f"c{i}": PlacedAdapter(SIZE, 16, 10.0) for i in range(400)}
     shares = {}
     for demand in (100.0, 1000.0, 12_000.0):
-        homes = settle(cold | {"hot": Adapter(SIZE, 16, demand)}, replicas(8))
+        homes = settle(cold | {"hot": PlacedAdapter(SIZE, 16, demand)}, replicas(8))
         shares[demand] = len(homes["hot"])
     assert shares[100.0] == 1
     assert shares[100.0] < shares[1000.0] < shares[12_000.0] <= 8
 
 
 def test_a_home_is_given_up_only_when_demand_has_fallen_well_below_what_brought_it() -> None:
-    cold = {f"c{i}": Adapter(SIZE, 16, 10.0) for i in range(400)}
+    cold = {f"c{i}": PlacedAdapter(SIZE, 16, 10.0) for i in range(400)}
 
-    def with_hot(demand: float) -> dict[str, Adapter]:
-        return cold | {"hot": Adapter(SIZE, 16, demand)}
+    def with_hot(demand: float) -> dict[str, PlacedAdapter]:
+        return cold | {"hot": PlacedAdapter(SIZE, 16, demand)}
 
     homes = settle(with_hot(4000.0), replicas(8))
     num_homes = len(homes["hot"])
@@ -154,26 +154,26 @@ def test_a_replica_that_warms_up_gets_less() -> None:
 
 def test_pinned_replicas_are_homes_whatever_the_demand_and_count_as_load() -> None:
     pins = ("r1", "r3", "r5")
-    adapters = zipf(50) | {"pinned": Adapter(SIZE, 16, 0.0, pins)}
+    adapters = zipf(50) | {"pinned": PlacedAdapter(SIZE, 16, 0.0, pins)}
     homes = settle(adapters, replicas(8), {"pinned": ("r0",)})
     assert homes["pinned"] == pins
     assert place(adapters, replicas(4), {}, nobody)["pinned"] == ("r1", "r3"), "two of them are gone"
-    others = {f"a{i}": Adapter(SIZE, 16, 10.0) for i in range(40)}
-    heavy = others | {f"pinned{i}": Adapter(4 * SIZE, 64, 0.0, ("r1",)) for i in range(20)}
+    others = {f"a{i}": PlacedAdapter(SIZE, 16, 10.0) for i in range(40)}
+    heavy = others | {f"pinned{i}": PlacedAdapter(4 * SIZE, 64, 0.0, ("r1",)) for i in range(20)}
     homes = settle(heavy, replicas(8))
     assert all(at == ("r1",) for one, at in homes.items() if one.startswith("pinned")), "a pin is never moved"
     assert all("r1" not in at for one, at in homes.items() if one in others), "others keep away from them"
 
 
 def test_a_pinned_adapter_has_more_homes_where_demand_asks_for_them() -> None:
-    cold = {f"c{i}": Adapter(SIZE, 16, 10.0) for i in range(400)}
-    homes = settle(cold | {"hot": Adapter(SIZE, 16, 12_000.0, ("r7",))}, replicas(8))
+    cold = {f"c{i}": PlacedAdapter(SIZE, 16, 10.0) for i in range(400)}
+    homes = settle(cold | {"hot": PlacedAdapter(SIZE, 16, 12_000.0, ("r7",))}, replicas(8))
     assert homes["hot"][0] == "r7"
     assert len(homes["hot"]) > 2
 
 
 def test_a_home_is_rather_chosen_among_those_that_hold_the_adapter() -> None:
-    adapters = {f"a{i}": Adapter(SIZE, 16, 1.0) for i in range(40)}
+    adapters = {f"a{i}": PlacedAdapter(SIZE, 16, 1.0) for i in range(40)}
     held = {f"a{i}": [f"r{i % 8}"] for i in range(40)}
     assert place(adapters, replicas(8), {}, held.__getitem__) == {one: tuple(at) for one, at in held.items()}
 

@@ -17,7 +17,7 @@ import pytest
 from lorafleet.api.answer.error_responses import http_error
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_log import MAX_CHANGES, CatalogueLog
-from lorafleet.cluster.catalogue.catalogue_records import Adapter, Move, Removed, Share, Version
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, AliasMove, RemovalRecord, Share, VersionRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.log_end import LogEnd, LogPosition, read_store_id
 from lorafleet.cluster.directory import membership as membership_module
@@ -33,10 +33,10 @@ from tests.cluster.directory.test_directory import Engine, loaded
 
 pytestmark = pytest.mark.usefixtures("_hasty")
 _quick = test_directory._quick
-SQL = Adapter(
+SQL = AdapterRecord(
     "sql",
-    (Version(1, "digest of it", "", 8, 1, 0.0),),
-    {name: (Move(0.0, (Share(1, 1.0),)),) for name in ("sql", "sql-stable")},
+    (VersionRecord(1, "digest of it", "", 8, 1, 0.0),),
+    {name: (AliasMove(0.0, (Share(1, 1.0),)),) for name in ("sql", "sql-stable")},
 )
 LATE_S = 60.0  # of a call that should have ended long ago, however slow the machine is
 
@@ -181,7 +181,7 @@ async def test_a_change_that_another_server_made_is_never_missed_while_the_direc
         assert await replica.catalog.resolve("sql") == known
         log = CatalogueLog(replica.store)
         log.load()
-        log.append(Adapter("sql", removing=True))
+        log.append(AdapterRecord("sql", removing=True))
         with pytest.raises(DirectoryUnavailable):
             await replica.catalog.resolve("sql")
 
@@ -197,7 +197,7 @@ async def test_changes_of_other_adapters_do_not_stop_the_names_that_are_known(tm
         await replica.stop_directory()
         log = CatalogueLog(replica.store)
         log.load()
-        log.append(Removed("other"))
+        log.append(RemovalRecord("other"))
         log.append(msgspec.structs.replace(SQL, name="another", aliases={"another": SQL.aliases["sql"]}))
         assert await replica.catalog.resolve(name) == known
         assert await replica.catalog.known(absent) is None
@@ -215,9 +215,9 @@ async def test_too_many_changes_are_not_read(tmp_path: Path) -> None:
         log = CatalogueLog(replica.store)
         log.load()
         for _ in range(MAX_CHANGES):
-            log.append(Removed("other"))
+            log.append(RemovalRecord("other"))
         assert await replica.catalog.resolve("sql") == known
-        log.append(Removed("other"))
+        log.append(RemovalRecord("other"))
         with pytest.raises(DirectoryUnavailable):
             await replica.catalog.resolve("sql")
 

@@ -28,7 +28,7 @@ def promtool(*arguments: str) -> str:
 def test_the_files_that_ship_are_what_the_code_writes() -> None:
     remedy = "write them again: lorafleet metrics config configs/prometheus"
     assert (FOLDER / RULES_FILE).read_text() == rules.to_yaml(), remedy
-    assert (FOLDER / "prometheus.yml").read_text() == scrape_config.to_yaml(scrape_config.Target()), remedy
+    assert (FOLDER / "prometheus.yml").read_text() == scrape_config.to_yaml(scrape_config.ScrapeTarget()), remedy
 
 
 @needs_promtool

@@ -14,7 +14,7 @@ import yaml
 from file_server import FileServer
 from lorafleet.cluster.monitoring import grafana, up
 from lorafleet.cluster.monitoring.dashboards import DASHBOARDS
-from lorafleet.cluster.monitoring.scrape_config import Target
+from lorafleet.cluster.monitoring.scrape_config import ScrapeTarget
 from lorafleet.cluster.monitoring.up import Options
 from lorafleet.protocol.errors import ConfigError
 from tests.cluster.harness import free_port
@@ -45,7 +45,7 @@ def install(folder: Path, name: str, script: str) -> None:
 
 def options(server: FileServer, folder: Path, **changes: object) -> Options:
     given: dict[str, object] = {
-        "target": Target(server.url),
+        "target": ScrapeTarget(server.url),
         "folder": folder / "data",
         "port": free_port(),
         "grafana_port": free_port(),
@@ -65,7 +65,7 @@ def test_a_server_that_does_not_answer_is_told_before_anything_starts(
     server: FileServer, programs: Path, tmp_path: Path
 ) -> None:
     install(programs, "prometheus", "exit 7")
-    nobody = Target(f"http://127.0.0.1:{free_port()}")
+    nobody = ScrapeTarget(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ConfigError, match=r"does not answer.*--server"):
         up.run(options(server, tmp_path, target=nobody))
     server.answers["/metrics"] = 404, b"not here"
@@ -83,7 +83,7 @@ def test_a_server_that_asks_for_a_key_is_given_the_files(server: FileServer, pro
     token = tmp_path / "token"
     token.write_text("sk-metrics\n")
     with pytest.raises(ConfigError, match="it ends here"):
-        up.run(options(server, tmp_path, target=Target(server.url, bearer_token_file=token)))
+        up.run(options(server, tmp_path, target=ScrapeTarget(server.url, bearer_token_file=token)))
     assert server.requests[-1][1]["authorization"] == "Bearer sk-metrics"
     [job] = yaml.safe_load((tmp_path / "data" / "prometheus.yml").read_text())["scrape_configs"]
     assert job["authorization"] == {"type": "Bearer", "credentials_file": str(token)}
@@ -104,11 +104,11 @@ def test_a_port_that_is_taken_is_told(server: FileServer, programs: Path, tmp_pa
 def test_an_address_that_prometheus_could_not_use_is_refused(tmp_path: Path) -> None:
     for url, told in (("127.0.0.1:8000", "such as http://"), ("http://host:1/v1", "without '/v1'"), ("ftp://a", "ftp")):
         with pytest.raises(ConfigError, match=told):
-            Target(url)
+            ScrapeTarget(url)
     with pytest.raises(ConfigError, match="there is no file"):
-        Target(bearer_token_file=tmp_path / "nowhere")
-    assert Target("https://fleet.example").address == "fleet.example:443"
-    assert Target("http://10.0.0.1:81/").metrics_url == "http://10.0.0.1:81/metrics"
+        ScrapeTarget(bearer_token_file=tmp_path / "nowhere")
+    assert ScrapeTarget("https://fleet.example").address == "fleet.example:443"
+    assert ScrapeTarget("http://10.0.0.1:81/").metrics_url == "http://10.0.0.1:81/metrics"
 
 
 def test_grafana_gets_prometheus_and_the_dashboards_and_listens_on_loopback(

@@ -11,7 +11,7 @@ import pytest
 
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.client.admin import AsyncAdminClient
-from lorafleet.cluster.directory.task_leases import Turns
+from lorafleet.cluster.directory.task_leases import TaskLeases
 from lorafleet.cluster.quality.book import QualityBook
 from lorafleet.cluster.quality.monitor import QualityMonitor
 from lorafleet.cluster.quality.probes import Probe, ProbeSet, QualityProbes
@@ -134,7 +134,7 @@ async def test_one_replica_probes_at_a_time_and_another_takes_over_where_it_left
     house: House, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with house.open():
-        monkeypatch.setattr(house.administration, "_turns", Turns(clock))
+        monkeypatch.setattr(house.administration, "_turns", TaskLeases(clock))
         one, other = (monitor_of(house, clock, "base", replica=replica) for replica in ("r1", "r2"))
         await one.look()
         await other.look()

@@ -1,7 +1,7 @@
 """Every damaged, hostile or unsupported adapter, one after another, against the running server, while another request
 runs beside it: each is a 4xx that names the cause, soon, at little cost, with no code run, and changes nobody's answer.
 
-The tables are those of tests/workers/lora/bad_adapters/; here each goes the whole way, through a resolver, as any
+The tables are those of tests/workers/adapters/bad_adapters/; here each goes the whole way, through a resolver, as any
 client can ask for it, and through /v1/load_lora_adapter.
 """
 

@@ -1,6 +1,6 @@
 """The API of a running cluster of two replicas, through openai-python and httpx, against transformers + PEFT.
 
-Every field is seen to do what it says on real answers; the finer points of each are in tests/workers/openai.
+Every field is seen to do what it says on real answers; the finer points of each are in tests/api.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from lorafleet.api.access.usage import Usage
+from lorafleet.api.access.usage import TenantUsage
 from lorafleet.cluster.cli.cli import app
 from lorafleet.cluster.tenancy.line_file import LineFile
 from lorafleet.cluster.tenancy.usage_log import UsageLog
@@ -143,7 +143,7 @@ def test_what_cannot_be_written_is_kept_and_written_later(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "write", full)
     for number in (1, 2):
-        log.add(Usage(number, "r", completion_tokens=number))
+        log.add(TenantUsage(number, "r", completion_tokens=number))
     waiting = {s.name: s.value for metric in log.collect() for s in metric.samples}["lorafleet_usage_unwritten_bytes"]
     assert waiting == log.lines.unwritten_bytes > 0
     assert list(read_usage(tmp_path)) == []
@@ -175,7 +175,7 @@ def test_on_a_full_disk_a_line_costs_the_same_however_many_wait(
 ) -> None:
     log, disk = UsageLog(tmp_path, "r"), _Disk(monkeypatch, room=0)
     for number in range(5000):
-        log.add(Usage(number, "r", completion_tokens=number))
+        log.add(TenantUsage(number, "r", completion_tokens=number))
     waiting = log.lines.unwritten_bytes
     assert disk.num_offered < 1000, "no line is offered to the disk with all that wait before it"
     disk.room = waiting // 3  # in the middle of a line
@@ -185,7 +185,7 @@ def test_on_a_full_disk_a_line_costs_the_same_however_many_wait(
     log.lines.sync()
     assert disk.num_offered < 4 * waiting and not log.lines.unwritten_bytes
     assert [one.completion_tokens for one in read_usage(tmp_path)] == list(range(5000))
-    log.add(Usage(5000, "r"))
+    log.add(TenantUsage(5000, "r"))
     assert not log.lines.unwritten_bytes, "with room every line is written at once"
     log.lines.close()
 
@@ -224,7 +224,7 @@ async def test_a_line_is_short_however_long_an_id_the_client_chose(house: House)
 def test_a_line_cut_off_by_a_crash_is_none_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     log = UsageLog(tmp_path, "r")
     for number in (1, 2):
-        log.add(Usage(number, "r", tenant="acme", completion_tokens=number))
+        log.add(TenantUsage(number, "r", tenant="acme", completion_tokens=number))
     log.lines.close()
     [path] = tmp_path.iterdir()
     with path.open("ab") as lines:
@@ -238,7 +238,7 @@ def test_a_line_cut_off_by_a_crash_is_none_and_a_damaged_one_is_named(tmp_path: 
 def test_a_large_file_is_followed_by_another(tmp_path: Path) -> None:
     log = UsageLog(tmp_path, "r", max_file_bytes=300)
     for number in range(20):
-        log.add(Usage(number, "r", completion_tokens=number))
+        log.add(TenantUsage(number, "r", completion_tokens=number))
         if number % 7 == 0:
             log.lines.sync()
     log.lines.close()
@@ -259,7 +259,7 @@ def test_each_incarnation_has_a_file_of_its_own(tmp_path: Path) -> None:
 def test_the_command_sums_by_what_is_named_and_in_a_span_of_time(tmp_path: Path) -> None:
     log = UsageLog(tmp_path, "r")
     for day, tenant, adapter in ((1, "acme", "~acme/a"), (2, "acme", "~acme/b"), (3, "rival", "~rival/a")):
-        log.add(Usage(day * 86400.0, "r", tenant, "k", adapter, "d", 10 * day, 0, day))
+        log.add(TenantUsage(day * 86400.0, "r", tenant, "k", adapter, "d", 10 * day, 0, day))
     log.lines.close()
 
     def usage(*options: str) -> list[str]:

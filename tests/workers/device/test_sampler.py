@@ -6,16 +6,16 @@ import torch
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device import sampler
 from lorafleet.workers.device.host_copy import Download
-from lorafleet.workers.device.sampler import PendingLogprobs, Row, greedy
+from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, greedy
 
 VOCAB = 50
 
 
-def row(num_tokens=3, seed=0, vocab_size=VOCAB, **params) -> Row:
-    return Row(SamplingParams(**params), num_tokens, seed, vocab_size)
+def row(num_tokens=3, seed=0, vocab_size=VOCAB, **params) -> SamplingRow:
+    return SamplingRow(SamplingParams(**params), num_tokens, seed, vocab_size)
 
 
-def sample(logits_BV: torch.Tensor, rows: list[Row]) -> list[int]:
+def sample(logits_BV: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
     return sampler.sample(logits_BV, rows).tolist()
 
 

@@ -10,7 +10,7 @@ from lorafleet.protocol.errors import EngineDead, Overloaded, QueueFull, QueueTi
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.bases.rope_config import RopeConfig
-from lorafleet.workers.schedule.admission import MAX_RETRY_S, SPARE_DEADLINES, Admission
+from lorafleet.workers.schedule.admission import MAX_RETRY_S, SPARE_DEADLINES, QueueAdmission
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
@@ -23,7 +23,7 @@ class Queue:
         self.now = 1000.0
         rope = RopeConfig(rotary_dim=8, theta=10000.0, max_position_embeddings=16384)
         self.scheduler = Scheduler(KVCacheManager(4096, 16, False), None, rope, 2, 8192, 512)
-        self.admission = Admission(self.scheduler, max_queued, max_tokens, lambda: self.now)
+        self.admission = QueueAdmission(self.scheduler, max_queued, max_tokens, lambda: self.now)
 
     def add(
         self,

@@ -28,7 +28,7 @@ def server(tokenizer: Tokenizer) -> Iterator[program.Server]:
         made = program.Server(ours, theirs, settings, program.read_tokenizer(settings))
         for number, regex in enumerate(REGEXES):
             grammar = program.grammar_of(("regex", regex, False))
-            made.answers[number] = program.Answer(program.matcher_of(made.tokenizer, grammar))
+            made.answers[number] = program.GrammarAnswer(program.matcher_of(made.tokenizer, grammar))
         yield made
     os.close(memory)
     files.close()

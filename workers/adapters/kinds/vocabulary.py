@@ -51,7 +51,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class VocabularyChanges:
     """The checked changes of the embedding and the head."""
 
     size: int  # rows of both tables
@@ -66,7 +66,7 @@ class Vocabulary:
 
 def take_vocabulary(
     helper: PEFTHelper, named: NamedTensors, infos: Mapping[str, TensorInfo], base: Base, max_rank: int
-) -> Vocabulary:
+) -> VocabularyChanges:
     """Takes the tensors of embedding and head out of `named` and checks their shapes. Any left there are stray."""
     tables = {name: Table() for name in TABLES}
     tied = base.layout.tied
@@ -97,7 +97,9 @@ def take_vocabulary(
             f"init_lora_weights or kasa_config changes the base, and on a {HEAD} that is tied to the embedding that is "
             "not served without what was left of them: save the adapter with save_embedding_layers=True."
         )
-    vocabulary = Vocabulary(_check_size(tables, infos, base), tables, (*twice, *([] if same is None else [same])))
+    vocabulary = VocabularyChanges(
+        _check_size(tables, infos, base), tables, (*twice, *([] if same is None else [same]))
+    )
     _check_parts(vocabulary, infos, base)
     return vocabulary
 
@@ -178,7 +180,7 @@ def _check_size(tables: Mapping[str, Table], infos: Mapping[str, TensorInfo], ba
     return sizes[HEAD]
 
 
-def _check_parts(vocabulary: Vocabulary, infos: Mapping[str, TensorInfo], base: Base) -> None:
+def _check_parts(vocabulary: VocabularyChanges, infos: Mapping[str, TensorInfo], base: Base) -> None:
     size, hidden = vocabulary.size, base.layout.hidden_size
     for name, table in vocabulary.tables.items():
         if table.target is not None:
