@@ -86,7 +86,7 @@ def test_docstrings_are_read_once(folder: str):
         ("def f():\n  'The digest is None for the base.'", None),
         ("@property\ndef f():\n  'The digest of the adapter.'", None),
         (
-            "class C:\n  'One adapter. rank: of its matrices.'\n  rank: int",
+            "class C:\n  'One adapter of a server. rank: of its matrices.'\n  rank: int",
             "explains ['rank'] away from where they are declared",
         ),
         ("class C:\n  'One adapter in a slot.'\n  rank: int", None),
