@@ -101,7 +101,7 @@ def test_the_kernel_gives_every_token_its_slots_own_under_the_interpreter():
         import torch
         from lorafleet.kernels.extras import slot_embedding
         from lorafleet.kernels.extras.slot_embedding_triton import slot_embedding_triton
-        from tests.kernels import test_slot_embedding as here
+        from tests.kernels.extras import test_slot_embedding as here
         from lorafleet.kernels.lora.lora_batch import LoRABatch
 
         def apply(self, token_T, x_TD, batch):
