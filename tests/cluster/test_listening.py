@@ -132,8 +132,10 @@ def test_a_request_is_traced_from_the_router_to_its_last_step(
     assert whole.attributes["gen_ai.usage.output_tokens"] == answer.json()["usage"]["completion_tokens"] == 8
     names = [part.name for part in parts if part.name != "load adapter"]  # it may be in a slot already
     assert names == ["route", "find adapter", "queue", "prefill", "decode"]
-    for part in (whole, *parts):
+    for part in parts:
         assert before_s <= part.began_s <= part.ended_s <= after_s, part
+    # The server may close the whole one when the client has read its answer already.
+    assert before_s <= whole.began_s <= whole.ended_s <= time.time()
     of = {part.name: part for part in parts}
     assert whole.began_s <= of["find adapter"].began_s and of["decode"].ended_s <= whole.ended_s
     assert of["queue"].ended_s <= of["prefill"].ended_s <= of["decode"].ended_s
