@@ -119,6 +119,7 @@ def test_settings_and_codes_in_the_guides_are_the_servers() -> None:
 OTHERS = {  # of other programs, which the text around them names
     *("--bearer-token-file", "--no-restart", "--enable-auto-tool-choice"),
     *("--num-gpus", "--num-cpus", "--address", "--head"),
+    *("--lora-target-modules", "--enable-expert-parallel", "--generation-config", "--enable-deterministic-inference"),
 }
 
 
