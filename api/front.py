@@ -67,7 +67,7 @@ class FrontConfig:
 class ServedModel:
     """The model of one request, for the caller that named it."""
 
-    name: str  # As the client wrote it, because the answer must repeat it.
+    name: str  # The name in the client's request, which the answer must repeat.
     lora: LoRARequest | None  # None: the base model.
     language: Language  # Its tokenizer, chat template and output format.
     caller: Caller

@@ -43,7 +43,7 @@ class Task:
     model: ServedModel
     params: SamplingParams  # params.n is the number of samples to make.
     scoring: bool = False  # Only the prompt's logprobs are wanted; the engine makes one token, which is not shown.
-    cache_salt: str | None = None  # As the client gave it.
+    cache_salt: str | None = None  # The field of this name in the client's request.
     priority: int = 0
     pooling: Pooling | None = None  # If set, an embedding is wanted instead of tokens.
 

@@ -23,7 +23,7 @@ MAX_CHARS_PER_TOKEN = 16
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: list[int]
-    text: str | None  # As the client wrote it; None if it gave token IDs.
+    text: str | None  # The prompt that the client sent; None if it sent token IDs.
 
     def written(self, tokenizer: TokenTable) -> str:
         return tokenizer.decode(self.token_ids) if self.text is None else self.text

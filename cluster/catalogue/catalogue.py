@@ -44,7 +44,7 @@ class Catalogue:
         await _to_the_end(self._load_first())
 
     async def _load_first(self) -> None:
-        store_id = await asyncio.to_thread(lambda: read_store_id(self.store))
+        store_id = await asyncio.to_thread(read_store_id, self.store)
         self.state = await asyncio.to_thread(self._load)
         self.position = LogPosition(store_id, self._log.length)
 
@@ -107,7 +107,7 @@ class Catalogue:
     async def _load_again(self) -> None:
         before = self.state
         after = await asyncio.to_thread(self._load)
-        changed = await asyncio.to_thread(lambda: before.adapters.differing(after.adapters))
+        changed = await asyncio.to_thread(before.adapters.differing, after.adapters)
         self.state = after
         self._has_read()
         adapters = [before.adapters[name] for name in changed if name in before.adapters]

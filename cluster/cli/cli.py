@@ -7,8 +7,6 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +23,10 @@ from lorafleet.cluster.cli.cli_keys import keys
 from lorafleet.cluster.cli.cli_merge import merge
 from lorafleet.cluster.cli.cli_metrics import metrics
 from lorafleet.cluster.cli.cli_quality import quality
+from lorafleet.cluster.cli.cli_tools import ending_in_words
 from lorafleet.cluster.cli.cli_usage import usage
 from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
 from lorafleet.cluster.proxy.tls import TLSFiles, tls_files
-from lorafleet.protocol.errors import LorafleetError
 from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config
 
 # Several values may follow one of these flags, as with vLLM.
@@ -79,7 +77,7 @@ def _serve(
     **options: Any,
 ) -> None:
     """Starts a local Ray, the replicas and the HTTP server. Ctrl-C stops them all."""
-    with _errors_as_text():
+    with ending_in_words():
         args = parse_args({name: value for name, value in options.items() if value not in (None, [])})
         args.engine_config()
         check_paths(args)
@@ -88,13 +86,12 @@ def _serve(
 
 def _demo(host: Host = "127.0.0.1", port: Port = 8000) -> None:
     """Serves the bundled demo: a tiny model with three adapters, on a GPU if there is one. Ctrl-C stops it."""
-    with _errors_as_text():
-        adapters = {folder.name: str(folder) for folder in sorted((DEMO / "adapters").iterdir())}
+    with ending_in_words():
         args = parse_args(
             {
                 "model": str(DEMO / "model"),
                 "served_model_name": "demo",
-                "lora_modules": [f"{name}={path}" for name, path in adapters.items()],
+                "lora_modules": [f"{folder.name}={folder}" for folder in sorted((DEMO / "adapters").iterdir())],
                 "allow_runtime_lora_updating": True,
             }
         )
@@ -107,15 +104,6 @@ def _run(args: AppArgs, host: str, port: int, tls: TLSFiles | None, direct_strea
 
     host = "127.0.0.1" if host == "localhost" else host
     serve_locally(args, Listener(host, port, tls, direct_streaming))
-
-
-@contextmanager
-def _errors_as_text() -> Iterator[None]:
-    try:
-        yield
-    except LorafleetError as error:
-        typer.echo(f"lorafleet: {error.message}", err=True)
-        raise typer.Exit(1) from None
 
 
 def _option(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:

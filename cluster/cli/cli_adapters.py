@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -13,6 +13,7 @@ from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, REMOVE_S, URL_VARI
 from lorafleet.client.calls import PushOptions
 from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
 from lorafleet.cluster.cli.answer_tables import in_words
+from lorafleet.cluster.cli.cli_tools import fail
 
 adapters = typer.Typer(help="Administer the adapters of a running server.", no_args_is_help=True)
 
@@ -141,14 +142,14 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or not name:
-            _end(f"{text!r} is not NAME=VALUE.")
+            fail(f"{text!r} is not NAME=VALUE.")
         pairs[name] = value
     return pairs
 
 
 def _version(text: str) -> int:
     if not text.isdecimal():
-        _end(f"{text!r} is no version; versions are numbers, such as 1.")
+        fail(f"{text!r} is no version; versions are numbers, such as 1.")
     return int(text)
 
 
@@ -156,7 +157,7 @@ def _weight(number: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        _end(f"the weight of version {number} is {text!r}; give a number.")
+        fail(f"the weight of version {number} is {text!r}; give a number.")
 
 
 def print_answer(url: str, key: str, output: str, call: Callable[[AdminClient], Any]) -> None:
@@ -168,14 +169,9 @@ def print_answer(url: str, key: str, output: str, call: Callable[[AdminClient], 
         with AdminClient(url, key) as client:
             answer = call(client)
     except APIStatusError as error:
-        _end(f"{error.status_code}: {error.message}")
+        fail(f"{error.status_code}: {error.message}")
     except APIConnectionError as error:
-        _end(f"{error.message} Name the server with --url.")
+        fail(f"{error.message} Name the server with --url.")
     except (APIError, FileNotFoundError) as error:
-        _end(str(error))
+        fail(str(error))
     typer.echo(json.dumps(msgspec.to_builtins(answer), indent=2) if output == "json" else in_words(answer))
-
-
-def _end(message: str) -> NoReturn:
-    typer.echo(f"lorafleet: {message}", err=True)
-    raise typer.Exit(1)

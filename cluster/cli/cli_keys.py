@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
 
+from lorafleet.cluster.cli.cli_tools import fail
 from lorafleet.cluster.tenancy import key_file
 from lorafleet.cluster.tenancy.key_file import HASH_PREFIX, KeyFile
 from lorafleet.cluster.tenancy.key_text import check_key, digest_of, make_key
@@ -68,7 +69,7 @@ def revoke(file: File, id_: Annotated[str, typer.Argument(metavar="ID")]) -> Non
         before = key_file.read(file)
         kept = [key for key in before.keys if key.id != id_]
         if len(kept) == len(before.keys):
-            _fail(f"{file} has no key {id_!r}; it has {', '.join(key.id for key in before.keys) or 'none'}.")
+            fail(f"{file} has no key {id_!r}; it has {', '.join(key.id for key in before.keys) or 'none'}.")
         key_file.write(file, before.model_copy(update={"keys": kept}))
 
 
@@ -87,11 +88,11 @@ def _complaints() -> Iterator[None]:
     try:
         yield
     except LorafleetError as error:
-        _fail(error.message)
+        fail(error.message)
     except ValidationError as error:
-        _fail("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)))
+        fail("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)))
     except OSError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _time(given: str | None) -> datetime | str | None:
@@ -101,8 +102,3 @@ def _time(given: str | None) -> datetime | str | None:
     return datetime.now(UTC).replace(microsecond=0) + timedelta(
         **{{"d": "days", "h": "hours"}[match[2]]: int(match[1])}
     )
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"lorafleet: {message}", err=True)
-    raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Provides what the tools of the command line share: error handling, and options that several tools have.
+"""Provides what the commands share: error handling, and options that several tools have.
 
 Each tool's work is in tools/, which is imported when the tool runs, so that --help does not wait for torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -31,8 +31,13 @@ def ending_in_words() -> Iterator[None]:
     try:
         yield
     except LorafleetError as error:
-        typer.echo(f"lorafleet: {error.message}", err=True)
-        raise typer.Exit(1) from None
+        fail(error.message)
+
+
+def fail(message: str) -> NoReturn:
+    """Prints the message as one line on stderr, and exits with status 1."""
+    typer.echo(f"lorafleet: {message}", err=True)
+    raise typer.Exit(1) from None
 
 
 def opened_base(stack: ExitStack, folder: Path | None) -> BaseModel | None:

@@ -73,7 +73,7 @@ class Views:
         return total_of(view.traffic[name] for view in self._views for name in names if name in view.traffic)
 
     def adapter(self, adapter: AdapterView) -> dict[str, Any]:
-        """Returns one row, with what the aliases stand for now. history() returns all that they stood for."""
+        """Returns one row, with the present target of each alias. history() returns the earlier ones too."""
         return {
             **_adapter(adapter, self._viewer),
             "aliases": {self._viewer.naming(alias): moves[-1].split for alias, moves in adapter.aliases.items()},

@@ -266,7 +266,7 @@ class AdapterDirectory:
     async def join(
         self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
     ) -> Changes:
-        """Registers a replica, and returns what its names stand for now.
+        """Registers a replica, and returns the present targets of its names.
 
         The replica has just started (epoch ""), or has found a restarted directory. In that case it brings what
         resolvers found for it, and the first replica to bring a name wins. `ready` says that it may be ordered to load
