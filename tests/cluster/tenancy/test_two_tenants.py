@@ -82,11 +82,13 @@ def test_one_tenant_s_adapter_prefixes_and_limits_are_nothing_to_the_other(tenan
     tokens = 0
     with tenants.client("acme") as acme, tenants.client("rival") as rival:
         for model in ("base", "sql"):
+            num_cached = []
             for _ in range(3):
                 usage = complete(acme, model).usage
                 assert usage is not None and usage.prompt_tokens_details is not None
                 tokens += usage.total_tokens
-            assert usage.prompt_tokens_details.cached_tokens
+                num_cached.append(usage.prompt_tokens_details.cached_tokens)
+            assert any(num_cached), "of three requests to two replicas, two went to the same one"
         secret = complete(acme, "sql").choices[0].model_dump()["token_ids"]
         tokens += len(PROMPT) + len(secret)
         with pytest.raises(openai.NotFoundError) as hidden:
@@ -97,7 +99,7 @@ def test_one_tenant_s_adapter_prefixes_and_limits_are_nothing_to_the_other(tenan
         assert "sql" in {one.id for one in acme.models.list()} and "sql" not in {one.id for one in rival.models.list()}
         usage = complete(rival, "base").usage
         assert usage is not None and usage.prompt_tokens_details is not None
-        assert usage.prompt_tokens_details.cached_tokens == 0, "both replicas have acme's blocks of this prompt"
+        assert usage.prompt_tokens_details.cached_tokens == 0
         tenants.lorafleet("adapters", "push", "sql", str(adapters / "a1"), "--replicas", "2", key="rival")
         own = complete(rival, "sql")
         assert own.choices[0].model_dump()["token_ids"] != secret and own.model == "sql"
