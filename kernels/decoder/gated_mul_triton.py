@@ -16,13 +16,14 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.gated_mul import Activation
 from lorafleet.kernels.extras.affine_triton import scaled_and_shifted
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.linear_output import LinearOutput
 
 BLOCK_I = 1024
 
 
 # Rows of the table of addresses begin anywhere: their alignment must not cause another compilation.
-@triton.jit(do_not_specialize=["affine_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["affine_ptr"])
 def _gated_mul_kernel(
     gate_up_ptr: tl.tensor,
     delta_ptr: tl.tensor,

@@ -29,6 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
+
 PREFILL_ROWS = 64  # rows of a tile in steps that have a prefill, in half precision
 LEAST_ROWS = 16  # tl.dot's smallest M
 KEY_BYTES = 16384  # bytes of one loop step's keys: 64 keys of 128 bf16 numbers
@@ -39,9 +41,7 @@ NO_WINDOW = 1 << 30  # a window that contains every key
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["table_stride", "num_seqs", "window"]
-)
+@jit(do_not_specialize=["table_stride", "num_seqs", "window"])
 def _attention_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -137,7 +137,7 @@ def _attention_kernel(
         tl.store(out_ptr + (row * head_dim)[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["num_seqs", "window"])
 def _merge_kernel(
     partial_ptr: tl.tensor,
     sums_ptr: tl.tensor,

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.extras.affine_triton import own_vector, scaled_and_shifted
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.linear_output import LinearOutput
 
 ELEMENTS_A_THREAD = 16  # elements of a row; two 16-byte loads in half precision
 MOST_WARPS = 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def norm_weight(
     weight_ptr: tl.tensor, own_ptr: tl.tensor, token: tl.tensor, at: tl.tensor, inside: tl.tensor, has_own: tl.constexpr
 ) -> tl.tensor:
@@ -39,9 +40,7 @@ def norm_weight(
 
 
 # Rows of the table of addresses begin anywhere: their alignment must not cause another compilation.
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["affine_ptr", "branch_own_ptr", "own_ptr"]
-)
+@jit(do_not_specialize=["affine_ptr", "branch_own_ptr", "own_ptr"])
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -82,7 +81,7 @@ def _rms_norm_kernel(
     tl.store(out_ptr + at, normed(x, weight, eps, size).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def normed(x: tl.tensor, weight: tl.tensor, eps: tl.tensor, size: tl.constexpr) -> tl.tensor:
     """Returns the norm in fp32 of a row that is padded with zeros."""
     x = x.to(tl.float32)

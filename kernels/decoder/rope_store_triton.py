@@ -27,15 +27,14 @@ from torch import Tensor
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.decoder.rms_norm_triton import norm_weight
 from lorafleet.kernels.extras.affine_triton import scaled_and_shifted
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.linear_output import LinearOutput
 
 BLOCK_HEADS = 8
 
 
 # slot_mapping and rows of addresses begin anywhere in a larger buffer: alignment must not cause another compilation.
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["affine_ptr", "own_q_ptr", "own_k_ptr", "slot_ptr"]
-)
+@jit(do_not_specialize=["affine_ptr", "own_q_ptr", "own_k_ptr", "slot_ptr"])
 def _rotate_and_store_kernel(
     qkv_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -120,7 +119,7 @@ def _rotate_and_store_kernel(
     tl.store(v_ptr + v_at + high, second, mask=inside & is_v)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _to_e4m3(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     return tl.clamp(x.to(tl.float32) / scale, -448.0, 448.0, tl.PropagateNan.ALL).to(tl.float8e4nv)
 

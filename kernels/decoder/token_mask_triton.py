@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
+
 BLOCK_V = 4096
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _mask_tokens_kernel(
     logits_ptr: tl.tensor,
     row_ptr: tl.tensor,

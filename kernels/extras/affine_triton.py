@@ -13,17 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.linear_output import LinearOutput
 
 BLOCK_O = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def own_vector(address: tl.tensor) -> tl.tensor:
     return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def scaled_and_shifted(
     x: tl.tensor, affine_ptr: tl.tensor, token: tl.tensor, num_tokens: tl.tensor, at: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
@@ -34,7 +35,7 @@ def scaled_and_shifted(
     return x + tl.load(own_vector(bias) + at, mask=inside & (bias != 0), other=0.0)
 
 
-@triton.jit(do_not_specialize=["affine_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["affine_ptr"])
 def _apply_affine_kernel(
     y_ptr: tl.tensor,
     delta_ptr: tl.tensor,

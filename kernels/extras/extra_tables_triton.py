@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
+
 BLOCK_T = 256
 
 
 # A new number of tokens must never wait for a compiler.
-@triton.jit(do_not_specialize=["slot_ptr", "num_tokens"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["slot_ptr", "num_tokens"])
 def _by_token_kernel(
     slot_ptr: tl.tensor,
     address_ptr: tl.tensor,

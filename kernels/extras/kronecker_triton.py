@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafleet.kernels.extras.kronecker import RECORD_FIELDS
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.lora.packed_lora import PackedLoRA
 from lorafleet.kernels.quant.fp8 import FP8
@@ -33,7 +34,7 @@ OUTPUTS_A_PROGRAM = 1024
 MAX_RANGES = 3  # ranges of a linear's outputs: slices, or the projections that are fused in one
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _inner(
     x_row: tl.tensor,
     w2_ptr: tl.tensor,
@@ -66,7 +67,7 @@ _SIZES += [f"{name}_{i}" for name in ("part", "first_output", "num_outputs") for
 
 
 # Nothing about a step, a linear or an adapter may cause another compilation.
-@triton.jit(do_not_specialize=["slot_ptr", *_SIZES])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["slot_ptr", *_SIZES])
 def _kronecker_kernel(
     x_ptr: tl.tensor,
     y_ptr: tl.tensor,

@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
+
 BLOCK_D = 256
 BLOCK_R = 16
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _place_among(token_ptr: tl.tensor, count: tl.tensor, token: tl.tensor) -> tl.tensor:
     """Returns the token's index among the ascending tokens, or count if it is not among them."""
     low = tl.zeros_like(count)
@@ -34,7 +36,7 @@ def _place_among(token_ptr: tl.tensor, count: tl.tensor, token: tl.tensor) -> tl
     return tl.where(at == token, low, count)
 
 
-@triton.jit(do_not_specialize=["token_ptr", "address_ptr"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["token_ptr", "address_ptr"])
 def _slot_embedding_kernel(
     token_ptr: tl.tensor,
     address_ptr: tl.tensor,

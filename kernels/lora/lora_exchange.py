@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.lora_layout import LoRALayout
 from lorafleet.kernels.lora.lora_splits import sum_splits, summed_splits
 from lorafleet.kernels.ranks.peer_areas import EMPTY, PROGRAMS, PeerAreas
@@ -26,7 +27,7 @@ from lorafleet.kernels.ranks.peer_areas_triton import begin_call, receive, send
 BLOCK = 256  # numbers per block
 
 
-@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["size"])
 def _exchange_kernel(
     p_ptr: tl.tensor,
     out_ptr: tl.tensor,

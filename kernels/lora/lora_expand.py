@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.lora_batch import CHUNK_RANKS, LoRABatch
 from lorafleet.kernels.lora.lora_shrink import chunk_of, columns_of
 from lorafleet.kernels.lora.packed_lora import MAX_SLICES, PackedLoRA
@@ -37,7 +38,7 @@ MAX_BLOCK_R = 64  # ranks whose P a program holds; larger adapters take more tha
 MAX_BLOCKS = 32  # blocks of a span
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _sum_p(
     p_row: tl.tensor,
     r: tl.tensor,
@@ -63,13 +64,13 @@ def _sum_p(
     return p
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _largest(p: tl.tensor) -> tl.tensor:
     """Returns the largest magnitude of each row, [tokens, 1]. It is never zero."""
     return tl.maximum(tl.max(tl.abs(p), axis=1), 1e-30)[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _load_b(
     b_ptr: tl.tensor, r: tl.tensor, rank: tl.tensor, at: tl.tensor, end: tl.tensor, block_o: tl.constexpr
 ) -> tl.tensor:
@@ -78,7 +79,7 @@ def _load_b(
     return tl.load(b_tile, mask=(o < end)[None, :] & (r < rank)[:, None], other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _store_span(
     p_row: tl.tensor,
     delta_row: tl.tensor,
@@ -137,9 +138,7 @@ def _store_span(
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["linear", "split_stride", "num_columns"]
-)
+@jit(do_not_specialize=["linear", "split_stride", "num_columns"])
 def _expand_kernel(
     p_ptr: tl.tensor,
     delta_ptr: tl.tensor,

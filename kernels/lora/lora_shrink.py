@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.lora_batch import CHUNK_RANKS, LoRABatch
 from lorafleet.kernels.lora.lora_layout import LoRALayout
 from lorafleet.kernels.lora.packed_lora import MAX_SLICES, PackedLoRA
@@ -42,13 +43,13 @@ MAX_PARTS = 4  # programs that share a split's columns if adapters may have more
 SPLIT_STEP = 128  # the number of features in a split is a multiple of this
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def columns_of(rank: tl.tensor, num_parts: tl.constexpr, chunk: tl.constexpr) -> tl.tensor:
     """Returns the number of columns of P that a slice of this rank occupies."""
     return tl.cdiv(tl.cdiv(rank, num_parts), chunk) * chunk
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _rows_of(rank: tl.tensor, num_parts: tl.constexpr, part: tl.constexpr) -> tl.tensor:
     """Returns the number of rows of A that this part has: LoRALayout.num_rows."""
     rows = rank
@@ -58,7 +59,7 @@ def _rows_of(rank: tl.tensor, num_parts: tl.constexpr, part: tl.constexpr) -> tl
     return rows
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _shrink_columns(
     x_row: tl.tensor,
     p_row: tl.tensor,
@@ -104,9 +105,7 @@ def _shrink_columns(
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["linear", "num_tokens", "num_columns"]
-)
+@jit(do_not_specialize=["linear", "num_tokens", "num_columns"])
 def _shrink_kernel(
     x_ptr: tl.tensor,
     p_ptr: tl.tensor,

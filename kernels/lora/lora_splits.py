@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
+
 BLOCK = 1024  # elements of one program
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def summed_splits(p_ptr: tl.tensor, at: tl.tensor, size: tl.tensor, num_splits: tl.constexpr) -> tl.tensor:
     """Adds the splits' numbers at the offsets `at`, in the order of the splits. `size` is that of one split."""
     inside = at < size
@@ -25,7 +27,7 @@ def summed_splits(p_ptr: tl.tensor, at: tl.tensor, size: tl.tensor, num_splits: 
     return total
 
 
-@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["size"])
 def _sum_kernel(
     p_ptr: tl.tensor, sum_ptr: tl.tensor, size: tl.tensor, num_splits: tl.constexpr, block: tl.constexpr
 ) -> None:

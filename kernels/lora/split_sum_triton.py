@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
+
 PROGRAMS = 264  # programs of one launch: two per multiprocessor of an H200, as measured there
 MAX_SPLITS = 8
 MIN_STEPS = 4  # fewest steps of a split
 BLOCK_O = 512
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def store_part(
     acc: tl.tensor,
     bias_ptr: tl.tensor,
@@ -40,7 +42,7 @@ def store_part(
     tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=o_inside[:, None] & t_inside[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _split_sum_kernel(
     part_ptr: tl.tensor,
     y_ptr: tl.tensor,

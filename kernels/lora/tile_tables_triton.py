@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
+
 BLOCK_K = 64
 
 
 # A new number of tiles must never wait for a compiler.
-@triton.jit(do_not_specialize=["num_tiles"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["num_tiles"])
 def _gather_kernel(
     slot_ptr: tl.tensor,
     address_ptr: tl.tensor,

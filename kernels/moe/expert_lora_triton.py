@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.moe.expert_lora import StepExperts
 from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles
 
@@ -32,13 +33,13 @@ NO_SLOT = tl.constexpr(1 << 30)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _least_slot(slots: tl.tensor) -> tl.tensor:
     """Returns the smallest slot that is left, or NO_SLOT if there is none."""
     return tl.min(tl.where(slots >= 0, slots, NO_SLOT), 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _pairs_and_slots(
     tile: tl.tensor, pair_ptr: tl.tensor, slot_ptr: tl.tensor, pairs_a_token: tl.tensor, tile_pairs: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -48,20 +49,18 @@ def _pairs_and_slots(
     return pair, tl.load(slot_ptr + pair // pairs_a_token, mask=pair >= 0, other=-1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _field(record: tl.tensor, number: tl.constexpr) -> tl.tensor:
     return tl.load(record.to(tl.pointer_type(tl.int64)) + number)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _rank_and_groups(record: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     return tl.multiple_of(_field(record, 3).to(tl.int32), 8), _field(record, 4).to(tl.int32)
 
 
 # Slots and records begin anywhere in larger tensors: their alignment must not cause another compilation.
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_row", "pairs_a_token", "num_pairs", "num_columns"]
-)
+@jit(do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_row", "pairs_a_token", "num_pairs", "num_columns"])
 def _shrink_kernel(
     x_ptr: tl.tensor,
     p_ptr: tl.tensor,
@@ -116,9 +115,7 @@ def _shrink_kernel(
         slot = _least_slot(slots)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_token", "num_pairs", "num_columns"]
-)
+@jit(do_not_specialize=["slot_ptr", "record_ptr", "pairs_a_token", "num_pairs", "num_columns"])
 def _expand_kernel(
     p_ptr: tl.tensor,
     delta_ptr: tl.tensor,

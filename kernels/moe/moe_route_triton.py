@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.linear_output import LinearOutput
 
 BLOCK_D = 512
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _route_kernel(
     logits_ptr: tl.tensor,
     expert_ptr: tl.tensor,
@@ -71,7 +72,7 @@ def route_triton(logits_TE: Tensor, per_token: int, sums_to_one: bool) -> tuple[
     return expert_TK, weight_TK
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _combine_kernel(
     y_ptr: tl.tensor,
     delta_ptr: tl.tensor,

@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
+
 BLOCK_N = 1024  # pairs that a program reads at a time
 
 
-@triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["num_pairs"])
 def _count_kernel(expert_ptr: tl.tensor, count_ptr: tl.tensor, num_pairs: tl.tensor, block_n: tl.constexpr) -> None:
     expert = tl.program_id(0)
     count = tl.zeros((block_n,), tl.int32)
@@ -32,7 +34,7 @@ def _count_kernel(expert_ptr: tl.tensor, count_ptr: tl.tensor, num_pairs: tl.ten
     tl.store(count_ptr + expert, tl.sum(count, 0))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _place_kernel(
     expert_ptr: tl.tensor,
     count_ptr: tl.tensor,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.moe.expert_lora import StepExperts
 from lorafleet.kernels.moe.expert_lora_triton import expert_delta
@@ -53,7 +54,7 @@ def _shape_for(num_pairs: int, num_experts: int) -> _Shape:
     return next(shape for most, shape in _SHAPES if num_pairs <= most * num_experts)
 
 
-@triton.jit(do_not_specialize=["pairs_a_row"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["pairs_a_row"])
 def _linear_kernel(
     x_ptr: tl.tensor,
     w_ptr: tl.tensor,

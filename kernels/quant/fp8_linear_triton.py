@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.split_sum_triton import split_sum_triton, steps_a_split, store_part
 from lorafleet.kernels.quant.fp8 import FP8, FP8_MAX
 
@@ -20,7 +21,7 @@ BLOCK_D = 128
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
-@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["num_tokens"])
 def _fp8_linear_kernel(
     x_ptr: tl.tensor,
     w_ptr: tl.tensor,
@@ -58,7 +59,7 @@ def _fp8_linear_kernel(
     store_part(acc, bias_ptr, y_ptr, o, t, num_tokens, outputs, has_bias)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _quantize_tokens_kernel(
     x_ptr: tl.tensor, out_ptr: tl.tensor, scale_ptr: tl.tensor, inputs: tl.constexpr, block: tl.constexpr
 ) -> None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.quant.nf4_triton import LOOKUP, TL_DTYPES, own_value, values
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ SEGMENT = 16  # bytes of a row that a lane reads at a time
 BLOCK_O = 4  # one row per warp: two and four are slower on an H200
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _nf4_gemv_kernel(
     x_ptr: tl.tensor,
     packed_ptr: tl.tensor,

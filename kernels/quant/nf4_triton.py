@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.split_sum_triton import split_sum_triton, steps_a_split, store_part
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ LOOKUP = 0 if os.environ.get("TRITON_INTERPRET") == "1" else 1
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def own_value(book_ptr: tl.tensor, lookup: tl.constexpr) -> tl.tensor:
     """Returns the value of the book that this lane of the warp holds for all lanes."""
     if lookup != 1:
@@ -54,7 +55,7 @@ def own_value(book_ptr: tl.tensor, lookup: tl.constexpr) -> tl.tensor:
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def values(
     code: tl.tensor,
     absmax: tl.tensor,
@@ -80,7 +81,7 @@ def values(
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
-@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["num_tokens"])
 def _nf4_linear_kernel(
     x_ptr: tl.tensor,
     packed_ptr: tl.tensor,
@@ -130,7 +131,7 @@ def _nf4_linear_kernel(
     store_part(acc, bias_ptr, y_ptr, o, t, num_tokens, outputs, has_bias)
 
 
-@triton.jit(do_not_specialize=["first_row"])  # type: ignore[untyped-decorator]  # triton has no types
+@jit(do_not_specialize=["first_row"])
 def _dequantize_kernel(
     packed_ptr: tl.tensor,
     absmax_ptr: tl.tensor,

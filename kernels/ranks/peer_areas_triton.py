@@ -11,11 +11,12 @@ other ranks, so it does not matter how many of them run at once.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from lorafleet.kernels.jit import jit
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+
+@jit()
 def begin_call(calls_ptr: tl.tensor, program: tl.tensor, num_ranks: tl.constexpr, area: tl.constexpr) -> tl.tensor:
     """Returns the offset of this call's half, in numbers. A program calls it once."""
     call = tl.load(calls_ptr + program)
@@ -24,7 +25,7 @@ def begin_call(calls_ptr: tl.tensor, program: tl.tensor, num_ranks: tl.constexpr
     return (call & 1).to(tl.int64) * ((num_ranks - 1) * area)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _area(
     address_ptr: tl.tensor,
     half: tl.tensor,
@@ -39,7 +40,7 @@ def _area(
     return tl.multiple_of(tl.load(address_ptr + of).to(tl.pointer_type(bits_dtype)) + first, 16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def send(
     x: tl.tensor,
     address_ptr: tl.tensor,
@@ -61,7 +62,7 @@ def send(
             tl.store(theirs + at, bits, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def receive(
     other: tl.constexpr,
     address_ptr: tl.tensor,

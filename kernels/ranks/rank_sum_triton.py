@@ -17,12 +17,13 @@ from torch import Tensor
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.decoder.rms_norm_triton import ELEMENTS_A_THREAD, MOST_WARPS, norm_weight, normed
 from lorafleet.kernels.extras.affine_triton import scaled_and_shifted
+from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.ranks.peer_areas import EMPTY, PROGRAMS, PeerAreas
 from lorafleet.kernels.ranks.peer_areas_triton import begin_call, receive, send
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@jit()
 def _own_row(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -49,9 +50,7 @@ def _own_row(
 
 
 # Rows of the table of addresses begin anywhere: their alignment must not cause another compilation.
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["affine_ptr", "branch_own_ptr", "own_ptr", "num_rows"]
-)
+@jit(do_not_specialize=["affine_ptr", "branch_own_ptr", "own_ptr", "num_rows"])
 def _rank_sum_kernel(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
