@@ -13,7 +13,7 @@ from lorafleet.cluster.checking.ray_service_file import check_ray_service
 from lorafleet.cluster.checking.yaml_source import parse
 from tests.cluster.checking.changing import with_value
 
-FILE = Path(__file__).parents[3] / "configs" / "kuberay.yaml"
+FILE = Path(__file__).parents[3] / "configs" / "kubernetes" / "base" / "ray-service.yaml"
 GOOD: dict[str, Any] = yaml.safe_load(FILE.read_text())
 CLUSTER = ("spec", "rayClusterConfig")
 GROUP = (*CLUSTER, "workerGroupSpecs", 0)
