@@ -1,4 +1,4 @@
-"""Checks values against JSON schemas: Ray's own, pydantic's, and those of shapes.py.
+"""Checks values against JSON schemas: Ray's own, pydantic's, Kubernetes', and our own for a RayService.
 
 Ray leaves most of its schemas open, so that old versions can read new files. Here, an object whose properties are
 listed has no others, unless its schema allows them. A misspelled key is a mistake, shown with the nearest known key.

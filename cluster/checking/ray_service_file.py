@@ -7,7 +7,7 @@ from typing import Any
 
 from lorafleet.cluster.checking.keys import check_keys, check_values
 from lorafleet.cluster.checking.nodes import Cluster, NodeGroup, check_fit
-from lorafleet.cluster.checking.ray_service_shape import RAY_SERVICE
+from lorafleet.cluster.checking.ray_service_schema import ray_service_schema
 from lorafleet.cluster.checking.ray_up_file import missing_environment
 from lorafleet.cluster.checking.serve_file import Serving, check_serve
 from lorafleet.cluster.checking.yaml_source import Place, Problem, YamlSource
@@ -20,7 +20,8 @@ SERVED: Place = ("spec", "serveConfigV2")
 
 
 def check_ray_service(source: YamlSource) -> tuple[list[Problem], Serving | None, Cluster | None]:
-    problems = check_keys(source, (), source.value, RAY_SERVICE) + check_values(source, (), source.value, RAY_SERVICE)
+    schema = ray_service_schema()
+    problems = check_keys(source, (), source.value, schema) + check_values(source, (), source.value, schema)
     if problems:
         found, serving = _check_served(source, None)
         return problems + found, serving, None
@@ -42,17 +43,18 @@ def _groups(config: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
 
 
 def _check_group(source: YamlSource, place: Place, group: dict[str, Any]) -> list[Problem]:
-    at: Place = (*place, "template", "spec", "containers", 0)
+    container: Place = (*place, "template", "spec", "containers", 0)
     pod = (group["template"].get("spec") or {}).get("containers") or []
     if not pod:
         return [source.problem((*place, "template"), "there is no container.")]
-    given = {one["name"]: one.get("value") for one in pod[0].get("env") or []}
-    problems = [source.problem((*at, "env"), message) for message in missing_environment(given, "in this container")]
-    volumes = [one["name"] for one in group["template"]["spec"].get("volumes") or []]
+    given = {variable["name"]: variable.get("value") for variable in pod[0].get("env") or []}
+    messages = missing_environment(given, "in this container")
+    problems = [source.problem((*container, "env"), message) for message in messages]
+    volumes = [volume["name"] for volume in group["template"]["spec"].get("volumes") or []]
     for number, mount in enumerate(pod[0].get("volumeMounts") or []):
         if mount["name"] not in volumes:
             message = f"there is no volume {mount['name']!r}{nearest(mount['name'], volumes)}"
-            problems.append(source.problem((*at, "volumeMounts", number, "name"), message))
+            problems.append(source.problem((*container, "volumeMounts", number, "name"), message))
     least, most = group.get("minReplicas", 0), group.get("maxReplicas", 0)
     if not least <= group.get("replicas", least) <= most:
         message = f"replicas={group.get('replicas', least)} is not between minReplicas={least} and maxReplicas={most}."
@@ -74,13 +76,11 @@ def _cluster(config: dict[str, Any]) -> Cluster:
 
 def _resources(group: dict[str, Any]) -> tuple[float | None, int]:
     """Returns the CPUs and GPUs that Ray counts on a pod: rayStartParams if given, else the container's resources."""
-    told, resources = (
-        group.get("rayStartParams") or {},
-        group["template"]["spec"]["containers"][0].get("resources") or {},
-    )
+    parameters = group.get("rayStartParams") or {}
+    resources = group["template"]["spec"]["containers"][0].get("resources") or {}
     limits = (resources.get("requests") or {}) | (resources.get("limits") or {})
-    cpus = told.get("num-cpus", limits.get("cpu"))
-    return None if cpus is None else _cpus(str(cpus)), int(told.get("num-gpus", limits.get(GPU, 0)))
+    cpus = parameters.get("num-cpus", limits.get("cpu"))
+    return None if cpus is None else _cpus(str(cpus)), int(parameters.get("num-gpus", limits.get(GPU, 0)))
 
 
 def _cpus(text: str) -> float:

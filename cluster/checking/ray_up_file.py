@@ -17,7 +17,7 @@ import jsonschema
 
 from lorafleet.cluster.checking.keys import Schema, check_keys, check_values
 from lorafleet.cluster.checking.nodes import Cluster, NodeGroup, check_fit
-from lorafleet.cluster.checking.provider_shapes import node_schema, provider_schema
+from lorafleet.cluster.checking.provider_schemas import close_provider, node_schema
 from lorafleet.cluster.checking.serve_file import Serving, check_serve
 from lorafleet.cluster.checking.yaml_source import Place, Problem, YamlSource, read
 from lorafleet.cluster.proxy import haproxy
@@ -55,7 +55,7 @@ def _schema(kind: str) -> Schema:
 
     schema: Schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
     properties = schema["properties"]
-    properties["provider"] = provider_schema(kind)
+    properties["provider"] = close_provider(properties["provider"], kind)
     properties["available_node_types"]["patternProperties"][".*"]["properties"]["node_config"] = node_schema(kind)
     properties["file_mounts"] = {"type": "object", "additionalProperties": {"type": "string"}}
     for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter"):

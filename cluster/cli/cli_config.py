@@ -22,8 +22,9 @@ def check(
 
     The exit status is 1 if anything is wrong.
     """
-    from lorafleet.cluster.checking.check import check_file  # Ray takes two seconds to import.
+    from lorafleet.cluster.checking.check import RAY_SERVICE, check_file  # Ray takes two seconds to import.
     from lorafleet.cluster.checking.check_report import describe
+    from lorafleet.cluster.checking.ray_service_schema import unchecked
 
     try:
         checked = check_file(file)
@@ -39,6 +40,8 @@ def check(
     typer.echo(f"{file}: {checked.kind}, nothing wrong")
     for line in describe(checked.serving, checked.cluster):
         typer.echo(f"  {line}")
+    if checked.kind == RAY_SERVICE:
+        typer.echo(f"  not checked  {unchecked()}: kubectl apply --dry-run=server --validate=strict -f {file}")
 
 
 @config.command()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lorafleet.cluster.cli.cli_tools import ending_in_words
-from lorafleet.cluster.monitoring import dashboards, rules, scrape_config
+from lorafleet.cluster.monitoring import scrape_config, shipped_files
 from lorafleet.cluster.monitoring.scrape_config import ScrapeTarget
 from lorafleet.cluster.serve.state_folder import state_folder
 
@@ -63,17 +63,14 @@ def config(
     with ending_in_words():
         target = ScrapeTarget(server, bearer_token_file, ca_file, scrape_interval)
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "prometheus.yml", scrape_config.to_yaml(target))
-        _write(folder / rules.RULES_FILE, rules.to_yaml())
+        path = folder / "prometheus.yml"
+        path.write_text(scrape_config.to_yaml(target))
+        typer.echo(path)
+        typer.echo(shipped_files.write_rules(folder))
 
 
 @metrics.command("dashboards")
 def write_dashboards(folder: Folder) -> None:
     """Writes Grafana's dashboards as JSON, to import or to provision."""
-    for path in dashboards.write(folder):
+    for path in shipped_files.write_dashboards(folder):
         typer.echo(path)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-    typer.echo(path)

@@ -6,9 +6,7 @@ The page opens without a key and shows nothing by itself. It gets its data throu
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
-from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,14 +14,9 @@ from starlette.responses import Response
 
 from lorafleet.api.front import Front
 from lorafleet.api.routes.build_api import Route
+from lorafleet.api.routes.static_files import answer_static, read_static
 
 STATIC = Path(__file__).parent / "static"
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 # The page has no inline script or style, and never builds HTML from strings: names, messages and answers are untrusted.
 _POLICY = "; ".join(
     (
@@ -39,38 +32,12 @@ _POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-_HEADERS = {
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    # The browser caches files but revalidates them each time, so that files of two releases never mix.
-    "cache-control": "no-cache",
-}
-
-
-class _File(NamedTuple):
-    content: bytes
-    etag: str
-    media_type: str
-
-
-def _read() -> dict[str, _File]:
-    files = {}
-    for path in STATIC.iterdir():
-        content = path.read_bytes()
-        files[path.name] = _File(content, f'"{hashlib.sha256(content).hexdigest()[:20]}"', _TYPES[path.suffix])
-    return files
-
-
-_FILES = _read()
+_FILES = {path.name: read_static(path) for path in STATIC.iterdir()}
 _PAGE = _FILES.pop("index.html")
 
 
 async def page(_: Front, request: Request) -> Response:
-    return _answer(_PAGE, request)
+    return answer_static(_PAGE, request, _POLICY)
 
 
 async def page_elsewhere(_: Front, __: Request) -> Response:
@@ -82,14 +49,7 @@ async def file(_: Front, request: Request) -> Response:
     found = _FILES.get(request.path_params["name"])
     if found is None:
         raise HTTPException(404)
-    return _answer(found, request)
-
-
-def _answer(found: _File, request: Request) -> Response:
-    headers = {**_HEADERS, "etag": found.etag}
-    if found.etag in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    return Response(found.content, headers=headers, media_type=found.media_type)
+    return answer_static(found, request, _POLICY)
 
 
 PAGE_ROUTES: tuple[Route, ...] = (

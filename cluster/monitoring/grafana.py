@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from lorafleet.cluster.monitoring import dashboards
+from lorafleet.cluster.monitoring.shipped_files import write_dashboards
 
 HOMES = (Path("/usr/share/grafana"), Path("/opt/grafana"))  # Folders where packages install its web pages.
 
@@ -35,7 +35,7 @@ def find_installed(home: Path | None = None) -> Installed | None:
 def provision(folder: Path, prometheus_url: str) -> None:
     """Writes folder/dashboards and folder/provisioning for a Grafana that reads this Prometheus."""
     shutil.rmtree(folder / "dashboards", ignore_errors=True)  # A dashboard that no longer exists must not stay.
-    dashboards.write(folder / "dashboards")
+    write_dashboards(folder / "dashboards")
     source = {"name": "lorafleet", "type": "prometheus", "access": "proxy", "url": prometheus_url, "isDefault": True}
     _write(folder / "provisioning" / "datasources" / "lorafleet.yml", {"apiVersion": 1, "datasources": [source]})
     provider = {

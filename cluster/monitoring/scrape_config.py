@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from lorafleet.cluster.monitoring.rules import RULES_FILE
+from lorafleet.cluster.monitoring.shipped_files import RULES_FILE
 from lorafleet.protocol.errors import ConfigError
 
 JOB_NAME = "lorafleet"

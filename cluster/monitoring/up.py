@@ -23,8 +23,9 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from lorafleet.cluster.monitoring import grafana, rules, scrape_config
+from lorafleet.cluster.monitoring import grafana, scrape_config
 from lorafleet.cluster.monitoring.scrape_config import ScrapeTarget
+from lorafleet.cluster.monitoring.shipped_files import write_rules
 from lorafleet.protocol.errors import ConfigError
 
 READY_S = 60.0
@@ -87,7 +88,7 @@ def write_files(options: Options) -> None:
     """Writes prometheus.yml, the rules, and Grafana's folder."""
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "prometheus.yml").write_text(scrape_config.to_yaml(options.target))
-    (options.folder / rules.RULES_FILE).write_text(rules.to_yaml())
+    write_rules(options.folder)
     grafana.provision(options.folder / "grafana", _url(options.port))
 
 

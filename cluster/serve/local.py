@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.proxy.exposure import check_exposure
@@ -25,6 +24,7 @@ from lorafleet.cluster.proxy.tls import TLSFiles
 from lorafleet.cluster.serve import serve_environment
 from lorafleet.cluster.serve.child_processes import adopt_orphans, end_descendants, reap_adopted
 from lorafleet.cluster.serve.resources import check_gpus, replica_bundles
+from lorafleet.cluster.serve.start_progress import StartProgress
 from lorafleet.protocol.errors import ConfigError, LorafleetError
 
 APP_NAME = "lorafleet"
@@ -184,8 +184,7 @@ def _wait_for_replicas(directory: str) -> None:
     from lorafleet.cluster.directory.directory_actor import read_progress
 
     num_read = 0
-    with Progress(TextColumn("  {task.description}"), BarColumn(), console=console, transient=True) as bars:
-        show = _Show(bars)
+    with StartProgress(console) as progress:
         while True:
             application = serve.status().applications.get(APP_NAME)
             notes = read_progress(directory, num_read)
@@ -193,29 +192,12 @@ def _wait_for_replicas(directory: str) -> None:
             for note in notes:
                 if note.failed:
                     raise ConfigError(note.text)
-                show.line(note.replica_id, note.text)
+                progress.line(note.replica_id, note.text)
             if application is not None and application.status == "RUNNING":
                 return
             if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise ConfigError(application.message.strip().splitlines()[-1])
             time.sleep(POLL_S)
-
-
-class _Show:
-    """Prints progress lines as they come, and shows a bar for each replica whose weights are being loaded."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._bar_of: dict[str, Any] = {}
-
-    def line(self, replica_id: str, text: str) -> None:
-        head, _, percent = text.removesuffix(" %").rpartition(" ")
-        if not text.endswith(" %") or not console.is_terminal:
-            console.print(f"  {replica_id}: {text}")
-            return
-        if replica_id not in self._bar_of:
-            self._bar_of[replica_id] = self._bars.add_task(f"{replica_id}: {head}", total=100)
-        self._bars.update(self._bar_of[replica_id], completed=float(percent))
 
 
 def _own_client(listener: Listener, run_dir: str) -> httpx.Client:

@@ -17,7 +17,8 @@ from lorafleet.cluster.serve import cluster_environment
 from tests.cluster.checking import ray_schemas  # noqa: F401  # before its module can warn
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(one for one in (ROOT / "configs").glob("*.yaml"))
+RAY_SERVICE = ROOT / "configs" / "kubernetes" / "base" / "ray-service.yaml"
+FILES = [*sorted((ROOT / "configs").glob("*.yaml")), RAY_SERVICE]
 RAY_UP = [one for one in FILES if one.name.startswith("ray-up-")]
 SERVE = [one for one in FILES if one.name.startswith("serve-")] + [ROOT / "configs" / "demo.yaml"]
 
@@ -30,7 +31,7 @@ def check(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_all_kinds_are_here():
     assert len(RAY_UP) == 3
     assert len(SERVE) == 5
-    assert {one.name for one in FILES} - {one.name for one in RAY_UP + SERVE} == {"kuberay.yaml"}
+    assert set(FILES) - {*RAY_UP, *SERVE} == {RAY_SERVICE}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda one: one.name)
@@ -89,7 +90,7 @@ def test_serve_itself_takes_each_application(path: Path):
 
 
 def test_the_pods_have_the_environment_that_direct_streaming_needs():
-    config = yaml.safe_load((ROOT / "configs" / "kuberay.yaml").read_text())["spec"]["rayClusterConfig"]
+    config = yaml.safe_load(RAY_SERVICE.read_text())["spec"]["rayClusterConfig"]
     for group in (config["headGroupSpec"], *config["workerGroupSpecs"]):
         env = {one["name"]: one["value"] for one in group["template"]["spec"]["containers"][0]["env"]}
         assert env.pop(haproxy.RAYS_VARIABLE).endswith("/lorafleet-haproxy")

@@ -60,6 +60,6 @@ def test_only_what_says_that_the_server_lives_is_open_to_all() -> None:
     routes = [*ROUTES, *routes_beside(unused, console, QualityApi(unused))]
     assert {path for _, path, needed, _ in [*routes, *docs_routes(routes)] if needed == "open"} == {
         *("/health", "/ping", "/version"),
-        *("/docs", "/openapi.json"),
+        *("/docs", "/docs/{name}", "/openapi.json"),
         *("/console", "/console/", "/console/{name}"),
     }

@@ -78,13 +78,8 @@ def test_the_table_of_other_servers_fields_is_in_the_document() -> None:
     assert issubclass(operation_of(ROUTES[0][3]).body, Tolerant)  # type: ignore[union-attr, arg-type]
 
 
-async def test_the_document_and_its_page_are_served_and_need_nothing_from_elsewhere(http: httpx.AsyncClient) -> None:
-    document = (await http.get("/openapi.json")).json()
-    assert document == openapi(ROUTES)
-    page = await http.get("/docs")
-    assert page.headers["content-type"].startswith("text/html")
-    assert "connect-src 'self'" in page.headers["content-security-policy"]
-    assert not re.search(r"https?://|src=|@import|url\(", page.text)
+async def test_the_document_is_served(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/openapi.json")).json() == openapi(ROUTES)
 
 
 CHAT, TEXT, SGLANG = (

@@ -7,20 +7,30 @@ from typing import Any
 import pytest
 import yaml
 
-from lorafleet.cluster.checking.keys import check_keys, check_values, nearest
-from lorafleet.cluster.checking.shapes import OPEN, TEXT, TEXTS, WHOLE, Shape, schema
+from lorafleet.cluster.checking.keys import Schema, check_keys, check_values, nearest
 from lorafleet.cluster.checking.yaml_source import parse
 
-SHAPE: Shape = {"name!": TEXT, "count": WHOLE, "labels": TEXTS, "items": [{"path": TEXT}], "rest": OPEN}
+TEXT: Schema = {"type": "string"}
+SCHEMA: Schema = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": TEXT,
+        "count": {"type": "integer"},
+        "labels": {"type": "object", "additionalProperties": TEXT},
+        "items": {"type": "array", "items": {"type": "object", "properties": {"path": TEXT}}},
+        "rest": {},
+    },
+}
 
 
-def complaints(value: Any, shape: Shape = SHAPE) -> list[str]:
-    source, of = parse("f", yaml.safe_dump(value)), schema(shape)
-    problems = check_keys(source, (), value, of) + check_values(source, (), value, of)
+def complaints(value: Any) -> list[str]:
+    source = parse("f", yaml.safe_dump(value))
+    problems = check_keys(source, (), value, SCHEMA) + check_values(source, (), value, SCHEMA)
     return [f"{problem.place}: {problem.message}" for problem in problems]
 
 
-def test_what_the_shape_allows_passes():
+def test_what_the_schema_allows_passes():
     assert complaints({"name": "a", "count": 1, "labels": {"x": "y"}, "items": [{"path": "p"}], "rest": {"z": 1}}) == []
 
 
@@ -41,7 +51,10 @@ def test_what_it_does_not_allow_is_told_with_its_place(value: Any, complaint: st
 
 def test_a_union_takes_the_keys_of_the_branch_that_lists_some():
     closed = {"anyOf": [{"type": "object", "additionalProperties": True}, {"$ref": "#/$defs/c"}, {"type": "null"}]}
-    of = {"properties": {"c": closed}, "$defs": {"c": schema({"min_replicas": WHOLE})}}
+    of = {
+        "properties": {"c": closed},
+        "$defs": {"c": {"type": "object", "properties": {"min_replicas": {"type": "integer"}}}},
+    }
     (problem,) = check_keys(parse("f", "c: {min_replica: 1}"), (), {"c": {"min_replica": 1}}, of)
     assert "did you mean 'min_replicas'?" in problem.message
     assert check_keys(parse("f", "c: null"), (), {"c": None}, of) == []

@@ -1,22 +1,20 @@
-"""What is refused in a RayService, and that its schema is KubeRay's."""
+"""What is refused in a RayService."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from lorafleet.cluster.checking import ray_service_schema
 from lorafleet.cluster.checking.ray_service_file import check_ray_service
-from lorafleet.cluster.checking.ray_service_shape import RAY_SERVICE
 from lorafleet.cluster.checking.yaml_source import parse
 from tests.cluster.checking.changing import with_value
 
-FILE = Path(__file__).parents[3] / "configs" / "kuberay.yaml"
+FILE = Path(__file__).parents[3] / "configs" / "kubernetes" / "base" / "ray-service.yaml"
 GOOD: dict[str, Any] = yaml.safe_load(FILE.read_text())
-CRD = os.environ.get("LORAFLEET_KUBERAY_CRD")
 CLUSTER = ("spec", "rayClusterConfig")
 GROUP = (*CLUSTER, "workerGroupSpecs", 0)
 CONTAINER = (*GROUP, "template", "spec", "containers", 0)
@@ -30,13 +28,10 @@ def complaints(value: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("place", "value", "nearest"),
     [
-        (("spec", "serveConfig"), "x", "serveConfigV2"),
-        ((*GROUP, "minReplica"), 1, "minReplicas"),
-        ((*CLUSTER, "headGroupSpec", "rayStartParam"), {}, "rayStartParams"),
         ((*CONTAINER, "volumeMount"), [], "volumeMounts"),
         ((*CONTAINER, "resources", "limit"), {}, "limits"),
+        ((*CONTAINER, "livenessProbe"), {"httpGet": {"port": 8000, "pathh": "/health"}}, "path"),
         ((*GROUP, "template", "spec", "toleration"), [], "tolerations"),
-        ((*CLUSTER, "networkPolicy", "head", "ingresRules"), [], "ingressRules"),
         ((*CONTAINER, "volumeMounts", 0, "name"), "model", "models"),
     ],
 )
@@ -71,30 +66,10 @@ def test_a_mistake_in_the_embedded_configuration_has_the_line_of_the_manifest():
     )
 
 
-@pytest.mark.skipif(
-    CRD is None, reason="LORAFLEET_KUBERAY_CRD names no file: kubectl get crd rayservices.ray.io -o yaml"
-)
-def test_the_schema_is_that_of_kuberays_own_definition():
-    versions = yaml.safe_load(Path(str(CRD)).read_text())["spec"]["versions"]
-    theirs = next(one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1")
-    for part in ("spec",):
-        assert differences(RAY_SERVICE["properties"][part], theirs["properties"][part], part) == []
-
-
-def differences(ours: Any, theirs: Any, at: str) -> list[str]:
-    if ours == {}:
-        return []
-    if "properties" in ours:
-        names = (set(ours["properties"]), set(theirs.get("properties", {})))
-        found = [f"{at}: {sorted(names[0] ^ names[1])}"] if names[0] != names[1] else []
-        if set(ours["required"]) != set(theirs.get("required", [])):
-            found.append(f"{at}: required")
-        for name in names[0] & names[1]:
-            found += differences(ours["properties"][name], theirs["properties"][name], f"{at}.{name}")
-        return found
-    if ours.get("type") == "array":
-        return differences(ours["items"], theirs.get("items", {}), f"{at}[]")
-    if "additionalProperties" in ours:
-        return [] if "properties" not in theirs else [f"{at}: not a map"]
-    kind = ["integer", "string"] if theirs.get("x-kubernetes-int-or-string") else theirs.get("type")
-    return [] if (ours["type"], ours.get("enum")) == (kind, theirs.get("enum")) else [f"{at}: {ours} {kind}"]
+def test_without_kubernetes_schema_the_rest_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ray_service_schema, "knows_pods", lambda: False)
+    assert complaints(with_value(GOOD, (*GROUP, "template", "spec", "toleration"), [])) == []
+    assert any("RAY_SERVE_ENABLE_HA_PROXY" in one for one in complaints(with_value(GOOD, (*CONTAINER, "env"), [])))
+    assert ray_service_schema.unchecked().startswith("pods (install lorafleet[kubernetes])")

@@ -18,10 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from lorafleet.cluster.monitoring.dashboards import DASHBOARDS
-from lorafleet.cluster.monitoring.panels import JOB
-from lorafleet.cluster.monitoring.rules import ALERTS, RECORDS
 from tests.cluster.harness import SharedServer, free_port
+from tests.cluster.monitoring.shipped import DASHBOARDS, GPU_RECORD, alerts, record_names
 
 pytestmark = [
     pytest.mark.xdist_group("shared_server"),
@@ -128,7 +126,7 @@ def test_there_is_one_target_and_it_is_well(prometheus: Prometheus, shared_serve
 
 def test_the_rules_are_evaluated_without_an_error(prometheus: Prometheus) -> None:
     found = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
-    assert {rule["name"] for rule in found} == {one.name for one in (*RECORDS, *ALERTS)}
+    assert {rule["name"] for rule in found} == {*record_names(), *alerts()}
     until(
         lambda: all(rule["health"] == "ok" for group in prometheus.get("rules")["groups"] for rule in group["rules"]),
         "rules that fail or are never evaluated",
@@ -147,12 +145,12 @@ def with_data(server: SharedServer, prometheus: Prometheus, queries: dict[str, s
 
 
 def test_every_recording_rule_has_data(prometheus: Prometheus, shared_server: SharedServer) -> None:
-    with_data(shared_server, prometheus, {one.name: one.name for one in RECORDS if not one.needs_gpu})
-    assert prometheus.values(next(one.name for one in RECORDS if one.needs_gpu)) == []
+    with_data(shared_server, prometheus, {name: name for name in record_names() if name != GPU_RECORD})
+    assert prometheus.values(GPU_RECORD) == []
 
 
 def test_every_query_of_every_dashboard_returns_data(prometheus: Prometheus, shared_server: SharedServer) -> None:
-    names = {variable.name for one in DASHBOARDS for variable in (JOB, *one.variables)}
+    names = {variable.name for one in DASHBOARDS for variable in one.variables}
 
     def filled(query: str) -> str:
         for name in names:
@@ -164,7 +162,7 @@ def test_every_query_of_every_dashboard_returns_data(prometheus: Prometheus, sha
         shared_server,
         prometheus,
         {
-            f"{uid}: {panel.title}: {query.expr}": filled(query.expr)
+            f"{uid}: {panel.title}: {query}": filled(query)
             for uid, panel in panels
             for query in panel.queries
             if not panel.needs_gpu
@@ -172,10 +170,10 @@ def test_every_query_of_every_dashboard_returns_data(prometheus: Prometheus, sha
     )
     for _, panel in panels:
         if panel.needs_gpu:
-            assert [prometheus.values(filled(query.expr)) for query in panel.queries] == [[]]
+            assert [prometheus.values(filled(query)) for query in panel.queries] == [[]]
 
 
 def test_every_variable_has_values(prometheus: Prometheus) -> None:
     for dashboard in DASHBOARDS:
-        for variable in (JOB, *dashboard.variables):
-            assert prometheus.get(f"label/{variable.label}/values", **{"match[]": variable.of}), variable
+        for variable in dashboard.variables:
+            assert prometheus.get(f"label/{variable.label}/values", **{"match[]": variable.series}), variable

@@ -1,4 +1,4 @@
-"""The rules that ship are what the code writes, Prometheus takes them, and each alert does what its name says."""
+"""Prometheus takes the rules that ship, and each alert does what its name says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.cluster.monitoring import rules, scrape_config
-from lorafleet.cluster.monitoring.rules import ALERTS, RECORDS, RULES_FILE
+from lorafleet.cluster.monitoring import scrape_config
+from tests.cluster.monitoring.shipped import alerts, record_names
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "configs" / "prometheus"
@@ -25,15 +25,14 @@ def promtool(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_files_that_ship_are_what_the_code_writes() -> None:
-    remedy = "write them again: lorafleet metrics config configs/prometheus"
-    assert (FOLDER / RULES_FILE).read_text() == rules.to_yaml(), remedy
+def test_the_configuration_that_ships_is_what_the_code_writes() -> None:
+    remedy = "write it again: lorafleet metrics config configs/prometheus"
     assert (FOLDER / "prometheus.yml").read_text() == scrape_config.to_yaml(scrape_config.ScrapeTarget()), remedy
 
 
 @needs_promtool
 def test_prometheus_takes_the_configuration_and_its_rules() -> None:
-    assert f"{len(RECORDS) + len(ALERTS)} rules found" in promtool("check", "config", "prometheus.yml")
+    assert f"{len(record_names()) + len(alerts())} rules found" in promtool("check", "config", "prometheus.yml")
 
 
 @needs_promtool
@@ -42,12 +41,13 @@ def test_each_alert_fires_a_little_beyond_its_bound_and_is_silent_a_little_withi
 
 
 def test_every_alert_has_a_case_and_a_section_that_says_what_to_do() -> None:
-    names = [alert.name for alert in ALERTS]
-    assert re.findall(r'alertname="(\w+)"', CASES.read_text()) == names
-    assert re.findall(r"^## (\w+)$", (ROOT / rules.RUNBOOK).read_text(), re.M) == names
+    assert re.findall(r'alertname="(\w+)"', CASES.read_text()) == list(alerts())
+    assert re.findall(r"^## (\w+)$", (ROOT / "docs" / "alerts.md").read_text(), re.M) == list(alerts())
+    for name, alert in alerts().items():
+        assert alert["annotations"]["runbook"] == f"docs/alerts.md#{name.lower()}"
+        assert alert["annotations"]["summary"] and alert["annotations"]["action"]
 
 
 def test_every_recorded_series_is_in_the_reference() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
-    missing = [one.name for one in RECORDS if f"| `{one.name}` | {one.meaning}" not in text]
-    assert missing == []
+    assert [name for name in record_names() if f"| `{name}` | " not in text] == []

@@ -13,11 +13,11 @@ import yaml
 
 from file_server import FileServer
 from lorafleet.cluster.monitoring import grafana, up
-from lorafleet.cluster.monitoring.dashboards import DASHBOARDS
 from lorafleet.cluster.monitoring.scrape_config import ScrapeTarget
 from lorafleet.cluster.monitoring.up import Options
 from lorafleet.protocol.errors import ConfigError
 from tests.cluster.harness import free_port
+from tests.cluster.monitoring.shipped import DASHBOARDS
 
 
 @pytest.fixture
