@@ -36,7 +36,7 @@ def check_file(path: Path) -> Checked:
     else:
         problems, serving, cluster = check_ray_service(source)
     problems += source.repeated_keys()
-    return Checked(kind, tuple(sorted(problems, key=lambda one: (one.file, one.line))), serving, cluster)
+    return Checked(kind, tuple(sorted(problems, key=lambda problem: (problem.file, problem.line))), serving, cluster)
 
 
 def _kind(source: YamlSource) -> str:

@@ -20,8 +20,8 @@ Schema = dict[str, Any]
 def check_keys(source: YamlSource, place: Place, value: Any, schema: Schema) -> list[Problem]:
     """Returns a problem for each key that the schema does not know. `value` is the source's value at `place`."""
     return [
-        source.problem((*place, *at, key), f"unknown key {key!r}{nearest(str(key), known)}")
-        for at, key, known in _unknown(schema, schema, value, ())
+        source.problem((*place, *path, key), f"unknown key {key!r}{nearest(str(key), known)}")
+        for path, key, known in _unknown(schema, schema, value, ())
     ]
 
 
@@ -34,27 +34,27 @@ def check_values(source: YamlSource, place: Place, value: Any, schema: Schema) -
     ]
 
 
-def _unknown(root: Schema, schema: Schema, value: Any, at: Place) -> Iterator[tuple[Place, Any, list[str]]]:
-    branches = [one for one in _branches(root, schema) if _may_be(one, value)]
+def _unknown(root: Schema, schema: Schema, value: Any, path: Place) -> Iterator[tuple[Place, Any, list[str]]]:
+    branches = [branch for branch in _branches(root, schema) if _may_be(branch, value)]
     if isinstance(value, list):
         for branch in branches[:1]:
             for number, item in enumerate(value):
-                yield from _unknown(root, branch.get("items", {}), item, (*at, number))
+                yield from _unknown(root, branch.get("items", {}), item, (*path, number))
     if not isinstance(value, dict):
         return
-    closed = [one for one in branches if "properties" in one and not one.get("additionalProperties")]
-    if not closed and any(not _is_listed(one) for one in branches):
+    closed = [branch for branch in branches if "properties" in branch and not branch.get("additionalProperties")]
+    if not closed and any(not _is_listed(branch) for branch in branches):
         return
     properties: Schema = {}
     for branch in closed or branches:
         properties |= branch.get("properties", {})
     for key, inner in value.items():
         if key in properties:
-            yield from _unknown(root, properties[key], inner, (*at, key))
+            yield from _unknown(root, properties[key], inner, (*path, key))
         elif (others := _others(closed or branches)) is not None:
-            yield from _unknown(root, others, inner, (*at, key))
+            yield from _unknown(root, others, inner, (*path, key))
         else:
-            yield at, key, list(properties)
+            yield path, key, list(properties)
 
 
 def _branches(root: Schema, schema: Schema) -> list[Schema]:
@@ -64,7 +64,7 @@ def _branches(root: Schema, schema: Schema) -> list[Schema]:
             target = target[part]
         return _branches(root, target)
     if "anyOf" in schema:
-        return [branch for one in schema["anyOf"] for branch in _branches(root, one)]
+        return [branch for option in schema["anyOf"] for branch in _branches(root, option)]
     return [schema]
 
 

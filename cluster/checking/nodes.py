@@ -31,7 +31,7 @@ class Cluster:
         """Returns how many replicas of `size` GPUs fit at most, each on one node. None if a group does not say how
         many GPUs it has."""
         total, workers = 0, self.most_workers
-        for group in sorted(self.groups, key=lambda one: -(one.num_gpus or 0)):
+        for group in sorted(self.groups, key=lambda node_group: -(node_group.num_gpus or 0)):
             if group.num_gpus is None:
                 return None
             nodes = group.most if workers is None or group.head else min(group.most, workers)

@@ -89,7 +89,7 @@ def _check_starts(source: YamlSource) -> list[Problem]:
     problems = []
     for name in STARTS:
         commands = source.value.get(name)
-        if not isinstance(commands, list) or not all(isinstance(one, str) for one in commands):
+        if not isinstance(commands, list) or not all(isinstance(command, str) for command in commands):
             message = f"is missing: Ray's own command sets no environment. Begin it with `{ENVIRONMENT_COMMAND}`."
             problems.append(source.problem((name,), f"{name} {message}"))
             continue
@@ -133,17 +133,19 @@ def _assigned(command: str) -> dict[str, str | None]:
 
 def _check_token(source: YamlSource) -> list[Problem]:
     mounts = source.value.get("file_mounts")
-    commands = [one for name in STARTS for one in _strings(source.value.get(name)) if "ray start" in one]
+    commands = [command for name in STARTS for command in _strings(source.value.get(name)) if "ray start" in command]
     if any(str(remote).endswith(TOKEN_FILE) for remote in (mounts if isinstance(mounts, dict) else {})):
         guarded = [
-            one for one in commands if ENVIRONMENT_COMMAND in one or _assigned(one).get("RAY_AUTH_MODE") == "token"
+            command
+            for command in commands
+            if ENVIRONMENT_COMMAND in command or _assigned(command).get("RAY_AUTH_MODE") == "token"
         ]
         if len(guarded) == len(commands):
             return []
         return [
             source.problem(("file_mounts",), "there is a token, but RAY_AUTH_MODE=token is not set where Ray starts.")
         ]
-    if commands and all("RAY_AUTH_TOKEN" in one for one in commands):
+    if commands and all("RAY_AUTH_TOKEN" in command for command in commands):
         return []
     message = (
         f"Ray's token is nowhere: whoever reaches Ray's ports could run code. Mount ~/{TOKEN_FILE}, which "
@@ -165,9 +167,9 @@ def _cluster(value: dict[str, Any], prepared: dict[str, Any]) -> Cluster:
     else:
         groups = [NodeGroup(head, True, 1, 1, *_resources(types[head]))]
         groups += [
-            NodeGroup(name, False, int(one["min_workers"]), int(one["max_workers"]), *_resources(one))
-            for name, one in types.items()
-            if int(one["max_workers"]) > 0
+            NodeGroup(name, False, int(node_type["min_workers"]), int(node_type["max_workers"]), *_resources(node_type))
+            for name, node_type in types.items()
+            if int(node_type["max_workers"]) > 0
         ]
     return Cluster(tuple(groups), most_workers=int(prepared["max_workers"]))
 
@@ -210,11 +212,13 @@ def _served(value: dict[str, Any]) -> tuple[Place | None, str]:
 
 def _local(mounts: Any, remote: str) -> Path | None:
     """Returns the local file for a path on a node, or None if no file_mount covers the path."""
-    for there, here in sorted((mounts if isinstance(mounts, dict) else {}).items(), key=lambda one: -len(str(one[0]))):
+    for there, here in sorted(
+        (mounts if isinstance(mounts, dict) else {}).items(), key=lambda mount: -len(str(mount[0]))
+    ):
         if isinstance(here, str) and (remote == there or remote.startswith(f"{str(there).rstrip('/')}/")):
             return Path(here).expanduser() / remote[len(str(there)) :].lstrip("/")
     return None
 
 
 def _strings(value: Any) -> list[str]:
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

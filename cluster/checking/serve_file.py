@@ -70,15 +70,15 @@ def check_serve(source: YamlSource) -> tuple[list[Problem], Serving | None]:
     except DeprecationWarning as error:
         problems.append(source.problem((), str(error)))
     applications, others = [], []
-    for place, one in _applications(source.value):
-        if one.get("import_path") in (BUILDER, OLD_BUILDER):
-            found, args = _check_args(source, (*place, "args"), one.get("args"))
-            problems += found + _check_deployments(source, place, one)
+    for place, given in _applications(source.value):
+        if given.get("import_path") in (BUILDER, OLD_BUILDER):
+            found, args = _check_args(source, (*place, "args"), given.get("args"))
+            problems += found + _check_deployments(source, place, given)
             if args is not None:
-                applications.append(Application(str(one.get("name", "default")), place, args))
-        elif isinstance(one.get("import_path"), str):
-            problems += _check_import(source, (*place, "import_path"), one["import_path"])
-            others.append(str(one.get("name", "default")))
+                applications.append(Application(str(given.get("name", "default")), place, args))
+        elif isinstance(given.get("import_path"), str):
+            problems += _check_import(source, (*place, "import_path"), given["import_path"])
+            others.append(str(given.get("name", "default")))
     if schema is None:
         return problems, None
     if not schema.applications:
@@ -102,9 +102,9 @@ def _check_exposure(source: YamlSource, application: Application, host: str) -> 
 def _applications(value: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
     """Yields the applications that have a readable form, whatever else is wrong with the file."""
     found = value.get("applications") if isinstance(value, dict) else None
-    for number, one in enumerate(found if isinstance(found, list) else []):
-        if isinstance(one, dict):
-            yield ("applications", number), one
+    for number, application in enumerate(found if isinstance(found, list) else []):
+        if isinstance(application, dict):
+            yield ("applications", number), application
 
 
 @functools.cache
@@ -151,7 +151,7 @@ def _check_args(source: YamlSource, place: Place, values: Any) -> tuple[list[Pro
             return problems, args if rest == values else None
         except ValidationError as error:
             wrong = _of_pydantic(source, place, error, rest)
-            names = {one["loc"][0] if one["loc"] else _named(one["msg"], rest) for one in error.errors()}
+            names = {detail["loc"][0] if detail["loc"] else _named(detail["msg"], rest) for detail in error.errors()}
         except ConfigError as error:
             name = _named(error.message, rest)
             wrong, names = [source.problem((*place, name) if name else place, error.message)], {name}
@@ -170,11 +170,11 @@ def _of_pydantic(
     source: YamlSource, place: Place, error: ValidationError, values: dict[str, Any] | None = None
 ) -> list[Problem]:
     problems = []
-    for one in error.errors():
-        if one["type"] != "extra_forbidden":  # check_keys has a better message.
-            message = str(one["msg"]).removeprefix("Value error, ")
-            name = "" if one["loc"] else _named(message, values or {})
-            problems.append(source.problem((*place, *one["loc"], *([name] if name else [])), message))
+    for detail in error.errors():
+        if detail["type"] != "extra_forbidden":  # check_keys has a better message.
+            message = str(detail["msg"]).removeprefix("Value error, ")
+            name = "" if detail["loc"] else _named(message, values or {})
+            problems.append(source.problem((*place, *detail["loc"], *([name] if name else [])), message))
     return problems
 
 
@@ -194,14 +194,16 @@ def _check_import(source: YamlSource, place: Place, import_path: str) -> list[Pr
 
 def _check_deployments(source: YamlSource, place: Place, application: dict[str, Any]) -> list[Problem]:
     problems = []
-    for number, one in enumerate(application.get("deployments") or []):
-        at: Place = (*place, "deployments", number)
-        if one.get("name") not in DEPLOYMENTS:
-            message = f"there is no deployment {one.get('name')!r}{nearest(str(one.get('name')), DEPLOYMENTS)}"
-            problems.append(source.problem((*at, "name"), message))
+    for number, deployment in enumerate(application.get("deployments") or []):
+        deployment_place: Place = (*place, "deployments", number)
+        if deployment.get("name") not in DEPLOYMENTS:
+            message = (
+                f"there is no deployment {deployment.get('name')!r}{nearest(str(deployment.get('name')), DEPLOYMENTS)}"
+            )
+            problems.append(source.problem((*deployment_place, "name"), message))
         problems += [
-            source.problem((*at, name), f"lorafleet sets this from its own options; set args: {instead}.")
+            source.problem((*deployment_place, name), f"lorafleet sets this from its own options; set args: {instead}.")
             for name, instead in FROM_ARGS.items()
-            if name in one
+            if name in deployment
         ]
     return problems

@@ -128,7 +128,7 @@ class _Reader:
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, place)
         if isinstance(node, yaml.SequenceNode):
-            return [self._item(one, (*place, number)) for number, one in enumerate(node.value)]
+            return [self._item(item, (*place, number)) for number, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode) and node.style == "|":
             self._source.texts[place] = self._line(node) + 1
         return self._loader.construct_object(node)

@@ -57,14 +57,14 @@ def _one_adapter(adapter: Adapter, now_s: float) -> str:
         ("VERSION", "DIGEST", "RANK", "SIZE", "AGE", "SOURCE"),
         (
             (
-                str(one.number),
-                one.digest[:12],
-                str(one.rank),
-                _size(one.num_bytes),
-                _age(now_s - one.created_s),
-                one.source,
+                str(version.number),
+                version.digest[:12],
+                str(version.rank),
+                _size(version.num_bytes),
+                _age(now_s - version.created_s),
+                version.source,
             )
-            for one in adapter.versions
+            for version in adapter.versions
         ),
     )
     aliases = _table(

@@ -107,7 +107,9 @@ def _run(args: AppArgs, host: str, port: int, tls: TLSFiles | None, direct_strea
 
 
 def _option(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    flags = [f"--{one.replace('_', '-')}" for one in (name, *(a for a, target in ALIASES.items() if target == name))]
+    flags = [
+        f"--{option.replace('_', '-')}" for option in (name, *(a for a, target in ALIASES.items() if target == name))
+    ]
     kind = _plain_type(field.annotation)
     if kind is bool:
         flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
@@ -126,7 +128,7 @@ def _plain_type(annotation: Any) -> Any:
     if typing.get_origin(annotation) is Annotated:
         return _plain_type(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return _plain_type(next(one for one in typing.get_args(annotation) if one is not type(None)))
+        return _plain_type(next(member for member in typing.get_args(annotation) if member is not type(None)))
     if typing.get_origin(annotation) is list:
         return list[float] if typing.get_args(annotation)[0] is float else list[str]
     return str if annotation in (S3Config, HTTPConfig, HubConfig) else annotation
@@ -140,9 +142,9 @@ def _with_options(function: Any) -> Any:
     for name, field in AppArgs.model_fields.items():
         panel = PANELS.get(name, panel)
         options.append(_option(name, field, panel))
-    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*options, *own)]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*options, *own)]
     function.__signature__ = inspect.Signature(parameters)
-    function.__annotations__ = {one.name: one.annotation for one in parameters}
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return function
 
 

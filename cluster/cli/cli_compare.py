@@ -112,7 +112,7 @@ def _engine(
     from lorafleet.tools.engine_runner import EngineRunner
     from lorafleet.tools.reading import largest_rank
 
-    rank = max(largest_rank(one) for one in forms.values())
+    rank = max(largest_rank(form) for form in forms.values())
     runner = EngineRunner(Path(model), folders, max_lora_rank=rank, device=device, dtype=dtype or "auto")
     try:
         yield runner
@@ -141,7 +141,7 @@ def _weight_changes(forms: Mapping[str, AdapterForms], baseline: str) -> dict[st
     if baseline == BASE:
         return {}
     try:
-        plain = {name: PlainLoRA.from_forms(one) for name, one in forms.items()}
+        plain = {name: PlainLoRA.from_forms(form) for name, form in forms.items()}
     except AdapterUnsupported:  # Only the weights cannot be compared; the answers still are.
         return {}
     return {name: relative_change(plain[baseline], other) for name, other in plain.items() if name != baseline}

@@ -86,7 +86,7 @@ def _text(done: Conversion, target: Path) -> str:
     if done.reduced:
         width = max(map(len, done.reduced))
         lines.append("relative error of the deltas (Frobenius)")
-        lines += [f"  {name:<{width}}  {one.relative_error:.3e}" for name, one in done.reduced.items()]
+        lines += [f"  {name:<{width}}  {reduction.relative_error:.3e}" for name, reduction in done.reduced.items()]
         lines.append(f"  {'total':<{width}}  {total_error([*done.reduced.values()]):.3e}")
     return "\n".join(lines)
 
@@ -94,7 +94,7 @@ def _text(done: Conversion, target: Path) -> str:
 def _json(done: Conversion, target: Path) -> str:
     from lorafleet.tools.low_rank import total_error
 
-    errors = {name: one.relative_error for name, one in done.reduced.items()}
+    errors = {name: reduction.relative_error for name, reduction in done.reduced.items()}
     return json.dumps(
         {
             "path": str(target),

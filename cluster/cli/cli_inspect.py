@@ -56,7 +56,7 @@ def inspect(
         ]
         found = dataclasses.replace(found, fits=fits)
     typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else _text(found))
-    refused = [one.refusal for one in found.fits] if found.fits else [found.refusal]
+    refused = [fit.refusal for fit in found.fits] if found.fits else [found.refusal]
     if any(refusal is not None for refusal in refused):
         raise typer.Exit(2)
 
@@ -83,7 +83,7 @@ def _text(found: Inspection) -> str:
     if found.refusal is not None:
         rows.append(("refused", f"{found.refusal} [{found.error}]"))
     lines = [f"{name:<12}{text}" for name, text in rows if text]
-    return "\n".join([*lines, *(_fit_line(one) for one in found.fits)])
+    return "\n".join([*lines, *(_fit_line(fit) for fit in found.fits)])
 
 
 def _counted(counts: dict[int, int] | dict[str, int]) -> str:
@@ -94,9 +94,9 @@ def _shapes(found: Inspection) -> list[str]:
     return [f"{leaf} {into}->{out}" for leaf, shapes in found.shapes.items() for into, out in shapes]
 
 
-def _fit_line(one: Fit) -> str:
-    if one.refusal is not None:
-        return f"on {one.base}: refused: {one.refusal} [{one.error}]"
-    sizes = sorted(set(one.bytes_per_gpu))
+def _fit_line(fit: Fit) -> str:
+    if fit.refusal is not None:
+        return f"on {fit.base}: refused: {fit.refusal} [{fit.error}]"
+    sizes = sorted(set(fit.bytes_per_gpu))
     shown = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-    return f"on {one.base}: loads; {shown} bytes on each of {len(one.bytes_per_gpu)} GPUs in {one.dtype}"
+    return f"on {fit.base}: loads; {shown} bytes on each of {len(fit.bytes_per_gpu)} GPUs in {fit.dtype}"

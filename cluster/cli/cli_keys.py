@@ -90,7 +90,11 @@ def _complaints() -> Iterator[None]:
     except LorafleetError as error:
         fail(error.message)
     except ValidationError as error:
-        fail("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)))
+        fail(
+            "; ".join(
+                f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors(include_input=False)
+            )
+        )
     except OSError as error:
         fail(str(error))
 

@@ -39,8 +39,8 @@ def usage(
         raise typer.Exit(1) from None
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow([*names, *(field.name for field in fields(Sum))])
-    for values, one in sums.items():
-        out.writerow([*values, *astuple(one)])
+    for values, total in sums.items():
+        out.writerow([*values, *astuple(total)])
 
 
 def _time_s(given: str) -> float:

@@ -28,7 +28,7 @@ class Installed:
 
 def find_installed(home: Path | None = None) -> Installed | None:
     program = shutil.which("grafana-server") or shutil.which("grafana")
-    found = home or next((one for one in HOMES if (one / "conf" / "defaults.ini").is_file()), None)
+    found = home or next((folder for folder in HOMES if (folder / "conf" / "defaults.ini").is_file()), None)
     return None if program is None or found is None else Installed(program, found)
 
 

@@ -181,15 +181,15 @@ def _url(port: int) -> str:
 def _stopping() -> Iterator[None]:
     """Makes SIGINT and SIGTERM raise Stopped, once."""
     signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(one, _raise_stopped) for one in signals]
+    before = [signal.signal(number, _raise_stopped) for number in signals]
     try:
         yield
     finally:
-        for one, handler in zip(signals, before, strict=True):
-            signal.signal(one, handler)
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_IGN)  # A second signal must not interrupt the cleanup.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # A second signal must not interrupt the cleanup.
     raise MonitoringStopped

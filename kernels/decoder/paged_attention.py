@@ -107,8 +107,8 @@ def _attention_kernel(
     acc = tl.zeros((block_m, block_d), dtype=tl.float32)
     total = tl.zeros((block_m,), dtype=tl.float32)
     largest = tl.full((block_m,), float("-inf"), dtype=tl.float32)
-    for at in range(low // block_n * block_n, high, block_n):
-        n = at + tl.arange(0, block_n)
+    for first_key in range(low // block_n * block_n, high, block_n):
+        n = first_key + tl.arange(0, block_n)
         block = tl.load(tables_ptr + seq * table_stride + n // page, mask=n < high, other=0)
         kv_row = (block.to(tl.int64) * page + n % page) * (kv_heads * head_dim) + kv_head * head_dim
         k = tl.load(k_ptr + kv_row[None, :] + d[:, None], mask=inside_head[:, None] & (n < high)[None, :], other=0.0)

@@ -29,13 +29,18 @@ MOST_WARPS = 16
 
 @jit()
 def norm_weight(
-    weight_ptr: tl.tensor, own_ptr: tl.tensor, token: tl.tensor, at: tl.tensor, inside: tl.tensor, has_own: tl.constexpr
+    weight_ptr: tl.tensor,
+    own_ptr: tl.tensor,
+    token: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    has_own: tl.constexpr,
 ) -> tl.tensor:
     """Returns the token's weight in fp32."""
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if has_own:
         own = tl.load(own_ptr + token)
-        weight = tl.where(own == 0, weight, tl.load(own_vector(own) + at, mask=inside & (own != 0), other=0.0))
+        weight = tl.where(own == 0, weight, tl.load(own_vector(own) + columns, mask=inside & (own != 0), other=0.0))
     return weight
 
 
@@ -63,11 +68,11 @@ def _rms_norm_kernel(
     d = tl.arange(0, block_d)
     inside = d < size
     token = tl.program_id(0).to(tl.int64)
-    at = token * size + d
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    offsets = token * size + d
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     weight = norm_weight(weight_ptr, own_ptr, token, d, inside, has_own)
     if has_delta:
-        x += tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(delta_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if has_affine:
         x = scaled_and_shifted(x, affine_ptr, token, tl.num_programs(0), d, inside)
     if has_branch_norm:
@@ -75,10 +80,12 @@ def _rms_norm_kernel(
         x = normed(x.to(out_ptr.dtype.element_ty), branch_weight, eps, size)
         x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
     if has_residual:
-        rounded = (x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(out_ptr.dtype.element_ty)
-        tl.store(residual_ptr + at, rounded, mask=inside)
+        rounded = (x + tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)).to(
+            out_ptr.dtype.element_ty
+        )
+        tl.store(residual_ptr + offsets, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    tl.store(out_ptr + at, normed(x, weight, eps, size).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offsets, normed(x, weight, eps, size).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @jit()

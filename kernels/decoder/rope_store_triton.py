@@ -76,12 +76,12 @@ def _rotate_and_store_kernel(
     is_q = head < heads
     is_k = (head >= heads) & (head < heads + kv_heads)
     is_v = head >= heads + kv_heads
-    at = (token * (heads + 2 * kv_heads) + head) * head_dim
-    first = tl.load(qkv_ptr + at + low, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptr + at + high, mask=inside, other=0.0).to(tl.float32)
+    offset = (token * (heads + 2 * kv_heads) + head) * head_dim
+    first = tl.load(qkv_ptr + offset + low, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv_ptr + offset + high, mask=inside, other=0.0).to(tl.float32)
     if has_delta:
-        first += tl.load(delta_ptr + at + low, mask=inside, other=0.0).to(tl.float32)
-        second += tl.load(delta_ptr + at + high, mask=inside, other=0.0).to(tl.float32)
+        first += tl.load(delta_ptr + offset + low, mask=inside, other=0.0).to(tl.float32)
+        second += tl.load(delta_ptr + offset + high, mask=inside, other=0.0).to(tl.float32)
     if has_affine:
         e = head * head_dim
         first = scaled_and_shifted(first, affine_ptr, token, tl.num_programs(0), e + low, inside)

@@ -26,13 +26,13 @@ def own_vector(address: tl.tensor) -> tl.tensor:
 
 @jit()
 def scaled_and_shifted(
-    x: tl.tensor, affine_ptr: tl.tensor, token: tl.tensor, num_tokens: tl.tensor, at: tl.tensor, inside: tl.tensor
+    x: tl.tensor, affine_ptr: tl.tensor, token: tl.tensor, num_tokens: tl.tensor, columns: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
     """Returns scale * x + bias for the outputs `at`, in float32, or x itself if the token has neither."""
     scale = tl.load(affine_ptr + token)
     bias = tl.load(affine_ptr + num_tokens + token)
-    x *= tl.load(own_vector(scale) + at, mask=inside & (scale != 0), other=1.0)
-    return x + tl.load(own_vector(bias) + at, mask=inside & (bias != 0), other=0.0)
+    x *= tl.load(own_vector(scale) + columns, mask=inside & (scale != 0), other=1.0)
+    return x + tl.load(own_vector(bias) + columns, mask=inside & (bias != 0), other=0.0)
 
 
 @jit(do_not_specialize=["affine_ptr"])
@@ -47,12 +47,12 @@ def _apply_affine_kernel(
     token = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * block_o + tl.arange(0, block_o)
     inside = o < size
-    at = token * size + o
-    y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    offsets = token * size + o
+    y = tl.load(y_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if has_delta:
-        y += tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        y += tl.load(delta_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     y = scaled_and_shifted(y, affine_ptr, token, tl.num_programs(0), o, inside)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def apply_affine_triton(out: LinearOutput) -> Tensor:

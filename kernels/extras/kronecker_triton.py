@@ -53,9 +53,9 @@ def _inner(
     acc = tl.zeros((block, block), dtype=tl.float32)
     for first in tl.range(0, d2_end, block_d2):
         d2 = first + tl.arange(0, block_d2)
-        at = (d1[:, None] * d2_end + d2[None, :]) - first_input
-        here = (d1 < d1_end)[:, None] & (d2 < d2_end)[None, :] & (at >= 0) & (at < num_inputs)
-        x = tl.load(x_row + at, mask=here, other=0.0).to(operand)
+        inputs = (d1[:, None] * d2_end + d2[None, :]) - first_input
+        here = (d1 < d1_end)[:, None] & (d2 < d2_end)[None, :] & (inputs >= 0) & (inputs < num_inputs)
+        x = tl.load(x_row + inputs, mask=here, other=0.0).to(operand)
         inside = (d2 < d2_end)[:, None] & (o2 < o2_end)[None, :]
         w2 = tl.load(w2_ptr + o2[None, :].to(tl.int64) * d2_end + d2[:, None], mask=inside, other=0.0).to(operand)
         acc = tl.dot(x, w2, acc, input_precision="ieee")
@@ -128,10 +128,10 @@ def _kronecker_kernel(
             inside = (o1 < o1_end)[:, None] & (d1 < d1_end)[None, :]
             w1 = tl.load(w1_ptr + o1[:, None].to(tl.int64) * d1_end + d1[None, :], mask=inside, other=0.0).to(operand)
             acc = tl.dot(w1, inner.to(operand), acc, input_precision="ieee")
-        at = o1[:, None] * o2_end + o2[None, :] - first_output
-        here = (o1 < o1_end)[:, None] & (o2 < o2_end)[None, :] & (at >= 0) & (at < num_outputs)
-        y = tl.load(y_row + at, mask=here, other=0.0)
-        tl.store(y_row + at, (y.to(tl.float32) + acc * scale).to(y.dtype), mask=here)
+        outputs = o1[:, None] * o2_end + o2[None, :] - first_output
+        here = (o1 < o1_end)[:, None] & (o2 < o2_end)[None, :] & (outputs >= 0) & (outputs < num_outputs)
+        y = tl.load(y_row + outputs, mask=here, other=0.0)
+        tl.store(y_row + outputs, (y.to(tl.float32) + acc * scale).to(y.dtype), mask=here)
 
 
 def apply_kronecker_triton(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:

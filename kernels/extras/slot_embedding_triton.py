@@ -32,8 +32,8 @@ def _place_among(token_ptr: tl.tensor, count: tl.tensor, token: tl.tensor) -> tl
         before = tl.load(token_ptr + middle) < token
         low = tl.where(before, middle + 1, low)
         high = tl.where(before, high, middle)
-    at = tl.load(token_ptr + low, mask=low < count, other=-1)
-    return tl.where(at == token, low, count)
+    found = tl.load(token_ptr + low, mask=low < count, other=-1)
+    return tl.where(found == token, low, count)
 
 
 @jit(do_not_specialize=["token_ptr", "address_ptr"])
@@ -63,10 +63,10 @@ def _slot_embedding_kernel(
                 table = (address + table_offset).to(tl.pointer_type(dtype))
                 x = tl.load(table + place * size + d, mask=inside, other=0.0).to(tl.float32)
             if num_rows != 0:
-                at = _place_among((address + tl.load(record + 4)).to(tl.pointer_type(tl.int64)), num_rows, place)
-                if at < num_rows:
+                row = _place_among((address + tl.load(record + 4)).to(tl.pointer_type(tl.int64)), num_rows, place)
+                if row < num_rows:
                     rows = (address + tl.load(record + 5)).to(tl.pointer_type(dtype))
-                    x = tl.load(rows + at * size + d, mask=inside, other=0.0).to(tl.float32)
+                    x = tl.load(rows + row * size + d, mask=inside, other=0.0).to(tl.float32)
             if rank != 0:
                 a = (address + tl.load(record + 7)).to(tl.pointer_type(dtype)) + place * rank
                 b = (address + tl.load(record + 8)).to(tl.pointer_type(dtype))

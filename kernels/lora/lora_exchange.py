@@ -46,24 +46,24 @@ def _exchange_kernel(
     program = tl.program_id(0)
     half = begin_call(calls_ptr, program, num_ranks, area)
     for index in tl.range(program, tl.cdiv(size, block), most_programs, num_stages=1):
-        at = index * block + tl.arange(0, block)
-        own = summed_splits(p_ptr, at, size, num_splits)
-        send(own, address_ptr, half, at, at < size, area, rank, num_ranks, empty)
+        offsets = index * block + tl.arange(0, block)
+        own = summed_splits(p_ptr, offsets, size, num_splits)
+        send(own, address_ptr, half, offsets, offsets < size, area, rank, num_ranks, empty)
     for index in tl.range(program, tl.cdiv(size, block), most_programs, num_stages=1):
-        at = index * block + tl.arange(0, block)
-        inside = at < size
-        own = summed_splits(p_ptr, at, size, num_splits)
+        offsets = index * block + tl.arange(0, block)
+        inside = offsets < size
+        own = summed_splits(p_ptr, offsets, size, num_splits)
         total = tl.zeros((block,), dtype=tl.float32)
         for other in tl.static_range(num_ranks):
             part = own
             if other != rank:
-                part = receive(other, address_ptr, half, at, inside, area, rank, num_ranks, empty, tl.float32)
+                part = receive(other, address_ptr, half, offsets, inside, area, rank, num_ranks, empty, tl.float32)
             if gathers:
-                tl.store(out_ptr + tl.cast(size, tl.int64) * other + at, part, mask=inside)
+                tl.store(out_ptr + tl.cast(size, tl.int64) * other + offsets, part, mask=inside)
             else:
                 total += part
         if not gathers:
-            tl.store(out_ptr + at, total, mask=inside)
+            tl.store(out_ptr + offsets, total, mask=inside)
 
 
 def exchanged_splits(p_KTC: Tensor, layout: LoRALayout) -> Tensor:

@@ -72,9 +72,9 @@ def _largest(p: tl.tensor) -> tl.tensor:
 
 @jit()
 def _load_b(
-    b_ptr: tl.tensor, r: tl.tensor, rank: tl.tensor, at: tl.tensor, end: tl.tensor, block_o: tl.constexpr
+    b_ptr: tl.tensor, r: tl.tensor, rank: tl.tensor, first_output: tl.tensor, end: tl.tensor, block_o: tl.constexpr
 ) -> tl.tensor:
-    o = at + tl.arange(0, block_o)
+    o = first_output + tl.arange(0, block_o)
     b_tile = b_ptr + o[None, :].to(tl.int64) * rank + r[:, None]
     return tl.load(b_tile, mask=(o < end)[None, :] & (r < rank)[:, None], other=0.0)
 
@@ -113,8 +113,8 @@ def _store_span(
         largest = _largest(p)
         p /= largest
     p = p.to(operand)
-    for at in tl.range(begin, end, block_o, num_stages=1):
-        b_next = _load_b(b_ptr, r, rank, at + block_o, end, block_o)
+    for first_output in tl.range(begin, end, block_o, num_stages=1):
+        b_next = _load_b(b_ptr, r, rank, first_output + block_o, end, block_o)
         acc = tl.dot(p, b.to(operand), input_precision="ieee")
         if in_fp16:
             acc *= largest
@@ -125,12 +125,12 @@ def _store_span(
                     largest_more = _largest(more)
                     more /= largest_more
                 more = more.to(operand)
-                b_more = _load_b(b_ptr, first + r, rank, at, end, block_o).to(operand)
+                b_more = _load_b(b_ptr, first + r, rank, first_output, end, block_o).to(operand)
                 if in_fp16:
                     acc += tl.dot(more, b_more) * largest_more
                 else:
                     acc = tl.dot(more, b_more, acc, input_precision="ieee")
-        o = at + tl.arange(0, block_o)
+        o = first_output + tl.arange(0, block_o)
         if with_bias:
             acc += tl.load(bias_ptr + o, mask=o < end, other=0.0).to(tl.float32)[None, :]
         tl.store(delta_row + o[None, :], acc.to(dtype), mask=token_mask & (o < end)[None, :])

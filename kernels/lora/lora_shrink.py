@@ -96,10 +96,10 @@ def _shrink_columns(
         if fp8:
             scale *= tl.load(row_scale_ptr + a_first + r, mask=r < rows, other=0.0)
         acc = tl.zeros((tile_tokens, block_c), dtype=tl.float32)
-        for at in tl.range(first_feature, end_feature, block_d, num_stages=stages):
-            inside = at + d < num_features
-            x = tl.load(x_row + (at + d)[None, :], mask=mine & inside[None, :], other=0.0)
-            a = tl.load(a_row + (at + d)[:, None], mask=own & inside[:, None], other=0.0)
+        for first_d in tl.range(first_feature, end_feature, block_d, num_stages=stages):
+            inside = first_d + d < num_features
+            x = tl.load(x_row + (first_d + d)[None, :], mask=mine & inside[None, :], other=0.0)
+            a = tl.load(a_row + (first_d + d)[:, None], mask=own & inside[:, None], other=0.0)
             acc = tl.dot(x, a.to(x.dtype), acc, input_precision="ieee")
         tl.store(p_row + c[None, :], acc * scale[None, :], mask=mine & (c < columns)[None, :])
 

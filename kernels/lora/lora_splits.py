@@ -18,12 +18,12 @@ BLOCK = 1024  # elements of one program
 
 
 @jit()
-def summed_splits(p_ptr: tl.tensor, at: tl.tensor, size: tl.tensor, num_splits: tl.constexpr) -> tl.tensor:
+def summed_splits(p_ptr: tl.tensor, offsets: tl.tensor, size: tl.tensor, num_splits: tl.constexpr) -> tl.tensor:
     """Adds the splits' numbers at the offsets `at`, in the order of the splits. `size` is that of one split."""
-    inside = at < size
-    total = tl.load(p_ptr + at, mask=inside, other=0.0)
+    inside = offsets < size
+    total = tl.load(p_ptr + offsets, mask=inside, other=0.0)
     for k in tl.static_range(1, num_splits):
-        total += tl.load(p_ptr + tl.cast(size, tl.int64) * k + at, mask=inside, other=0.0)
+        total += tl.load(p_ptr + tl.cast(size, tl.int64) * k + offsets, mask=inside, other=0.0)
     return total
 
 
@@ -31,8 +31,8 @@ def summed_splits(p_ptr: tl.tensor, at: tl.tensor, size: tl.tensor, num_splits: 
 def _sum_kernel(
     p_ptr: tl.tensor, sum_ptr: tl.tensor, size: tl.tensor, num_splits: tl.constexpr, block: tl.constexpr
 ) -> None:
-    at = tl.program_id(0) * block + tl.arange(0, block)
-    tl.store(sum_ptr + at, summed_splits(p_ptr, at, size, num_splits), mask=at < size)
+    offsets = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(sum_ptr + offsets, summed_splits(p_ptr, offsets, size, num_splits), mask=offsets < size)
 
 
 def sum_splits(p_KTC: Tensor) -> Tensor:

@@ -104,10 +104,10 @@ def _shrink_kernel(
                 inside = (c < columns)[None, :]
                 a_row = a_ptr + c.to(tl.int64)[None, :] * num_features
                 acc = tl.zeros((tile_pairs, block_c), dtype=tl.float32)
-                for at in tl.range(split * split_features, end, block_d):
-                    there = at + d < end
-                    x = tl.load(x_row + (at + d)[None, :], mask=own & there[None, :], other=0.0)
-                    a = tl.load(a_row + (at + d)[:, None], mask=inside & there[:, None], other=0.0)
+                for first_d in tl.range(split * split_features, end, block_d):
+                    there = first_d + d < end
+                    x = tl.load(x_row + (first_d + d)[None, :], mask=own & there[None, :], other=0.0)
+                    a = tl.load(a_row + (first_d + d)[:, None], mask=inside & there[:, None], other=0.0)
                     acc = tl.dot(x.to(a.dtype), a, acc, input_precision="ieee")
                 scale = tl.load(scale_ptr + c // rank, mask=c < columns, other=0.0)
                 tl.store(p_row + c[None, :], acc * scale[None, :], mask=own & inside)
@@ -158,14 +158,14 @@ def _expand_kernel(
                     p_row = p_ptr + pair[:, None] * num_columns + (group * rank + r)[None, :]
                     p = tl.zeros((tile_pairs, block_r), dtype=tl.float32)
                     for split in tl.static_range(num_splits):
-                        at = p_row + num_pairs.to(tl.int64) * num_columns * split
-                        p += tl.load(at, mask=own & (r < rank)[None, :], other=0.0)
+                        p_offset = p_row + num_pairs.to(tl.int64) * num_columns * split
+                        p += tl.load(p_offset, mask=own & (r < rank)[None, :], other=0.0)
                     b = tl.load(b_row + r[:, None], mask=its[None, :] & (r < rank)[:, None], other=0.0)
                     acc = tl.dot(p.to(b.dtype), b, acc, input_precision="ieee")
         slots = tl.where(slots == slot, -1, slots)
         slot = _least_slot(slots)
-    at = delta_ptr + pair[:, None] * num_outputs + o[None, :]
-    tl.store(at, acc.to(delta_ptr.dtype.element_ty), mask=(pair >= 0)[:, None] & (o < num_outputs)[None, :])
+    delta_ptrs = delta_ptr + pair[:, None] * num_outputs + o[None, :]
+    tl.store(delta_ptrs, acc.to(delta_ptr.dtype.element_ty), mask=(pair >= 0)[:, None] & (o < num_outputs)[None, :])
 
 
 def expert_delta(x: Tensor, num_outputs: int, num_pairs: int, tiles: ExpertTiles, adapters: StepExperts) -> Tensor:

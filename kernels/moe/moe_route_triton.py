@@ -48,9 +48,9 @@ def _route_kernel(
         left = tl.where(e == best, -1.0, left)
     if sums_to_one:
         total = tl.sum(weights, 0)
-    at = token * per_token + k
-    tl.store(expert_ptr + at, chosen, mask=k < per_token)
-    tl.store(weight_ptr + at, weights / total, mask=k < per_token)
+    offsets = token * per_token + k
+    tl.store(expert_ptr + offsets, chosen, mask=k < per_token)
+    tl.store(weight_ptr + offsets, weights / total, mask=k < per_token)
 
 
 def route_triton(logits_TE: Tensor, per_token: int, sums_to_one: bool) -> tuple[Tensor, Tensor]:

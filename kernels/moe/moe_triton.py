@@ -80,9 +80,9 @@ def _linear_kernel(
     x_row = x_ptr + (pair // pairs_a_row)[:, None] * num_features + d[None, :]
     w_row = w_ptr + (expert * num_outputs + o)[None, :] * num_features + d[:, None]
     acc = tl.zeros((tile_pairs, block_o), dtype=tl.float32)
-    for at in tl.range(0, num_features, block_d):
-        x = tl.load(x_row + at, mask=there & (at + d < num_features)[None, :], other=0.0)
-        w = tl.load(w_row + at, mask=(o < num_outputs)[None, :] & (at + d < num_features)[:, None], other=0.0)
+    for first_d in tl.range(0, num_features, block_d):
+        x = tl.load(x_row + first_d, mask=there & (first_d + d < num_features)[None, :], other=0.0)
+        w = tl.load(w_row + first_d, mask=(o < num_outputs)[None, :] & (first_d + d < num_features)[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
     out = out_ptr + pair[:, None] * num_outputs + o[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=there & (o < num_outputs)[None, :])

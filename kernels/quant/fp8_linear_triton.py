@@ -49,10 +49,10 @@ def _fp8_linear_kernel(
     x_tile = x_ptr + t[None, :].to(tl.int64) * inputs + d[:, None]
     w_tile = w_ptr + o[:, None].to(tl.int64) * inputs + d[None, :]
     acc = tl.zeros((block_o, block_t), dtype=tl.float32)
-    for at in tl.range(first, last, block_d, num_stages=stages):
-        d_inside = at + d < inputs
-        w = tl.load(w_tile + at, mask=o_inside[:, None] & d_inside[None, :], other=0.0)
-        x = tl.load(x_tile + at, mask=t_inside[None, :] & d_inside[:, None], other=0.0)
+    for first_d in tl.range(first, last, block_d, num_stages=stages):
+        d_inside = first_d + d < inputs
+        w = tl.load(w_tile + first_d, mask=o_inside[:, None] & d_inside[None, :], other=0.0)
+        x = tl.load(x_tile + first_d, mask=t_inside[None, :] & d_inside[:, None], other=0.0)
         acc = tl.dot(w.to(dtype), x, acc, input_precision="ieee")
     if is_whole:
         acc *= tl.load(scale_ptr + o, mask=o_inside, other=0.0)[:, None]
@@ -66,15 +66,15 @@ def _quantize_tokens_kernel(
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, block)
     largest = tl.zeros((block,), dtype=tl.float32)
-    for at in tl.range(0, inputs, block):
-        x = tl.load(x_ptr + token * inputs + at + d, mask=at + d < inputs, other=0.0).to(tl.float32)
+    for first_d in tl.range(0, inputs, block):
+        x = tl.load(x_ptr + token * inputs + first_d + d, mask=first_d + d < inputs, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x))
     scale = tl.maximum(tl.max(largest), 1e-12) / 448.0
     tl.store(scale_ptr + token, scale)
-    for at in tl.range(0, inputs, block):
-        x = tl.load(x_ptr + token * inputs + at + d, mask=at + d < inputs, other=0.0).to(tl.float32)
+    for first_d in tl.range(0, inputs, block):
+        x = tl.load(x_ptr + token * inputs + first_d + d, mask=first_d + d < inputs, other=0.0).to(tl.float32)
         scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0)
-        tl.store(out_ptr + token * inputs + at + d, scaled.to(tl.float8e4nv), mask=at + d < inputs)
+        tl.store(out_ptr + token * inputs + first_d + d, scaled.to(tl.float8e4nv), mask=first_d + d < inputs)
 
 
 def fp8_linear_triton(x_TD: Tensor, weight_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None) -> Tensor:

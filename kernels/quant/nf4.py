@@ -144,8 +144,8 @@ class NF4Weight(nn.Module):
         if self._is_fused(x_TD):
             from lorafleet.kernels.quant import nf4_gemv_triton, nf4_triton  # triton is optional on a CPU
 
-            one = len(x_TD) == 1
-            return (nf4_gemv_triton.nf4_gemv_triton if one else nf4_triton.nf4_linear_triton)(x_TD, self, bias_O)
+            single = len(x_TD) == 1
+            return (nf4_gemv_triton.nf4_gemv_triton if single else nf4_triton.nf4_linear_triton)(x_TD, self, bias_O)
         return F.linear(x_TD, self._values(), bias_O)
 
     def add_linear(self, y_TO: Tensor, x_TD: Tensor) -> Tensor:

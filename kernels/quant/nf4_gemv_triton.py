@@ -58,9 +58,9 @@ def _nf4_gemv_kernel(
         inside = first + within < half
         lane_inside = o_inside[:, None] & (first + lane * segment < half)[None, :]
         packed = tl.load(packed_row + first, mask=o_inside[:, None, None] & inside[None, :, :], other=0).to(tl.int32)
-        at = (first + lane * segment) // group
-        low_max = tl.load(absmax_row + at[None, :], mask=lane_inside, other=0.0)
-        high_max = tl.load(absmax_row + half // group + at[None, :], mask=lane_inside, other=0.0)
+        group_index = (first + lane * segment) // group
+        low_max = tl.load(absmax_row + group_index[None, :], mask=lane_inside, other=0.0)
+        high_max = tl.load(absmax_row + half // group + group_index[None, :], mask=lane_inside, other=0.0)
         low = values(packed, low_max[:, :, None], book_ptr, own, quantized_from, dtype, lookup).to(tl.float32)
         high = values(packed >> 4, high_max[:, :, None], book_ptr, own, quantized_from, dtype, lookup).to(tl.float32)
         x_low = tl.load(x_ptr + first + within, mask=inside, other=0.0).to(tl.float32)

@@ -45,7 +45,7 @@ def send(
     x: tl.tensor,
     address_ptr: tl.tensor,
     half: tl.tensor,
-    at: tl.tensor,
+    offsets: tl.tensor,
     inside: tl.tensor,
     area: tl.constexpr,
     rank: tl.constexpr,
@@ -59,7 +59,7 @@ def send(
     for other in tl.static_range(num_ranks):
         if other != rank:
             theirs = _area(address_ptr, half, other, rank, area, num_ranks, bits_dtype)
-            tl.store(theirs + at, bits, mask=inside)
+            tl.store(theirs + offsets, bits, mask=inside)
 
 
 @jit()
@@ -67,7 +67,7 @@ def receive(
     other: tl.constexpr,
     address_ptr: tl.tensor,
     half: tl.tensor,
-    at: tl.tensor,
+    offsets: tl.tensor,
     inside: tl.tensor,
     area: tl.constexpr,
     rank: tl.constexpr,
@@ -77,7 +77,7 @@ def receive(
 ) -> tl.tensor:
     """Returns the numbers that the other rank has sent, once all of them are there. Leaves the memory EMPTY."""
     bits_dtype: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
-    mine = _area(address_ptr, half, rank, other, area, num_ranks, bits_dtype) + at
+    mine = _area(address_ptr, half, rank, other, area, num_ranks, bits_dtype) + offsets
     got = tl.load(mine, mask=inside, other=0, volatile=True)
     while tl.max((got == empty).to(tl.int32), 0) > 0:
         got = tl.load(mine, mask=inside, other=0, volatile=True)

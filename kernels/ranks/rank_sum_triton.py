@@ -37,12 +37,12 @@ def _own_row(
 ) -> tl.tensor:
     """Returns the value of a LinearOutput's row, rounded as it is sent, so that all ranks add the same numbers."""
     inside = d < size
-    at = row.to(tl.int64) * size + d
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    offsets = row.to(tl.int64) * size + d
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
     if has_delta or has_affine:
         total = x.to(tl.float32)
         if has_delta:
-            total += tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(delta_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         if has_affine:
             total = scaled_and_shifted(total, affine_ptr, row, num_rows, d, inside)
         x = total.to(x.dtype)
@@ -83,25 +83,25 @@ def _rank_sum_kernel(
     d = tl.arange(0, block_d)
     inside = d < size
     for row in tl.range(program, num_rows, most_programs, num_stages=1):
-        at = row.to(tl.int64) * size + d
+        offsets = row.to(tl.int64) * size + d
         own = _own_row(x_ptr, delta_ptr, affine_ptr, row, num_rows, d, size, has_delta, has_affine)
-        send(own, address_ptr, half, at, inside, area, rank, num_ranks, empty)
+        send(own, address_ptr, half, offsets, inside, area, rank, num_ranks, empty)
     for row in tl.range(program, num_rows, most_programs, num_stages=1):
-        at = row.to(tl.int64) * size + d
+        offsets = row.to(tl.int64) * size + d
         own = _own_row(x_ptr, delta_ptr, affine_ptr, row, num_rows, d, size, has_delta, has_affine)
         summed = tl.zeros((block_d,), dtype=tl.float32)
         for other in tl.static_range(num_ranks):
             part = own
             if other != rank:
-                part = receive(other, address_ptr, half, at, inside, area, rank, num_ranks, empty, dtype)
+                part = receive(other, address_ptr, half, offsets, inside, area, rank, num_ranks, empty, dtype)
             summed += part.to(tl.float32)
         if has_branch_norm:
             branch_weight = norm_weight(branch_weight_ptr, branch_own_ptr, row, d, inside, has_own)
             summed = normed(summed.to(dtype), branch_weight, eps, size).to(dtype).to(tl.float32)
-        rounded = (summed + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(residual_ptr + at, rounded, mask=inside)
+        rounded = (summed + tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(residual_ptr + offsets, rounded, mask=inside)
         weight = norm_weight(weight_ptr, own_ptr, row, d, inside, has_own)
-        tl.store(out_ptr + at, normed(rounded, weight, eps, size).to(dtype), mask=inside)
+        tl.store(out_ptr + offsets, normed(rounded, weight, eps, size).to(dtype), mask=inside)
 
 
 def rank_sum_triton(
