@@ -23,7 +23,7 @@ AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
 KVCacheDType = Literal["auto", "fp8"]
 OnLoadFailure = Literal["error", "base"]
 
-# Options that more than one class has, with defaults of their own.
+# Options that servers or LLM declare again, with a default or a check of their own (AppArgs, LLMOptions).
 QueuedRequests = Annotated[
     int | None,
     Option(
@@ -70,20 +70,15 @@ class EngineOptions:
     ] = None
     # The size of the KV cache limits it too.
     max_model_len: Annotated[
-        int | None,
-        Option("Tokens of prompt and answer together. Default: what the model allows.", at_least(1)),
+        int | None, Option("Tokens of prompt and answer together. Default: what the model allows.", at_least(1))
     ] = None
     block_size: Annotated[int, Option("Tokens in a KV block.", at_least(1))] = 16
     gpu_memory_utilization: Annotated[
-        float,
-        Option("Share of a GPU's memory that the worker may use, 0 to 1.", Range(0, 1, open_low=True)),
+        float, Option("Share of a GPU's memory that the worker may use, 0 to 1.", Range(0, 1, open_low=True))
     ] = 0.9
     kv_cache_tokens: Annotated[
         int | None,
-        Option(
-            "Tokens in the KV cache. Default: what is left on a GPU; at most 65536 on a CPU.",
-            at_least(1),
-        ),
+        Option("Tokens in the KV cache. Default: what is left on a GPU; at most 65536 on a CPU.", at_least(1)),
     ] = None
     kv_cache_dtype: Annotated[
         KVCacheDType, Option("auto: the model's own. fp8 (e4m3) holds twice the tokens with less precision.")
@@ -106,15 +101,11 @@ class EngineOptions:
     enforce_eager: Annotated[bool, Option("Do not use CUDA graphs. Slower; for debugging.")] = False
     cpu_threads: Annotated[
         int | None,
-        Option(
-            "torch threads of a CPU worker. Default: cores / (replicas x tensor_parallel_size).",
-            at_least(1),
-        ),
+        Option("torch threads of a CPU worker. Default: cores / (replicas x tensor_parallel_size).", at_least(1)),
     ] = None
     seed: Annotated[int, Option("Seed for requests that name none. Each replica mixes it with its own id.")] = 0
     on_lora_load_failure: Annotated[
-        OnLoadFailure,
-        Option("base: if an adapter fails to load, answer from the base model, and say so."),
+        OnLoadFailure, Option("base: if an adapter fails to load, answer from the base model, and say so.")
     ] = "error"
     tensor_parallel_size: TensorParallelSize = 1
 

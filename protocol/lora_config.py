@@ -22,6 +22,14 @@ MAX_LORAS_BOUND = 4096  # Even an empty slot has a row in the device tables of e
 MAX_EXTRA_VOCAB_BOUND = 1 << 24
 MAX_RANK_BOUND = 4096  # A rank beyond the hidden size is of no use; the kernels' tiles are sized by the rank.
 
+# The alternative to each option that has no effect. It is rejected when it is set, so that nobody relies on it.
+_WITHOUT_EFFECT = {
+    "bias_enabled": "adapters with biases are served without it. Leave it false.",
+    "long_lora_scaling_factors": "the length of the context and the angles of all keys are the base's here, not each "
+    "adapter's, as in vLLM since it removed this field. Leave it unset, and serve adapters that were trained with "
+    "another rope scaling from a server of their own, with that scaling in the base's config.json.",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAOptions:
@@ -54,6 +62,9 @@ class LoRAOptions:
             "the experts of a mixture."
         ),
     ] = 4.0
+    bias_enabled: Annotated[bool, Option("Adapters with biases are served without this option. Refused when set.")] = (
+        False
+    )
     # Without a limit of its own, extra_memory_gib limits it.
     lora_extra_vocab_size: Annotated[
         int | None,
@@ -62,7 +73,6 @@ class LoRAOptions:
             Range(0, MAX_EXTRA_VOCAB_BOUND),
         ),
     ] = None
-    # It has no effect, so it is rejected by name when it is set, and nobody relies on it.
     long_lora_scaling_factors: Annotated[
         tuple[float, ...] | None, Option("Not supported in this version: refused when set.")
     ] = None
@@ -88,14 +98,10 @@ class LoRAConfig(LoRAOptions):
                 f"lora.lora_dtype is {self.lora_dtype!r}; it can be one of {', '.join(get_args(LoRADType))}.",
                 "lora_dtype",
             )
-        if self.long_lora_scaling_factors is not None:
-            raise ConfigError(
-                f"lora.long_lora_scaling_factors={self.long_lora_scaling_factors!r} has no effect in this version: the "
-                "length of the context and the angles of all keys are the base's here, not each adapter's, as in vLLM "
-                "since it removed this field. Leave it unset, and serve adapters that were trained with another rope "
-                "scaling from a server of their own, with that scaling in the base's config.json.",
-                "long_lora_scaling_factors",
-            )
+        for name, remedy in _WITHOUT_EFFECT.items():
+            value = getattr(self, name)
+            if value not in (None, False, 0):
+                raise ConfigError(f"lora.{name}={value!r} has no effect in this version: {remedy}", name)
         if type(self.extra_memory_gib) not in (int, float) or not 0 <= self.extra_memory_gib < math.inf:
             raise ConfigError(
                 f"lora.extra_memory_gib is {self.extra_memory_gib!r}; it must be a number of GiB >= 0. Set one.",

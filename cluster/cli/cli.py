@@ -156,6 +156,7 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def _names_in_order() -> Iterator[str]:
+    """Yields the names of the options as the help shows them."""
     inherited = {*options_of(EngineOptions), *options_of(LoRAOptions)}
     groups: defaultdict[str, list[str]] = defaultdict(list)
     place = ""

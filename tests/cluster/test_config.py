@@ -1,8 +1,10 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from lorafleet.cluster.cli.cli import spread_values
+from lorafleet.cluster.cli.cli import app, spread_values
 from lorafleet.cluster.config import AppArgs, LoRAModule, keys_from, parse_args, with_keys
 from lorafleet.protocol.engine_config import EngineConfig, EngineOptions
 from lorafleet.protocol.errors import ConfigError
@@ -143,6 +145,11 @@ def test_resolvers_are_asked_in_the_order_given() -> None:
     assert parse_args(given).resolver_order == ["filesystem", "s3", "hub"]
     ordered = parse_args(given | {"lora_resolvers": ["hub", "plugin", "filesystem"]})
     assert ordered.resolver_order == ["s3", "hub", "plugin", "filesystem"]
+
+
+def test_every_option_has_a_flag() -> None:
+    command: Any = typer.main.get_command(app)
+    assert {param.name for param in command.commands["serve"].params} >= set(AppArgs.model_fields)
 
 
 def test_several_values_may_follow_one_flag() -> None:

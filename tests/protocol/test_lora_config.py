@@ -31,6 +31,7 @@ def test_auto_dtype_is_the_base_s() -> None:
         ("max_lora_rank", 2.0),
         ("max_cpu_loras", 7),
         ("lora_dtype", "int8"),
+        ("bias_enabled", True),
         ("lora_extra_vocab_size", -1),
         ("long_lora_scaling_factors", (4.0,)),
     ],
