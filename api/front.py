@@ -32,12 +32,13 @@ from lorafleet.api.text.adapter_language import Language
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import AnyTokenizer, TokenizerFiles
 from lorafleet.api.text.tokenizing import Tokenizing
-from lorafleet.api.tool_calls.known import FORMATS, KnownFormat, ToolCallFormat, detect
+from lorafleet.api.tool_calls.known import FORMATS, KnownFormat, detect
 from lorafleet.protocol import adapter_mix, limits
 from lorafleet.protocol.errors import AdapterError, ConfigError, InvalidRequest, LorafleetError, ModelNotFound
 from lorafleet.protocol.limits import MAX_BODIES_BYTES, MAX_BODY_BYTES, MAX_MODEL_CHARS, cut
 from lorafleet.protocol.lora_request import LoRARequest, turn_group
 from lorafleet.protocol.messages import Pooling, TokenizerFile
+from lorafleet.protocol.tool_call_formats import ToolCallFormat
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -1,16 +1,16 @@
 """Defines the options that users set in YAML (`args:`) or as flags, and parses them once, into frozen objects.
 
-The command line (cluster/cli/cli.py) is generated from the fields of AppArgs, so the two cannot differ.
+The options of the engine and of adapters are declared in protocol/engine_config.py and protocol/lora_config.py. The
+command line (cluster/cli/cli.py) is generated from the fields of AppArgs, so the two cannot differ.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import json
-import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -23,36 +23,28 @@ from pydantic import (
     model_validator,
 )
 
-from lorafleet.api.access.origins import is_origin
-from lorafleet.api.tool_calls.known import ToolCallFormat
-from lorafleet.cluster.quality.probes import read_probes
-from lorafleet.cluster.tenancy.key_ring import KeyRing, is_key_text
+from lorafleet.cluster.tenancy.key_source import is_key_text
 from lorafleet.cluster.wording import in_words, nearest
 from lorafleet.protocol.engine_config import (
-    AttentionName,
-    Device,
-    DType,
     EngineConfig,
-    KVCacheDType,
-    LoadFormat,
-    OnLoadFailure,
+    EngineOptions,
+    QueuedRequests,
+    QueuedTokens,
+    TensorParallelSize,
 )
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.limits import MAX_BODY_BYTES
-from lorafleet.protocol.lora_config import LoRAConfig, LoRADType
-from lorafleet.protocol.quantization_methods import Method
+from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
+from lorafleet.protocol.options import values_of
 from lorafleet.protocol.sources import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
-from lorafleet.resolvers.source import is_uri
+from lorafleet.protocol.tool_call_formats import ToolCallFormat
 
 ALIASES = {  # SGLang's name: our name
     "lora_paths": "lora_modules",
     "max_loras_per_batch": "max_loras",
     "tp": "tensor_parallel_size",
 }
-
-
-ADMIN_KEY_VARIABLE = "LORAFLEET_ADMIN_KEY"
-API_KEYS_VARIABLE = "LORAFLEET_API_KEYS"
+KEY_VARIABLES = {"admin_key": "LORAFLEET_ADMIN_KEY", "api_keys": "LORAFLEET_API_KEYS"}
 
 
 class LoRAModule(BaseModel):
@@ -114,21 +106,39 @@ def _as_list(value: Any) -> Any:
 
 
 def _check_origin(value: str) -> str:
-    if not is_origin(value):
+    parts = urlsplit(value)
+    is_origin = bool(parts.scheme and parts.netloc) and value == f"{parts.scheme}://{parts.netloc}"
+    if not is_origin and value != "*":
         raise ValueError(f"{value!r} is no origin; give scheme, host and port as in https://app.example.org, or *")
     return value
+
+
+def _check_modules(modules: Sequence[LoRAModule], base_names: Collection[str]) -> None:
+    names = [module.name for module in modules]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"lora_modules names {name!r} twice; give each adapter its own name.")
+        if name in base_names:
+            raise ValueError(f"lora_modules names an adapter {name!r}, which is the base model's name; rename it.")
+
+
+def _check_resolvers(order: Sequence[str], configured: Collection[str]) -> None:
+    for name in ("filesystem", "s3", "http", "hub"):
+        if name in order and name not in configured:
+            setting = "lora_resolver_dir" if name == "filesystem" else f"lora_resolver_{name} with a uri"
+            raise ValueError(f"lora_resolvers names {name!r}, which needs {setting}.")
+    for name in order:
+        if order.count(name) > 1:
+            raise ValueError(f"lora_resolvers names {name!r} twice.")
 
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
 Module = Annotated[LoRAModule, BeforeValidator(_parse_module)]
 
 
-class AppArgs(BaseModel):
+class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True):
     """The arguments of lorafleet.cluster.serve.app:build. They have vLLM's names where vLLM has the same option."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: str = Field(description="Local Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
     served_model_name: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         [], description="Names that requests use for the base model. Default: the model's path."
     )
@@ -148,80 +158,12 @@ class AppArgs(BaseModel):
         "none: no calls are read.",
     )
 
-    device: Device = Field("auto", description="auto: a GPU if the cluster has one.")
-    dtype: DType = Field("auto", description="auto: the checkpoint's own.")
-    load_format: LoadFormat = Field(
-        "safetensors", description="dummy: random weights in the shape of config.json, for measurements of speed."
-    )
-    quantization: Method | None = Field(
-        None,
-        description="Quantize the linear layers as they are read: nf4 (4 bits, as bitsandbytes; smallest) or fp8 "
-        "(e4m3 with one scale per output channel; fastest). Default: as the checkpoint stores them.",
-    )
-    max_model_len: int | None = Field(
-        None, description="Tokens of prompt and answer together. Default: what the model allows."
-    )
-    block_size: int = Field(16, description="Tokens in a KV block.")
-    gpu_memory_utilization: float = Field(0.9, description="Share of a GPU's memory that the worker may use, 0 to 1.")
-    kv_cache_tokens: int | None = Field(
-        None, description="Tokens in the KV cache. Default: what is left on a GPU; at most 65536 on a CPU."
-    )
-    kv_cache_dtype: KVCacheDType = Field(
-        "auto", description="auto: the model's own. fp8 (e4m3) holds twice the tokens with less precision."
-    )
-    max_num_seqs: int = Field(256, description="Most sequences in one step.")
-    max_num_batched_tokens: int = Field(
-        2048, description="Most tokens in one step. Raise it for throughput; it costs memory."
-    )
-    max_num_mixed_tokens: int = Field(
-        512,
-        description="Most tokens in a step that processes prompts beside decoding sequences. Lower it for "
-        "steadier streams; raise it to start new requests sooner.",
-    )
-    enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
-    attention_backend: AttentionName = Field("auto", description="auto: the fastest one installed.")
-    enforce_eager: bool = Field(False, description="Do not use CUDA graphs. Slower; for debugging.")
-    cpu_threads: int | None = Field(
-        None, description="torch threads of a CPU worker. Default: cores / (replicas x tensor_parallel_size)."
-    )
-    seed: int = Field(0, description="Seed for requests that name none. Each replica mixes it with its own id.")
-
     enable_lora: bool = Field(True, description="Serve adapters beside the base model.")
-    max_loras: int = Field(8, description="GPU slots for adapters. Raise it if adapters are swapped often.")
-    max_lora_rank: int = Field(64, description="Largest adapter rank that is accepted.")
-    max_cpu_loras: int | None = Field(None, description="Adapters kept in host memory. Default: 2 x max_loras.")
     fill_cpu_loras: bool = Field(
         False,
         description="Read adapters of the catalogue into empty host memory before they are requested, so that "
         "first requests need not wait. Useful if the cluster's host memory holds a good part of the "
         "catalogue.",
-    )
-    lora_dtype: LoRADType = Field(
-        "auto",
-        description="Dtype of adapters' weights. auto: the base's. fp8 (e4m3) takes half the memory with less "
-        "precision.",
-    )
-    fully_sharded_loras: bool | None = Field(
-        None,
-        description="Under tensor parallelism, divide both A and B over the ranks; this costs one more small "
-        "exchange per linear layer. Default: on GPUs yes, on CPUs no.",
-    )
-    extra_memory_gib: float = Field(
-        4.0,
-        description="GPU memory for what adapters in slots have besides A and B: vectors, norms, vocabulary "
-        "tables, LoRA on the experts of a mixture.",
-    )
-    bias_enabled: bool = Field(
-        False, description="Adapters with biases are served without this option. Refused when set."
-    )
-    lora_extra_vocab_size: int | None = Field(
-        None, description="Most tokens that an adapter may add to the base's vocabulary. Default: no limit."
-    )
-    long_lora_scaling_factors: list[float] | None = Field(
-        None, description="Not supported in this version: refused when set."
-    )
-    on_lora_load_failure: OnLoadFailure = Field(
-        "error", description="base: if an adapter fails to load, answer from the base model, and say so."
     )
     allow_runtime_lora_updating: bool = Field(
         False, description="Enable /v1/load_lora_adapter and /v1/unload_lora_adapter. Trusted networks only."
@@ -338,25 +280,14 @@ class AppArgs(BaseModel):
     downscale_delay_s: float = Field(
         600.0, ge=0, description="With max_replicas: seconds of low load before a replica is removed."
     )
-    tensor_parallel_size: int = Field(
-        1,
-        ge=1,
-        description="GPUs of one node that share each replica's model. Raise it if one GPU is too small or too slow.",
-    )
+    tensor_parallel_size: TensorParallelSize = Field(1, ge=1)  # Rejected while parsing, as num_replicas is.
     num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker. Fractions are allowed.")
     max_ongoing_requests: int = Field(
         1024, ge=1, description="Most requests that one replica accepts at a time; Serve lets no more through."
     )
-    max_queued_requests: int | None = Field(
-        512,
-        description="Requests that may wait on one replica besides the max_num_seqs that it runs. More are "
-        "refused with 429 and Retry-After.",
-    )
-    max_queued_tokens: int | None = Field(
-        2_000_000,
-        description="Prompt tokens that may wait on one replica. A request beyond it is refused with 429, unless "
-        "nothing waits.",
-    )
+    # An engine has no such bounds by default.
+    max_queued_requests: QueuedRequests = 512
+    max_queued_tokens: QueuedTokens = 2_000_000
     queue_timeout: float | None = Field(
         None,
         ge=0,
@@ -372,10 +303,6 @@ class AppArgs(BaseModel):
     def _known_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if ADMIN_KEY_VARIABLE in os.environ:
-            data = {"admin_key": os.environ[ADMIN_KEY_VARIABLE]} | data
-        if API_KEYS_VARIABLE in os.environ:
-            data = {"api_keys": os.environ[API_KEYS_VARIABLE]} | data
         renamed: dict[str, Any] = {str(ALIASES.get(name, name)): value for name, value in data.items()}
         if len(renamed) < len(data):
             both = next(alias for alias, name in ALIASES.items() if alias in data and name in data)
@@ -389,12 +316,7 @@ class AppArgs(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        names = [module.name for module in self.lora_modules]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"lora_modules names {name!r} twice; give each adapter its own name.")
-            if name in self.base_names:
-                raise ValueError(f"lora_modules names an adapter {name!r}, which is the base model's name; rename it.")
+        _check_modules(self.lora_modules, self.base_names)
         if self.max_replicas is not None and self.max_replicas < self.num_replicas:
             raise ValueError(
                 f"max_replicas={self.max_replicas} is below num_replicas={self.num_replicas}, the least that run. "
@@ -402,14 +324,7 @@ class AppArgs(BaseModel):
             )
         if self.lora_modules and not self.enable_lora:
             raise ValueError("lora_modules needs enable_lora; drop one of the two.")
-        configured = self._configured_resolvers
-        for name in ("filesystem", "s3", "http", "hub"):
-            if name in self.lora_resolvers and name not in configured:
-                setting = "lora_resolver_dir" if name == "filesystem" else f"lora_resolver_{name} with a uri"
-                raise ValueError(f"lora_resolvers names {name!r}, which needs {setting}.")
-        for name in self.lora_resolvers:
-            if self.lora_resolvers.count(name) > 1:
-                raise ValueError(f"lora_resolvers names {name!r} twice.")
+        _check_resolvers(self.lora_resolvers, self._configured_resolvers)
         return self
 
     @property
@@ -461,17 +376,13 @@ class AppArgs(BaseModel):
 
     def engine_config(self) -> EngineConfig:
         """Returns the engine's configuration. Raises ConfigError if a value is out of bounds."""
-        own = {field.name for field in dataclasses.fields(EngineConfig)} & set(type(self).model_fields)
         return EngineConfig(
-            lora=self._lora_config(), sources=self.sources, **{name: getattr(self, name) for name in own}
+            **values_of(EngineOptions, self),
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+            lora=LoRAConfig(**values_of(LoRAOptions, self)) if self.enable_lora else None,
+            sources=self.sources,
         )
-
-    def _lora_config(self) -> LoRAConfig | None:
-        if not self.enable_lora:
-            return None
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoRAConfig)}
-        factors = values["long_lora_scaling_factors"]
-        return LoRAConfig(**values | {"long_lora_scaling_factors": None if factors is None else tuple(factors)})
 
 
 def parse_args(values: dict[str, Any]) -> AppArgs:
@@ -482,38 +393,12 @@ def parse_args(values: dict[str, Any]) -> AppArgs:
         raise ConfigError("; ".join(in_words(one) for one in error.errors())) from None
 
 
-def check_paths(args: AppArgs) -> None:
-    """Checks the arguments of a server on this machine. Raises ConfigError for mistakes that can be found before
-    anything is started."""
-    _require(Path(args.model) / "config.json", f"model {args.model!r} is not a local Hugging Face folder")
-    for module in (one for one in args.lora_modules if not is_uri(one.path)):
-        _require(Path(module.path) / "adapter_config.json", f"adapter {module.name!r} cannot be served")
-    if args.lora_resolver_dir is not None:
-        _require(Path(args.lora_resolver_dir), f"lora_resolver_dir {args.lora_resolver_dir!r} does not exist")
-    if args.api_keys is not None:
-        KeyRing(args.api_keys)
-    check_otel(args)
-    if args.quality_probes is not None:
-        read_probes(args.quality_probes)
-    if args.chat_template is not None:
-        _require(Path(args.chat_template), f"chat_template {args.chat_template!r} does not exist")
+def keys_from(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the arguments that the environment has, which are better not shown in YAML or in a list of processes."""
+    return {name: environment[variable] for name, variable in KEY_VARIABLES.items() if variable in environment}
 
 
-def check_otel(args: AppArgs) -> None:
-    """Raises ConfigError if traces are on but cannot be sent. Call it on the machine where a replica runs."""
-    if args.otlp_traces_endpoint is None:
-        return
-    try:
-        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise ConfigError(
-            f"otlp_traces_endpoint={args.otlp_traces_endpoint!r} needs OpenTelemetry's exporter, which is not "
-            "installed here. Run `pip install 'lorafleet[otel]'` on every node, or leave the option out."
-        )
-
-
-def _require(path: Path, complaint: str) -> None:
-    if not path.exists():
-        raise ConfigError(f"{complaint}: there is no {path}. Check the path.")
+def with_keys(args: AppArgs, environment: Mapping[str, str]) -> AppArgs:
+    """Returns the arguments with the keys from the environment, except those that were given. Raises ConfigError."""
+    keys = {name: value for name, value in keys_from(environment).items() if name not in args.model_fields_set}
+    return args.model_copy(update=parse_args({"model": args.model} | keys).model_dump(include=set(keys)))

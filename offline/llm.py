@@ -5,11 +5,12 @@ There is no Ray and no socket: the calling thread drives the same engine.
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Concatenate, ParamSpec, TypedDict
 
 import msgspec
 
@@ -20,12 +21,12 @@ from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import TokenizerFiles
 from lorafleet.api.text.tokenizers import Encoders
 from lorafleet.protocol.adapter_mix import mixed
-from lorafleet.protocol.engine_config import AttentionName, Device, DType, EngineConfig, KVCacheDType
+from lorafleet.protocol.engine_config import AsyncScheduling, EngineConfig, EngineOptions
 from lorafleet.protocol.errors import ConfigError, InvalidRequest, from_wire
-from lorafleet.protocol.lora_config import LoRAConfig, LoRADType
+from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput, Vocabulary
-from lorafleet.protocol.quantization_methods import Method
+from lorafleet.protocol.options import options_of, values_of
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.rank_processes import RankProcesses
@@ -79,71 +80,47 @@ class _Pending:
     processor: OutputProcessor
 
 
+@dataclass(frozen=True, kw_only=True)
+class LLMOptions(LoRAOptions, EngineOptions):
+    """The parameters of LLM: all but `model` are given by name."""
+
+    enable_lora: bool = False
+    lora_config: LoRAConfig | None = None  # In place of the single options of adapters.
+    async_scheduling: AsyncScheduling = None
+
+
+P = ParamSpec("P")
+
+
+def _with_parameters_of(
+    options: Callable[P, LLMOptions],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[LLM, P], None]]:
+    """Declares that a method has the parameters of LLMOptions, to type checkers, editors and help()."""
+
+    def declare(method: Any) -> Any:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        method.__signature__ = inspect.Signature([own, *inspect.signature(options).parameters.values()])
+        return method
+
+    return declare
+
+
 class LLM:
     """An engine for offline use. `model` is a local Hugging Face folder.
 
-    The other arguments are those of EngineConfig and LoRAConfig. Arguments of LoRAConfig require enable_lora=True and
-    are rejected without it.
+    The other arguments are those of LLMOptions: the options of EngineOptions and LoRAOptions. The latter require
+    enable_lora=True and are rejected without it.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        enable_lora: bool = False,
-        lora_config: LoRAConfig | None = None,
-        max_loras: int | None = None,
-        max_lora_rank: int | None = None,
-        max_cpu_loras: int | None = None,
-        lora_dtype: LoRADType | None = None,
-        device: Device = "auto",
-        dtype: DType = "auto",
-        quantization: Method | None = None,
-        max_model_len: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        kv_cache_tokens: int | None = None,
-        kv_cache_dtype: KVCacheDType = "auto",
-        block_size: int = 16,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        max_num_mixed_tokens: int = 512,
-        enable_prefix_caching: bool = True,
-        attention_backend: AttentionName = "auto",
-        enforce_eager: bool = False,
-        tensor_parallel_size: int = 1,
-        async_scheduling: bool | None = None,
-        cpu_threads: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        given = {
-            "max_loras": max_loras,
-            "max_lora_rank": max_lora_rank,
-            "max_cpu_loras": max_cpu_loras,
-            "lora_dtype": lora_dtype,
-        }
+    @_with_parameters_of(LLMOptions)
+    def __init__(self, *args: Any, **given: Any) -> None:
+        options = LLMOptions(*args, **given)
         config = EngineConfig(
-            model=model,
-            device=device,
-            dtype=dtype,
-            quantization=quantization,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_tokens=kv_cache_tokens,
-            kv_cache_dtype=kv_cache_dtype,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_mixed_tokens=max_num_mixed_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            attention_backend=attention_backend,
-            enforce_eager=enforce_eager,
-            tensor_parallel_size=tensor_parallel_size,
-            async_scheduling=async_scheduling,
-            lora=_lora_config(enable_lora, lora_config, given),
-            cpu_threads=cpu_threads,
-            seed=seed,
+            **values_of(EngineOptions, options),
+            async_scheduling=options.async_scheduling,
+            lora=_lora_config(options, given),
         )
-        self._ranks = RankProcesses(config) if tensor_parallel_size > 1 else None
+        self._ranks = RankProcesses(config) if config.tensor_parallel_size > 1 else None
         try:
             if self._ranks is None:
                 self._engine = build_engine(config)
@@ -157,7 +134,7 @@ class LLM:
         self._tokenizer_files = TokenizerFiles()
         # For adapters' templates and tokenizers; no process runs before it is needed.
         self._templates, self._encoders = TemplateSandbox(), Encoders()
-        self._model = Path(model)
+        self._model = Path(config.model)
         self._adapters: dict[tuple[int, str], LoRARequest] = {}
         self._sources = config.sources
         self._languages: dict[str, Language] = {}  # by digest, for adapters that have one of their own
@@ -305,16 +282,18 @@ class LLM:
                 self._engine.abort(output.request_id)
 
 
-def _lora_config(enabled: bool, config: LoRAConfig | None, given: dict[str, Any]) -> LoRAConfig | None:
-    fields = {name: value for name, value in given.items() if value is not None}
-    if not enabled:
-        if fields or config is not None:
+def _lora_config(options: LLMOptions, given: Mapping[str, Any]) -> LoRAConfig | None:
+    """Returns the configuration of adapters, or None without them. `given` has the caller's arguments, of which None
+    stands for the default."""
+    fields = {name: given[name] for name in options_of(LoRAOptions) if given.get(name) is not None}
+    if not options.enable_lora:
+        if fields or options.lora_config is not None:
             raise ConfigError(f"{', '.join(fields) or 'lora_config'} has no effect without enable_lora=True; set it.")
         return None
-    if config is not None:
+    if options.lora_config is not None:
         if fields:
             raise ConfigError(f"{', '.join(fields)} is given beside lora_config; put it into that.")
-        return config
+        return options.lora_config
     return LoRAConfig(**fields)
 
 

@@ -1,12 +1,18 @@
-"""The frozen configuration with which a GPUWorker starts. YAML and command lines are parsed in cluster/config.py."""
+"""The options of an engine, and the frozen configuration with which a GPUWorker starts.
+
+YAML and command lines are parsed in cluster/config.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Annotated, Literal
 
 from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.limits import Range
 from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.options import Option, at_least, bounded_values
 from lorafleet.protocol.quantization_methods import Method
 from lorafleet.protocol.sources import SourcesConfig
 
@@ -17,64 +23,107 @@ AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
 KVCacheDType = Literal["auto", "fp8"]
 OnLoadFailure = Literal["error", "base"]
 
+# Options that servers or LLM declare again, with a default or a check of their own (AppArgs, LLMOptions).
+QueuedRequests = Annotated[
+    int | None,
+    Option(
+        "Requests that may wait on one replica besides the max_num_seqs that it runs. More are refused with 429 and "
+        "Retry-After.",
+        at_least(0),
+    ),
+]
+QueuedTokens = Annotated[
+    int | None,
+    Option(
+        "Prompt tokens that may wait on one replica. A request beyond it is refused with 429, unless nothing waits.",
+        at_least(1),
+    ),
+]
+TensorParallelSize = Annotated[
+    int,
+    Option(
+        "GPUs of one node that share each replica's model. Raise it if one GPU is too small or too slow.", at_least(1)
+    ),
+]
+AsyncScheduling = Annotated[
+    bool | None, Option("Launch a step before the tokens of the last one are known. Default: on GPUs only.")
+]
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    model: str  # Local Hugging Face folder with config.json, *.safetensors and tokenizer.json.
-    device: Device = "auto"  # auto: cuda if there is a GPU, else cpu.
-    dtype: DType = "auto"  # auto: the checkpoint's dtype.
-    load_format: LoadFormat = "safetensors"  # dummy: random weights in the shapes of config.json, to measure speed.
-    # Tokens of prompt and answer. None: the model's limit, or the size of the KV cache if that is smaller.
-    max_model_len: int | None = None
-    block_size: int = 16  # Tokens per KV block.
-    gpu_memory_utilization: float = 0.9  # Share of the GPU's memory for weights, activations, adapters and KV cache.
-    # Size of the KV cache in tokens. None: the memory that remains on a GPU, at most 65536 tokens on a CPU.
-    kv_cache_tokens: int | None = None
-    # Quantization of the linear layers. None: as in the checkpoint. nf4 is the smallest, fp8 the fastest.
-    quantization: Method | None = None
-    # auto: the model's dtype. fp8: e4m3, which holds twice the tokens and is less exact.
-    kv_cache_dtype: KVCacheDType = "auto"
-    max_num_seqs: int = 256  # Sequences in one step.
-    max_num_batched_tokens: int = 2048  # Tokens in one step; raise it for throughput, at the price of memory.
-    # Tokens in a step that mixes decoding with prompts; at least half of them are left for prompts. Lower it to
-    # shorten the gaps between streamed tokens while prompts arrive; raise it to answer new requests sooner.
-    max_num_mixed_tokens: int = 512
-    # Requests are rejected with 429 while this many sequences wait beyond max_num_seqs. None: no bound.
-    max_queued_requests: int | None = None
-    # Requests are rejected with 429 if they would bring the waiting prompts above this many tokens. None: no bound.
-    # Raise it if prompts are long.
-    max_queued_tokens: int | None = None
-    enable_prefix_caching: bool = True
-    attention_backend: AttentionName = "auto"
-    # Launch a step before the tokens of the last one are known. None: on GPUs only.
-    async_scheduling: bool | None = None
-    enforce_eager: bool = False  # Disables CUDA graphs, for debugging.
-    # GPUs (or CPU processes) that share one model; raise it if the model does not fit on one.
-    tensor_parallel_size: int = 1
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options of an engine that servers and LLM have under the same names and with the same defaults."""
+
+    model: Annotated[str, Option("Local Hugging Face folder: config.json, *.safetensors, tokenizer.json.")]
+    _: KW_ONLY
+    device: Annotated[Device, Option("auto: a GPU if the cluster has one.")] = "auto"
+    dtype: Annotated[DType, Option("auto: the checkpoint's own.")] = "auto"
+    load_format: Annotated[
+        LoadFormat, Option("dummy: random weights in the shape of config.json, for measurements of speed.")
+    ] = "safetensors"
+    quantization: Annotated[
+        Method | None,
+        Option(
+            "Quantize the linear layers as they are read: nf4 (4 bits, as bitsandbytes; smallest) or fp8 (e4m3 with "
+            "one scale per output channel; fastest). Default: as the checkpoint stores them."
+        ),
+    ] = None
+    # The size of the KV cache limits it too.
+    max_model_len: Annotated[
+        int | None, Option("Tokens of prompt and answer together. Default: what the model allows.", at_least(1))
+    ] = None
+    block_size: Annotated[int, Option("Tokens in a KV block.", at_least(1))] = 16
+    gpu_memory_utilization: Annotated[
+        float, Option("Share of a GPU's memory that the worker may use, 0 to 1.", Range(0, 1, open_low=True))
+    ] = 0.9
+    kv_cache_tokens: Annotated[
+        int | None,
+        Option("Tokens in the KV cache. Default: what is left on a GPU; at most 65536 on a CPU.", at_least(1)),
+    ] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDType, Option("auto: the model's own. fp8 (e4m3) holds twice the tokens with less precision.")
+    ] = "auto"
+    max_num_seqs: Annotated[int, Option("Most sequences in one step.", at_least(1))] = 256
+    max_num_batched_tokens: Annotated[
+        int, Option("Most tokens in one step. Raise it for throughput; it costs memory.", at_least(1))
+    ] = 2048
+    # At least half of them are left for prompts.
+    max_num_mixed_tokens: Annotated[
+        int,
+        Option(
+            "Most tokens in a step that processes prompts beside decoding sequences. Lower it for steadier streams; "
+            "raise it to start new requests sooner.",
+            at_least(1),
+        ),
+    ] = 512
+    enable_prefix_caching: Annotated[bool, Option("Reuse the KV blocks of prompts that begin alike.")] = True
+    attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"
+    enforce_eager: Annotated[bool, Option("Do not use CUDA graphs. Slower; for debugging.")] = False
+    cpu_threads: Annotated[
+        int | None,
+        Option("torch threads of a CPU worker. Default: cores / (replicas x tensor_parallel_size).", at_least(1)),
+    ] = None
+    seed: Annotated[int, Option("Seed for requests that name none. Each replica mixes it with its own id.")] = 0
+    on_lora_load_failure: Annotated[
+        OnLoadFailure, Option("base: if an adapter fails to load, answer from the base model, and say so.")
+    ] = "error"
+    tensor_parallel_size: TensorParallelSize = 1
+
+
+@dataclass(frozen=True)
+class EngineConfig(EngineOptions):
+    _: KW_ONLY
+    max_queued_requests: QueuedRequests = None
+    max_queued_tokens: QueuedTokens = None
+    async_scheduling: AsyncScheduling = None
     lora: LoRAConfig | None = None  # None: adapters are disabled.
     sources: SourcesConfig = field(default_factory=SourcesConfig)  # Sources of adapters besides local folders.
-    on_lora_load_failure: OnLoadFailure = "error"  # base: answer from the base model and report it in the response.
-    cpu_threads: int | None = None  # torch's intra-op threads. None: torch's default.
-    seed: int = 0  # Seed for requests that give none.
 
     def __post_init__(self) -> None:
-        counts = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens")
-        for name in (*counts, "tensor_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", name)
-        for name in ("max_model_len", "kv_cache_tokens", "max_queued_tokens", "cpu_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1, or left out.", name)
-        if self.max_queued_requests is not None and self.max_queued_requests < 0:
-            raise ConfigError(
-                f"max_queued_requests={self.max_queued_requests} must be at least 0, or left out.",
-                "max_queued_requests",
-            )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1].", "gpu_memory_utilization"
-            )
+        for name, value, bounds, is_optional in bounded_values(self):
+            if value not in bounds:
+                wanted = f"at least {bounds.low}" if bounds.high == math.inf else f"in {bounds}"
+                raise ConfigError(f"{name}={value} must be {wanted}{', or left out' if is_optional else ''}.", name)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs={self.max_num_seqs} is over max_num_batched_tokens={self.max_num_batched_tokens}: "

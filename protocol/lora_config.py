@@ -1,4 +1,4 @@
-"""Bounds on the resources that adapters may take, and the PEFT features that are allowed.
+"""The options of adapters: bounds on the resources that they may take, and the PEFT features that are allowed.
 
 The configuration is passed explicitly and never read from a global.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.limits import Range
+from lorafleet.protocol.options import Option, bounded_values
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +22,7 @@ MAX_LORAS_BOUND = 4096  # Even an empty slot has a row in the device tables of e
 MAX_EXTRA_VOCAB_BOUND = 1 << 24
 MAX_RANK_BOUND = 4096  # A rank beyond the hidden size is of no use; the kernels' tiles are sized by the rank.
 
-# The alternative to each field that has no effect.
+# The alternative to each option that has no effect. It is rejected when it is set, so that nobody relies on it.
 _WITHOUT_EFFECT = {
     "bias_enabled": "adapters with biases are served without it. Leave it false.",
     "long_lora_scaling_factors": "the length of the context and the angles of all keys are the base's here, not each "
@@ -29,36 +31,66 @@ _WITHOUT_EFFECT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LoRAConfig:
-    """Configuration of adapters, with vLLM's field names. A field that has no effect yet is rejected when it is set,
-    so that nobody relies on it."""
+@dataclass(frozen=True, kw_only=True)
+class LoRAOptions:
+    """The options of adapters, with vLLM's names. Servers and LLM have them too."""
 
-    max_loras: int = 8  # Adapters resident per GPU; raise it if adapters are swapped often.
-    max_lora_rank: int = 64  # Largest accepted rank; a slot takes memory for its adapter's actual rank only.
-    # Adapters cached in host memory. None: 2 x max_loras. Raise it if the disk is slow.
-    max_cpu_loras: int | None = None
-    # Serving dtype of A and B; auto is the base's. fp8 (e4m3, with scales) halves an adapter's memory and the bytes
-    # that a step reads of it, and is less exact.
-    lora_dtype: LoRADType = "auto"
-    # Under tensor parallelism, also divide the matrix that every GPU otherwise holds whole: A by LoRA rank, or B by
-    # output. Each device then holds 1/N of an adapter, at the price of one more small exchange per linear. On one
-    # device it has no effect. None: enabled on GPUs, where it is as fast (benchmarks/tensor_parallel.py), and
-    # disabled on CPUs, whose collectives are slow.
-    fully_sharded_loras: bool | None = None
-    # Memory per GPU for the parts of adapters in slots other than A and B: vectors, norms, vocabulary tables, LoRA on
-    # experts. It is allocated on demand from what gpu_memory_utilization leaves. Raise it if such an adapter is
-    # rejected or waits.
-    extra_memory_gib: float = 4.0
-    bias_enabled: bool = False
-    # Largest number of tokens that an adapter may add to the base's vocabulary. None: limited by extra_memory_gib
-    # only.
-    lora_extra_vocab_size: int | None = None
-    long_lora_scaling_factors: tuple[float, ...] | None = None
+    max_loras: Annotated[
+        int, Option("GPU slots for adapters. Raise it if adapters are swapped often.", Range(1, MAX_LORAS_BOUND))
+    ] = 8
+    # A slot takes memory for its adapter's actual rank only.
+    max_lora_rank: Annotated[int, Option("Largest adapter rank that is accepted.", Range(1, MAX_RANK_BOUND))] = 64
+    max_cpu_loras: Annotated[int | None, Option("Adapters kept in host memory. Default: 2 x max_loras.")] = None
+    lora_dtype: Annotated[
+        LoRADType,
+        Option("Dtype of adapters' weights. auto: the base's. fp8 (e4m3) takes half the memory with less precision."),
+    ] = "auto"
+    # It divides the matrix that every GPU otherwise holds whole: A by LoRA rank, or B by output. On GPUs it is as fast
+    # (benchmarks/tensor_parallel.py); the collectives of CPUs are slow.
+    fully_sharded_loras: Annotated[
+        bool | None,
+        Option(
+            "Under tensor parallelism, divide both A and B over the ranks; this costs one more small exchange per "
+            "linear layer. Default: on GPUs yes, on CPUs no."
+        ),
+    ] = None
+    # It is allocated on demand from what gpu_memory_utilization leaves. An adapter beyond it is rejected or waits.
+    extra_memory_gib: Annotated[
+        float,
+        Option(
+            "GPU memory for what adapters in slots have besides A and B: vectors, norms, vocabulary tables, LoRA on "
+            "the experts of a mixture."
+        ),
+    ] = 4.0
+    bias_enabled: Annotated[bool, Option("Adapters with biases are served without this option. Refused when set.")] = (
+        False
+    )
+    # Without a limit of its own, extra_memory_gib limits it.
+    lora_extra_vocab_size: Annotated[
+        int | None,
+        Option(
+            "Most tokens that an adapter may add to the base's vocabulary. Default: no limit.",
+            Range(0, MAX_EXTRA_VOCAB_BOUND),
+        ),
+    ] = None
+    long_lora_scaling_factors: Annotated[
+        tuple[float, ...] | None, Option("Not supported in this version: refused when set.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig(LoRAOptions):
+    """Checked options of adapters, and what follows from them."""
 
     def __post_init__(self) -> None:
-        _check_int("max_loras", self.max_loras, 1, MAX_LORAS_BOUND)
-        _check_int("max_lora_rank", self.max_lora_rank, 1, MAX_RANK_BOUND)
+        for name, value, bounds, _ in bounded_values(self):
+            # `type`, because True is an int to isinstance.
+            if type(value) is not int or value not in bounds:
+                raise ConfigError(
+                    f"lora.{name} is {value!r}; it must be an integer from {bounds.low} to {bounds.high}. Set a value "
+                    "within.",
+                    name,
+                )
         if self.max_cpu_loras is not None:
             self._check_max_cpu_loras(self.max_cpu_loras)
         if self.lora_dtype not in get_args(LoRADType):
@@ -66,13 +98,10 @@ class LoRAConfig:
                 f"lora.lora_dtype is {self.lora_dtype!r}; it can be one of {', '.join(get_args(LoRADType))}.",
                 "lora_dtype",
             )
-        for field, remedy in _WITHOUT_EFFECT.items():
-            value = getattr(self, field)
+        for name, remedy in _WITHOUT_EFFECT.items():
+            value = getattr(self, name)
             if value not in (None, False, 0):
-                raise ConfigError(f"lora.{field}={value!r} has no effect in this version: {remedy}", field)
-
-        if self.lora_extra_vocab_size is not None:
-            _check_int("lora_extra_vocab_size", self.lora_extra_vocab_size, 0, MAX_EXTRA_VOCAB_BOUND)
+                raise ConfigError(f"lora.{name}={value!r} has no effect in this version: {remedy}", name)
         if type(self.extra_memory_gib) not in (int, float) or not 0 <= self.extra_memory_gib < math.inf:
             raise ConfigError(
                 f"lora.extra_memory_gib is {self.extra_memory_gib!r}; it must be a number of GiB >= 0. Set one.",
@@ -110,10 +139,3 @@ class LoRAConfig:
                 f"an integer >= lora.max_loras={self.max_loras}. Raise max_cpu_loras or lower max_loras.",
                 "max_cpu_loras",
             )
-
-
-def _check_int(field: str, value: int, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:  # `type`, because True is an int to isinstance
-        raise ConfigError(
-            f"lora.{field} is {value!r}; it must be an integer from {low} to {high}. Set a value within.", field
-        )

@@ -51,12 +51,6 @@ class Origins:
         )
 
 
-def is_origin(text: str) -> bool:
-    """Returns whether the text is "*" or an origin in the form that browsers send."""
-    parts = urlsplit(text)
-    return text == ANY or (bool(parts.scheme and parts.netloc) and text == f"{parts.scheme}://{parts.netloc}")
-
-
 def _name_of(host: str) -> str:
     """Returns the host without its port, or "" if it is malformed, such as an unclosed bracket."""
     try:

@@ -15,24 +15,9 @@ from lorafleet.protocol.limits import cut
 from lorafleet.protocol.sampling_params import SamplingParams
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-_SAME_NAMES = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "prompt_logprobs",
-)
+# Parameters that are converted from fields of a request. The others have the same name and value there.
+_CONVERTED = {"max_tokens", "logprobs", "logit_bias", "structured_outputs"}
+_SAME_NAMES = [name for name in SamplingParams.__struct_fields__ if name not in _CONVERTED]
 
 
 def read_params(

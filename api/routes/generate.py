@@ -40,21 +40,9 @@ from lorafleet.protocol.messages import TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
-_OUR_NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-_SAME_NAMES = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-)
+# SGLang's names of sampling parameters, and ours. logit_bias is converted.
+_SHARED = (set(SamplingParams.__struct_fields__) & set(SGLangSampling.model_fields)) - {"logit_bias"}
+_OUR_NAMES = {name: name for name in _SHARED} | {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 
 
 @describe(
@@ -206,9 +194,8 @@ def _make_task(front: Front, body: SGLangRequest, prompt: Prompt, model: ServedM
 def _params_of(
     front: Front, model: ServedModel, body: SGLangRequest, one: SGLangSampling, max_tokens: int | None
 ) -> SamplingParams:
-    names = {name: _OUR_NAMES.get(name, name) for name in (*_SAME_NAMES, *_OUR_NAMES)}
     given: dict[str, Any] = {
-        ours: value for theirs, ours in names.items() if (value := getattr(one, theirs)) is not None
+        ours: value for theirs, ours in _OUR_NAMES.items() if (value := getattr(one, theirs)) is not None
     }
     if body.return_logprob:
         given["logprobs"] = body.top_logprobs_num or 0

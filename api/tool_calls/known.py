@@ -5,13 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from lorafleet.api.tool_calls import hermes, llama3, mistral
 from lorafleet.api.tool_calls.call_grammar import Offer
 from lorafleet.api.tool_calls.parser import Calls, ToolCallParser, openai_id
-
-ToolCallFormat = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pydantic import AliasChoices, ValidationError
 
 from lorafleet.cluster.checking.keys import Schema, check_keys
 from lorafleet.cluster.checking.yaml_source import Place, Problem, YamlSource
-from lorafleet.cluster.config import ALIASES, AppArgs, LoRAModule
+from lorafleet.cluster.config import ALIASES, AppArgs, LoRAModule, keys_from
 from lorafleet.cluster.proxy.exposure import check_exposure
 from lorafleet.cluster.wording import nearest
 from lorafleet.protocol.errors import ConfigError
@@ -146,7 +147,7 @@ def _check_args(source: YamlSource, place: Place, values: Any) -> tuple[list[Pro
     rest = {name: value for name, value in values.items() if name in AppArgs.model_fields or name in ALIASES}
     while True:
         try:
-            args = AppArgs.model_validate(rest)
+            args = AppArgs.model_validate(keys_from(os.environ) | rest)
             args.engine_config()
             return problems, args if rest == values else None
         except ValidationError as error:

@@ -4,9 +4,12 @@ agree. The other commands are in the other files of this folder."""
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import types
 import typing
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,8 +28,12 @@ from lorafleet.cluster.cli.cli_metrics import metrics
 from lorafleet.cluster.cli.cli_quality import quality
 from lorafleet.cluster.cli.cli_tools import ending_in_words
 from lorafleet.cluster.cli.cli_usage import usage
-from lorafleet.cluster.config import ALIASES, AppArgs, check_paths, parse_args
+from lorafleet.cluster.config import ALIASES, AppArgs, keys_from, parse_args
 from lorafleet.cluster.proxy.tls import TLSFiles, tls_files
+from lorafleet.cluster.serve.start_checks import check_paths
+from lorafleet.protocol.engine_config import EngineOptions
+from lorafleet.protocol.lora_config import LoRAOptions
+from lorafleet.protocol.options import Option, options_of
 from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config
 
 # Several values may follow one of these flags, as with vLLM.
@@ -36,6 +43,16 @@ SEVERAL_VALUES = (
 )
 # Panels of the help text, by the first field in each.
 PANELS = {"model": "Model", "device": "Engine", "enable_lora": "Adapters", "num_replicas": "Cluster"}
+# Where the help shows the options of the engine and of adapters: each of these and those that are declared after it,
+# before an option of AppArgs.
+SHOWN_BEFORE = {
+    "model": "served_model_name",
+    "device": "enable_lora",
+    "max_loras": "fill_cpu_loras",
+    "lora_dtype": "allow_runtime_lora_updating",
+    "on_lora_load_failure": "allow_runtime_lora_updating",
+    "tensor_parallel_size": "num_cpus",
+}
 
 # The demo's model and adapters, which the package has as data.
 DEMO = Path(lorafleet.__file__).parent / "demo"
@@ -78,7 +95,8 @@ def _serve(
 ) -> None:
     """Starts a local Ray, the replicas and the HTTP server. Ctrl-C stops them all."""
     with ending_in_words():
-        args = parse_args({name: value for name, value in options.items() if value not in (None, [])})
+        given = {name: value for name, value in options.items() if value not in (None, [])}
+        args = parse_args(keys_from(os.environ) | given)
         args.engine_config()
         check_paths(args)
         _run(args, host, port, tls_files(ssl_certfile, ssl_keyfile, ssl_ca_certs), direct_streaming)
@@ -88,7 +106,8 @@ def _demo(host: Host = "127.0.0.1", port: Port = 8000) -> None:
     """Serves the bundled demo: a tiny model with three adapters, on a GPU if there is one. Ctrl-C stops it."""
     with ending_in_words():
         args = parse_args(
-            {
+            keys_from(os.environ)
+            | {
                 "model": str(DEMO / "model"),
                 "served_model_name": "demo",
                 "lora_modules": [f"{folder.name}={folder}" for folder in sorted((DEMO / "adapters").iterdir())],
@@ -117,21 +136,38 @@ def _option(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     shown = None if field.is_required() or field.default in (None, []) else str(field.default)
     annotation: Any = Annotated[
         kind if field.is_required() else kind | None,
-        typer.Option(*flags, help=field.description, show_default=shown or False, rich_help_panel=panel),
+        typer.Option(*flags, help=_help(field), show_default=shown or False, rich_help_panel=panel),
     ]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+def _help(field: FieldInfo) -> str | None:
+    return next((entry.description for entry in field.metadata if isinstance(entry, Option)), field.description)
+
+
 def _plain_type(annotation: Any) -> Any:
     """Returns a type that typer understands. `int | None` becomes int, Annotated its inner type, a source str, and a
-    list list[float] or list[str]."""
+    list or tuple list[float] or list[str]."""
     if typing.get_origin(annotation) is Annotated:
         return _plain_type(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _plain_type(next(member for member in typing.get_args(annotation) if member is not type(None)))
-    if typing.get_origin(annotation) is list:
+    if typing.get_origin(annotation) in (list, tuple):
         return list[float] if typing.get_args(annotation)[0] is float else list[str]
     return str if annotation in (S3Config, HTTPConfig, HubConfig) else annotation
+
+
+def _names_in_order() -> Iterator[str]:
+    """Yields the names of the options as the help shows them."""
+    inherited = {*options_of(EngineOptions), *options_of(LoRAOptions)}
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    place = ""
+    for name in AppArgs.model_fields:
+        if name in inherited:
+            place = SHOWN_BEFORE.get(name, place)
+            groups[place].append(name)
+        else:
+            yield from (*groups[name], name)
 
 
 def _with_options(function: Any) -> Any:
@@ -139,9 +175,9 @@ def _with_options(function: Any) -> Any:
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     panel = ""
     options = []
-    for name, field in AppArgs.model_fields.items():
+    for name in _names_in_order():
         panel = PANELS.get(name, panel)
-        options.append(_option(name, field, panel))
+        options.append(_option(name, AppArgs.model_fields[name], panel))
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*options, *own)]
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

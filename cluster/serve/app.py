@@ -4,6 +4,7 @@
 
 import dataclasses
 import logging
+import os
 import uuid
 from typing import Any
 
@@ -13,7 +14,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.config import AppArgs, with_keys
 from lorafleet.cluster.proxy import ingress
 from lorafleet.cluster.proxy.exposure import check_exposure, check_tls
 from lorafleet.cluster.routing.router import AdapterRouter, AffinityRouter
@@ -35,6 +36,7 @@ logger = logging.getLogger("lorafleet.cluster")
 
 def build(args: AppArgs) -> Application:
     """Builds the replicas of one base model and, with direct streaming, the router in front of them."""
+    args = with_keys(args, os.environ)
     options = ingress.http_options()
     if options is not None and options.host is not None:
         check_exposure(options.host, args)

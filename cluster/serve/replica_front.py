@@ -11,9 +11,10 @@ from lorafleet.api.front import Front, FrontConfig, read_generation_defaults
 from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.request.pooling import read_pooling
 from lorafleet.api.text.tokenizer import Tokenizer
-from lorafleet.cluster.config import AppArgs, check_otel
+from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
 from lorafleet.cluster.serve.client_metrics import ClientMetrics
+from lorafleet.cluster.serve.start_checks import check_otel
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.transport import EngineClient
 from lorafleet.resolvers.filesystem import FilesystemResolver

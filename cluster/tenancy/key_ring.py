@@ -30,6 +30,7 @@ from lorafleet.cluster.tenancy.key_file import (
     parse,
     read,
 )
+from lorafleet.cluster.tenancy.key_source import is_key_text
 from lorafleet.protocol.errors import ConfigError
 
 POLL_S = 0.5
@@ -37,11 +38,6 @@ POLL_S = 0.5
 _Signature = tuple[int, int, int, int]
 
 logger = logging.getLogger("lorafleet.cluster")
-
-
-def is_key_text(source: str) -> bool:
-    """Returns whether this is the content of a file of keys, not a path."""
-    return source.lstrip().startswith(("{", "keys:", "tenants:"))
 
 
 class KeyRing(Collector):

@@ -1,8 +1,15 @@
-import pytest
+from pathlib import Path
+from typing import Any
 
-from lorafleet.cluster.cli.cli import spread_values
-from lorafleet.cluster.config import LoRAModule, parse_args
+import pytest
+import typer
+
+from lorafleet.cluster.cli.cli import app, spread_values
+from lorafleet.cluster.config import AppArgs, LoRAModule, keys_from, parse_args, with_keys
+from lorafleet.protocol.engine_config import EngineConfig, EngineOptions
 from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
+from lorafleet.protocol.options import options_of
 from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config, SourcesConfig
 
 
@@ -13,6 +20,37 @@ def test_the_engine_and_lora_settings_arrive_by_name() -> None:
     assert config.lora is not None
     assert (config.max_num_seqs, config.lora.max_loras, config.lora.lora_dtype) == (7, 3, "float32")
     assert (config.kv_cache_dtype, config.quantization) == ("fp8", "nf4")
+
+
+def test_a_server_has_the_defaults_of_its_engine_except_that_its_queues_are_bounded() -> None:
+    queues = {"max_queued_requests": 512, "max_queued_tokens": 2_000_000}
+    assert parse_args({"model": "m"}).engine_config() == EngineConfig("m", lora=LoRAConfig(), **queues)
+
+
+def test_the_schema_has_the_descriptions_of_the_engines_and_adapters_options() -> None:
+    properties = AppArgs.model_json_schema()["properties"]
+    for kind in (EngineOptions, LoRAOptions):
+        for name, option in options_of(kind).items():
+            assert properties[name]["description"] == option.description
+
+
+def test_keys_come_from_the_environment_unless_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"LORAFLEET_ADMIN_KEY": "of-the-environment", "LORAFLEET_API_KEYS": "keys.yaml", "HOME": "/"}
+    keys = {"admin_key": "of-the-environment", "api_keys": "keys.yaml"}
+    assert keys_from(environment) == keys
+    args = with_keys(parse_args({"model": "m", "num_replicas": 2}), environment)
+    assert (args.admin_key, args.api_keys, args.num_replicas) == (
+        "of-the-environment",
+        str(Path("keys.yaml").absolute()),
+        2,
+    )
+    assert "of-the-environment" not in repr(args)
+    given = with_keys(parse_args({"model": "m", "admin_key": "of-the-file", "api_keys": None}), environment)
+    assert (given.admin_key, given.api_keys) == ("of-the-file", None)
+    with pytest.raises(ConfigError, match="admin_key"):
+        with_keys(args=parse_args({"model": "m"}), environment={"LORAFLEET_ADMIN_KEY": "short"})
+    monkeypatch.setenv("LORAFLEET_ADMIN_KEY", "of-the-environment")
+    assert parse_args({"model": "m"}).admin_key is None
 
 
 def test_the_bounds_of_the_queue_arrive_where_they_are_kept() -> None:
@@ -107,6 +145,11 @@ def test_resolvers_are_asked_in_the_order_given() -> None:
     assert parse_args(given).resolver_order == ["filesystem", "s3", "hub"]
     ordered = parse_args(given | {"lora_resolvers": ["hub", "plugin", "filesystem"]})
     assert ordered.resolver_order == ["s3", "hub", "plugin", "filesystem"]
+
+
+def test_every_option_has_a_flag() -> None:
+    command: Any = typer.main.get_command(app)
+    assert {param.name for param in command.commands["serve"].params} >= set(AppArgs.model_fields)
 
 
 def test_several_values_may_follow_one_flag() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol.engine_config import EngineOptions
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, InvalidRequest
+from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.step import planner
 from lorafleet.workers.step.step_runner import StepLogits
@@ -26,6 +30,15 @@ def llm(fleet):
 @pytest.fixture
 def qv(fleet) -> LoRARequest:
     return LoRARequest("qv", 1, str(fleet("llama3").adapters["qv"]))
+
+
+def test_the_parameters_are_the_options_of_an_engine_and_of_adapters():
+    parameters = inspect.signature(LLM).parameters
+    for kind in (EngineOptions, LoRAOptions):
+        for option in dataclasses.fields(kind):
+            default = inspect.Parameter.empty if option.default is dataclasses.MISSING else option.default
+            assert parameters[option.name].default == default
+    assert [name for name, one in parameters.items() if one.kind is not inspect.Parameter.KEYWORD_ONLY] == ["model"]
 
 
 def test_one_text_or_many_with_one_result_each(llm):
@@ -113,6 +126,10 @@ def test_mistakes_are_named_before_anything_runs(llm, fleet):
         SamplingParams(tempratur=1)
     with pytest.raises(ConfigError, match="max_loras has no effect without enable_lora"):
         LLM(str(fleet("llama3").base), max_loras=2)
+    with pytest.raises(ConfigError, match="max_lora_rank is given beside lora_config"):
+        LLM(str(fleet("llama3").base), enable_lora=True, lora_config=LoRAConfig(), max_lora_rank=8)
+    with pytest.raises(TypeError, match="max_num_seq"):
+        LLM(str(fleet("llama3").base), max_num_seq=2)
     without = LLM(str(fleet("llama3").base), kv_cache_tokens=512)
     with pytest.raises(InvalidRequest, match="without LoRA"):
         without.generate(TEXT, SamplingParams(), LoRARequest("x", 1, "/nowhere"))

@@ -14,7 +14,8 @@ from lorafleet.api.front import Front
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.telemetry.traced import ROUTED_HEADER
 from lorafleet.api.telemetry.tracing import Tracing
-from lorafleet.cluster.config import AppArgs, check_otel
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.serve.start_checks import check_otel
 from lorafleet.protocol.errors import ConfigError
 from otlp_receiver import Receiver, receiver
 

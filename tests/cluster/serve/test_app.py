@@ -10,6 +10,7 @@ from lorafleet.cluster.config import parse_args
 from lorafleet.protocol.errors import ConfigError
 from tests.cluster.checking import ray_schemas  # noqa: F401  # before its module can warn
 
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary  # isort: skip
 from lorafleet.cluster.serve import app  # isort: skip
 
 
@@ -44,3 +45,12 @@ def test_too_few_gpus_are_refused_where_the_cpu_would_have_been_an_answer(monkey
     monkeypatch.setattr(app, "node_gpus", lambda: [1])
     with pytest.raises(ConfigError, match="needs 3 GPUs"):
         app._device(parse_args({"model": "m", "device": "auto", "num_replicas": 3}))
+
+
+def test_the_builder_that_serve_calls_takes_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app, "node_gpus", lambda: [0])
+    monkeypatch.setattr(app.ingress, "http_options", lambda: None)
+    monkeypatch.setenv("LORAFLEET_ADMIN_KEY", "of-the-environment")
+    built = call_user_app_builder_with_args_if_necessary(app.build, {"model": "m", "max_loras": 3, "tp": 1})
+    args, config, _ = built._bound_deployment.init_args
+    assert (args.admin_key, args.max_loras, config.lora.max_loras, config.device) == ("of-the-environment", 3, 3, "cpu")
