@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from lorafleet.api.front import Front, ServedModel
 from lorafleet.api.request.request_bodies import (
     AllowedToolChoice,
     ChatRequest,
@@ -22,6 +21,8 @@ from lorafleet.api.request.request_bodies import (
     NamedToolChoice,
     Tool,
 )
+from lorafleet.api.served_model import ServedModel
+from lorafleet.api.text_service import TextService
 from lorafleet.api.tool_calls.call_grammar import Offer
 from lorafleet.api.tool_calls.forced import NamedCallParser, RequiredCallsParser, calls_schema
 from lorafleet.api.tool_calls.formatted import FormattedParser, may_open_like
@@ -110,7 +111,7 @@ def delta_of(event: Event) -> dict[str, object]:
     return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
 
 
-def read_tools(front: Front, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
+def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
     """Reads the tools of a request. `text` is the format of answers that are not calls. Raises InvalidRequest."""
     tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, AllowedToolChoice):
@@ -127,7 +128,7 @@ def read_tools(front: Front, model: ServedModel, body: ChatRequest, text: Struct
         raise InvalidRequest(f"`tools` names {most!r} twice; give each function its own name.", "tools")
     if choice == "none":
         return ToolUse(text)
-    if not front.shows_tools(model):
+    if not texts.shows_tools(model):
         raise InvalidRequest(
             "This model's chat template shows it no tools; start the server with a --chat-template that does, or send "
             "no `tools`.",
@@ -147,7 +148,7 @@ def read_tools(front: Front, model: ServedModel, body: ChatRequest, text: Struct
         schema = calls_schema({one.name: _parameters(one) for one in functions}, parallel=parallel)
         forced = structured_spec.json_schema(schema, "tools", any_whitespace=False)
         return ToolUse(forced, shown, lambda _: RequiredCallsParser(Calls(names, eager=True)), parallel)
-    return _chosen(front.tool_format(model), functions, model, shown, parallel, text)
+    return _chosen(texts.tool_format(model), functions, model, shown, parallel, text)
 
 
 def _allowed(tools: list[Tool], choice: AllowedToolChoice) -> list[Tool]:

@@ -14,7 +14,7 @@ from lorafleet.api.access.body_budget import HeldBody, set_body
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
 from lorafleet.api.access.long_work import run_by_size
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.bounds import OVER_BOUND
 from lorafleet.api.request.fields import Tolerant, without_no_ops
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
@@ -25,18 +25,18 @@ JSON = "application/json"
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_body(front: Front, request: Request, model: type[Body]) -> Body:
+async def read_body(state: AppState, request: Request, model: type[Body]) -> Body:
     """Reads and checks the body of a request.
 
     Raises BodyTooLarge, QueueFull or Overloaded before more bytes than their limits are in memory, and other
     InvalidRequest errors.
     """
     _check_content_type(request)
-    held = HeldBody(front.body_budget, caller_of(request))
+    held = HeldBody(state.body_budget, caller_of(request))
     set_body(request.scope, held)
     add_admission(request.scope, held)
-    raw = await _read_bytes(request, front.config.max_body_bytes, held)
-    return await run_by_size(front, request, lambda: parse_object(parse_json(raw), model))
+    raw = await _read_bytes(request, state.config.max_body_bytes, held)
+    return await run_by_size(state.long_work, request, lambda: parse_object(parse_json(raw), model))
 
 
 def parse_query(request: Request, model: type[Body]) -> Body:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from lorafleet.api.access.caller import Needed
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.openapi import openapi
 
 _PAGE = Path(__file__).with_name("docs.html")
@@ -31,11 +31,11 @@ def docs_routes(routes: Routes) -> list[tuple[str, str, Needed, Any]]:
     def document() -> bytes:
         return msgspec.json.encode(openapi(routes))
 
-    async def show_openapi(_: Front, __: Request) -> Response:
+    async def show_openapi(_: AppState, __: Request) -> Response:
         return Response(document(), media_type="application/json")
 
     return [("GET", "/openapi.json", "open", show_openapi), ("GET", "/docs", "open", show_docs)]
 
 
-async def show_docs(_: Front, __: Request) -> Response:
+async def show_docs(_: AppState, __: Request) -> Response:
     return HTMLResponse(_PAGE.read_bytes(), headers=_ONLY_ITS_OWN)

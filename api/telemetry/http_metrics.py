@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from lorafleet.api.telemetry.adapter_labels import MAX_LABELS, OTHER, AdapterLabels
 from lorafleet.api.telemetry.engine_metrics import collect_engine
 from lorafleet.protocol.histogram import Bounds, Histogram, buckets, distribution_of
+from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import AdapterMove, EngineStats, FinishReason
 
 NO_MODEL = ""  # The request named no model, or one that does not exist.
@@ -87,8 +88,10 @@ def label_of_request(scope: MutableMapping[str, Any]) -> str:
 
 
 class Stopwatch:
-    """The times of one sequence, in seconds of time.perf_counter. From the first token on, it has the adapter's tier
-    and rank."""
+    """The times of one sequence, in seconds of time.perf_counter(), and its adapter's tier and rank.
+
+    sequence_observer.py fills it in: all but `started` is known from the first token on.
+    """
 
     __slots__ = ("first", "gaps", "last", "lora_rank", "started", "tier")
 
@@ -99,15 +102,6 @@ class Stopwatch:
         self.gaps: list[float] = []
         self.lora_rank = 0
         self.tier = ""
-
-    def tick(self) -> None:
-        """Records that some tokens have arrived."""
-        now = time.perf_counter()
-        if self.first is None:
-            self.first = now - self.started
-        else:
-            self.gaps.append(now - self.last)
-        self.last = now
 
 
 def text_of(metrics: Sequence[Metric]) -> bytes:
@@ -173,6 +167,14 @@ class Metrics:
         self._ranks: dict[int, _OfRank] = {0: _OfRank()}  # by rank_class
         self._moves = {move: Histogram(_MOVE_S) for move in _MOVES}
         self._load_failures: Counter[str] = Counter()  # by error
+
+    def label(self, lora: LoRARequest | None) -> str:
+        """Returns the label of a model. None is the base model."""
+        return self._base if lora is None else self.adapters.label(lora.lora_name)
+
+    def count_model(self, lora: LoRARequest | None) -> str:
+        """Counts one more sequence of a model and returns its label."""
+        return self._base if lora is None else self.adapters.count(lora.lora_name)
 
     def count_request(self, endpoint: str, model: str, status: int) -> None:
         self._of(model).requests[endpoint, str(status)] += 1

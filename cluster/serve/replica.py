@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from ray import serve
 
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.text.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ class EngineReplica:
         self._engine: EngineClient | None = None
         self._checking: CheckingEngine | None = None
         self._adapter_store = AdapterStore(args.sources)
-        self._front: Front | None = None
+        self._front: AppState | None = None
         self._admin: AdapterAdmin | None = None
         self._tracing: Tracing | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,7 +139,7 @@ class EngineReplica:
 
     async def render_metrics(self) -> bytes:
         """Returns the metrics of this replica alone. Other replicas call it."""
-        return await self._front.metrics.render() if self._front is not None else b""
+        return await self._front.telemetry.metrics.render() if self._front is not None else b""
 
     async def _scrape(self) -> bytes:
         return await scrape_all(self._replicas(), self.render_metrics, self._render_directory)
@@ -225,12 +225,12 @@ class EngineReplica:
         routes = routes_beside(admin, console, self._start_quality(self._front, store))
         return build_api(lambda: self._front, routes, self._tracing, self._args.allowed_origins)
 
-    def _start_quality(self, front: Front, store: Store) -> QualityApi | None:
+    def _start_quality(self, front: AppState, store: Store) -> QualityApi | None:
         if self._args.quality_probes is None:
             return None
         probes = read_probes(self._args.quality_probes)
         monitor = QualityMonitor(front, probes, QualityBook(store), self._take_quality_turn)
-        front.metrics.add(QualityMetrics(monitor))
+        front.telemetry.metrics.add(QualityMetrics(monitor))
         self._keep(monitor.keep_running())
         return QualityApi(monitor)
 

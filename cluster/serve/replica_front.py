@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lorafleet.api.access.origins import Origins
-from lorafleet.api.front import Front, FrontConfig, read_generation_defaults
+from lorafleet.api.app_state import AppState, make_state
+from lorafleet.api.front_config import FrontConfig, read_generation_defaults
 from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.request.pooling import read_pooling
 from lorafleet.api.text.tokenizer import Tokenizer
@@ -36,28 +37,23 @@ def make_front(
     resolver: LoRAResolverRegistry | None,
     scrape: Callable[[], Awaitable[bytes]],
     tenancy: Tenancy,
-) -> Front:
-    config, fetched_since = front_config(args, replica_id), store.metrics.fetched_since
-    front = Front(
-        config,
+) -> AppState:
+    front = make_state(
+        front_config(args, replica_id),
         tokenizer,
         engine,
         catalog,
-        scrape,
-        fetched_since,
+        tenancy.access,
         languages,
-        gate=tenancy.gate,
-        quotas=tenancy.quotas,
-        tenants=tenancy.keys,
-        meter=tenancy.usage,
-        audit=tenancy.audit,
+        scrape,
+        store.metrics.fetched_since,
     )
     for collector in tenancy.collectors:
-        front.metrics.add(collector)
-    front.metrics.add(store.metrics)
-    front.metrics.add(ClientMetrics(engine))
+        front.telemetry.metrics.add(collector)
+    front.telemetry.metrics.add(store.metrics)
+    front.telemetry.metrics.add(ClientMetrics(engine))
     if resolver is not None:
-        front.metrics.add(resolver.metrics)
+        front.telemetry.metrics.add(resolver.metrics)
     return front
 
 
