@@ -16,7 +16,7 @@ from lorafleet.protocol.messages import TokenizerFile
 
 
 class TextService:
-    """What requests need to turn text into tokens that a model can read.
+    """Turns the texts of requests into tokens that their models can read, and back.
 
     Args:
         tokenizer: The base model's own.

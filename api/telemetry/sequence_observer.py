@@ -42,7 +42,7 @@ class SequenceObserver:
         self._is_published = False
 
     def sent(self) -> None:
-        """Starts the clock. The sequence goes to the engine now."""
+        """Starts the clock, because the sequence goes to the engine now."""
         self.record.watch = Stopwatch()
         self.record.sent_s = time.monotonic()
 
@@ -71,7 +71,11 @@ class SequenceObserver:
         self.ended("error", num_tokens)
 
     def ended(self, reason: FinishReason, num_tokens: int) -> None:
-        """Publishes the record. Only the first call has an effect; `num_tokens` is the length of the answer."""
+        """Publishes the record of a sequence that ended for any reason. Only the first call has an effect.
+
+        Args:
+            num_tokens: The length of the answer.
+        """
         if self._is_published:
             return
         self._is_published = True
