@@ -40,7 +40,6 @@ LARGE_CLASSES = {
     "Administration": 485,
     "AppArgs": 350,  # A declaration of options.
     "Engine": 405,
-    "EngineReplica": 255,
     "LoRAModelManager": 295,
     "Scheduler": 340,
     "WorkerLoRAManager": 355,

@@ -15,6 +15,8 @@ from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.cluster.config import AppArgs, check_otel
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
 from lorafleet.cluster.serve.client_metrics import ClientMetrics
+from lorafleet.cluster.serve.state_folder import state_folder
+from lorafleet.cluster.tenancy.quota_client import Admit
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.transport import EngineClient
 from lorafleet.resolvers.filesystem import FilesystemResolver
@@ -38,7 +40,7 @@ def make_front(
     scrape: Callable[[], Awaitable[bytes]],
     tenancy: Tenancy,
 ) -> AppState:
-    front = make_state(
+    state = make_state(
         front_config(args, replica_id),
         tokenizer,
         engine,
@@ -48,13 +50,31 @@ def make_front(
         scrape,
         store.metrics.fetched_since,
     )
+    metrics = state.telemetry.metrics
     for collector in tenancy.collectors:
-        front.telemetry.metrics.add(collector)
-    front.telemetry.metrics.add(store.metrics)
-    front.telemetry.metrics.add(ClientMetrics(engine))
+        metrics.add(collector)
+    metrics.add(store.metrics)
+    metrics.add(ClientMetrics(engine))
     if resolver is not None:
-        front.telemetry.metrics.add(resolver.metrics)
-    return front
+        metrics.add(resolver.metrics)
+    return state
+
+
+def make_tenancy(args: AppArgs, replica_id: str, admit: Admit) -> Tenancy:
+    """Builds what depends on keys. With keys, usage and administration are logged even if no folder is configured."""
+    usage, audit = args.usage_dir, args.audit_dir
+    if usage is None and args.api_keys is not None:
+        usage = str(state_folder() / "usage")
+    if audit is None and (args.api_keys is not None or args.admin_key is not None):
+        audit = str(state_folder() / "audit")
+    return Tenancy(
+        args.admin_key,
+        args.api_keys,
+        None if usage is None else Path(usage),
+        None if audit is None else Path(audit),
+        replica_id,
+        admit,
+    )
 
 
 def start_tracing(args: AppArgs, replica_id: str) -> Tracing | None:
