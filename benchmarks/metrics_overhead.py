@@ -76,7 +76,7 @@ def of_the_worker(batch: int) -> dict[str, float]:
         "batch": batch,
         "decode_us": cpu_us(lambda: metrics.ended(decode.shape, time.perf_counter()), 20_000),
         "mixed_us": cpu_us(lambda: metrics.ended(mixed.shape, time.perf_counter()), 20_000),
-        "report_us": cpu_us(lambda: encode(EngineStats(steps=metrics.told([]))), 2000),
+        "report_us": cpu_us(lambda: encode(EngineStats(steps=metrics.stats([]))), 2000),
     }
     step_ms = H200_STEP_MS.get(batch)
     if step_ms is not None:

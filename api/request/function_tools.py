@@ -145,14 +145,14 @@ def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: 
     if isinstance(choice, NamedToolChoice):
         return _named(functions, choice.function.name, shown)
     if choice == "required":
-        schema = calls_schema({one.name: _parameters(one) for one in functions}, parallel=parallel)
+        schema = calls_schema({function.name: _parameters(function) for function in functions}, parallel=parallel)
         forced = structured_spec.json_schema(schema, "tools", any_whitespace=False)
         return ToolUse(forced, shown, lambda _: RequiredCallsParser(Calls(names, eager=True)), parallel)
     return _chosen(texts.tool_format(model), functions, model, shown, parallel, text)
 
 
 def _allowed(tools: list[Tool], choice: AllowedToolChoice) -> list[Tool]:
-    names = {one.function.name for one in choice.allowed_tools.tools}
+    names = {tool.function.name for tool in choice.allowed_tools.tools}
     unknown = names - {tool.function.name for tool in tools}
     if unknown:
         raise InvalidRequest(f"`tool_choice` allows {min(unknown)!r}, which is none of `tools`.", "tool_choice")
@@ -177,11 +177,11 @@ def _chosen(
     special = model.tokenizer.special_texts
     answer = None
     if text is not None or any(function.strict for function in functions):
-        offered = {one.name: _parameters(one) if one.strict else ANY_ARGUMENTS for one in functions}
+        offered = {function.name: _parameters(function) if function.strict else ANY_ARGUMENTS for function in functions}
         answer = _constraint(known, Offer(offered, special, parallel, text))
 
     def parser(eager: bool) -> ToolCallParser:
-        calls = known.make(Calls([one.name for one in functions], eager=eager, new_id=known.new_id))
+        calls = known.make(Calls([function.name for function in functions], eager=eager, new_id=known.new_id))
         return calls if text is None else FormattedParser(known.openings, calls)
 
     return ToolUse(answer, shown, parser, parallel, known.marker in special)

@@ -125,8 +125,8 @@ def parse_object(body: dict[str, object], model: type[Body], where: str = "") ->
 def _invalid(error: ValidationError, where: str, body: dict[str, object]) -> InvalidRequest:
     """Returns the deepest fault of the first faulty field. In a union, its member is the one that the client meant."""
     faults = error.errors(include_url=False)
-    faults = [one for one in faults if one["loc"][:1] == faults[0]["loc"][:1]]
-    paths = [_path(one["loc"], body, one["type"] == "missing") for one in faults]
+    faults = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
+    paths = [_path(fault["loc"], body, fault["type"] == "missing") for fault in faults]
     path = max(paths, key=len)
     fault = faults[paths.index(path)]
     param = where + ".".join(cut(str(part)) for part in path)
@@ -134,8 +134,8 @@ def _invalid(error: ValidationError, where: str, body: dict[str, object]) -> Inv
         return InvalidRequest(f"`{param}` is no field of this request; remove it.", param)
     if fault["type"] == "missing":
         return InvalidRequest(f"`{param}` is missing.", param)
-    here = [one for one, its in zip(faults, paths, strict=True) if its == path and one["type"] != "missing"]
-    wishes = [_wish(one) for one in here if one["type"] == OVER_BOUND] or [_wish(one) for one in here]
+    here = [fault for fault, its in zip(faults, paths, strict=True) if its == path and fault["type"] != "missing"]
+    wishes = [_wish(fault) for fault in here if fault["type"] == OVER_BOUND] or [_wish(fault) for fault in here]
     return InvalidRequest(f"`{param or 'The body'}` {' or '.join(dict.fromkeys(wishes))}.", param or None)
 
 

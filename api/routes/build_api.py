@@ -156,11 +156,13 @@ class CountRequests:
             return
         status = CLIENT_LEFT
 
-        async def noting_status(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = meant_status(message)
-                headers = {name: value for one in admissions_of(scope) for name, value in one.headers.items()}
+                headers = {
+                    name: value for admission in admissions_of(scope) for name, value in admission.headers.items()
+                }
                 given = [name for name, _ in message["headers"]]  # Headers that a rejection has set.
                 more = [(n.encode(), v.encode()) for n, v in headers.items() if n.encode() not in given]
                 message = {**message, "headers": [*message["headers"], *more]}
@@ -169,7 +171,7 @@ class CountRequests:
             await send(message)
 
         try:
-            await self._app(scope, receive, noting_status)
+            await self._app(scope, receive, record_status)
         except ClientDisconnect:
             pass
         except Exception as error:
@@ -178,7 +180,7 @@ class CountRequests:
                 state.telemetry.failures.record(error)
             if status != CLIENT_LEFT:
                 raise  # The answer has begun, so only a broken connection can tell the client.
-            await internal_error_response()(scope, receive, noting_status)
+            await internal_error_response()(scope, receive, record_status)
         finally:
             for admission in admissions_of(scope):
                 admission.end()

@@ -95,12 +95,12 @@ class _Answer:
     async def whole(self) -> Response:
         answers = await collect(self.samples)
         choices = [_Choice(self, sample) for sample in self.samples]
-        num_values = sum(one.count_values(delta, first=True) for one, delta in zip(choices, answers, strict=True))
+        num_values = sum(choice.count_values(delta, first=True) for choice, delta in zip(choices, answers, strict=True))
         write = partial(self._write_whole, choices, answers)
         return await run_by_count(self.threads, self.samples[0].model, num_values, write)
 
     def _write_whole(self, opened: list[_Choice], answers: list[Delta]) -> Response:
-        choices = [one.choice(delta, first=True) for one, delta in zip(opened, answers, strict=True)]
+        choices = [choice.choice(delta, first=True) for choice, delta in zip(opened, answers, strict=True)]
         content = {**self.envelope.whole(self.samples), "choices": choices, "usage": usage_of(self.samples)}
         return json_response(content, fallback_headers(self.samples))
 

@@ -75,11 +75,11 @@ async def generate(state: AppState, request: Request) -> Response:
     async with deadline.while_finding_models(trace_of(request)):
         models = await _read_models(state, request, body, sampling)
     prompts = [
-        await read_prompt(state.texts, model, one, add_special_tokens=True, param=param)
-        for model, one in zip(models, given, strict=True)
+        await read_prompt(state.texts, model, prompt, add_special_tokens=True, param=param)
+        for model, prompt in zip(models, given, strict=True)
     ]
     label_request(request.scope, state.telemetry.metrics.label(models[0].lora))
-    tasks = [_make_task(state, body, *one) for one in zip(prompts, models, sampling, strict=True)]
+    tasks = [_make_task(state, body, *parts) for parts in zip(prompts, models, sampling, strict=True)]
     rids = _read_rids(request, body, len(prompts))
     samples = await make_samples(state, request, rids[0], tasks, deadline)
     ids = [rid for rid, task in zip(rids, tasks, strict=True) for _ in range(task.params.n)]
@@ -136,7 +136,7 @@ def _listed_prompts(body: SGLangRequest) -> tuple[str, list[object], bool]:
 
 def _read_sampling(body: SGLangRequest, num_prompts: int) -> list[SGLangSampling]:
     given = _per_prompt(body.sampling_params, num_prompts, "sampling_params")
-    return [_read_one_sampling(one) for one in given]
+    return [_read_one_sampling(entry) for entry in given]
 
 
 def _read_one_sampling(given: object) -> SGLangSampling:
@@ -155,18 +155,18 @@ async def _read_models(
 ) -> list[ServedModel]:
     """Returns the model of each prompt: `lora_path` in either place, else `model`, else the base model."""
     outer = _per_prompt(body.lora_path, len(sampling), "lora_path")
-    inner = [_one_of(one.lora_path, i, len(sampling)) for i, one in enumerate(sampling)]
+    inner = [_one_of(params.lora_path, i, len(sampling)) for i, params in enumerate(sampling)]
     rids = _per_prompt(body.rid, len(sampling), "rid")
     models: dict[tuple[str | None, str | None], ServedModel] = {}
     asked: list[tuple[str | None, str | None]] = []
-    for out, within, rid, one in zip(outer, inner, rids, sampling, strict=True):
+    for out, within, rid, params in zip(outer, inner, rids, sampling, strict=True):
         name = _read_name(out, within)
-        key = draw_key(request, rid if isinstance(rid, str) else None, one.sampling_seed)
+        key = draw_key(request, rid if isinstance(rid, str) else None, params.sampling_seed)
         asked.append((body.model if name is None else name, key))
     for name, key in asked:
         if (name, key) not in models:
             models[name, key] = await state.models.find(caller_of(request), name, key)
-    return [models[one] for one in asked]
+    return [models[name_and_key] for name_and_key in asked]
 
 
 def _read_name(outer: object, inner: object) -> str | None:
@@ -199,11 +199,13 @@ def _read_rids(request: Request, body: SGLangRequest, num_prompts: int) -> list[
     return [request_id(request, "", rid) for rid in rids]
 
 
-def _make_task(state: AppState, body: SGLangRequest, prompt: Prompt, model: ServedModel, one: SGLangSampling) -> Task:
-    scoring = one.max_new_tokens == 0
-    asked = 1 if scoring else one.max_new_tokens
+def _make_task(
+    state: AppState, body: SGLangRequest, prompt: Prompt, model: ServedModel, sampling: SGLangSampling
+) -> Task:
+    scoring = sampling.max_new_tokens == 0
+    asked = 1 if scoring else sampling.max_new_tokens
     fit = fit_max_tokens(state.texts, len(prompt.token_ids), asked, DEFAULT_MAX_NEW_TOKENS, "max_new_tokens")
-    return Task(prompt, model, fitted(_params_of(state, model, body, one, asked), fit), scoring)
+    return Task(prompt, model, fitted(_params_of(state, model, body, sampling, asked), fit), scoring)
 
 
 def _params_of(

@@ -122,7 +122,7 @@ def _chat_choice(choice: ToolMode | ResponsesNamedChoice | ResponsesAllowedChoic
     if isinstance(choice, ResponsesNamedChoice):
         return {"type": "function", "function": {"name": choice.name}}
     if isinstance(choice, ResponsesAllowedChoice):
-        allowed = {"mode": choice.mode, "tools": [_chat_choice(one) for one in choice.tools]}
+        allowed = {"mode": choice.mode, "tools": [_chat_choice(tool) for tool in choice.tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice
 
@@ -196,7 +196,7 @@ class _Answer:
             async for delta in deltas:
                 text += delta.text
                 if delta.logprobs:
-                    self.items.note(logprob_entries(self.sample.model.tokenizer, delta.logprobs, as_ids=False))
+                    self.items.add_logprobs(logprob_entries(self.sample.model.tokenizer, delta.logprobs, as_ids=False))
                 if reader is None or eager:
                     found = [Text(delta.text)] if reader is None and delta.text else []
                     events: list[Event] = [*found, *(reader.push(delta.text) if reader is not None else [])]

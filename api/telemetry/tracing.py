@@ -102,14 +102,14 @@ class TraceRequests:
         set_trace(scope, trace)
         status = CLIENT_LEFT
 
-        async def noting_status(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, noting_status)
+            await self._app(scope, receive, record_status)
         finally:
             trace.end(endpoint_of(scope), status)
 
