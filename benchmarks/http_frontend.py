@@ -97,12 +97,13 @@ class InstantReplica:
         self._model = model
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        from lorafleet.api.front import Front, FrontConfig
+        from lorafleet.api.app_state import make_state
+        from lorafleet.api.front_config import FrontConfig
         from lorafleet.api.routes.build_api import build_api
         from lorafleet.api.text.tokenizer import Tokenizer
 
         config = FrontConfig(served_model_names=("base",), model_path=self._model)
-        front = Front(config, Tokenizer.from_folder(self._model), InstantEngine(), NoAdapters())
+        front = make_state(config, Tokenizer.from_folder(self._model), InstantEngine(), NoAdapters())
         return build_api(lambda: front)
 
 

@@ -16,13 +16,22 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from lorafleet.api.access.access import Access
+from lorafleet.api.answer.shared_run import SharedRun
 from lorafleet.api.telemetry.http_metrics import Metrics, Stopwatch, text_of
+from lorafleet.api.telemetry.recent import RecentFailures, RecentTraffic
+from lorafleet.api.telemetry.sequence_observer import SequenceObserver
+from lorafleet.api.telemetry.sequence_record import SequenceRecord
+from lorafleet.api.telemetry.telemetry import Telemetry
+from lorafleet.api.telemetry.traced import NO_TRACE
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
-from lorafleet.protocol.messages import AdapterMove, EngineStats
+from lorafleet.protocol.messages import AdapterMove, EngineStats, TokenOutput
 from lorafleet.protocol.step_metrics import StepMetrics
 from lorafleet.workers.attention.attention_backend import AttentionBatch
 from lorafleet.workers.device.step_plan import FIELDS, StepPlan
@@ -67,7 +76,7 @@ def of_the_worker(batch: int) -> dict[str, float]:
         "batch": batch,
         "decode_us": cpu_us(lambda: metrics.ended(decode.shape, time.perf_counter()), 20_000),
         "mixed_us": cpu_us(lambda: metrics.ended(mixed.shape, time.perf_counter()), 20_000),
-        "report_us": cpu_us(lambda: encode(EngineStats(steps=metrics.told([]))), 2000),
+        "report_us": cpu_us(lambda: encode(EngineStats(steps=metrics.stats([]))), 2000),
     }
     step_ms = H200_STEP_MS.get(batch)
     if step_ms is not None:
@@ -78,8 +87,11 @@ def of_the_worker(batch: int) -> dict[str, float]:
 
 def of_the_front() -> dict[str, float]:
     metrics = Metrics(EngineStats, "base", "r1")
-    watch = Stopwatch()
-    tick = cpu_us(watch.tick, 20_000)
+    model: Any = SimpleNamespace(lora=None, fetched=False, fallback_reason=None)
+    telemetry = Telemetry(metrics, RecentTraffic(), RecentFailures(), SharedRun(metrics.render))
+    observer = SequenceObserver(telemetry, Access(), NO_TRACE, "r", model, SequenceRecord(0, 100, counts_prompt=True))
+    output = TokenOutput(request_id="r", token_ids=[1])
+    tick = cpu_us(lambda: observer.received(output), 20_000)
 
     def sequence() -> None:
         """All but its tokens."""

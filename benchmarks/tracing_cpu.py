@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 import httpx
 
 from http_frontend import BODY, InstantEngine, NoAdapters
-from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.app_state import AppState, make_state
+from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.telemetry.tracing import Tracing
 from lorafleet.api.text.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ def collect(port: Connection) -> None:
         server.serve_forever()
 
 
-async def ms_a_request(front: Front, endpoint: str, ratio: float | None, num_requests: int) -> float:
+async def ms_a_request(front: AppState, endpoint: str, ratio: float | None, num_requests: int) -> float:
     tracing = None if ratio is None else Tracing(endpoint, ratio, "benchmark")
     api = build_api(lambda: front, (), tracing)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://localhost") as client:
@@ -68,7 +69,7 @@ def main() -> None:
     collector.start()
     endpoint = f"http://127.0.0.1:{told.recv()}/v1/traces"
     config = FrontConfig(served_model_names=("base",), model_path=options.model)
-    front = Front(config, Tokenizer.from_folder(options.model), InstantEngine(), NoAdapters())
+    front = make_state(config, Tokenizer.from_folder(options.model), InstantEngine(), NoAdapters())
     seen: dict[float | None, list[float]] = {ratio: [] for ratio in RATIOS}
     for _ in range(options.rounds):
         for ratio in RATIOS:

@@ -41,10 +41,10 @@ def mixed(loras: Sequence[LoRARequest], weights: Sequence[float] | None) -> LoRA
         MIX_WEIGHT.check("lora_weights", weight)
     parts = [LoRAPart(lora, float(weight)) for lora, weight in zip(loras, weights, strict=True)]
     parts.sort(key=lambda part: part.lora.digest)
-    for one, other in pairwise(parts):
-        if one.lora.digest == other.lora.digest:
+    for part, next_part in pairwise(parts):
+        if part.lora.digest == next_part.lora.digest:
             raise InvalidRequest(
-                f"`model` mixes {one.lora.lora_name!r} with {other.lora.lora_name!r}, which are the same adapter. "
+                f"`model` mixes {part.lora.lora_name!r} with {next_part.lora.lora_name!r}, which are the same adapter. "
                 "Name it once, with the sum of the weights.",
                 "model",
             )

@@ -44,7 +44,7 @@ class Histogram:
                 self._counts[i] += count
         self._total += other.total
 
-    def told(self) -> Distribution:
+    def distribution(self) -> Distribution:
         return Distribution(list(self._counts), self._total)
 
 
@@ -52,11 +52,11 @@ def distribution_of(values: Iterable[float], bounds: Bounds) -> Distribution:
     histogram = Histogram(bounds)
     for value in values:
         histogram.observe(value)
-    return histogram.told()
+    return histogram.distribution()
 
 
-def buckets(told: Distribution, bounds: Bounds) -> tuple[list[tuple[str, float]], float]:
+def buckets(distribution: Distribution, bounds: Bounds) -> tuple[list[tuple[str, float]], float]:
     """Returns what prometheus_client expects: each bound with the number of values up to it, and the sum of the
     values."""
-    counts = told.counts or [0] * (len(bounds) + 1)
-    return list(zip([*map(str, bounds), "+Inf"], map(float, accumulate(counts)), strict=True)), told.total
+    counts = distribution.counts or [0] * (len(bounds) + 1)
+    return list(zip([*map(str, bounds), "+Inf"], map(float, accumulate(counts)), strict=True)), distribution.total

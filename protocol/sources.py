@@ -128,7 +128,7 @@ def _check_limits(name: str, timeout_s: float, max_bytes: int) -> None:
 
 
 def _check_template(name: str, template: str, *schemes: str) -> None:
-    known = " and ".join(f"{{{one}}}" for one in PLACEHOLDERS)
+    known = " and ".join(f"{{{name}}}" for name in PLACEHOLDERS)
     if not template.startswith(schemes):
         raise ConfigError(f"lora_resolver_{name}: {template!r} must begin with {' or '.join(schemes)}.")
     try:

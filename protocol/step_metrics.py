@@ -61,11 +61,11 @@ class StepMetrics:
         self._adapter_tokens += shape.num_adapter_tokens
         self._adapter_steps += shape.num_adapter_tokens > 0
 
-    def told(self, on_gpu: list[GPUSteps]) -> StepStats:
+    def stats(self, on_gpu: list[GPUSteps]) -> StepStats:
         return StepStats(
-            seconds={kind: histogram.told() for kind, histogram in self._seconds.items()},
-            tokens=self._tokens.told(),
-            sequences=self._sequences.told(),
+            seconds={kind: histogram.distribution() for kind, histogram in self._seconds.items()},
+            tokens=self._tokens.distribution(),
+            sequences=self._sequences.distribution(),
             base_tokens=self._base_tokens,
             adapter_tokens=self._adapter_tokens,
             adapter_steps=self._adapter_steps,

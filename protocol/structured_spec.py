@@ -80,7 +80,7 @@ def closed(schema: object) -> object:
 
 def _closed(schema: object) -> object:
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     inner = {key: _closed(value) for key, value in schema.items()}
@@ -127,7 +127,7 @@ def regex(pattern: str, param: str) -> StructuredOutputs:
 
 def choice(choices: Sequence[str], param: str) -> StructuredOutputs:
     """Requires the answer to be exactly one of the texts."""
-    if not choices or not all(isinstance(one, str) and one for one in choices):
+    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise InvalidRequest(f"`{param}` must be a list of at least one text, none of them empty.", param)
     if len(choices) > MAX_CHOICES:
         raise InvalidRequest(f"`{param}` has {len(choices)} choices; at most {MAX_CHOICES}.", param)
@@ -191,7 +191,7 @@ def check_depth(value: object, param: str) -> None:
     """Raises InvalidRequest if the value is nested too deeply."""
     level: list[object] = [value]
     for _ in range(MAX_JSON_DEPTH):
-        level = [inner for one in level for inner in _inner(one)]
+        level = [inner for outer in level for inner in _inner(outer)]
         if not level:
             return
     raise InvalidRequest(f"`{param}` is nested deeper than {MAX_JSON_DEPTH} levels; use $defs and $ref.", param)

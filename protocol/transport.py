@@ -3,9 +3,8 @@
 The worker answers the client that it received from last, and a client announces itself first. A PAIR socket would not
 do: until it has noticed that one client has left, it rejects the next one and loses its messages.
 
-There is at most one message per step in each direction. The client collects requests and sends its next batch when
-the worker has acknowledged the last one. The worker acknowledges once per step. The messages are defined in
-protocol/messages.py.
+There is at most one message per step in each direction: batch_sender.py gathers what the client sends. The messages
+are defined in protocol/messages.py.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from lorafleet.protocol.batch_sender import BatchSender
 from lorafleet.protocol.errors import EngineDead, from_wire
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import (
@@ -36,12 +36,11 @@ from lorafleet.protocol.messages import (
     EngineStats,
     LoadAdapter,
     PinAdapter,
-    Sealed,
     StepBatch,
     TokenOutput,
     UnpinAdapter,
 )
-from lorafleet.protocol.output_stream import OutputStream
+from lorafleet.protocol.requests_in_flight import RequestsInFlight
 from lorafleet.protocol.sealing import seal
 
 HELLO = b""
@@ -118,7 +117,6 @@ class EngineClient:
 
     def __init__(self, address: str, hello: EngineHello, unacknowledged_s: float = UNACKNOWLEDGED_S) -> None:
         self.hello = hello
-        self._unacknowledged_limit_s = unacknowledged_s
         self.stats = EngineStats()
         self._stats_s = time.monotonic()
         self._context = zmq.asyncio.Context()
@@ -127,21 +125,12 @@ class EngineClient:
         self._socket.set_hwm(0)
         self._socket.connect(address)
         self._socket.send(HELLO)
-        self._encoder = msgspec.msgpack.Encoder()
+        # There is no high-water mark, so a message is queued at once and the send's future is done.
+        self._sender = BatchSender(self._socket.send, self.fail, unacknowledged_s)
         self._decoder = msgspec.msgpack.Decoder(StepBatch)
-        self._streams: dict[str, OutputStream] = {}
-        self.tokens_asked: Counter[str] = Counter()  # prompts and answers, by digest; its reader may clear it
-        self._in_flight: Counter[str] = Counter()  # by digest
-        self._drained: dict[str, asyncio.Event] = {}
+        self._in_flight = RequestsInFlight()
         self._calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
-        self._sequence = 0
         self._next_call = 0
-        self._gathering = ClientBatch(0)
-        self._unsent: dict[str, Sealed[str]] = {}  # requests of the batch in preparation, by id, in order
-        self._unacknowledged = False
-        self._sent_s = 0.0  # monotonic, of the last batch
-        self._num_late = 0  # messages sent long after that batch that do not acknowledge it
-        self._flush_planned = False
         self._dead: EngineDead | None = None
         self._moves_before: list[AdapterMove] = []  # before there was a listener
         self._on_adapter_move: Callable[[AdapterMove], None] = self._moves_before.append
@@ -162,12 +151,17 @@ class EngineClient:
     @property
     def num_streams(self) -> int:
         """The number of sequences whose last token has not arrived."""
-        return len(self._streams)
+        return len(self._in_flight.streams)
 
     @property
     def num_batches(self) -> int:
         """The number of batches that were sent."""
-        return self._sequence
+        return self._sender.num_sent
+
+    @property
+    def tokens_asked(self) -> Counter[str]:
+        """Tokens of the prompts and answers that have ended, by digest. Its reader may clear it."""
+        return self._in_flight.tokens_asked
 
     @property
     def stats_age_s(self) -> float:
@@ -188,12 +182,9 @@ class EngineClient:
         """
         self._check_alive()
         sealed = seal(request.request_id, request)
-        stream = self._streams[request.request_id] = OutputStream()
-        digest = request.lora.digest if request.lora is not None else ""
-        self._in_flight[digest] += 1
+        stream = self._in_flight.open(request)
         num_tokens = len(request.prompt_token_ids)
-        self._unsent[request.request_id] = sealed
-        self._plan_flush()
+        self._sender.add_request(sealed)
         finished = False
         try:
             while not finished:
@@ -202,15 +193,9 @@ class EngineClient:
                 num_tokens += len(output.token_ids)
                 yield output
         finally:
-            del self._streams[request.request_id]
-            if digest:
-                self.tokens_asked[digest] += num_tokens
-            self._in_flight[digest] -= 1
-            if not self._in_flight[digest]:
-                del self._in_flight[digest]
-                self._drained.pop(digest, asyncio.Event()).set()
+            self._in_flight.close(request, num_tokens)
             if not finished and not stream.has_failed:
-                self._abort(request.request_id)
+                self._sender.abort(request.request_id)
 
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
         """Reads and checks the adapter into the worker's CPU tier. Raises AdapterError with the cause."""
@@ -233,8 +218,7 @@ class EngineClient:
 
     async def drained(self, digest: str) -> None:
         """Waits until no request for the adapter is in flight."""
-        while digest in self._in_flight:
-            await self._drained.setdefault(digest, asyncio.Event()).wait()
+        await self._in_flight.drained(digest)
 
     def listen_to_moves(self, listener: Callable[[AdapterMove], None]) -> None:
         """Passes every adapter move to the listener, beginning with those that ended before this call."""
@@ -264,45 +248,11 @@ class EngineClient:
         sealed = seal(call.call_id, call)
         reply: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
         self._calls[call.call_id] = reply
-        self._gathering.adapter_calls.append(sealed)
-        self._plan_flush()
+        self._sender.add_call(sealed)
         try:
             return await reply
         finally:
             self._calls.pop(call.call_id, None)
-
-    def _abort(self, request_id: str) -> None:
-        if self._unsent.pop(request_id, None) is None and self._dead is None:
-            self._gathering.aborts.append(request_id)
-            self._plan_flush()
-
-    def _plan_flush(self) -> None:
-        """Schedules a flush at the end of the current loop iteration, so that requests that arrive together travel
-        together."""
-        if not self._unacknowledged and not self._flush_planned:
-            self._flush_planned = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_planned = False
-        batch = self._gathering
-        if self._dead is not None or not (self._unsent or batch.aborts or batch.adapter_calls):
-            return
-        try:
-            self._send(batch)
-        except Exception as error:
-            log.exception("a batch cannot be sent to the worker")
-            self.fail(f"a batch cannot be sent to the worker: {error!r}")
-
-    def _send(self, batch: ClientBatch) -> None:
-        batch.sequence = self._sequence + 1
-        batch.requests = list(self._unsent.values())
-        message = self._encoder.encode(batch)
-        # There is no high-water mark, so the send is queued at once and its future is done.
-        self._socket.send(message)
-        self._sequence += 1
-        self._gathering, self._unsent = ClientBatch(0), {}
-        self._unacknowledged, self._sent_s, self._num_late = True, time.monotonic(), 0
 
     async def _receive(self) -> None:
         """Receives batches until the connection ends. Then it ends every stream and call, so that no caller waits in
@@ -320,11 +270,10 @@ class EngineClient:
         if batch.stats is not None:
             self.stats, self._stats_s = batch.stats, time.monotonic()
             self._stats_came.set()
-        if batch.acknowledged == self._sequence:
-            self._unacknowledged = False
-            self._flush()
+        self._sender.acknowledge(batch.acknowledged)
+        streams = self._in_flight.streams
         for output in batch.outputs:
-            stream = self._streams.get(output.request_id)
+            stream = streams.get(output.request_id)
             if stream is not None:
                 stream.put(output)
         for move in batch.adapter_moves:
@@ -333,17 +282,7 @@ class EngineClient:
             self._answer(reply)
         if batch.fatal is not None:
             self.fail(batch.fatal)
-        self._check_acknowledged(batch)
-
-    def _check_acknowledged(self, batch: StepBatch) -> None:
-        """Fails if the worker does not acknowledge the last batch in time.
-
-        The worker reads all arrived messages before each step. So the second message that it sends long after a batch
-        was sent must acknowledge that batch; the first may end a step that began before.
-        """
-        self._num_late += self._unacknowledged and batch.sent_s - self._sent_s > self._unacknowledged_limit_s
-        if self._num_late >= 2:
-            self.fail(f"the worker has not read what it was sent {batch.sent_s - self._sent_s:.0f} s ago")
+        self._sender.check_acknowledged(batch.sent_s)
 
     def _answer(self, reply: AdapterReply) -> None:
         caller = self._calls.get(reply.call_id)
@@ -359,8 +298,8 @@ class EngineClient:
         if self._dead is not None:
             return
         self._dead = EngineDead(reason)
-        for stream in self._streams.values():
-            stream.fail(EngineDead(reason))
+        self._sender.stop()
+        self._in_flight.fail(reason)
         for caller in self._calls.values():
             if not caller.done():
                 caller.set_exception(EngineDead(reason))

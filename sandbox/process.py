@@ -87,8 +87,8 @@ class SandboxProcess:
     _process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        told = {"cpu_s": self.limits.cpu_s, "memory_bytes": self.limits.memory_bytes, **self.settings}
-        self._process, self._socket = start_program(self.command, told, self.pass_fds)
+        settings = {"cpu_s": self.limits.cpu_s, "memory_bytes": self.limits.memory_bytes, **self.settings}
+        self._process, self._socket = start_program(self.command, settings, self.pass_fds)
 
     def ask(self, message: bytes) -> bytearray:
         """Sends one job and waits for its answer. Raises SandboxEnded; the caller must then call end()."""

@@ -39,8 +39,6 @@ LARGE_CLASSES = {
     "AdapterDirectory": 500,
     "Administration": 485,
     "Engine": 405,
-    "EngineClient": 255,
-    "EngineReplica": 255,
     "LoRAModelManager": 295,
     "Scheduler": 340,
     "WorkerLoRAManager": 355,

@@ -222,7 +222,7 @@ class Engine:
             preemptions_total=self.scheduler.num_preemptions,
             refused_total=dict(self._admission.refused),
             steps_total=self._step_metrics.num_steps,
-            steps=self._step_metrics.told(self.runner.steps_on_gpu()),
+            steps=self._step_metrics.stats(self.runner.steps_on_gpu()),
             memory_bytes=self._memory(),
             lora_slots_total=len(slots.slots) if slots is not None else 0,
             lora_slots_used=sum(map(bool, resident)),

@@ -51,6 +51,16 @@ class Audit(Protocol):
         ...
 
 
+class NoAudit:
+    """The audit log of a server that writes none."""
+
+    async def acted(self, entry: Audited) -> None:
+        pass
+
+    async def refused(self, entry: Audited) -> None:
+        pass
+
+
 @dataclass(slots=True)
 class _Call:
     audit: Audit

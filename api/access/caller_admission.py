@@ -69,6 +69,22 @@ class Quotas(Protocol):
         ...
 
 
+class NoQuotas:
+    """The quotas of a server without keys: there are none."""
+
+    async def admit_request(self, caller: Caller, kind: Kind) -> None:
+        pass
+
+    async def admit_sequences(self, caller: Caller, num_sequences: int, num_prompt_tokens: int) -> None:
+        pass
+
+    def charge(self, caller: Caller, num_tokens: int) -> None:
+        pass
+
+    def charge_auxiliary(self, caller: Caller, num_tokens: int) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True)
 class _Entered:
     end: Callable[[], None]
@@ -104,8 +120,10 @@ class WorkBounds:
             del self._under_way[entry]
 
 
-def add_admission(scope: Scope, admission: CallerAdmission) -> None:
-    scope.setdefault(_ADMISSIONS, []).append(admission)
+def add_admission(scope: Scope, admission: CallerAdmission | None) -> None:
+    """Adds the admission to those that end with the request. None is the admission of a caller without limits."""
+    if admission is not None:
+        scope.setdefault(_ADMISSIONS, []).append(admission)
 
 
 async def give_back(scope: Scope, retry_id: str) -> None:

@@ -39,6 +39,16 @@ class UsageMeter(Protocol):
     def add(self, usage: TenantUsage) -> None: ...
 
 
+class NoMeter:
+    """The meter of a server that records no usage."""
+
+    def check_room(self) -> None:
+        pass
+
+    def add(self, usage: TenantUsage) -> None:
+        pass
+
+
 def short_id(request_id: str) -> str:
     """Shortens a long ID for a line of the log. The end remains, because it differs between requests."""
     return request_id if len(request_id) <= MAX_ID_CHARS else f"{request_id[: MAX_ID_CHARS - 32]}…{request_id[-31:]}"

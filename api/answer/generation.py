@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -20,16 +19,18 @@ from starlette.requests import Request
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
 from lorafleet.api.access.pacing import in_turns
-from lorafleet.api.access.usage import TenantUsage, short_id
-from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.prompts import Prompt
 from lorafleet.api.request.request_deadline import RequestDeadline
+from lorafleet.api.served_model import ServedModel
 from lorafleet.api.telemetry.endpoint import endpoint_of
-from lorafleet.api.telemetry.http_metrics import Stopwatch
+from lorafleet.api.telemetry.sequence_observer import SequenceObserver
+from lorafleet.api.telemetry.sequence_record import SequenceRecord
+from lorafleet.api.telemetry.traced import NO_TRACE, Trace, trace_of
 from lorafleet.api.text.output import Delta, OutputProcessor
 from lorafleet.protocol.errors import EngineDead, InvalidRequest, LorafleetError
 from lorafleet.protocol.limits import MAX_PROMPT_TOKENS, MAX_SAMPLES
-from lorafleet.protocol.messages import EngineRequest, FinishReason, Pooling, SequenceTimes, TokenizerFile
+from lorafleet.protocol.messages import EngineRequest, Pooling, TokenizerFile
 from lorafleet.protocol.sampling_params import SamplingParams
 
 _numbers = itertools.count()  # Clients may give two requests the same ID; the engine needs distinct IDs.
@@ -63,6 +64,8 @@ class SampleGroup:
     name: str  # Unique.
     num_sequences: int
     num_tokens: int  # Prompt tokens of all sequences together.
+    deadline: RequestDeadline
+    trace: Trace = NO_TRACE
 
 
 class Sample:
@@ -75,12 +78,11 @@ class Sample:
 
     def __init__(
         self,
-        front: Front,
+        state: AppState,
         group: SampleGroup,
         index: int,
         task: Task,
         params: SamplingParams,
-        deadline: RequestDeadline,
         tokenizer: TokenizerFile | None,
         *,
         counts_prompt: bool,
@@ -90,126 +92,67 @@ class Sample:
         self.model = task.model
         self.params = params
         self.counts_prompt = counts_prompt
-        self.num_cached_tokens = 0
-        self.fallback_reason = task.model.fallback_reason
-        self._scoring = task.scoring
-        self._priority, self._pooling = task.priority, task.pooling
-        self._cache_salt = task.salt
-        self._front = front
+        self._task = task
+        self._engine = state.engine
         self._group = group
-        self._engine_id = f"{group.name}-{index}"
-        self._deadline = deadline
-        self.times: SequenceTimes | None = None  # Set from the first token on, if the request is traced.
-        self.sent_s = 0.0  # When it was sent to the engine, in seconds of time.monotonic().
         self._tokenizer = tokenizer
-        self._label = front.count_sequence(task.model)
-        self._ended: FinishReason = "abort"
-        self._counted = False
+        record = SequenceRecord(index, len(self.prompt.token_ids), counts_prompt)
+        self._observer = SequenceObserver(state.telemetry, state.access, group.trace, group.name, task.model, record)
         self._processor = OutputProcessor(task.model.tokenizer, self.prompt.token_ids, params)
 
     @property
     def num_tokens(self) -> int:
-        return 0 if self._scoring else self._processor.num_tokens
+        return 0 if self._task.scoring else self._processor.num_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._observer.record.num_cached_tokens
+
+    @property
+    def fallback_reason(self) -> str | None:
+        return self._observer.record.fallback_reason
 
     async def run(self) -> AsyncGenerator[Delta, None]:
         """Yields the deltas of the answer. The last one has a finish_reason."""
-        request = EngineRequest(
-            request_id=self._engine_id,
+        request, observer, push, scoring = self._request(), self._observer, self._processor.push, self._task.scoring
+        observer.sent()
+        try:
+            async with aclosing(self._engine.generate(request)) as outputs:
+                async for output in outputs:
+                    observer.received(output)
+                    delta = push(output)
+                    if delta.finish_reason is not None:
+                        # Before the client gets the end, so that every answer is metered.
+                        observer.ended(delta.finish_reason, self.num_tokens)
+                    yield _score_alone(delta) if scoring else delta
+                    if delta.finish_reason is not None:
+                        return
+            raise EngineDead(f"the engine ended request {request.request_id} without an answer")
+        except LorafleetError as error:
+            observer.failed(error, self.num_tokens)
+            raise
+        finally:
+            observer.ended("abort", self.num_tokens)  # This has no effect if it has ended already.
+
+    def _request(self) -> EngineRequest:
+        task, group = self._task, self._group
+        return EngineRequest(
+            request_id=f"{group.name}-{self.index}",
             prompt_token_ids=self.prompt.token_ids,
             params=self.params,
             lora=self.model.lora,
             vocabulary=self.model.language.vocabulary,
             language=self.model.language.digest,
-            group=self._group.name,
-            group_sequences=self._group.num_sequences,
-            group_tokens=self._group.num_tokens,
-            queue_timeout_s=self._deadline.left_s(),
-            cache_salt=self._cache_salt,
+            group=group.name,
+            group_sequences=group.num_sequences,
+            group_tokens=group.num_tokens,
+            queue_timeout_s=group.deadline.left_s(),
+            cache_salt=task.salt,
             tenant=self.model.caller.tenant or "",
-            traced=self._deadline.trace is not None,
-            priority=self._priority,
-            pooling=self._pooling,
+            traced=group.trace.is_recording,
+            priority=task.priority,
+            pooling=task.pooling,
             tokenizer=self._tokenizer,
-        )
-        push = self._processor.push
-        watch = Stopwatch()
-        self.sent_s = time.monotonic()
-        try:
-            async with aclosing(self._front.engine.generate(request)) as outputs:
-                async for output in outputs:
-                    if output.token_ids or output.embedding:
-                        if watch.first is None:
-                            tier = "remote" if self.model.fetched and output.tier else output.tier
-                            watch.lora_rank, watch.tier = output.lora_rank, tier
-                            self._front.metrics.count_start(self._label, output.queue_s, tier)
-                        watch.tick()
-                    if output.times is not None:
-                        self.times = output.times
-                    delta = push(output)
-                    if delta.num_cached_tokens or delta.fallback_reason:
-                        self._note_facts(delta)
-                    if delta.finish_reason is not None:
-                        self._ended = delta.finish_reason
-                        self._count(watch)  # Before the client gets the end, so that every answer is metered.
-                    yield _score_alone(delta) if self._scoring else delta
-                    if delta.finish_reason is not None:
-                        return
-            raise EngineDead(f"the engine ended request {self._engine_id} without an answer")
-        except LorafleetError as error:
-            self._ended = "error"
-            self._front.failures.note(error, self._adapter, self.model.caller.tenant)
-            raise
-        finally:
-            self._count(watch)
-
-    @property
-    def _adapter(self) -> str:
-        """The adapter's name in the request, or "" for the base model."""
-        return self.model.lora.lora_name if self.model.lora is not None else ""
-
-    def _note_facts(self, delta: Delta) -> None:
-        if delta.fallback_reason:
-            self._front.failures.add("FellBackToBase", delta.fallback_reason, self._adapter, self.model.caller.tenant)
-        self.num_cached_tokens = delta.num_cached_tokens or self.num_cached_tokens
-        self.fallback_reason = delta.fallback_reason or self.fallback_reason
-
-    def _count(self, watch: Stopwatch) -> None:
-        """Counts the sequence in metrics, quotas and usage, once, however it ended."""
-        if self._counted:
-            return
-        self._counted = True
-        num_prompt = len(self.prompt.token_ids) if self.counts_prompt else 0
-        self._front.metrics.count_sequence(self._label, num_prompt, self.num_tokens, watch, self._ended)
-        self._front.recent.count(
-            self.model.caller.tenant,
-            self._adapter,
-            num_prompt,
-            self.num_tokens,
-            watch.first,
-            failed=self._ended == "error",
-        )
-        if self._deadline.trace is not None:
-            self._deadline.trace.sequence_ended(self, watch, self._ended)
-        num_unserved = num_prompt if watch.first is None else 0  # It was rejected or aborted before it started.
-        if self._front.quotas is not None:
-            self._front.quotas.charge(self.model.caller, self.num_tokens - num_unserved)
-        if self._front.meter is not None:
-            self._front.meter.add(self._usage(num_prompt - num_unserved))
-
-    def _usage(self, num_prompt: int) -> TenantUsage:
-        caller, lora, fell_back = self.model.caller, self.model.lora, self.fallback_reason is not None
-        return TenantUsage(
-            time.time(),
-            short_id(self._group.name),
-            caller.tenant or "",
-            caller.key_id,
-            "" if lora is None else lora.lora_name,
-            "" if lora is None or fell_back else lora.digest,
-            num_prompt,
-            self.num_cached_tokens if num_prompt else 0,
-            self.num_tokens,
-            self._ended,
-            fell_back,
         )
 
 
@@ -292,7 +235,7 @@ def fallback_of(samples: Sequence[Sample]) -> dict[str, str] | None:
     return None
 
 
-def group_of(request_id: str, tasks: Sequence[Task]) -> SampleGroup:
+def group_of(request_id: str, tasks: Sequence[Task], deadline: RequestDeadline, trace: Trace = NO_TRACE) -> SampleGroup:
     """Groups the samples of a request. Raises InvalidRequest if they are too many or their prompts are too long."""
     total = sum(task.params.n for task in tasks)
     if total > MAX_SAMPLES:
@@ -304,32 +247,27 @@ def group_of(request_id: str, tasks: Sequence[Task]) -> SampleGroup:
             f"most {MAX_PROMPT_TOKENS} in one request. Ask for fewer answers at a time, or shorten the prompts.",
             "n",
         )
-    return SampleGroup(f"{request_id}-{next(_numbers)}", total, num_tokens)
+    return SampleGroup(f"{request_id}-{next(_numbers)}", total, num_tokens, deadline, trace)
 
 
 async def make_samples(
-    front: Front, request: Request, request_id: str, tasks: Sequence[Task], deadline: RequestDeadline
+    state: AppState, request: Request, request_id: str, tasks: Sequence[Task], deadline: RequestDeadline
 ) -> list[Sample]:
     """Makes the samples of a request. Raises QuotaExceeded if the caller has used up its limits."""
-    group = group_of(request_id, tasks)
-    total = group.num_sequences
-    if front.meter is not None:
-        front.meter.check_room()
-    if front.quotas is not None:
-        num_prompt_tokens = sum(len(task.prompt.token_ids) for task in tasks)
-        admission = await front.quotas.admit_sequences(caller_of(request), total, num_prompt_tokens)
-        if admission is not None:
-            add_admission(request.scope, admission)
-    if deadline.trace is not None:
-        deadline.trace.describe(request_id, endpoint_of(request.scope), tasks)
+    trace, access = trace_of(request), state.access
+    group = group_of(request_id, tasks, deadline, trace)
+    access.meter.check_room()
+    num_prompt_tokens = sum(len(task.prompt.token_ids) for task in tasks)
+    admission = await access.quotas.admit_sequences(caller_of(request), group.num_sequences, num_prompt_tokens)
+    add_admission(request.scope, admission)
+    trace.describe(request_id, endpoint_of(request.scope), tasks[0].model, tasks[0].params, group.num_sequences)
     samples: list[Sample] = []
     async for task in in_turns(tasks):
         constrained = task.params.structured_outputs is not None
-        tokenizer = await front.tokenizer_file(task.model) if constrained else None
+        tokenizer = await state.texts.tokenizer_file(task.model) if constrained else None
         async for i in in_turns(range(task.params.n)):
             params = task.params.of_sample(i)
-            sample = Sample(front, group, len(samples), task, params, deadline, tokenizer, counts_prompt=i == 0)
-            samples.append(sample)
+            samples.append(Sample(state, group, len(samples), task, params, tokenizer, counts_prompt=i == 0))
     return samples
 
 

@@ -10,11 +10,11 @@ from contextlib import aclosing
 from functools import partial
 from typing import Protocol
 
+from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import run_by_count
 from lorafleet.api.answer.envelope import Envelope
 from lorafleet.api.answer.generation import Sample, fallback_of, merged, usage_of
 from lorafleet.api.answer.responses import DONE, EventStream, encode_json, event
-from lorafleet.api.front import Front
 from lorafleet.api.request.request_bodies import GenerationRequest
 from lorafleet.api.text.output import Delta
 
@@ -74,7 +74,7 @@ class StreamUsage:
 
 
 def event_stream(
-    front: Front,
+    threads: FairThreads,
     samples: Sequence[Sample],
     envelope: Envelope,
     usage: StreamUsage,
@@ -83,12 +83,12 @@ def event_stream(
     """Returns the response of completions and chat with stream=true."""
     headers: dict[str, str] = {}  # Filled at the first delta, before they are sent.
     return EventStream(
-        _events(front, samples, open_choice, lambda: usage.closing(envelope.chunk(samples[0])), headers), headers
+        _events(threads, samples, open_choice, lambda: usage.closing(envelope.chunk(samples[0])), headers), headers
     )
 
 
 async def _events(
-    front: Front,
+    threads: FairThreads,
     samples: Sequence[Sample],
     open_choice: Callable[[Sample], ChunkWriter],
     closing: Callable[[], bytes],
@@ -103,7 +103,7 @@ async def _events(
             if writer is None:
                 writer = writers[sample.index] = open_choice(sample)
                 headers.update(fallback_headers(samples))
-            body = await run_by_count(front, sample.model, writer.count_values(delta), partial(writer.write, delta))
+            body = await run_by_count(threads, sample.model, writer.count_values(delta), partial(writer.write, delta))
             if delta.finish_reason is not None:
                 running -= 1
                 if not running:

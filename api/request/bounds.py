@@ -116,18 +116,18 @@ def fault_of_json(value: object, max_chars: int) -> str | None:
     level, num_values = [value], 1
     for _ in range(limits.MAX_JSON_DEPTH):
         inner: list[object] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner += one.values()
-                if max(map(len, one), default=0) > limits.MAX_JSON_KEY_CHARS:
+        for entry in level:
+            if isinstance(entry, dict):
+                inner += entry.values()
+                if max(map(len, entry), default=0) > limits.MAX_JSON_KEY_CHARS:
                     return f"has a key of more than {limits.MAX_JSON_KEY_CHARS} characters; that is the most"
-            elif isinstance(one, list):
-                inner += one
-            elif isinstance(one, str):
-                if len(one) > max_chars:
-                    return f"has a text of {len(one)} characters; at most {max_chars}"
-            elif isinstance(one, int) and one not in limits.JSON_NUMBER:
-                return f"has the number {shown_number(one)}; it must be in {limits.JSON_NUMBER}"
+            elif isinstance(entry, list):
+                inner += entry
+            elif isinstance(entry, str):
+                if len(entry) > max_chars:
+                    return f"has a text of {len(entry)} characters; at most {max_chars}"
+            elif isinstance(entry, int) and entry not in limits.JSON_NUMBER:
+                return f"has the number {shown_number(entry)}; it must be in {limits.JSON_NUMBER}"
         num_values += len(inner)
         if num_values > limits.MAX_JSON_VALUES:
             return f"has more than {limits.MAX_JSON_VALUES} values; that is the most"

@@ -82,7 +82,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
 def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not given:
         raise InvalidRequest("`messages` is empty; give at least one message.", "messages")
-    num_parts = sum(len(one[name]) for one in given for name in _LISTED if isinstance(one.get(name), list))
+    num_parts = sum(len(message[name]) for message in given for name in _LISTED if isinstance(message.get(name), list))
     if num_parts > MAX_PARTS:
         raise InvalidRequest(
             f"`messages` has {num_parts} parts and calls in all; at most {MAX_PARTS}. Join parts of text.", "messages"

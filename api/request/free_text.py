@@ -26,8 +26,8 @@ def marker(letters: str, special: Mapping[str, int]) -> str:
 
 def free(markers: Collection[str], *, but: str = "") -> str:
     """Returns a terminal for any text that contains none of the markers and does not match the terminal `but`."""
-    refused = [f"(ANY {text(one)} ANY)" for one in markers] + ([f"({but})"] if but else [])
-    return "ANY" + "".join(f" & ~{one}" for one in refused)
+    refused = [f"(ANY {text(letters)} ANY)" for letters in markers] + ([f"({but})"] if but else [])
+    return "ANY" + "".join(f" & ~{terminal}" for terminal in refused)
 
 
 def up_to(rule: str, letters: str, special: Mapping[str, int], others: Collection[str] = (), *, but: str = "") -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from lorafleet.api.front import Front, ServedModel
 from lorafleet.api.request.request_bodies import (
     AllowedToolChoice,
     ChatRequest,
@@ -22,6 +21,8 @@ from lorafleet.api.request.request_bodies import (
     NamedToolChoice,
     Tool,
 )
+from lorafleet.api.served_model import ServedModel
+from lorafleet.api.text_service import TextService
 from lorafleet.api.tool_calls.call_grammar import Offer
 from lorafleet.api.tool_calls.forced import NamedCallParser, RequiredCallsParser, calls_schema
 from lorafleet.api.tool_calls.formatted import FormattedParser, may_open_like
@@ -110,7 +111,7 @@ def delta_of(event: Event) -> dict[str, object]:
     return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
 
 
-def read_tools(front: Front, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
+def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
     """Reads the tools of a request. `text` is the format of answers that are not calls. Raises InvalidRequest."""
     tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, AllowedToolChoice):
@@ -127,7 +128,7 @@ def read_tools(front: Front, model: ServedModel, body: ChatRequest, text: Struct
         raise InvalidRequest(f"`tools` names {most!r} twice; give each function its own name.", "tools")
     if choice == "none":
         return ToolUse(text)
-    if not front.shows_tools(model):
+    if not texts.shows_tools(model):
         raise InvalidRequest(
             "This model's chat template shows it no tools; start the server with a --chat-template that does, or send "
             "no `tools`.",
@@ -144,14 +145,14 @@ def read_tools(front: Front, model: ServedModel, body: ChatRequest, text: Struct
     if isinstance(choice, NamedToolChoice):
         return _named(functions, choice.function.name, shown)
     if choice == "required":
-        schema = calls_schema({one.name: _parameters(one) for one in functions}, parallel=parallel)
+        schema = calls_schema({function.name: _parameters(function) for function in functions}, parallel=parallel)
         forced = structured_spec.json_schema(schema, "tools", any_whitespace=False)
         return ToolUse(forced, shown, lambda _: RequiredCallsParser(Calls(names, eager=True)), parallel)
-    return _chosen(front.tool_format(model), functions, model, shown, parallel, text)
+    return _chosen(texts.tool_format(model), functions, model, shown, parallel, text)
 
 
 def _allowed(tools: list[Tool], choice: AllowedToolChoice) -> list[Tool]:
-    names = {one.function.name for one in choice.allowed_tools.tools}
+    names = {tool.function.name for tool in choice.allowed_tools.tools}
     unknown = names - {tool.function.name for tool in tools}
     if unknown:
         raise InvalidRequest(f"`tool_choice` allows {min(unknown)!r}, which is none of `tools`.", "tool_choice")
@@ -176,11 +177,11 @@ def _chosen(
     special = model.tokenizer.special_texts
     answer = None
     if text is not None or any(function.strict for function in functions):
-        offered = {one.name: _parameters(one) if one.strict else ANY_ARGUMENTS for one in functions}
+        offered = {function.name: _parameters(function) if function.strict else ANY_ARGUMENTS for function in functions}
         answer = _constraint(known, Offer(offered, special, parallel, text))
 
     def parser(eager: bool) -> ToolCallParser:
-        calls = known.make(Calls([one.name for one in functions], eager=eager, new_id=known.new_id))
+        calls = known.make(Calls([function.name for function in functions], eager=eager, new_id=known.new_id))
         return calls if text is None else FormattedParser(known.openings, calls)
 
     return ToolUse(answer, shown, parser, parallel, known.marker in special)

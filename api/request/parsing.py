@@ -14,7 +14,7 @@ from lorafleet.api.access.body_budget import HeldBody, set_body
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
 from lorafleet.api.access.long_work import run_by_size
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.bounds import OVER_BOUND
 from lorafleet.api.request.fields import Tolerant, without_no_ops
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
@@ -25,18 +25,18 @@ JSON = "application/json"
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_body(front: Front, request: Request, model: type[Body]) -> Body:
+async def read_body(state: AppState, request: Request, model: type[Body]) -> Body:
     """Reads and checks the body of a request.
 
     Raises BodyTooLarge, QueueFull or Overloaded before more bytes than their limits are in memory, and other
     InvalidRequest errors.
     """
     _check_content_type(request)
-    held = HeldBody(front.body_budget, caller_of(request))
+    held = HeldBody(state.body_budget, caller_of(request))
     set_body(request.scope, held)
     add_admission(request.scope, held)
-    raw = await _read_bytes(request, front.config.max_body_bytes, held)
-    return await run_by_size(front, request, lambda: parse_object(parse_json(raw), model))
+    raw = await _read_bytes(request, state.config.max_body_bytes, held)
+    return await run_by_size(state.long_work, request, lambda: parse_object(parse_json(raw), model))
 
 
 def parse_query(request: Request, model: type[Body]) -> Body:
@@ -125,8 +125,8 @@ def parse_object(body: dict[str, object], model: type[Body], where: str = "") ->
 def _invalid(error: ValidationError, where: str, body: dict[str, object]) -> InvalidRequest:
     """Returns the deepest fault of the first faulty field. In a union, its member is the one that the client meant."""
     faults = error.errors(include_url=False)
-    faults = [one for one in faults if one["loc"][:1] == faults[0]["loc"][:1]]
-    paths = [_path(one["loc"], body, one["type"] == "missing") for one in faults]
+    faults = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
+    paths = [_path(fault["loc"], body, fault["type"] == "missing") for fault in faults]
     path = max(paths, key=len)
     fault = faults[paths.index(path)]
     param = where + ".".join(cut(str(part)) for part in path)
@@ -134,8 +134,8 @@ def _invalid(error: ValidationError, where: str, body: dict[str, object]) -> Inv
         return InvalidRequest(f"`{param}` is no field of this request; remove it.", param)
     if fault["type"] == "missing":
         return InvalidRequest(f"`{param}` is missing.", param)
-    here = [one for one, its in zip(faults, paths, strict=True) if its == path and one["type"] != "missing"]
-    wishes = [_wish(one) for one in here if one["type"] == OVER_BOUND] or [_wish(one) for one in here]
+    here = [fault for fault, its in zip(faults, paths, strict=True) if its == path and fault["type"] != "missing"]
+    wishes = [_wish(fault) for fault in here if fault["type"] == OVER_BOUND] or [_wish(fault) for fault in here]
     return InvalidRequest(f"`{param or 'The body'}` {' or '.join(dict.fromkeys(wishes))}.", param or None)
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from lorafleet.api.access.caller import Caller
-from lorafleet.api.front import Front
+from lorafleet.api.access.gate import Gate
 from lorafleet.protocol.errors import InvalidRequest
 
 
-def checked_priority(front: Front, caller: Caller, given: int | None) -> int:
+def checked_priority(gate: Gate, caller: Caller, given: int | None) -> int:
     """Returns the priority as in vLLM: a request with a lower value starts sooner.
 
     Anyone may ask for a later start. If the server has keys, an earlier start needs the scope admin, because otherwise
     everyone would ask for it.
     """
     priority = given or 0
-    if priority < 0 and front.gate.has_keys and "admin" not in caller.scopes:
+    if priority < 0 and gate.has_keys and "admin" not in caller.scopes:
         raise InvalidRequest(
             f"`priority` is {priority}; below 0 it takes an API key with the scope admin. Give 0 or more.", "priority"
         )

@@ -8,10 +8,12 @@ from typing import Any
 from starlette.requests import Request
 
 from lorafleet.api.access.long_work import run_by_size
-from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.chat_messages import read_messages, string
 from lorafleet.api.request.request_bodies import ChatRequest, TokenizeRequest
+from lorafleet.api.served_model import ServedModel
 from lorafleet.api.text.token_table import TokenTable
+from lorafleet.api.text_service import TextService
 from lorafleet.protocol.errors import ContextOverflow, InvalidRequest
 from lorafleet.protocol.limits import MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_IDS, MAX_TOKENIZE_CHARS, shown_number
 
@@ -30,31 +32,31 @@ class Prompt:
 
 
 async def encode(
-    front: Front, model: ServedModel, text: str, *, add_special_tokens: bool, must_fit: str | None = None
+    texts: TextService, model: ServedModel, text: str, *, add_special_tokens: bool, must_fit: str | None = None
 ) -> list[int]:
     """Returns the token IDs of a text. Raises ContextOverflow if it is too long to be tokenized.
 
     If `must_fit` is given, the text must also fit the context, and errors name this field.
     """
     if must_fit is not None:
-        _check_may_fit(front, model, text, must_fit)
-    most_chars = max(MAX_TOKENIZE_CHARS, MAX_CHARS_PER_TOKEN * front.context_len)
+        _check_may_fit(texts, model, text, must_fit)
+    most_chars = max(MAX_TOKENIZE_CHARS, MAX_CHARS_PER_TOKEN * texts.context_len)
     if len(text) > most_chars:
         raise ContextOverflow(
-            f"{_limit(front)} However, your prompt has {len(text)} characters; at most {most_chars} are tokenized. "
+            f"{_limit(texts)} However, your prompt has {len(text)} characters; at most {most_chars} are tokenized. "
             "Shorten it.",
             must_fit or "prompt",
         )
-    return await front.tokenizing.encode(
+    return await texts.tokenizing.encode(
         model.tokenizer, text, add_special_tokens=add_special_tokens, group=model.turn_group
     )
 
 
-def _check_may_fit(front: Front, model: ServedModel, text: str, param: str) -> None:
+def _check_may_fit(texts: TextService, model: ServedModel, text: str, param: str) -> None:
     fewest = model.tokenizer.fewest_tokens(text)
-    if fewest >= front.context_len:
+    if fewest >= texts.context_len:
         raise ContextOverflow(
-            f"{_limit(front)} However, your prompt of {len(text)} characters has at least {fewest} tokens. Shorten it.",
+            f"{_limit(texts)} However, your prompt of {len(text)} characters has at least {fewest} tokens. Shorten it.",
             param,
         )
 
@@ -73,15 +75,21 @@ def listed_prompts(given: object, param: str) -> list[object]:
 
 
 async def read_prompt(
-    front: Front, model: ServedModel, given: object, *, add_special_tokens: bool, param: str, must_fit: bool = True
+    texts: TextService,
+    model: ServedModel,
+    given: object,
+    *,
+    add_special_tokens: bool,
+    param: str,
+    must_fit: bool = True,
 ) -> Prompt:
     """Reads and checks one prompt. `must_fit` is false if the prompt will be truncated. Raises InvalidRequest."""
     if isinstance(given, str):
         string(given, param, MAX_TEXT_CHARS)
         named = param if must_fit else None
-        prompt = Prompt(await encode(front, model, given, add_special_tokens=add_special_tokens, must_fit=named), given)
+        prompt = Prompt(await encode(texts, model, given, add_special_tokens=add_special_tokens, must_fit=named), given)
     elif isinstance(given, list) and given and isinstance(given[0], int):
-        prompt = Prompt(_read_ids(front, model, given, param, must_fit=must_fit), None)
+        prompt = Prompt(_read_ids(texts, model, given, param, must_fit=must_fit), None)
     else:
         raise _mixed_kinds(param)
     if not prompt.token_ids:
@@ -89,24 +97,24 @@ async def read_prompt(
     return prompt
 
 
-def _read_ids(front: Front, model: ServedModel, given: list[Any], param: str, *, must_fit: bool) -> list[int]:
+def _read_ids(texts: TextService, model: ServedModel, given: list[Any], param: str, *, must_fit: bool) -> list[int]:
     """Checks a prompt of token IDs. A prompt that cannot fit is rejected before its IDs are checked."""
-    if must_fit and len(given) >= front.context_len:
-        fit_max_tokens(front, len(given), None, None, param)
+    if must_fit and len(given) >= texts.context_len:
+        fit_max_tokens(texts, len(given), None, None, param)
     if len(given) > MAX_TOKEN_IDS:
         raise InvalidRequest(f"`{param}` has {len(given)} token ids; at most {MAX_TOKEN_IDS}.", param)
     if set(map(type, given)) != {int}:
         raise _mixed_kinds(param)
-    return checked_ids(front, model, given, param)
+    return checked_ids(texts, model, given, param)
 
 
 def _mixed_kinds(param: str) -> InvalidRequest:
     return InvalidRequest(f"`{param}` mixes kinds or holds something that is no string and no token id.", param)
 
 
-def checked_ids(front: Front, model: ServedModel, given: list[int], param: str) -> list[int]:
+def checked_ids(texts: TextService, model: ServedModel, given: list[int], param: str) -> list[int]:
     """Returns the token IDs. Raises InvalidRequest with an ID that the model does not have."""
-    vocab_size = front.vocab_size(model)
+    vocab_size = texts.vocab_size(model)
     for token_id in (min(given, default=0), max(given, default=0)):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
@@ -118,7 +126,7 @@ def checked_ids(front: Front, model: ServedModel, given: list[int], param: str) 
 
 
 async def render_chat(
-    front: Front,
+    state: AppState,
     request: Request,
     model: ServedModel,
     body: ChatRequest | TokenizeRequest,
@@ -135,9 +143,9 @@ async def render_chat(
         )
     generates = not go_on if generate is None else generate
     if model.language.template is not None:
-        return await front.templates.render(
+        return await state.texts.templates.render(
             model.language.template,
-            await run_by_size(front, request, lambda: read_messages(given)),
+            await run_by_size(state.long_work, request, lambda: read_messages(given)),
             group=model.turn_group,
             tools=tools,
             add_generation_prompt=generates,
@@ -145,25 +153,25 @@ async def render_chat(
             template_kwargs=body.chat_template_kwargs,
         )
     return await run_by_size(
-        front,
+        state.long_work,
         request,
-        lambda: front.tokenizer.render_chat(
+        lambda: state.texts.tokenizer.render_chat(
             read_messages(given),
             tools=tools,
             add_generation_prompt=generates,
             continue_final_message=go_on,
-            chat_template=front.config.chat_template,
+            chat_template=state.texts.chat_template,
             template_kwargs=body.chat_template_kwargs,
         ),
     )
 
 
-def truncate(front: Front, prompt: Prompt, keep: int | None, max_tokens: int | None) -> Prompt:
+def truncate(texts: TextService, prompt: Prompt, keep: int | None, max_tokens: int | None) -> Prompt:
     """Keeps the last `keep` tokens, as vLLM's truncate_prompt_tokens. -1 keeps as many as leave room for the answer."""
     if keep is None:
         return prompt
     if keep == -1:
-        keep = front.context_len - max(1, max_tokens or 1)
+        keep = texts.context_len - max(1, max_tokens or 1)
     if keep < 1:
         raise InvalidRequest(f"truncate_prompt_tokens={keep} is out of range; give -1 or at least 1.", TRUNCATE)
     return prompt if len(prompt.token_ids) <= keep else Prompt(prompt.token_ids[-keep:], None)
@@ -172,15 +180,15 @@ def truncate(front: Front, prompt: Prompt, keep: int | None, max_tokens: int | N
 TRUNCATE = "truncate_prompt_tokens"
 
 
-def fit_max_tokens(front: Front, num_prompt: int, asked: int | None, default: int | None, param: str) -> int:
+def fit_max_tokens(texts: TextService, num_prompt: int, asked: int | None, default: int | None, param: str) -> int:
     """Returns the number of tokens that the answer may have. Raises ContextOverflow.
 
     This is `asked`, or else `default` if there is room for it, or else all the room in the context.
     """
-    room = front.context_len - num_prompt
+    room = texts.context_len - num_prompt
     if room < 1:
         raise ContextOverflow(
-            f"{_limit(front)} However, your prompt has {num_prompt} tokens, which leaves no room for an answer. "
+            f"{_limit(texts)} However, your prompt has {num_prompt} tokens, which leaves no room for an answer. "
             "Shorten the prompt.",
             param,
         )
@@ -188,14 +196,14 @@ def fit_max_tokens(front: Front, num_prompt: int, asked: int | None, default: in
         return room if default is None else min(room, default)
     if asked > room:
         raise ContextOverflow(
-            f"{_limit(front)} However, you requested {num_prompt + asked} tokens ({num_prompt} in the prompt, "
+            f"{_limit(texts)} However, you requested {num_prompt + asked} tokens ({num_prompt} in the prompt, "
             f"{asked} for the answer). Shorten the prompt or lower max_tokens to {room}.",
             param,
         )
     return asked
 
 
-def _limit(front: Front) -> str:
-    if front.context_len < front.max_model_len:
-        return f"This server's KV cache holds {front.context_len} tokens (model context: {front.max_model_len})."
-    return f"This model's maximum context length is {front.context_len} tokens."
+def _limit(texts: TextService) -> str:
+    if texts.context_len < texts.max_model_len:
+        return f"This server's KV cache holds {texts.context_len} tokens (model context: {texts.max_model_len})."
+    return f"This model's maximum context length is {texts.context_len} tokens."

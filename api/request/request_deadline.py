@@ -12,32 +12,26 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from lorafleet.api.front import Front
 from lorafleet.api.routes.operations import QUEUE_TIMEOUT
-from lorafleet.api.telemetry.traced import trace_of, traced
+from lorafleet.api.telemetry.traced import Trace
 from lorafleet.protocol.errors import InvalidRequest, QueueTimeout
 from lorafleet.protocol.limits import QUEUE_TIMEOUT_S, cut
-
-if TYPE_CHECKING:
-    from lorafleet.api.telemetry.tracing import RequestTrace
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDeadline:
     timeout_s: float | None  # None: no limit.
     began_s: float  # Time of arrival, in seconds of time.monotonic().
-    trace: RequestTrace | None = None  # The trace of the same request.
 
     @classmethod
-    def of(cls, front: Front, request: Request) -> RequestDeadline:
+    def of(cls, request: Request, default_s: float | None) -> RequestDeadline:
         """Returns the deadline of a request that has just arrived. Raises InvalidRequest."""
         given = request.headers.get(QUEUE_TIMEOUT)
-        timeout_s = front.config.queue_timeout_s if given is None else _read(given)
-        return cls(timeout_s, time.monotonic(), trace_of(request))
+        timeout_s = default_s if given is None else _read(given)
+        return cls(timeout_s, time.monotonic())
 
     def left_s(self) -> float | None:
         if self.timeout_s is None:
@@ -45,11 +39,11 @@ class RequestDeadline:
         return max(0.0, self.began_s + self.timeout_s - time.monotonic())
 
     @asynccontextmanager
-    async def while_finding_models(self) -> AsyncIterator[None]:
+    async def while_finding_models(self, trace: Trace) -> AsyncIterator[None]:
         """Runs the block, which finds the models. Raises QueueTimeout if the time expires inside it."""
         try:
             async with asyncio.timeout(self.left_s()) as scope:
-                with traced(self.trace, "find adapter"):
+                with trace.part("find adapter"):
                     yield
         except TimeoutError:
             if not scope.expired():

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.request_bodies import GenerationRequest
 from lorafleet.api.request.structured import read_structured
+from lorafleet.api.served_model import ServedModel
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import cut
 from lorafleet.protocol.sampling_params import SamplingParams
@@ -21,7 +22,7 @@ _SAME_NAMES = [name for name in SamplingParams.__struct_fields__ if name not in 
 
 
 def read_params(
-    front: Front, model: ServedModel, body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
+    state: AppState, model: ServedModel, body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """Returns the parameters of a whole request: `n` is as requested, and max_tokens is not yet fitted to a prompt."""
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
@@ -33,12 +34,12 @@ def read_params(
         raise InvalidRequest("`stream_options` is allowed only where stream is true.", "stream_options")
     given |= {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": read_logit_bias(body.logit_bias)}
     given["structured_outputs"] = read_structured(model, body)
-    return make_params(front, model, given)
+    return make_params(state, model, given)
 
 
-def make_params(front: Front, model: ServedModel, given: dict[str, Any]) -> SamplingParams:
-    params = SamplingParams(**{**front.config.generation_defaults, **given})
-    params.check_vocabulary(front.vocab_size(model))
+def make_params(state: AppState, model: ServedModel, given: dict[str, Any]) -> SamplingParams:
+    params = SamplingParams(**{**state.config.generation_defaults, **given})
+    params.check_vocabulary(state.texts.vocab_size(model))
     return params
 
 

@@ -118,7 +118,10 @@ def _read(given: object, param: str) -> _Format:
             f"`begin`, `schema` and `end`: {error}.",
             param,
         ) from None
-    return _TriggeredTags(flat.triggers, [_Tag(one.begin, _JsonSchema(one.schema), one.end) for one in flat.structures])
+    return _TriggeredTags(
+        flat.triggers,
+        [_Tag(structure.begin, _JsonSchema(structure.schema), structure.end) for structure in flat.structures],
+    )
 
 
 class _Writer:
@@ -167,7 +170,10 @@ class _Writer:
 
     def _triggered(self, part: _TriggeredTags) -> str:
         self._check_triggers(part)
-        up_to = {one: self._up_to(one, [other for other in part.triggers if other != one]) for one in part.triggers}
+        up_to = {
+            trigger: self._up_to(trigger, [other for other in part.triggers if other != trigger])
+            for trigger in part.triggers
+        }
         first, later = [], []
         for tag in part.tags:
             trigger = next(trigger for trigger in part.triggers if tag.begin.startswith(trigger))
@@ -185,10 +191,10 @@ class _Writer:
 
     def _check_triggers(self, part: _TriggeredTags) -> None:
         triggers, begins = part.triggers, [tag.begin for tag in part.tags]
-        for one, other in itertools.permutations(triggers, 2):
-            if one in other:
+        for trigger, other in itertools.permutations(triggers, 2):
+            if trigger in other:
                 raise self._refused(
-                    f"the trigger {other!r:.80} contains the trigger {one!r:.80}; leave one of them out"
+                    f"the trigger {other!r:.80} contains the trigger {trigger!r:.80}; leave one of them out"
                 )
         for trigger in triggers:
             if not any(begin.startswith(trigger) for begin in begins):

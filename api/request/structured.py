@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lorafleet.api.front import ServedModel
 from lorafleet.api.request.request_bodies import GenerationRequest, SGLangSampling, StructuredOutputsRequest
 from lorafleet.api.request.structural_tag import structural_tag
+from lorafleet.api.served_model import ServedModel
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.structured_spec import StructuredOutputs

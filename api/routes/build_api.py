@@ -1,7 +1,6 @@
 """Assembles the HTTP API of a replica: the routes, the access that each needs, the error handlers, and the middleware.
 
-It has no state: all state comes from the Front that `get_front` returns for each request. None means that the replica
-is starting.
+It has no state of its own: `get_state` returns the AppState for each request, or None while the replica starts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lorafleet.api.access.caller_admission import (
 )
 from lorafleet.api.answer.elsewhere import RETRY_STATUS, meant_status, retry_id
 from lorafleet.api.answer.error_responses import internal_error_response, on_http_exception, on_lorafleet_error
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.chat import chat
 from lorafleet.api.routes.completions import completions
 from lorafleet.api.routes.docs import docs_routes
@@ -41,7 +40,7 @@ from lorafleet.api.routes.models import list_models, show_model
 from lorafleet.api.routes.responses_api import count_input_tokens, responses
 from lorafleet.api.routes.service import health, metrics, version
 from lorafleet.api.routes.tokenize import detokenize, tokenize
-from lorafleet.api.telemetry.endpoint import endpoint_of, set_endpoint
+from lorafleet.api.telemetry.endpoint import CLIENT_LEFT, endpoint_of, set_endpoint
 from lorafleet.api.telemetry.http_metrics import label_of_request
 from lorafleet.protocol.errors import InvalidRequest, LorafleetError, Overloaded
 from lorafleet.protocol.limits import MAX_MODEL_CHARS
@@ -49,9 +48,9 @@ from lorafleet.protocol.limits import MAX_MODEL_CHARS
 if TYPE_CHECKING:
     from lorafleet.api.telemetry.tracing import Tracing
 
-Handler = Callable[[Front, Request], Awaitable[Response]]
+Handler = Callable[[AppState, Request], Awaitable[Response]]
 Route = tuple[str, str, Needed, Handler]  # Method, path, needed access, handler.
-GetFront = Callable[[], Front | None]
+GetState = Callable[[], AppState | None]
 
 ROUTES: tuple[Route, ...] = (
     ("POST", "/v1/completions", "infer", completions),
@@ -76,13 +75,12 @@ ROUTES: tuple[Route, ...] = (
 AUXILIARY = frozenset(("/tokenize", "/detokenize", "/v1/responses/input_tokens"))
 # Routes that query all replicas.
 OF_ALL = frozenset(("/metrics", "/v1/console/state", "/v1/console/adapters/{name:path}"))
-CLIENT_LEFT = 499  # nginx's status for a client that disconnected before its answer.
 
 logger = logging.getLogger("lorafleet.http")
 
 
 def build_api(
-    get_front: GetFront,
+    get_state: GetState,
     more_routes: Sequence[Route] = (),
     tracing: Tracing | None = None,
     allowed_origins: Sequence[str] = (),
@@ -93,10 +91,10 @@ def build_api(
     routes = (*ROUTES, *more_routes)
     for method, path, needed, handler in (*routes, *docs_routes(routes)):
         # The routes are plain because handlers read their bodies themselves; FastAPI would parse them a second time.
-        api.add_route(path, _endpoint(handler, path, needed, get_front), methods=[method], name=handler.__name__)
+        api.add_route(path, _endpoint(handler, path, needed, get_state), methods=[method], name=handler.__name__)
     api.add_exception_handler(LorafleetError, on_lorafleet_error)
     api.add_exception_handler(HTTPException, on_http_exception)
-    api.add_middleware(CountRequests, get_front=get_front)
+    api.add_middleware(CountRequests, get_state=get_state)
     if tracing is not None:
         api.add_middleware(tracing.layer)
     if allowed_origins:
@@ -105,44 +103,41 @@ def build_api(
 
 
 def _endpoint(
-    handler: Handler, path: str, needed: Needed, get_front: GetFront
+    handler: Handler, path: str, needed: Needed, get_state: GetState
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         set_endpoint(request.scope, path)
-        front = get_front()
-        if front is None:
+        state = get_state()
+        if state is None:
             raise Overloaded("This replica is starting; try again in a moment.")
-        if front.audit is not None and needed in ("admin", "loading") and request.method != "GET":
-            return await audited(request, front.audit, lambda: admitted(front, request))
-        return await admitted(front, request)
+        if needed in ("admin", "loading") and request.method != "GET":
+            return await audited(request, state.access.audit, lambda: admitted(state, request))
+        return await admitted(state, request)
 
-    async def admitted(front: Front, request: Request) -> Response:
-        if needed != "open" and not front.gate.has_keys:
-            front.config.origins.check(request.headers)
-        caller = front.gate.caller(sent_key(request.headers), needed)
+    async def admitted(state: AppState, request: Request) -> Response:
+        if needed != "open" and not state.access.gate.has_keys:
+            state.config.origins.check(request.headers)
+        caller = state.access.gate.caller(sent_key(request.headers), needed)
         set_caller(request.scope, caller)
         if needed != "open":
-            await _admit(front, request, path, needed, caller)
+            await _admit(state, request, path, needed, caller)
         for name, value in request.path_params.items():
             if len(value) > MAX_MODEL_CHARS:
                 raise InvalidRequest(
                     f"`{name}` in the path has {len(value)} characters; at most {MAX_MODEL_CHARS}.", name
                 )
-        return await handler(front, request)
+        return await handler(state, request)
 
     return endpoint
 
 
-async def _admit(front: Front, request: Request, path: str, needed: Needed, caller: Caller) -> None:
+async def _admit(state: AppState, request: Request, path: str, needed: Needed, caller: Caller) -> None:
     """Admits the request before its body is read. Raises QuotaExceeded or QueueFull."""
-    if front.quotas is not None:
-        kind: Kind = "administration" if needed != "infer" else "auxiliary" if path in AUXILIARY else "generation"
-        admission = await front.quotas.admit_request(caller, kind)
-        if admission is not None:
-            add_admission(request.scope, admission)
+    kind: Kind = "administration" if needed != "infer" else "auxiliary" if path in AUXILIARY else "generation"
+    add_admission(request.scope, await state.access.quotas.admit_request(caller, kind))
     most = MAX_AUXILIARY if path in AUXILIARY | OF_ALL else MAX_UPLOADS if request.method == "PUT" else None
     if most is not None:
-        add_admission(request.scope, front.work_bounds.enter(f"{request.method} {path}", most, caller))
+        add_admission(request.scope, state.work_bounds.enter(f"{request.method} {path}", most, caller))
 
 
 class CountRequests:
@@ -151,9 +146,9 @@ class CountRequests:
     It counts the request by its status, ends its admissions, and converts an unexpected exception to a 500 with a body.
     """
 
-    def __init__(self, app: ASGIApp, get_front: GetFront) -> None:
+    def __init__(self, app: ASGIApp, get_state: GetState) -> None:
         self._app = app
-        self._get_front = get_front
+        self._get_state = get_state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -161,11 +156,13 @@ class CountRequests:
             return
         status = CLIENT_LEFT
 
-        async def noting_status(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = meant_status(message)
-                headers = {name: value for one in admissions_of(scope) for name, value in one.headers.items()}
+                headers = {
+                    name: value for admission in admissions_of(scope) for name, value in admission.headers.items()
+                }
                 given = [name for name, _ in message["headers"]]  # Headers that a rejection has set.
                 more = [(n.encode(), v.encode()) for n, v in headers.items() if n.encode() not in given]
                 message = {**message, "headers": [*message["headers"], *more]}
@@ -174,19 +171,19 @@ class CountRequests:
             await send(message)
 
         try:
-            await self._app(scope, receive, noting_status)
+            await self._app(scope, receive, record_status)
         except ClientDisconnect:
             pass
         except Exception as error:
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            if (front := self._get_front()) is not None:
-                front.failures.note(error)
+            if (state := self._get_state()) is not None:
+                state.telemetry.failures.record(error)
             if status != CLIENT_LEFT:
                 raise  # The answer has begun, so only a broken connection can tell the client.
-            await internal_error_response()(scope, receive, noting_status)
+            await internal_error_response()(scope, receive, record_status)
         finally:
             for admission in admissions_of(scope):
                 admission.end()
-            front = self._get_front()
-            if front is not None:
-                front.metrics.count_request(endpoint_of(scope), label_of_request(scope), status)
+            state = self._get_state()
+            if state is not None:
+                state.telemetry.metrics.count_request(endpoint_of(scope), label_of_request(scope), status)

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.api.access.caller import caller_of
+from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import run_by_count
 from lorafleet.api.answer import answer_types as answers
 from lorafleet.api.answer.envelope import Envelope, draw_key, request_id
@@ -16,7 +17,7 @@ from lorafleet.api.answer.generation import Sample, Task, collect, make_samples,
 from lorafleet.api.answer.logprobs import chat_logprobs, count_logprobs, vllm_prompt_logprobs
 from lorafleet.api.answer.responses import WholeReply, event, json_response
 from lorafleet.api.answer.streaming import StreamUsage, TextChunk, event_stream, fallback_headers
-from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.function_tools import AnswerReader, ToolUse, delta_of, read_answer, read_tools
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
@@ -25,20 +26,22 @@ from lorafleet.api.request.request_bodies import ChatRequest
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_params
 from lorafleet.api.routes.operations import STARTING, describe
+from lorafleet.api.served_model import ServedModel
 from lorafleet.api.telemetry.http_metrics import label_request
+from lorafleet.api.telemetry.traced import trace_of
 from lorafleet.api.text.output import Delta
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.structured_spec import StructuredOutputs
 
 
 @describe("Chat", body=ChatRequest, answer=answers.ChatCompletion, events=answers.ChatCompletionChunk, headers=STARTING)
-async def chat(front: Front, request: Request) -> Response:
-    deadline = RequestDeadline.of(front, request)
-    body = await read_body(front, request, ChatRequest)
-    started = await start_chat(front, request, body, deadline, "chatcmpl-")
+async def chat(state: AppState, request: Request) -> Response:
+    deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
+    body = await read_body(state, request, ChatRequest)
+    started = await start_chat(state, request, body, deadline, "chatcmpl-")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    envelope = Envelope(started.id, kind, front.config.base_id)
-    answer = _Answer(front, body, started.samples, envelope, started.tools)
+    envelope = Envelope(started.id, kind, state.config.base_id)
+    answer = _Answer(state.long_work, body, started.samples, envelope, started.tools)
     return answer.stream() if body.stream else WholeReply(answer.whole)
 
 
@@ -50,7 +53,7 @@ class StartedChat:
 
 
 async def start_chat(
-    front: Front,
+    state: AppState,
     request: Request,
     body: ChatRequest,
     deadline: RequestDeadline,
@@ -58,37 +61,41 @@ async def start_chat(
     structured_outputs: StructuredOutputs | None = None,
 ) -> StartedChat:
     """Reads and starts a chat request, also for /v1/responses. `prefix` begins the answer's ID."""
-    async with deadline.while_finding_models():
-        model = await front.model(
+    async with deadline.while_finding_models(trace_of(request)):
+        model = await state.models.find(
             caller_of(request), body.model, draw_key(request, body.request_id, body.seed), body.lora_weights
         )
-    label_request(request.scope, front.label(model))
+    label_request(request.scope, state.telemetry.metrics.label(model.lora))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     try:
-        params = read_params(front, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
+        params = read_params(state, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
     except InvalidRequest as error:
         raise in_own_words(error, _own_names(body)) from None
-    tools = read_tools(front, model, body, structured_outputs or params.structured_outputs)
+    tools = read_tools(state.texts, model, body, structured_outputs or params.structured_outputs)
     params = tools.params(params)
-    prompt = truncate(front, await _read_prompt(front, request, model, body, tools), body.truncate_prompt_tokens, asked)
-    fit = fit_max_tokens(front, len(prompt.token_ids), asked, None, "messages")
-    priority = checked_priority(front, model.caller, body.priority)
+    prompt = truncate(
+        state.texts, await _read_prompt(state, request, model, body, tools), body.truncate_prompt_tokens, asked
+    )
+    fit = fit_max_tokens(state.texts, len(prompt.token_ids), asked, None, "messages")
+    priority = checked_priority(state.access.gate, model.caller, body.priority)
     answer_id = request_id(request, prefix, body.request_id)
     task = Task(prompt, model, fitted(params, fit), cache_salt=body.cache_salt, priority=priority)
-    samples = await make_samples(front, request, answer_id, [task], deadline)
+    samples = await make_samples(state, request, answer_id, [task], deadline)
     return StartedChat(answer_id, samples, tools)
 
 
-async def count_prompt_tokens(front: Front, request: Request, body: ChatRequest) -> int:
-    model = await front.model(caller_of(request), body.model)
-    text = await render_chat(front, request, model, body, read_tools(front, model, body, None).shown)
-    return len(await encode(front, model, text, add_special_tokens=False))
+async def count_prompt_tokens(state: AppState, request: Request, body: ChatRequest) -> int:
+    model = await state.models.find(caller_of(request), body.model)
+    text = await render_chat(state, request, model, body, read_tools(state.texts, model, body, None).shown)
+    return len(await encode(state.texts, model, text, add_special_tokens=False))
 
 
-async def _read_prompt(front: Front, request: Request, model: ServedModel, body: ChatRequest, tools: ToolUse) -> Prompt:
-    text = await render_chat(front, request, model, body, tools.shown)
+async def _read_prompt(
+    state: AppState, request: Request, model: ServedModel, body: ChatRequest, tools: ToolUse
+) -> Prompt:
+    text = await render_chat(state, request, model, body, tools.shown)
     named = "messages" if body.truncate_prompt_tokens is None else None
-    token_ids = await encode(front, model, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
+    token_ids = await encode(state.texts, model, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
     if not token_ids:
         raise InvalidRequest("The chat template makes an empty prompt of these messages.", "messages")
     return Prompt(token_ids, text)
@@ -112,7 +119,7 @@ def _num_logprobs(body: ChatRequest) -> int | None:
 class _Answer:
     """The answer to one request, whole or streamed."""
 
-    front: Front
+    threads: FairThreads
     body: ChatRequest
     samples: list[Sample]
     envelope: Envelope
@@ -121,7 +128,7 @@ class _Answer:
     async def whole(self) -> Response:
         answers = await collect(self.samples)
         num_values = sum(map(count_logprobs, answers))
-        return await run_by_count(self.front, self.samples[0].model, num_values, lambda: self._write_whole(answers))
+        return await run_by_count(self.threads, self.samples[0].model, num_values, lambda: self._write_whole(answers))
 
     def _write_whole(self, answers: list[Delta]) -> Response:
         content: dict[str, object] = {
@@ -139,7 +146,7 @@ class _Answer:
     def stream(self) -> Response:
         usage = StreamUsage(self.body, self.samples)
         return event_stream(
-            self.front, self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage)
+            self.threads, self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage)
         )
 
     def _choice(self, sample: Sample, delta: Delta) -> dict[str, object]:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.api.access.caller import caller_of
+from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import run_by_count
 from lorafleet.api.access.pacing import in_turns
 from lorafleet.api.answer import answer_types as answers
@@ -19,7 +20,7 @@ from lorafleet.api.answer.generation import Sample, Task, collect, make_samples,
 from lorafleet.api.answer.logprobs import completion_logprobs, count_logprobs, prompt_offsets, vllm_prompt_logprobs
 from lorafleet.api.answer.responses import WholeReply, event, json_response
 from lorafleet.api.answer.streaming import StreamUsage, TextChunk, event_stream, fallback_headers
-from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
 from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
@@ -27,8 +28,11 @@ from lorafleet.api.request.request_bodies import CompletionRequest
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_params
 from lorafleet.api.routes.operations import STARTING, describe
+from lorafleet.api.served_model import ServedModel
 from lorafleet.api.telemetry.http_metrics import label_request
+from lorafleet.api.telemetry.traced import trace_of
 from lorafleet.api.text.output import Delta
+from lorafleet.api.text_service import TextService
 from lorafleet.protocol.messages import TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
 
@@ -38,50 +42,52 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default.
 @describe(
     "Text completion", body=CompletionRequest, answer=answers.Completion, events=answers.Completion, headers=STARTING
 )
-async def completions(front: Front, request: Request) -> Response:
-    deadline = RequestDeadline.of(front, request)
-    body = await read_body(front, request, CompletionRequest)
-    async with deadline.while_finding_models():
-        model = await front.model(
+async def completions(state: AppState, request: Request) -> Response:
+    deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
+    body = await read_body(state, request, CompletionRequest)
+    async with deadline.while_finding_models(trace_of(request)):
+        model = await state.models.find(
             caller_of(request), body.model, draw_key(request, body.request_id, body.seed), body.lora_weights
         )
-    label_request(request.scope, front.label(model))
+    label_request(request.scope, state.telemetry.metrics.label(model.lora))
     scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only.
     asked = 1 if scoring else body.max_tokens
-    params = _read_params(front, model, body, asked)
-    prompts = await _read_prompts(front, model, body)
-    fits = [fit_max_tokens(front, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
-    priority = checked_priority(front, model.caller, body.priority)
-    envelope = Envelope(request_id(request, "cmpl-", body.request_id), "text_completion", front.config.base_id)
+    params = _read_params(state, model, body, asked)
+    prompts = await _read_prompts(state.texts, model, body)
+    fits = [fit_max_tokens(state.texts, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
+    priority = checked_priority(state.access.gate, model.caller, body.priority)
+    envelope = Envelope(request_id(request, "cmpl-", body.request_id), "text_completion", state.config.base_id)
     tasks = [
         Task(prompt, model, fitted(params, fit), scoring, body.cache_salt, priority)
         for prompt, fit in zip(prompts, fits, strict=True)
     ]
-    answer = _Answer(front, body, await make_samples(front, request, envelope.id, tasks, deadline), envelope)
+    answer = _Answer(state.long_work, body, await make_samples(state, request, envelope.id, tasks, deadline), envelope)
     return answer.stream() if body.stream else WholeReply(answer.whole)
 
 
-def _read_params(front: Front, model: ServedModel, body: CompletionRequest, max_tokens: int | None) -> SamplingParams:
-    params = read_params(front, model, body, max_tokens=max_tokens, logprobs=body.logprobs)
+def _read_params(
+    state: AppState, model: ServedModel, body: CompletionRequest, max_tokens: int | None
+) -> SamplingParams:
+    params = read_params(state, model, body, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         return msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     return params
 
 
-async def _read_prompts(front: Front, model: ServedModel, body: CompletionRequest) -> list[Prompt]:
+async def _read_prompts(texts: TextService, model: ServedModel, body: CompletionRequest) -> list[Prompt]:
     special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
     prompts = [
-        await read_prompt(front, model, given, add_special_tokens=special, param="prompt", must_fit=fits)
+        await read_prompt(texts, model, given, add_special_tokens=special, param="prompt", must_fit=fits)
         async for given in in_turns(listed_prompts(body.prompt, "prompt"))
     ]
-    return [truncate(front, prompt, body.truncate_prompt_tokens, body.max_tokens) for prompt in prompts]
+    return [truncate(texts, prompt, body.truncate_prompt_tokens, body.max_tokens) for prompt in prompts]
 
 
 @dataclass(slots=True)
 class _Answer:
     """The answer to one request, whole or streamed."""
 
-    front: Front
+    threads: FairThreads
     body: CompletionRequest
     samples: list[Sample]
     envelope: Envelope
@@ -89,19 +95,19 @@ class _Answer:
     async def whole(self) -> Response:
         answers = await collect(self.samples)
         choices = [_Choice(self, sample) for sample in self.samples]
-        num_values = sum(one.count_values(delta, first=True) for one, delta in zip(choices, answers, strict=True))
+        num_values = sum(choice.count_values(delta, first=True) for choice, delta in zip(choices, answers, strict=True))
         write = partial(self._write_whole, choices, answers)
-        return await run_by_count(self.front, self.samples[0].model, num_values, write)
+        return await run_by_count(self.threads, self.samples[0].model, num_values, write)
 
     def _write_whole(self, opened: list[_Choice], answers: list[Delta]) -> Response:
-        choices = [one.choice(delta, first=True) for one, delta in zip(opened, answers, strict=True)]
+        choices = [choice.choice(delta, first=True) for choice, delta in zip(opened, answers, strict=True)]
         content = {**self.envelope.whole(self.samples), "choices": choices, "usage": usage_of(self.samples)}
         return json_response(content, fallback_headers(self.samples))
 
     def stream(self) -> Response:
         usage = StreamUsage(self.body, self.samples)
         return event_stream(
-            self.front, self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage)
+            self.threads, self.samples, self.envelope, usage, lambda sample: _ChoiceStream(self, sample, usage)
         )
 
 

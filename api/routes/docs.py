@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.api.access.caller import Needed
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.openapi import openapi
 from lorafleet.api.routes.static_files import StaticFile, answer_static, read_static
 
@@ -47,7 +47,7 @@ def docs_routes(routes: Routes) -> list[tuple[str, str, Needed, Any]]:
     def document() -> bytes:
         return msgspec.json.encode(openapi(routes))
 
-    async def show_openapi(_: Front, __: Request) -> Response:
+    async def show_openapi(_: AppState, __: Request) -> Response:
         return Response(document(), media_type="application/json")
 
     return [
@@ -57,11 +57,11 @@ def docs_routes(routes: Routes) -> list[tuple[str, str, Needed, Any]]:
     ]
 
 
-async def show_docs(_: Front, request: Request) -> Response:
+async def show_docs(_: AppState, request: Request) -> Response:
     return answer_static(_files()["index.html"], request, _POLICY)
 
 
-async def show_docs_file(_: Front, request: Request) -> Response:
+async def show_docs_file(_: AppState, request: Request) -> Response:
     file = _files().get(request.path_params["name"])
     if file is None:
         raise HTTPException(404)

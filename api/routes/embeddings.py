@@ -20,15 +20,18 @@ from lorafleet.api.answer.envelope import draw_key, request_id
 from lorafleet.api.answer.generation import Sample, Task, collect, fallback_of, make_samples
 from lorafleet.api.answer.responses import WholeReply, json_response
 from lorafleet.api.answer.streaming import fallback_headers
-from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
 from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
 from lorafleet.api.request.request_bodies import EmbeddingRequest
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.routes.operations import STARTING, describe
+from lorafleet.api.served_model import ServedModel
 from lorafleet.api.telemetry.http_metrics import label_request
+from lorafleet.api.telemetry.traced import trace_of
 from lorafleet.api.text.output import Delta
+from lorafleet.api.text_service import TextService
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.messages import Pooling
 from lorafleet.protocol.sampling_params import SamplingParams
@@ -37,48 +40,50 @@ _NO_ANSWER = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 @describe("Embeddings", body=EmbeddingRequest, answer=answer_types.Embeddings, headers=STARTING)
-async def embeddings(front: Front, request: Request) -> Response:
-    deadline = RequestDeadline.of(front, request)
-    body = await read_body(front, request, EmbeddingRequest)
-    size = front.engine.hello.hidden_size
+async def embeddings(state: AppState, request: Request) -> Response:
+    deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
+    body = await read_body(state, request, EmbeddingRequest)
+    size = state.engine.hello.hidden_size
     if body.dimensions is not None and not 1 <= body.dimensions <= size:
         raise InvalidRequest(
             f"`dimensions` is {body.dimensions}; this model's embeddings have {size}: give 1 to {size}.", "dimensions"
         )
     caller = caller_of(request)
-    priority = checked_priority(front, caller, body.priority)
-    async with deadline.while_finding_models():
-        model = await front.model(caller, body.model, draw_key(request, body.request_id, None), body.lora_weights)
-    label_request(request.scope, front.label(model))
-    pooling: Pooling = front.config.pooling if body.pooling is None else body.pooling
+    priority = checked_priority(state.access.gate, caller, body.priority)
+    async with deadline.while_finding_models(trace_of(request)):
+        model = await state.models.find(caller, body.model, draw_key(request, body.request_id, None), body.lora_weights)
+    label_request(request.scope, state.telemetry.metrics.label(model.lora))
+    pooling: Pooling = state.config.pooling if body.pooling is None else body.pooling
     tasks = [
         Task(prompt, model, _NO_ANSWER, cache_salt=body.cache_salt, priority=priority, pooling=pooling)
-        for prompt in await _read_prompts(front, model, body)
+        for prompt in await _read_prompts(state.texts, model, body)
     ]
-    samples = await make_samples(front, request, request_id(request, "embd-", body.request_id), tasks, deadline)
-    return WholeReply(lambda: _answer(front, body, samples))
+    samples = await make_samples(state, request, request_id(request, "embd-", body.request_id), tasks, deadline)
+    return WholeReply(lambda: _answer(state, body, samples))
 
 
-async def _read_prompts(front: Front, model: ServedModel, body: EmbeddingRequest) -> list[Prompt]:
+async def _read_prompts(texts: TextService, model: ServedModel, body: EmbeddingRequest) -> list[Prompt]:
     special, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
     prompts: list[Prompt] = []
     async for given in in_turns(listed_prompts(body.input, "input")):
         prompt = await read_prompt(
-            front, model, given, add_special_tokens=special, param="input", must_fit=keep is None
+            texts, model, given, add_special_tokens=special, param="input", must_fit=keep is None
         )
-        prompt = truncate(front, prompt, keep, 1)
-        fit_max_tokens(front, len(prompt.token_ids), 1, None, "input")
+        prompt = truncate(texts, prompt, keep, 1)
+        fit_max_tokens(texts, len(prompt.token_ids), 1, None, "input")
         prompts.append(prompt)
     return prompts
 
 
-async def _answer(front: Front, body: EmbeddingRequest, samples: list[Sample]) -> Response:
+async def _answer(state: AppState, body: EmbeddingRequest, samples: list[Sample]) -> Response:
     deltas = await collect(samples)
     num_values = sum(len(delta.embedding) // 4 for delta in deltas)
-    return await run_by_count(front, samples[0].model, num_values, lambda: _write(front, body, samples, deltas))
+    return await run_by_count(
+        state.long_work, samples[0].model, num_values, lambda: _write(state, body, samples, deltas)
+    )
 
 
-def _write(front: Front, body: EmbeddingRequest, samples: list[Sample], deltas: list[Delta]) -> Response:
+def _write(state: AppState, body: EmbeddingRequest, samples: list[Sample], deltas: list[Delta]) -> Response:
     data = [
         {"object": "embedding", "index": sample.index, "embedding": _written(body, delta.embedding)}
         for sample, delta in zip(samples, deltas, strict=True)
@@ -88,7 +93,7 @@ def _write(front: Front, body: EmbeddingRequest, samples: list[Sample], deltas: 
     content = {
         "object": "list",
         "data": data,
-        "model": samples[0].model.name if fallback is None else front.config.base_id,
+        "model": samples[0].model.name if fallback is None else state.config.base_id,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         **({} if fallback is None else {"lora_fallback": fallback}),
     }

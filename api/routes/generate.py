@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.api.access.caller import caller_of
+from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import run_by_count
 from lorafleet.api.answer import answer_types as answers
 from lorafleet.api.answer.encoded_list import EncodedList
@@ -23,7 +24,7 @@ from lorafleet.api.answer.generation import GeneratedAnswer, Sample, Task, colle
 from lorafleet.api.answer.logprobs import LOWEST, count_logprobs
 from lorafleet.api.answer.responses import DONE, EventStream, WholeReply, event, json_response
 from lorafleet.api.answer.streaming import fallback_headers
-from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.chat_messages import string
 from lorafleet.api.request.parsing import parse_object, read_body
 from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt
@@ -32,7 +33,9 @@ from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_logit_bias
 from lorafleet.api.request.structured import read_sglang_structured
 from lorafleet.api.routes.operations import STARTING, describe
+from lorafleet.api.served_model import ServedModel
 from lorafleet.api.telemetry.http_metrics import label_request
+from lorafleet.api.telemetry.traced import trace_of
 from lorafleet.api.text.output import Delta
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import MAX_MODEL_CHARS
@@ -52,30 +55,30 @@ _OUR_NAMES = {name: name for name in _SHARED} | {"min_new_tokens": "min_tokens",
     events=answers.Generated,
     headers=STARTING,
 )
-async def generate(front: Front, request: Request) -> Response:
-    deadline = RequestDeadline.of(front, request)
-    body = await read_body(front, request, SGLangRequest)
+async def generate(state: AppState, request: Request) -> Response:
+    deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
+    body = await read_body(state, request, SGLangRequest)
     param, given, is_batch = _listed_prompts(body)
     sampling = _read_sampling(body, len(given))
-    async with deadline.while_finding_models():
-        models = await _read_models(front, request, body, sampling)
+    async with deadline.while_finding_models(trace_of(request)):
+        models = await _read_models(state, request, body, sampling)
     prompts = [
-        await read_prompt(front, model, one, add_special_tokens=True, param=param)
-        for model, one in zip(models, given, strict=True)
+        await read_prompt(state.texts, model, prompt, add_special_tokens=True, param=param)
+        for model, prompt in zip(models, given, strict=True)
     ]
-    label_request(request.scope, front.label(models[0]))
-    tasks = [_make_task(front, body, *one) for one in zip(prompts, models, sampling, strict=True)]
+    label_request(request.scope, state.telemetry.metrics.label(models[0].lora))
+    tasks = [_make_task(state, body, *parts) for parts in zip(prompts, models, sampling, strict=True)]
     rids = _read_rids(request, body, len(prompts))
-    samples = await make_samples(front, request, rids[0], tasks, deadline)
+    samples = await make_samples(state, request, rids[0], tasks, deadline)
     ids = [rid for rid, task in zip(rids, tasks, strict=True) for _ in range(task.params.n)]
     results = [_Result(body, sample, rid) for sample, rid in zip(samples, ids, strict=True)]
     if body.stream:
         headers: dict[str, str] = {}
-        return EventStream(_stream(front, results, len(samples) > 1, headers), headers)
-    return WholeReply(lambda: _whole(front, results, is_batch or len(samples) > 1))
+        return EventStream(_stream(state.long_work, results, len(samples) > 1, headers), headers)
+    return WholeReply(lambda: _whole(state.long_work, results, is_batch or len(samples) > 1))
 
 
-async def _whole(front: Front, results: Sequence[_Result], as_list: bool) -> Response:
+async def _whole(threads: FairThreads, results: Sequence[_Result], as_list: bool) -> Response:
     samples = [result.sample for result in results]
     answers = await collect(samples)
 
@@ -85,11 +88,11 @@ async def _whole(front: Front, results: Sequence[_Result], as_list: bool) -> Res
         content = [result.render() for result in results]
         return json_response(content if as_list else content[0], fallback_headers(samples))
 
-    return await run_by_count(front, samples[0].model, sum(map(count_logprobs, answers)), write)
+    return await run_by_count(threads, samples[0].model, sum(map(count_logprobs, answers)), write)
 
 
 async def _stream(
-    front: Front, results: Sequence[_Result], indexed: bool, headers: dict[str, str]
+    threads: FairThreads, results: Sequence[_Result], indexed: bool, headers: dict[str, str]
 ) -> AsyncGenerator[bytes, None]:
     samples = [result.sample for result in results]
     running = len(samples)
@@ -97,7 +100,7 @@ async def _stream(
         async for sample, delta in deltas:
             headers.update(fallback_headers(samples))
             write = partial(_write_chunk, results[sample.index], delta, indexed)
-            chunk = await run_by_count(front, sample.model, count_logprobs(delta), write)
+            chunk = await run_by_count(threads, sample.model, count_logprobs(delta), write)
             running -= delta.finish_reason is not None
             yield chunk + (b"" if running else DONE)
 
@@ -121,7 +124,7 @@ def _listed_prompts(body: SGLangRequest) -> tuple[str, list[object], bool]:
 
 def _read_sampling(body: SGLangRequest, num_prompts: int) -> list[SGLangSampling]:
     given = _per_prompt(body.sampling_params, num_prompts, "sampling_params")
-    return [_read_one_sampling(one) for one in given]
+    return [_read_one_sampling(entry) for entry in given]
 
 
 def _read_one_sampling(given: object) -> SGLangSampling:
@@ -136,22 +139,22 @@ _SAMPLING = "sampling_params"
 
 
 async def _read_models(
-    front: Front, request: Request, body: SGLangRequest, sampling: Sequence[SGLangSampling]
+    state: AppState, request: Request, body: SGLangRequest, sampling: Sequence[SGLangSampling]
 ) -> list[ServedModel]:
     """Returns the model of each prompt: `lora_path` in either place, else `model`, else the base model."""
     outer = _per_prompt(body.lora_path, len(sampling), "lora_path")
-    inner = [_one_of(one.lora_path, i, len(sampling)) for i, one in enumerate(sampling)]
+    inner = [_one_of(params.lora_path, i, len(sampling)) for i, params in enumerate(sampling)]
     rids = _per_prompt(body.rid, len(sampling), "rid")
     models: dict[tuple[str | None, str | None], ServedModel] = {}
     asked: list[tuple[str | None, str | None]] = []
-    for out, within, rid, one in zip(outer, inner, rids, sampling, strict=True):
+    for out, within, rid, params in zip(outer, inner, rids, sampling, strict=True):
         name = _read_name(out, within)
-        key = draw_key(request, rid if isinstance(rid, str) else None, one.sampling_seed)
+        key = draw_key(request, rid if isinstance(rid, str) else None, params.sampling_seed)
         asked.append((body.model if name is None else name, key))
     for name, key in asked:
         if (name, key) not in models:
-            models[name, key] = await front.model(caller_of(request), name, key)
-    return [models[one] for one in asked]
+            models[name, key] = await state.models.find(caller_of(request), name, key)
+    return [models[name_and_key] for name_and_key in asked]
 
 
 def _read_name(outer: object, inner: object) -> str | None:
@@ -184,15 +187,17 @@ def _read_rids(request: Request, body: SGLangRequest, num_prompts: int) -> list[
     return [request_id(request, "", rid) for rid in rids]
 
 
-def _make_task(front: Front, body: SGLangRequest, prompt: Prompt, model: ServedModel, one: SGLangSampling) -> Task:
-    scoring = one.max_new_tokens == 0
-    asked = 1 if scoring else one.max_new_tokens
-    fit = fit_max_tokens(front, len(prompt.token_ids), asked, DEFAULT_MAX_NEW_TOKENS, "max_new_tokens")
-    return Task(prompt, model, fitted(_params_of(front, model, body, one, asked), fit), scoring)
+def _make_task(
+    state: AppState, body: SGLangRequest, prompt: Prompt, model: ServedModel, sampling: SGLangSampling
+) -> Task:
+    scoring = sampling.max_new_tokens == 0
+    asked = 1 if scoring else sampling.max_new_tokens
+    fit = fit_max_tokens(state.texts, len(prompt.token_ids), asked, DEFAULT_MAX_NEW_TOKENS, "max_new_tokens")
+    return Task(prompt, model, fitted(_params_of(state, model, body, sampling, asked), fit), scoring)
 
 
 def _params_of(
-    front: Front, model: ServedModel, body: SGLangRequest, one: SGLangSampling, max_tokens: int | None
+    state: AppState, model: ServedModel, body: SGLangRequest, one: SGLangSampling, max_tokens: int | None
 ) -> SamplingParams:
     given: dict[str, Any] = {
         ours: value for theirs, ours in _OUR_NAMES.items() if (value := getattr(one, theirs)) is not None
@@ -203,7 +208,7 @@ def _params_of(
             given["prompt_logprobs"] = given["logprobs"]
     given |= {"logit_bias": read_logit_bias(one.logit_bias), "structured_outputs": read_sglang_structured(model, one)}
     params = SamplingParams(**given, max_tokens=max_tokens)
-    params.check_vocabulary(front.vocab_size(model))
+    params.check_vocabulary(state.texts.vocab_size(model))
     return params
 
 

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.visibility import CallersCatalog
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.request_bodies import LoadAdapterRequest, UnloadAdapterRequest
 from lorafleet.api.routes.operations import PlainText, describe
@@ -23,16 +23,16 @@ logger = logging.getLogger("lorafleet.http")
 
 
 @describe("vLLM's way to add an adapter", body=LoadAdapterRequest, answer=PlainText)
-async def load_lora_adapter(front: Front, request: Request) -> Response:
-    _check_allowed(front)
-    body = await read_body(front, request, LoadAdapterRequest)
+async def load_lora_adapter(state: AppState, request: Request) -> Response:
+    _check_allowed(state)
+    body = await read_body(state, request, LoadAdapterRequest)
     name, path = body.lora_name, body.lora_path
     if not name or not path:
         missing = "lora_path" if name else "lora_name"
         raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", missing)
     await begin(request, name=name, source=path)
     try:
-        await front.catalog_of(caller_of(request)).add(name, path, load_inplace=bool(body.load_inplace))
+        await state.models.catalog_of(caller_of(request)).add(name, path, load_inplace=bool(body.load_inplace))
     except AdapterExists:
         raise AdapterExists(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
@@ -44,15 +44,15 @@ async def load_lora_adapter(front: Front, request: Request) -> Response:
 
 
 @describe("vLLM's way to remove an adapter", body=UnloadAdapterRequest, answer=PlainText)
-async def unload_lora_adapter(front: Front, request: Request) -> Response:
-    _check_allowed(front)
-    body = await read_body(front, request, UnloadAdapterRequest)
+async def unload_lora_adapter(state: AppState, request: Request) -> Response:
+    _check_allowed(state)
+    body = await read_body(state, request, UnloadAdapterRequest)
     name = body.lora_name
     if not name:
         raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
     await begin(request, name=name)
     try:
-        catalog = front.catalog_of(caller_of(request))
+        catalog = state.models.catalog_of(caller_of(request))
         await _check_number(catalog, name, body.lora_int_id)
         await catalog.remove(name)
     except ModelNotFound:
@@ -68,8 +68,8 @@ async def _check_number(catalog: CallersCatalog, name: str, number: int | None) 
         raise ModelNotFound(name)
 
 
-def _check_allowed(front: Front) -> None:
-    if not front.config.allow_runtime_lora_updating:
+def _check_allowed(state: AppState) -> None:
+    if not state.config.allow_runtime_lora_updating:
         raise Forbidden(
             "Loading and unloading adapters at run time is off; start the server with --allow-runtime-lora-updating."
         )

@@ -15,7 +15,7 @@ from lorafleet.api.access.caller import Caller, caller_of
 from lorafleet.api.answer import answer_types
 from lorafleet.api.answer.answer_types import ModelList
 from lorafleet.api.answer.responses import encode_json, json_response
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.bounds import AtMost, Within
 from lorafleet.api.request.fields import Strict
 from lorafleet.api.request.parsing import parse_query
@@ -35,23 +35,23 @@ class ModelQuery(Strict):
 
 
 @describe("The base model, then the adapters by their names, a page at a time", query=ModelQuery, answer=ModelList)
-async def list_models(front: Front, request: Request) -> Response:
+async def list_models(state: AppState, request: Request) -> Response:
     query, caller = parse_query(request, ModelQuery), caller_of(request)
     key = (caller.tenant, caller.is_operator, query.after, query.limit)
-    page = await front.model_pages.get(key, front.catalog.list_version, lambda: _page(front, caller, query))
+    page = await state.model_pages.get(key, state.models.catalog.list_version, lambda: _page(state, caller, query))
     return Response(page, media_type="application/json")
 
 
-async def _page(front: Front, caller: Caller, query: ModelQuery) -> bytes:
-    names = front.config.served_model_names
+async def _page(state: AppState, caller: Caller, query: ModelQuery) -> bytes:
+    names = state.config.served_model_names
     is_base = query.after in names
     bases = names[names.index(query.after) + 1 :] if is_base else () if query.after else names
-    cards = [_base_card(front, caller, name) for name in bases[: query.limit]]
+    cards = [_base_card(state, caller, name) for name in bases[: query.limit]]
     has_more = len(bases) > query.limit
     if not has_more:
         after = "" if is_base else query.after
-        entries, has_more = await front.catalog_of(caller).listed(after, query.limit - len(cards))
-        cards += [_adapter_card(front, caller, lora, name) for name, lora in entries]
+        entries, has_more = await state.models.catalog_of(caller).listed(after, query.limit - len(cards))
+        cards += [_adapter_card(state, caller, lora, name) for name, lora in entries]
     ids = [card["id"] for card in cards]
     first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
     return encode_json(
@@ -60,39 +60,39 @@ async def _page(front: Front, caller: Caller, query: ModelQuery) -> bytes:
 
 
 @describe("One model", answer=answer_types.ModelCard)
-async def show_model(front: Front, request: Request) -> Response:
+async def show_model(state: AppState, request: Request) -> Response:
     """Shows any model that a request could name, listed or not."""
-    model = await front.model(caller_of(request), request.path_params["model"])
+    model = await state.models.find(caller_of(request), request.path_params["model"])
     caller = caller_of(request)
     if model.lora is None:
-        return json_response(_base_card(front, caller, model.name))
+        return json_response(_base_card(state, caller, model.name))
     default = model.language.structured_outputs
     shown = {} if default is None else {"default_response_format": as_response_format(default)}
-    return json_response(_adapter_card(front, caller, model.lora, model.name) | shown)
+    return json_response(_adapter_card(state, caller, model.lora, model.name) | shown)
 
 
-def _base_card(front: Front, caller: Caller, name: str) -> dict[str, object]:
-    return _card(front, name, _root(front, caller, front.config.model_path, front.config.base_id), None)
+def _base_card(state: AppState, caller: Caller, name: str) -> dict[str, object]:
+    return _card(state, name, _root(state, caller, state.config.model_path, state.config.base_id), None)
 
 
-def _adapter_card(front: Front, caller: Caller, lora: LoRARequest, name: str) -> dict[str, object]:
-    root = _root(front, caller, lora.lora_path, name)
-    return _card(front, name, root, lora.base_model_name or front.config.base_id)
+def _adapter_card(state: AppState, caller: Caller, lora: LoRARequest, name: str) -> dict[str, object]:
+    root = _root(state, caller, lora.lora_path, name)
+    return _card(state, name, root, lora.base_model_name or state.config.base_id)
 
 
-def _root(front: Front, caller: Caller, path: str, name: str) -> str:
+def _root(state: AppState, caller: Caller, path: str, name: str) -> str:
     """Returns the model's path to callers that may see the server's folders and buckets, else its hub ID or name."""
     is_public = path.startswith(HUB) or not (os.path.isabs(path) or "://" in path)
-    return path if is_public or front.shows_paths_to(caller) else name
+    return path if is_public or state.access.shows_paths_to(caller) else name
 
 
-def _card(front: Front, name: str, root: str, parent: str | None) -> dict[str, object]:
+def _card(state: AppState, name: str, root: str, parent: str | None) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",
-        "created": front.config.created,
+        "created": state.config.created,
         "owned_by": "lorafleet",
         "root": root,
         "parent": parent,
-        "max_model_len": front.max_model_len,
+        "max_model_len": state.texts.max_model_len,
     }

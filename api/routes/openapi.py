@@ -61,8 +61,8 @@ def openapi(routes: Iterable[tuple[str, str, Needed, Callable[..., Any]]]) -> Sc
     ]
     schemas = _Schemas(described)
     paths: dict[str, Schema] = {}
-    for one in described:
-        paths.setdefault(_PARAMETER.sub(r"{\1}", one.path), {})[one.method.lower()] = _operation(one, schemas)
+    for route in described:
+        paths.setdefault(_PARAMETER.sub(r"{\1}", route.path), {})[route.method.lower()] = _operation(route, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "lorafleet", "version": __version__},
@@ -79,14 +79,14 @@ class _Schemas:
     """The schemas of all types that the operations mention. `definitions` has them by name."""
 
     def __init__(self, described: Iterable[_Described]) -> None:
-        bodies = {one.operation.body for one in described} | {one.operation.query for one in described}
+        bodies = {route.operation.body for route in described} | {route.operation.query for route in described}
         models = [body for body in bodies if body is not None and issubclass(body, BaseModel)]
-        answers = [answer for one in described for answer in (one.operation.answer, one.operation.events)]
-        types = [*models, *(one for one in answers if one not in (None, PlainText)), ErrorBody]
-        self._names = {str(one): i for i, one in enumerate(dict.fromkeys(types))}
+        answers = [answer for route in described for answer in (route.operation.answer, route.operation.events)]
+        types = [*models, *(kind for kind in answers if kind not in (None, PlainText)), ErrorBody]
+        self._names = {str(kind): i for i, kind in enumerate(dict.fromkeys(types))}
         inputs = [
-            (i, "validation" if one in models else "serialization", TypeAdapter(one))
-            for i, one in enumerate(dict.fromkeys(types))
+            (i, "validation" if kind in models else "serialization", TypeAdapter(kind))
+            for i, kind in enumerate(dict.fromkeys(types))
         ]
         found, shared = TypeAdapter.json_schemas(inputs, ref_template=_REF)  # type: ignore[arg-type]  # mypy infers str
         self._found = {key: schema for (key, _), schema in found.items()}
@@ -95,27 +95,27 @@ class _Schemas:
             if issubclass(model, Tolerant):
                 self.definitions[model.__name__]["properties"] |= tolerated(model)
 
-    def of(self, one: Any) -> Schema:
-        return self._found[self._names[str(one)]]
+    def of(self, kind: Any) -> Schema:
+        return self._found[self._names[str(kind)]]
 
 
-def _operation(one: _Described, schemas: _Schemas) -> Schema:
+def _operation(route: _Described, schemas: _Schemas) -> Schema:
     made: Schema = {
-        "summary": one.operation.summary,
-        "operationId": f"{one.method.lower()}{re.sub(r'[^a-z0-9]+', '_', one.path.lower())}",
+        "summary": route.operation.summary,
+        "operationId": f"{route.method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path.lower())}",
         "parameters": [
-            *_path_parameters(one.path),
-            *_query_parameters(one.operation.query, schemas),
-            *(_HEADERS[name] for name in one.operation.headers),
+            *_path_parameters(route.path),
+            *_query_parameters(route.operation.query, schemas),
+            *(_HEADERS[name] for name in route.operation.headers),
         ],
-        "responses": {"200": _success(one.operation, schemas), **_errors()},
-        "security": {"open": [{}], "admin": [_KEY]}.get(one.needed, [_KEY, {}]),
+        "responses": {"200": _success(route.operation, schemas), **_errors()},
+        "security": {"open": [{}], "admin": [_KEY]}.get(route.needed, [_KEY, {}]),
     }
-    if one.operation.body is TarFile:
+    if route.operation.body is TarFile:
         binary = {"type": "string", "format": "binary"}
         made["requestBody"] = {"required": True, "content": {"application/x-tar": {"schema": binary}}}
-    elif one.operation.body is not None:
-        made["requestBody"] = {"required": True, "content": _json(schemas.of(one.operation.body))}
+    elif route.operation.body is not None:
+        made["requestBody"] = {"required": True, "content": _json(schemas.of(route.operation.body))}
     return made
 
 
@@ -130,15 +130,15 @@ def _query_parameters(query: type[BaseModel] | None, schemas: _Schemas) -> list[
     schema = schemas.definitions[query.__name__]
     required = schema.get("required", [])
     return [
-        {"name": name, "in": "query", "required": name in required, "schema": _not_null(one)}
-        for name, one in schema["properties"].items()
+        {"name": name, "in": "query", "required": name in required, "schema": _not_null(parameter)}
+        for name, parameter in schema["properties"].items()
     ]
 
 
 def _not_null(schema: Schema) -> Schema:
     """Returns the schema without null, because a query parameter is text and cannot be null."""
     if "anyOf" in schema:
-        return next(one for one in schema["anyOf"] if one.get("type") != "null")
+        return next(member for member in schema["anyOf"] if member.get("type") != "null")
     return schema
 
 

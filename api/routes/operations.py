@@ -46,11 +46,11 @@ def describe(
     query: type[BaseModel] | None = None,
     headers: tuple[str, ...] = (),
 ) -> Callable[[_Handler], _Handler]:
-    def noted(handler: _Handler) -> _Handler:
+    def described(handler: _Handler) -> _Handler:
         setattr(handler, _OPERATION, Operation(summary, body, answer, events, query, headers))
         return handler
 
-    return noted
+    return described
 
 
 def operation_of(handler: Callable[..., Any]) -> Operation | None:

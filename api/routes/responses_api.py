@@ -20,7 +20,7 @@ from lorafleet.api.answer.generation import Sample, fallback_of, usage_of
 from lorafleet.api.answer.logprobs import logprob_entries
 from lorafleet.api.answer.responses import EventStream, WholeReply, json_response
 from lorafleet.api.answer.streaming import fallback_headers
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import parse_object, read_body
 from lorafleet.api.request.request_bodies import (
     OUTPUT_LOGPROBS,
@@ -55,17 +55,17 @@ _CHAT_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens
     events=answer_types.ResponseEvent,
     headers=STARTING,
 )
-async def responses(front: Front, request: Request) -> Response:
-    deadline = RequestDeadline.of(front, request)
-    body = await read_body(front, request, ResponsesRequest)
+async def responses(state: AppState, request: Request) -> Response:
+    deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
+    body = await read_body(state, request, ResponsesRequest)
     structured = _structured(body)
     _check_logprobs(body)
     try:
-        chat = await run_by_size(front, request, lambda: parse_object(_as_chat(body), ChatRequest))
-        started = await start_chat(front, request, chat, deadline, "resp_", structured)
+        chat = await run_by_size(state.long_work, request, lambda: parse_object(_as_chat(body), ChatRequest))
+        started = await start_chat(state, request, chat, deadline, "resp_", structured)
     except InvalidRequest as error:
         raise _in_its_own_words(error) from None
-    answer = _Answer(front, body, started)
+    answer = _Answer(state.config.base_id, body, started)
     if not body.stream:
         return WholeReply(answer.whole)
     headers: dict[str, str] = {}
@@ -73,15 +73,15 @@ async def responses(front: Front, request: Request) -> Response:
 
 
 @describe("How many tokens a request of /v1/responses has", body=ResponsesRequest, answer=answer_types.InputTokens)
-async def count_input_tokens(front: Front, request: Request) -> Response:
+async def count_input_tokens(state: AppState, request: Request) -> Response:
     """Counts the input tokens of a request. Nothing is generated."""
-    body = await read_body(front, request, ResponsesRequest)
+    body = await read_body(state, request, ResponsesRequest)
     try:
-        chat = await run_by_size(front, request, lambda: parse_object(_as_chat(body), ChatRequest))
-        num_tokens = await count_prompt_tokens(front, request, chat)
+        chat = await run_by_size(state.long_work, request, lambda: parse_object(_as_chat(body), ChatRequest))
+        num_tokens = await count_prompt_tokens(state, request, chat)
     except InvalidRequest as error:
         raise _in_its_own_words(error) from None
-    charge_auxiliary(front, request, num_tokens)
+    charge_auxiliary(state, request, num_tokens)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
@@ -122,7 +122,7 @@ def _chat_choice(choice: ToolMode | ResponsesNamedChoice | ResponsesAllowedChoic
     if isinstance(choice, ResponsesNamedChoice):
         return {"type": "function", "function": {"name": choice.name}}
     if isinstance(choice, ResponsesAllowedChoice):
-        allowed = {"mode": choice.mode, "tools": [_chat_choice(one) for one in choice.tools]}
+        allowed = {"mode": choice.mode, "tools": [_chat_choice(tool) for tool in choice.tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice
 
@@ -143,7 +143,7 @@ def _in_its_own_words(error: InvalidRequest) -> InvalidRequest:
 
 @dataclass(slots=True)
 class _Answer:
-    front: Front
+    base_id: str
     body: ResponsesRequest
     started: StartedChat
     items: ResponseItems = field(default_factory=ResponseItems)
@@ -196,7 +196,7 @@ class _Answer:
             async for delta in deltas:
                 text += delta.text
                 if delta.logprobs:
-                    self.items.note(logprob_entries(self.sample.model.tokenizer, delta.logprobs, as_ids=False))
+                    self.items.add_logprobs(logprob_entries(self.sample.model.tokenizer, delta.logprobs, as_ids=False))
                 if reader is None or eager:
                     found = [Text(delta.text)] if reader is None and delta.text else []
                     events: list[Event] = [*found, *(reader.push(delta.text) if reader is not None else [])]
@@ -224,7 +224,7 @@ class _Answer:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self.sample.model.name if fallback is None else self.front.config.base_id,
+            "model": self.sample.model.name if fallback is None else self.base_id,
             "output": self.items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -26,7 +26,7 @@ class ResponseItems:
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
-    def note(self, logprobs: Sequence[object]) -> None:
+    def add_logprobs(self, logprobs: Sequence[object]) -> None:
         """Adds the logprobs of the next text's tokens or, at the end, of tokens without text."""
         self._logprobs += logprobs
 
@@ -50,7 +50,7 @@ class ResponseItems:
             )
         else:
             part = item["content"][0]
-            part["logprobs"] += self._noted()
+            part["logprobs"] += self._take_logprobs()
             place["content_index"] = 0
             done = self.event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
             done += self.event("response.content_part.done", **place, part=part)
@@ -66,7 +66,7 @@ class ResponseItems:
             events += self.event("response.content_part.added", **place, content_index=0, part=part)
             self._open["content"] = [part]
         assert self._open is not None
-        part, logprobs = self._open["content"][0], self._noted()
+        part, logprobs = self._open["content"][0], self._take_logprobs()
         part["text"] += text
         part["logprobs"] += logprobs
         place = self._place(self._open)
@@ -74,9 +74,9 @@ class ResponseItems:
             "response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs
         )
 
-    def _noted(self) -> list[object]:
-        noted, self._logprobs = self._logprobs, []
-        return noted
+    def _take_logprobs(self) -> list[object]:
+        logprobs, self._logprobs = self._logprobs, []
+        return logprobs
 
     def _add_arguments(self, event: CallArguments) -> bytes:
         assert self._open is not None and self._open["type"] == "function_call"

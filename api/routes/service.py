@@ -12,27 +12,27 @@ from lorafleet import __version__
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.answer import answer_types
 from lorafleet.api.answer.responses import json_response
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.operations import PlainText, describe
 from lorafleet.api.telemetry.tenant_metrics import of_tenant
 from lorafleet.protocol.errors import EngineDead
 
 
 @describe("Whether the replica can answer")
-async def health(front: Front, _: Request) -> Response:
-    if front.dead is not None:
-        raise EngineDead(f"The engine stopped: {front.dead}. This replica is being replaced; try again.")
+async def health(state: AppState, _: Request) -> Response:
+    if state.engine.dead is not None:
+        raise EngineDead(f"The engine stopped: {state.engine.dead}. This replica is being replaced; try again.")
     return Response()
 
 
 @describe("The server's version", answer=answer_types.Version)
-async def version(_: Front, __: Request) -> Response:
+async def version(_: AppState, __: Request) -> Response:
     return json_response({"version": __version__})
 
 
 @describe("Prometheus' series", answer=PlainText)
-async def metrics(front: Front, request: Request) -> Response:
-    text = await front.scrape()
+async def metrics(state: AppState, request: Request) -> Response:
+    text = await state.telemetry.scrape()
     tenant = caller_of(request).tenant
     if tenant is not None:
         text = await asyncio.to_thread(of_tenant, text, tenant)

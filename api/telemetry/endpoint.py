@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
+CLIENT_LEFT = 499  # nginx's status for a client that disconnected before its answer.
+
 _ENDPOINT = "lorafleet.endpoint"  # in the ASGI scope
 
 

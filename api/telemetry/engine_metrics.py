@@ -50,31 +50,31 @@ _COUNTERS = {
 
 
 def collect_engine(stats: EngineStats, replica: str) -> Iterator[Metric]:
-    at = [replica]
+    values = [replica]
     for name, (field, text) in _GAUGES.items():
         gauge = GaugeMetricFamily(name, text, labels=["replica"])
-        gauge.add_metric(at, getattr(stats, field))
+        gauge.add_metric(values, getattr(stats, field))
         yield gauge
     for name, (field, text) in _COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=["replica"])
-        counter.add_metric(at, getattr(stats, field))
+        counter.add_metric(values, getattr(stats, field))
         yield counter
     usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", None, ["replica"])
-    usage.add_metric(at, 1 - stats.kv_blocks_free / max(1, stats.kv_blocks_total))
+    usage.add_metric(values, 1 - stats.kv_blocks_free / max(1, stats.kv_blocks_total))
     yield usage
     refused = CounterMetricFamily(
         "lorafleet_engine_refused", "Sequences refused with 429, by the bound.", None, ["replica", "bound"]
     )
     for bound in ("requests", "tokens", "deadline"):
-        refused.add_metric([*at, bound], stats.refused_total.get(bound, 0))
+        refused.add_metric([*values, bound], stats.refused_total.get(bound, 0))
     yield refused
     size = GaugeMetricFamily("lorafleet_engine_lora_bytes", "Of the adapters in a tier.", None, ["replica", "tier"])
-    size.add_metric([*at, "gpu"], stats.lora_slot_bytes)
-    size.add_metric([*at, "cpu"], stats.lora_cpu_bytes)
+    size.add_metric([*values, "gpu"], stats.lora_slot_bytes)
+    size.add_metric([*values, "cpu"], stats.lora_cpu_bytes)
     yield size
     gone = CounterMetricFamily("lorafleet_engine_lora_evictions", "Of adapters.", None, ["replica", "tier"])
-    gone.add_metric([*at, "gpu"], stats.lora_evictions_total)
-    gone.add_metric([*at, "cpu"], stats.lora_cpu_evictions_total)
+    gone.add_metric([*values, "gpu"], stats.lora_evictions_total)
+    gone.add_metric([*values, "cpu"], stats.lora_cpu_evictions_total)
     yield gone
     memory = GaugeMetricFamily(
         "lorafleet_engine_memory_bytes",
@@ -85,7 +85,7 @@ def collect_engine(stats: EngineStats, replica: str) -> Iterator[Metric]:
         ["replica", "kind"],
     )
     for kind, num_bytes in stats.memory_bytes.items():
-        memory.add_metric([*at, kind], num_bytes)
+        memory.add_metric([*values, kind], num_bytes)
     yield memory
     yield from _of_steps(stats.steps, replica)
 
@@ -123,7 +123,7 @@ def _of_steps(steps: StepStats, replica: str) -> Iterator[Metric]:
         "token used an adapter (adapter, base) and by tokens, rounded up to a power of two. Nothing on a CPU.",
         labels=["replica", "kind", "lora", "tokens"],
     )
-    for one in steps.on_gpu:
-        lora = "adapter" if one.adapters else "base"
-        on_gpu.add_metric([replica, one.kind, lora, str(one.tokens)], one.count, one.seconds)
+    for timed in steps.on_gpu:
+        lora = "adapter" if timed.adapters else "base"
+        on_gpu.add_metric([replica, timed.kind, lora, str(timed.tokens)], timed.count, timed.seconds)
     yield on_gpu

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from lorafleet.api.telemetry.adapter_labels import MAX_LABELS, OTHER, AdapterLabels
 from lorafleet.api.telemetry.engine_metrics import collect_engine
 from lorafleet.protocol.histogram import Bounds, Histogram, buckets, distribution_of
+from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import AdapterMove, EngineStats, FinishReason
 
 NO_MODEL = ""  # The request named no model, or one that does not exist.
@@ -87,8 +88,10 @@ def label_of_request(scope: MutableMapping[str, Any]) -> str:
 
 
 class Stopwatch:
-    """The times of one sequence, in seconds of time.perf_counter. From the first token on, it has the adapter's tier
-    and rank."""
+    """The times of one sequence, in seconds of time.perf_counter(), and its adapter's tier and rank.
+
+    sequence_observer.py fills it in: all but `started` is known from the first token on.
+    """
 
     __slots__ = ("first", "gaps", "last", "lora_rank", "started", "tier")
 
@@ -99,15 +102,6 @@ class Stopwatch:
         self.gaps: list[float] = []
         self.lora_rank = 0
         self.tier = ""
-
-    def tick(self) -> None:
-        """Records that some tokens have arrived."""
-        now = time.perf_counter()
-        if self.first is None:
-            self.first = now - self.started
-        else:
-            self.gaps.append(now - self.last)
-        self.last = now
 
 
 def text_of(metrics: Sequence[Metric]) -> bytes:
@@ -173,6 +167,14 @@ class Metrics:
         self._ranks: dict[int, _OfRank] = {0: _OfRank()}  # by rank_class
         self._moves = {move: Histogram(_MOVE_S) for move in _MOVES}
         self._load_failures: Counter[str] = Counter()  # by error
+
+    def label(self, lora: LoRARequest | None) -> str:
+        """Returns the label of a model. None is the base model."""
+        return self._base if lora is None else self.adapters.label(lora.lora_name)
+
+    def count_model(self, lora: LoRARequest | None) -> str:
+        """Counts one more sequence of a model and returns its label."""
+        return self._base if lora is None else self.adapters.count(lora.lora_name)
 
     def count_request(self, endpoint: str, model: str, status: int) -> None:
         self._of(model).requests[endpoint, str(status)] += 1
@@ -281,26 +283,26 @@ class Metrics:
             "To bring adapters one tier nearer, from: remote to the node's disk, disk to CPU memory, cpu to a slot.",
             labels=[*labels, "tier"],
         )
-        for model, one in self._series.items():
+        for model, series in self._series.items():
             if not self._is_shown(model):
                 continue
-            at = [self._replica, model]
-            for (endpoint, status), count in one.requests.items():
-                requests.add_metric([*at, endpoint, status], count)
+            values = [self._replica, model]
+            for (endpoint, status), count in series.requests.items():
+                requests.add_metric([*values, endpoint, status], count)
             if model == NO_MODEL:
                 continue
-            for reason, count in one.finished.items():
-                finished.add_metric([*at, reason], count)
-            prompt.add_metric(at, one.prompt_tokens)
-            generated.add_metric(at, one.generation_tokens)
-            first.add_metric(at, *buckets(one.first_token.told(), _FIRST_TOKEN_S))
-            between.add_metric(at, *buckets(one.between_tokens.told(), _BETWEEN_TOKENS_S))
-            whole.add_metric(at, *buckets(one.whole.told(), _REQUEST_S))
-            queue.add_metric(at, *buckets(one.queue.told(), _QUEUE_S))
-            for tier, count in one.hits.items():
-                hits.add_metric([*at, tier], count)
-            for tier, count in one.loads.items():
-                loads.add_metric([*at, tier], count, one.load_seconds[tier])
+            for reason, count in series.finished.items():
+                finished.add_metric([*values, reason], count)
+            prompt.add_metric(values, series.prompt_tokens)
+            generated.add_metric(values, series.generation_tokens)
+            first.add_metric(values, *buckets(series.first_token.distribution(), _FIRST_TOKEN_S))
+            between.add_metric(values, *buckets(series.between_tokens.distribution(), _BETWEEN_TOKENS_S))
+            whole.add_metric(values, *buckets(series.whole.distribution(), _REQUEST_S))
+            queue.add_metric(values, *buckets(series.queue.distribution(), _QUEUE_S))
+            for tier, count in series.hits.items():
+                hits.add_metric([*values, tier], count)
+            for tier, count in series.loads.items():
+                loads.add_metric([*values, tier], count, series.load_seconds[tier])
         yield from (requests, finished, prompt, generated, first, between, whole, queue, hits, loads)
 
     def _of_ranks(self) -> Iterator[Metric]:
@@ -315,10 +317,10 @@ class Metrics:
             "Between two outputs of a sequence, by the adapter's rank, rounded up to a power of two; 0: the base.",
             labels=labels,
         )
-        for rank, one in sorted(self._ranks.items()):
-            at = [self._replica, str(rank)]
-            first.add_metric(at, *buckets(one.first_token.told(), _FIRST_TOKEN_S))
-            between.add_metric(at, *buckets(one.between_tokens.told(), _BETWEEN_TOKENS_S))
+        for rank, latencies in sorted(self._ranks.items()):
+            values = [self._replica, str(rank)]
+            first.add_metric(values, *buckets(latencies.first_token.distribution(), _FIRST_TOKEN_S))
+            between.add_metric(values, *buckets(latencies.between_tokens.distribution(), _BETWEEN_TOKENS_S))
         yield from (first, between)
 
     def _of_moves(self) -> Iterator[Metric]:
@@ -329,7 +331,7 @@ class Metrics:
             labels=["replica", "source", "target"],
         )
         for (source, target), histogram in self._moves.items():
-            moves.add_metric([self._replica, source, target], *buckets(histogram.told(), _MOVE_S))
+            moves.add_metric([self._replica, source, target], *buckets(histogram.distribution(), _MOVE_S))
         failures = CounterMetricFamily(
             "lorafleet_adapter_load_failures",
             "Adapters that could not be loaded, by error.",

@@ -175,12 +175,12 @@ class RecentFailures:
     """
 
     def __init__(self, replica: str = "", clock: Callable[[], float] = time.time) -> None:
-        """Failures are attributed to `replica` unless note() names another."""
+        """Failures are attributed to `replica` unless record() names another."""
         self._replica = replica
         self._clock = clock
         self._failures: OrderedDict[tuple[str | None, str, str, str], Failure] = OrderedDict()
 
-    def note(self, error: Exception, adapter: str = "", tenant: str | None = None, replica: str = "") -> None:
+    def record(self, error: Exception, adapter: str = "", tenant: str | None = None, replica: str = "") -> None:
         if not isinstance(error, LorafleetError):
             self.add(
                 "internal_error", f"{type(error).__name__}: the replica's log says more.", adapter, tenant, replica
@@ -203,4 +203,4 @@ class RecentFailures:
         """Returns the failures, latest first. A tenant gets only its own; failures without a tenant are for the
         operator."""
         shown = reversed(self._failures.values())
-        return [one for one in shown if of_all or (tenant is not None and one.tenant == tenant)]
+        return [failure for failure in shown if of_all or (tenant is not None and failure.tenant == tenant)]

@@ -13,9 +13,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -29,14 +28,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet import __version__
-from lorafleet.api.routes.build_api import CLIENT_LEFT
-from lorafleet.api.telemetry.endpoint import endpoint_of
-from lorafleet.api.telemetry.http_metrics import Stopwatch
+from lorafleet.api.served_model import ServedModel
+from lorafleet.api.telemetry.endpoint import CLIENT_LEFT, endpoint_of
+from lorafleet.api.telemetry.sequence_record import SequenceRecord
 from lorafleet.api.telemetry.traced import ROUTED_HEADER, set_trace
-from lorafleet.protocol.messages import FinishReason
-
-if TYPE_CHECKING:
-    from lorafleet.api.answer.generation import Sample, Task
+from lorafleet.protocol.sampling_params import SamplingParams
 
 EXPORT_S = 5.0  # Timeout for one batch of spans.
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/embeddings": "embeddings"}
@@ -106,20 +102,22 @@ class TraceRequests:
         set_trace(scope, trace)
         status = CLIENT_LEFT
 
-        async def noting_status(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, noting_status)
+            await self._app(scope, receive, record_status)
         finally:
             trace.end(endpoint_of(scope), status)
 
 
 class RequestTrace:
     """The span of one request and the spans below it. Its counts are collected until it ends."""
+
+    is_recording = True
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self._tracer = tracer
@@ -143,9 +141,10 @@ class RequestTrace:
         with self._tracer.start_as_current_span(name, context=self._context):
             yield
 
-    def describe(self, request_id: str, endpoint: str, tasks: Sequence[Task]) -> None:
-        """Adds the parameters of the request once they are known. The first of several tasks provides them."""
-        model, params = tasks[0].model, tasks[0].params
+    def describe(
+        self, request_id: str, endpoint: str, model: ServedModel, params: SamplingParams, num_choices: int
+    ) -> None:
+        """Adds the parameters of the request once they are known. The first of several prompts provides them."""
         asked = {
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,
@@ -161,34 +160,36 @@ class RequestTrace:
                 "gen_ai.operation.name": OPERATIONS.get(endpoint, "text_completion"),
                 "gen_ai.provider.name": "lorafleet",
                 "gen_ai.request.model": model.name,
-                "gen_ai.request.choice.count": sum(task.params.n for task in tasks),
+                "gen_ai.request.choice.count": num_choices,
                 "gen_ai.response.id": request_id,
             }
         )
 
-    def sequence_ended(self, sample: Sample, watch: Stopwatch, reason: FinishReason) -> None:
+    def sequence_ended(self, record: SequenceRecord) -> None:
         """Adds the spans of a sequence that has ended."""
-        times, now = sample.times, time.monotonic()
-        num_prompt, num_cached, num_tokens = len(sample.prompt.token_ids), sample.num_cached_tokens, sample.num_tokens
-        self._output_tokens += num_tokens
-        self._finish_reasons.append(reason)
-        if sample.counts_prompt:
-            self._input_tokens += num_prompt
-            self._cached_tokens += num_cached
-        common: Attributes = {"lorafleet.sequence": sample.index}
+        times, watch, now = record.times, record.watch, time.monotonic()
+        self._output_tokens += record.num_tokens
+        self._finish_reasons.append(record.ended)
+        if record.counts_prompt:
+            self._input_tokens += record.num_prompt_tokens
+            self._cached_tokens += record.num_cached_tokens
+        common: Attributes = {"lorafleet.sequence": record.index}
         if times is None:  # no token arrived
-            self._add_seconds("queue", sample.sent_s, now, common | {"lorafleet.finish_reason": reason})
+            self._add_seconds("queue", record.sent_s, now, common | {"lorafleet.finish_reason": record.ended})
             return
         adapter: Attributes = {"lorafleet.adapter.tier": watch.tier, "lorafleet.adapter.rank": watch.lora_rank}
         self._add_seconds("queue", times.queued_s, times.started_s, common | (adapter if watch.tier else {}))
         if times.adapter_s:
             self._add_seconds("load adapter", times.queued_s, times.adapter_s, common | adapter)
         prefill: Attributes = {
-            "gen_ai.usage.input_tokens": num_prompt,
-            "gen_ai.usage.cache_read.input_tokens": num_cached,
+            "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
         }
         self._add_seconds("prefill", times.started_s, times.first_s, common | prefill)
-        decode: Attributes = {"gen_ai.usage.output_tokens": num_tokens, "lorafleet.finish_reason": reason}
+        decode: Attributes = {
+            "gen_ai.usage.output_tokens": record.num_tokens,
+            "lorafleet.finish_reason": record.ended,
+        }
         self._add_seconds("decode", times.first_s, times.ended_s or now, common | decode)
 
     def end(self, endpoint: str, status: int) -> None:

@@ -222,7 +222,7 @@ def _template_in(files: Mapping[str, bytes]) -> str | None:
         return None
     found = read_json_object(files[TOKENIZER_CONFIG_NAME], TOKENIZER_CONFIG_NAME).get("chat_template")
     if isinstance(found, list):  # several templates: transformers uses the one that is called "default"
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
     if found is not None and not isinstance(found, str):
         raise AdapterMalformed(f"{TOKENIZER_CONFIG_NAME} has the chat_template {shown(found)}; it must be a text.")

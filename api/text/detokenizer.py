@@ -82,7 +82,7 @@ class WindowDetokenizer:
     def __init__(self, tokenizer: TokenTable, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._window = [one for one in prompt_ids[-_CONTEXT_TOKENS:] if self._has_text(one)]
+        self._window = [token_id for token_id in prompt_ids[-_CONTEXT_TOKENS:] if self._has_text(token_id)]
         self._read = len(self._window)
         # If the prompt ends inside a character, the answer completes it and gets the whole character.
         self._given = self._decode(self._window).rstrip(_REPLACEMENT)

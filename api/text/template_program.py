@@ -85,8 +85,8 @@ def render(template: jinja2.Template, job: dict[str, Any], output_chars: int) ->
 def cut_at_tag(text: str, final: str) -> str:
     if final.strip() not in text or CONTINUED.strip() not in text:
         raise ValueError("the final message, which is to be continued, does not appear in what the template writes")
-    at = text.rindex(CONTINUED.strip())
-    return text[:at] if text[at : at + len(CONTINUED)] == CONTINUED else text[:at].rstrip()
+    begin = text.rindex(CONTINUED.strip())
+    return text[:begin] if text[begin : begin + len(CONTINUED)] == CONTINUED else text[:begin].rstrip()
 
 
 def compiled(source: str) -> jinja2.Template:

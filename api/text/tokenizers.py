@@ -192,10 +192,10 @@ class Encoders:
             encoder = self._encoders.setdefault(digest, _Encoder())
             self._encoders.move_to_end(digest)
             encoder.num_users += 1
-            idle = [key for key, one in self._encoders.items() if not one.num_users]
+            idle = [key for key, known in self._encoders.items() if not known.num_users]
             ended = [self._encoders.pop(key) for key in idle[: max(0, len(self._encoders) - self._max_processes)]]
-        for one in ended:
-            _end(one)
+        for idle_encoder in ended:
+            _end(idle_encoder)
         return encoder
 
     def _leave(self, encoder: _Encoder) -> None:

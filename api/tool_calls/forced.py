@@ -73,7 +73,7 @@ def calls_schema(arguments: Mapping[str, dict[str, Any]], *, parallel: bool) -> 
 
 def _moved(schema: Any, to: str) -> Any:
     if isinstance(schema, list):
-        return [_moved(one, to) for one in schema]
+        return [_moved(part, to) for part in schema]
     if not isinstance(schema, dict):
         return schema
     return {

@@ -22,7 +22,7 @@ class Part(Enum):
     OTHER = auto()  # Braces, colons, commas and blanks between members.
 
 
-class _At(Enum):
+class _Place(Enum):
     START = auto()
     FIRST_KEY = auto()
     KEY = auto()
@@ -44,10 +44,10 @@ class JsonScanner:
     or literal is known only from the character after it.
     """
 
-    __slots__ = ("_at", "_hex_left", "_in_key", "_open", "_scalar", "key_ended", "value_ended")
+    __slots__ = ("_hex_left", "_in_key", "_open", "_place", "_scalar", "key_ended", "value_ended")
 
     def __init__(self) -> None:
-        self._at = _At.START
+        self._place = _Place.START
         self._open: list[str] = []
         self._in_key = False
         self._hex_left = 0
@@ -56,71 +56,75 @@ class JsonScanner:
 
     @property
     def done(self) -> bool:
-        return self._at is _At.DONE
+        return self._place is _Place.DONE
 
     def step(self, char: str) -> Part:
-        depth, at, in_key = len(self._open), self._at, self._in_key
+        depth, place, in_key = len(self._open), self._place, self._in_key
         if not self._step(char):
             return Part.BROKEN
-        in_string = at in (_At.STRING, _At.ESCAPE, _At.HEX)
-        self.key_ended = depth == 1 and in_key and in_string and self._at is _At.COLON
-        self.value_ended = depth >= 1 and len(self._open) == 1 and self._at is _At.AFTER and not char.isspace()
-        if depth == 1 and ((in_string and in_key) or (at in (_At.FIRST_KEY, _At.KEY) and char == '"')):
+        in_string = place in (_Place.STRING, _Place.ESCAPE, _Place.HEX)
+        self.key_ended = depth == 1 and in_key and in_string and self._place is _Place.COLON
+        self.value_ended = depth >= 1 and len(self._open) == 1 and self._place is _Place.AFTER and not char.isspace()
+        if depth == 1 and ((in_string and in_key) or (place in (_Place.FIRST_KEY, _Place.KEY) and char == '"')):
             return Part.KEY
         if depth > 1 or (in_string and not in_key):
             return Part.VALUE
-        if depth == 1 and char not in BLANKS and (at is _At.VALUE or (at is _At.SCALAR and self._at is _At.SCALAR)):
+        if (
+            depth == 1
+            and char not in BLANKS
+            and (place is _Place.VALUE or (place is _Place.SCALAR and self._place is _Place.SCALAR))
+        ):
             return Part.VALUE
         return Part.OTHER
 
     def _step(self, char: str) -> bool:
-        at = self._at
-        if at is _At.STRING:
+        place = self._place
+        if place is _Place.STRING:
             return self._in_string(char)
-        if at is _At.ESCAPE:
-            self._at, self._hex_left = (_At.HEX, 4) if char == "u" else (_At.STRING, 0)
+        if place is _Place.ESCAPE:
+            self._place, self._hex_left = (_Place.HEX, 4) if char == "u" else (_Place.STRING, 0)
             return char in '"\\/bfnrtu'
-        if at is _At.HEX:
+        if place is _Place.HEX:
             self._hex_left -= 1
             if not self._hex_left:
-                self._at = _At.STRING
+                self._place = _Place.STRING
             return char in "0123456789abcdefABCDEF"
-        if at is _At.SCALAR:
+        if place is _Place.SCALAR:
             if char not in _SCALAR_ENDS:
                 self._scalar += char
                 return True
             if not _SCALAR.fullmatch(self._scalar):
                 return False
-            self._at = _At.AFTER
+            self._place = _Place.AFTER
         return char in BLANKS or self._between(char)
 
     def _in_string(self, char: str) -> bool:
         if char == '"':
-            self._at = _At.COLON if self._in_key else _At.AFTER
+            self._place = _Place.COLON if self._in_key else _Place.AFTER
         elif char == "\\":
-            self._at = _At.ESCAPE
+            self._place = _Place.ESCAPE
         return char >= " "
 
     def _between(self, char: str) -> bool:
         """Processes a character that is not blank and is outside of strings."""
-        at = self._at
-        if at is _At.START:
+        place = self._place
+        if place is _Place.START:
             return char == "{" and self._enter(char)
-        if at is _At.COLON:
-            self._at = _At.VALUE
+        if place is _Place.COLON:
+            self._place = _Place.VALUE
             return char == ":"
-        if at in (_At.FIRST_KEY, _At.KEY):
+        if place in (_Place.FIRST_KEY, _Place.KEY):
             if char == "}":
-                return at is _At.FIRST_KEY and self._leave(char)
-            self._at, self._in_key = _At.STRING, True
+                return place is _Place.FIRST_KEY and self._leave(char)
+            self._place, self._in_key = _Place.STRING, True
             return char == '"'
-        if at in (_At.VALUE, _At.FIRST_VALUE):
+        if place in (_Place.VALUE, _Place.FIRST_VALUE):
             if char == "]":
-                return at is _At.FIRST_VALUE and self._leave(char)
+                return place is _Place.FIRST_VALUE and self._leave(char)
             return self._begin_value(char)
-        if at is _At.AFTER:
+        if place is _Place.AFTER:
             if char == ",":
-                self._at = _At.KEY if self._open[-1] == "{" else _At.VALUE
+                self._place = _Place.KEY if self._open[-1] == "{" else _Place.VALUE
                 return True
             return self._leave(char)
         return False
@@ -130,19 +134,19 @@ class JsonScanner:
             return self._enter(char)
         self._in_key = False
         if char == '"':
-            self._at = _At.STRING
+            self._place = _Place.STRING
         else:
-            self._at, self._scalar = _At.SCALAR, char
+            self._place, self._scalar = _Place.SCALAR, char
         return char in '"-0123456789tfn'
 
     def _enter(self, char: str) -> bool:
         self._open.append(char)
-        self._at = _At.FIRST_KEY if char == "{" else _At.FIRST_VALUE
+        self._place = _Place.FIRST_KEY if char == "{" else _Place.FIRST_VALUE
         return True
 
     def _leave(self, char: str) -> bool:
         if char != _CLOSER[self._open[-1]]:
             return False
         self._open.pop()
-        self._at = _At.AFTER if self._open else _At.DONE
+        self._place = _Place.AFTER if self._open else _Place.DONE
         return True

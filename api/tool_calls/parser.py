@@ -87,11 +87,11 @@ class MarkerSearch:
     def push(self, text: str) -> tuple[str, str | None, str]:
         """Returns (text before the marker, the marker or None, text after it)."""
         buffer = self._held + text
-        found = [(at, marker) for marker in self._markers if (at := buffer.find(marker)) >= 0]
+        found = [(begin, marker) for marker in self._markers if (begin := buffer.find(marker)) >= 0]
         if found:
-            at, marker = min(found)
+            begin, marker = min(found)
             self._held = ""
-            return buffer[:at].rstrip(BLANKS), marker, buffer[at + len(marker) :]
+            return buffer[:begin].rstrip(BLANKS), marker, buffer[begin + len(marker) :]
         shown = len(buffer) - self._num_begun(buffer)
         shown = len(buffer[:shown].rstrip(BLANKS))
         self._held = buffer[shown:]

@@ -36,7 +36,7 @@ from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import Caller, caller_of
 from lorafleet.api.access.visibility import check_source
 from lorafleet.api.answer.responses import json_response
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.bounds import AtMost, Within
 from lorafleet.api.request.fields import Strict
 from lorafleet.api.request.parsing import parse_json, parse_object, parse_query, read_body
@@ -69,7 +69,7 @@ MAX_TAR_HEADERS = 4 * len(UPLOADED_NAMES)  # A file may have several pax headers
 
 logger = logging.getLogger("lorafleet.http")
 
-Administer = Callable[[Front, Request], Awaitable[object]]
+Administer = Callable[[AppState, Request], Awaitable[object]]
 
 
 Place = Annotated[str, AtMost(limits.MAX_PATH_CHARS)]
@@ -147,7 +147,7 @@ def admin_routes(admin: AdapterAdmin) -> list[Route]:
 
 def _logged(handler: Administer) -> Handler:
     @wraps(handler)  # This also copies the description from @describe.
-    async def logged(front: Front, request: Request) -> Response:
+    async def logged(front: AppState, request: Request) -> Response:
         answer = await handler(front, request)
         if request.method != "GET":
             logger.info("admin: %s %s", request.method, request.url.path)
@@ -161,7 +161,7 @@ class _AdminApi:
         self._admin = admin
 
     @describe("A page of adapters, by name", query=ListQuery, answer=AdapterPage)
-    async def list_page(self, _: Front, request: Request) -> object:
+    async def list_page(self, _: AppState, request: Request) -> object:
         query, tenant = parse_query(request, ListQuery), caller_of(request).tenant
         after = full_name(tenant, query.after)
         data = [shown(one, caller_of(request)) for one in await self._admin.list_adapters(after, query.limit, tenant)]
@@ -173,14 +173,14 @@ class _AdminApi:
         }
 
     @describe("Push an adapter from a folder of the server or a URI", body=PushRequest, answer=ShownAdapter)
-    async def push(self, front: Front, request: Request) -> object:
+    async def push(self, front: AppState, request: Request) -> object:
         body = await read_body(front, request, PushRequest)
         await begin(request, name=body.name, source=body.source, tenant=body.tenant)
-        within = await check_source(front.tenants, caller_of(request), body.source)
+        within = await check_source(front.access.tenants, caller_of(request), body.source)
         return await self._push(front, request, body.name, body.source, body.source, body, within)
 
     @describe("Push an adapter's files", body=TarFile, query=UploadQuery, answer=ShownAdapter)
-    async def upload(self, front: Front, request: Request) -> object:
+    async def upload(self, front: AppState, request: Request) -> object:
         query = parse_query(request, UploadQuery)
         options, name = _parse_options(query.options), str(request.path_params["name"])
         await begin(request, name=name, source=query.source, tenant=options.tenant)
@@ -189,11 +189,11 @@ class _AdminApi:
             return await self._push(front, request, name, str(folder), query.source, options)
 
     @describe("One adapter", answer=ShownAdapter)
-    async def show(self, front: Front, request: Request) -> object:
+    async def show(self, front: AppState, request: Request) -> object:
         return shown(await self._admin.show(_name(front, request)), caller_of(request))
 
     @describe("Remove an adapter, or one alias", query=RemoveQuery, answer=ShownAdapter | Removed)
-    async def remove(self, front: Front, request: Request) -> object:
+    async def remove(self, front: AppState, request: Request) -> object:
         query, name = parse_query(request, RemoveQuery), _name(front, request)
         await begin(request)
         if query.alias is not None:
@@ -203,7 +203,7 @@ class _AdminApi:
         return {"object": "adapter", "id": request.path_params["name"], "removed": True}
 
     @describe("Move an alias", body=AliasRequest, answer=ShownAdapter)
-    async def alias(self, front: Front, request: Request) -> object:
+    async def alias(self, front: AppState, request: Request) -> object:
         body = await read_body(front, request, AliasRequest)
         alias = _alias_name(front, request, body.alias)
         name, shares = _name(front, request), _shares(body)
@@ -211,7 +211,7 @@ class _AdminApi:
         return shown(await self._admin.alias(name, shares, alias), caller_of(request))
 
     @describe("Move an alias back", body=RollbackRequest, answer=ShownAdapter)
-    async def rollback(self, front: Front, request: Request) -> object:
+    async def rollback(self, front: AppState, request: Request) -> object:
         body = await read_body(front, request, RollbackRequest)
         alias = _alias_name(front, request, body.alias)
         name = _name(front, request)
@@ -219,21 +219,21 @@ class _AdminApi:
         return shown(await self._admin.rollback(name, alias), caller_of(request))
 
     @describe("Keep an adapter in slots", body=ReplicasRequest, answer=ShownAdapter)
-    async def pin(self, front: Front, request: Request) -> object:
+    async def pin(self, front: AppState, request: Request) -> object:
         body = await read_body(front, request, ReplicasRequest)
         _check_may_pin(request)
         await begin(request, replicas=body.replicas)
         return shown(await self._admin.pin(_name(front, request), body.replicas), caller_of(request))
 
     @describe("Let an adapter's slots go", body=EmptyRequest, answer=ShownAdapter)
-    async def unpin(self, front: Front, request: Request) -> object:
+    async def unpin(self, front: AppState, request: Request) -> object:
         await read_body(front, request, EmptyRequest)
         _check_may_pin(request)
         await begin(request)
         return shown(await self._admin.unpin(_name(front, request)), caller_of(request))
 
     @describe("Load an adapter before it is asked for", body=ReplicasRequest, answer=Prefetched)
-    async def prefetch(self, front: Front, request: Request) -> object:
+    async def prefetch(self, front: AppState, request: Request) -> object:
         body = await read_body(front, request, ReplicasRequest)
         name = _name(front, request)
         await begin(request, replicas=body.replicas)
@@ -241,7 +241,7 @@ class _AdminApi:
         return {"id": request.path_params["name"], "replicas": replicas}
 
     @describe("Compare an adapter's files with their digests", body=EmptyRequest, answer=Verified)
-    async def verify(self, front: Front, request: Request) -> object:
+    async def verify(self, front: AppState, request: Request) -> object:
         await read_body(front, request, EmptyRequest)
         name = _name(front, request)
         await begin(request)
@@ -250,7 +250,7 @@ class _AdminApi:
 
     async def _push(
         self,
-        front: Front,
+        front: AppState,
         request: Request,
         name: str,
         path: str,
@@ -261,7 +261,7 @@ class _AdminApi:
         if options.pin is not None:
             _check_may_pin(request)
         full = _pushed_name(front, request, name, options.tenant)
-        limits = front.tenants.storage_limits(tenant_of(full))
+        limits = front.access.tenants.storage_limits(tenant_of(full))
         adapter = await self._admin.push_folder(
             full,
             path,
@@ -303,12 +303,12 @@ def _split(move: AliasMove) -> dict[str, float]:
     return {str(share.version): share.weight for share in move.shares}
 
 
-def _name(front: Front, request: Request) -> str:
+def _name(front: AppState, request: Request) -> str:
     """Returns the full name of the adapter that the request's path names."""
-    return front.catalog_of(caller_of(request)).to_change(str(request.path_params["name"]))
+    return front.models.catalog_of(caller_of(request)).to_change(str(request.path_params["name"]))
 
 
-def _alias_name(front: Front, request: Request, alias: str | None) -> str | None:
+def _alias_name(front: AppState, request: Request, alias: str | None) -> str | None:
     """Returns the alias's full name, or None if there is no alias. It is in the namespace of the adapter itself, even
     if the operator moves a tenant's alias."""
     if alias is None:
@@ -317,11 +317,11 @@ def _alias_name(front: Front, request: Request, alias: str | None) -> str | None
     return full_name(tenant_of(_name(front, request)), bare_name(alias))
 
 
-def _pushed_name(front: Front, request: Request, name: str, tenant: str | None) -> str:
+def _pushed_name(front: AppState, request: Request, name: str, tenant: str | None) -> str:
     """Returns the full name of a pushed adapter. Raises Forbidden if the caller may not push for `tenant`."""
     caller = caller_of(request)
     if tenant is None or tenant == caller.tenant:
-        return front.catalog_of(caller).to_change(name)
+        return front.models.catalog_of(caller).to_change(name)
     if not caller.is_operator:
         raise Forbidden(f"The API key {caller.key_id!r} is tenant {caller.tenant!r}'s; it cannot push for {tenant!r}.")
     check_tenant(tenant)

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.build_api import Route
 from lorafleet.api.routes.static_files import answer_static, read_static
 
@@ -36,16 +36,16 @@ _FILES = {path.name: read_static(path) for path in STATIC.iterdir()}
 _PAGE = _FILES.pop("index.html")
 
 
-async def page(_: Front, request: Request) -> Response:
+async def page(_: AppState, request: Request) -> Response:
     return answer_static(_PAGE, request, _POLICY)
 
 
-async def page_elsewhere(_: Front, __: Request) -> Response:
+async def page_elsewhere(_: AppState, __: Request) -> Response:
     """Redirects to /console, since the page's own links are relative to it, without a trailing slash."""
     return Response(status_code=308, headers={"location": "../console"})
 
 
-async def file(_: Front, request: Request) -> Response:
+async def file(_: AppState, request: Request) -> Response:
     found = _FILES.get(request.path_params["name"])
     if found is None:
         raise HTTPException(404)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.cluster.console.view import ReplicaView, Viewer
 
 PATIENCE_S = 2.0  # A slower replica is shown without the data that only it has.
@@ -14,8 +14,8 @@ BUSIEST = 50
 logger = logging.getLogger("lorafleet.cluster")
 
 
-def replica_view(front: Front, names: list[str], viewer: Viewer, cpu_loras: int, max_num_seqs: int) -> ReplicaView:
-    stats, recent, whose = front.engine.stats, front.recent, viewer.tenant
+def replica_view(front: AppState, names: list[str], viewer: Viewer, cpu_loras: int, max_num_seqs: int) -> ReplicaView:
+    stats, recent, whose = front.engine.stats, front.telemetry.recent, viewer.tenant
     of_all = viewer.sees_all
     return ReplicaView(
         replica=front.config.replica_id,
@@ -29,7 +29,7 @@ def replica_view(front: Front, names: list[str], viewer: Viewer, cpu_loras: int,
         kv_used=1 - stats.kv_blocks_free / max(1, stats.kv_blocks_total),
         traffic=recent.of_names(names, whose, of_all=of_all),
         total=recent.total(whose, of_all=of_all),
-        failures=front.failures.of(whose, of_all=of_all),
+        failures=front.telemetry.failures.of(whose, of_all=of_all),
         busiest=recent.busiest(BUSIEST, whose, of_all=of_all),
     )
 

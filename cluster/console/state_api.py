@@ -21,7 +21,7 @@ from lorafleet.api.access.caller import Needed, caller_of, sent_key
 from lorafleet.api.access.visibility import CallersCatalog
 from lorafleet.api.answer.error_responses import http_error
 from lorafleet.api.answer.responses import json_response
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.fields import Strict
 from lorafleet.api.request.parsing import parse_query
 from lorafleet.api.routes.build_api import Route
@@ -63,22 +63,22 @@ class StateApi:
             ("GET", "/v1/console/adapters/{name:path}", "infer", self.adapter),
         ]
 
-    async def state(self, front: Front, request: Request) -> Response:
+    async def state(self, front: AppState, request: Request) -> Response:
         asked, viewer = parse_query(request, StateQuery), viewer_of(front, request)
         query = ViewQuery(asked.search, asked.after, asked.limit, asked.replicas_after, asked.replica_limit)
         if asked.order == "busiest" and not asked.search:
             query = msgspec.structs.replace(query, names=tuple(await self._busiest(viewer, asked.limit)))
-        directory = await self._page(query, viewer, front.catalog_of(caller_of(request)))
+        directory = await self._page(query, viewer, front.models.catalog_of(caller_of(request)))
         names = [name for adapter in directory.adapters for name in names_of(adapter)]
         views = await self._view_replicas([BASE, *names], viewer)
         state = state_of(front.config.served_model_names, viewer, directory, views)
         return _unless_known({**state, "viewer": _rights(front, request, viewer)}, request)
 
-    async def adapter(self, front: Front, request: Request) -> Response:
+    async def adapter(self, front: AppState, request: Request) -> Response:
         name, viewer = str(request.path_params["name"]), viewer_of(front, request)
         own = full_name(viewer.tenant, name)
         adapter = await self._view_adapter(own, viewer)
-        if adapter is None and own != name and front.catalog_of(caller_of(request)).sees(name):
+        if adapter is None and own != name and front.models.catalog_of(caller_of(request)).sees(name):
             adapter = await self._view_adapter(name, viewer)
         if adapter is None:
             raise ModelNotFound(f"There is no adapter `{name}` in the catalogue.", "name")
@@ -116,14 +116,14 @@ class StateApi:
         return sorted(names, key=lambda name: (-counted.traffic((name,)).requests, name))[:limit]
 
 
-def viewer_of(front: Front, request: Request) -> Viewer:
+def viewer_of(front: AppState, request: Request) -> Viewer:
     """Returns the viewer of a request. If nobody needs a key, nothing is secret: /metrics and /v1/models show
     everything, too."""
     caller = caller_of(request)
     return Viewer(caller.tenant, caller.is_operator or _refusal(front, None, "metrics") is None)
 
 
-def _rights(front: Front, request: Request, viewer: Viewer) -> dict[str, object]:
+def _rights(front: AppState, request: Request, viewer: Viewer) -> dict[str, object]:
     """Returns what the page should offer. Each call is authorized again."""
     refused = _refusal(front, sent_key(request.headers), "admin")
     return {
@@ -135,10 +135,10 @@ def _rights(front: Front, request: Request, viewer: Viewer) -> dict[str, object]
     }
 
 
-def _refusal(front: Front, key: str | None, needed: Needed) -> LorafleetError | None:
+def _refusal(front: AppState, key: str | None, needed: Needed) -> LorafleetError | None:
     """Returns the error if the key does not grant this access, or None if it does."""
     try:
-        front.gate.caller(key, needed)
+        front.access.gate.caller(key, needed)
     except LorafleetError as error:
         return error
     return None

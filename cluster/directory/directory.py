@@ -482,7 +482,7 @@ class AdapterDirectory:
 
     def _note_failure(self, replica_id: str, order: Order, error: LorafleetError) -> None:
         name = order.lora.lora_name
-        self.failures.note(error, name, tenant_of(name), replica_id)
+        self.failures.record(error, name, tenant_of(name), replica_id)
 
     def _look_at_replicas(self) -> None:
         """Schedules one call of on_replicas for all replicas that join within GATHER_S."""

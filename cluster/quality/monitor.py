@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from lorafleet.api.front import Front, ServedModel
+from lorafleet.api.app_state import AppState
+from lorafleet.api.served_model import ServedModel
 from lorafleet.cluster.quality.book import QualityBook
 from lorafleet.cluster.quality.prober import Prober
 from lorafleet.cluster.quality.probes import ProbeSet, QualityProbes
@@ -39,7 +40,7 @@ class QualityMonitor:
 
     def __init__(
         self,
-        front: Front,
+        state: AppState,
         probes: QualityProbes,
         book: QualityBook,
         take_turn: TakeTurn,
@@ -51,7 +52,7 @@ class QualityMonitor:
         self.failures: Counter[str] = Counter({one.model: 0 for one in probes.sets})
         self._probes = probes
         self._book = book
-        self._prober = Prober(front)
+        self._prober = Prober(state)
         self._take_turn = take_turn
         self._clock = clock
         self._running = asyncio.Lock()

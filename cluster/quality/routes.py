@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.answer.responses import json_response
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.request.fields import Strict
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.routes.build_api import Route
@@ -78,20 +78,20 @@ class QualityApi:
         ]
 
     @describe("How models stand beside their baselines", answer=StandingList)
-    async def show(self, _: Front, request: Request) -> Response:
+    async def show(self, _: AppState, request: Request) -> Response:
         _check_operator(request)
         return json_response({"object": "list", "data": [_shown(one) for one in await self._monitor.show()]})
 
     @describe("Run a model's quality probes", body=EmptyRequest, answer=ShownStanding)
-    async def run(self, front: Front, request: Request) -> Response:
-        return await self._run(front, request, accept=False)
+    async def run(self, state: AppState, request: Request) -> Response:
+        return await self._run(state, request, accept=False)
 
     @describe("Take a model as it is now for its baseline", body=EmptyRequest, answer=ShownStanding)
-    async def accept(self, front: Front, request: Request) -> Response:
-        return await self._run(front, request, accept=True)
+    async def accept(self, state: AppState, request: Request) -> Response:
+        return await self._run(state, request, accept=True)
 
-    async def _run(self, front: Front, request: Request, *, accept: bool) -> Response:
-        await read_body(front, request, EmptyRequest)
+    async def _run(self, state: AppState, request: Request, *, accept: bool) -> Response:
+        await read_body(state, request, EmptyRequest)
         _check_operator(request)
         await begin(request)
         return json_response(_shown(await self._monitor.run(str(request.path_params["name"]), accept=accept)))

@@ -1,9 +1,16 @@
-"""Wraps the engine so that a loaded adapter is checked completely. An adapter with a fault then fails its push or
-load, not a later request."""
+"""Loads adapters with complete checks, so that an adapter with a fault fails its push or load, not a later request."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Sequence
+
 from lorafleet.api.languages import AdapterLanguages
+from lorafleet.cluster.config import LoRAModule
+from lorafleet.cluster.directory.membership import Membership
+from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
+from lorafleet.protocol.errors import AdapterError
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.transport import EngineClient
 
@@ -35,3 +42,22 @@ class CheckingEngine:
 
     async def drained(self, digest: str) -> None:
         await self._engine.drained(digest)
+
+
+async def load_modules(catalog: DirectoryCatalog, modules: Sequence[LoRAModule], membership: Membership) -> None:
+    """Loads the configured adapters, and publishes them in the given order. All are requested at once, since the
+    worker reads several at a time."""
+    for entry in await asyncio.gather(*(_read_module(catalog, module, membership) for module in modules)):
+        await catalog.seed(*entry)
+
+
+async def _read_module(
+    catalog: DirectoryCatalog, module: LoRAModule, membership: Membership
+) -> tuple[LoRARequest, AdapterInfo]:
+    began_s = time.monotonic()
+    try:
+        entry = await catalog.read_at_start(module.name, module.path, module.base_model_name)
+    except AdapterError as error:
+        raise type(error)(f"adapter {module.name!r} cannot be served: {error.message}", error.param) from None
+    await membership.note(f"adapter {module.name} ready after {time.monotonic() - began_s:.2f} s")
+    return entry

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lorafleet.api.access.origins import Origins
-from lorafleet.api.front import Front, FrontConfig, read_generation_defaults
+from lorafleet.api.app_state import AppState, make_state
+from lorafleet.api.front_config import FrontConfig, read_generation_defaults
 from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.request.pooling import read_pooling
 from lorafleet.api.text.tokenizer import Tokenizer
@@ -15,6 +16,8 @@ from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
 from lorafleet.cluster.serve.client_metrics import ClientMetrics
 from lorafleet.cluster.serve.start_checks import check_otel
+from lorafleet.cluster.serve.state_folder import state_folder
+from lorafleet.cluster.tenancy.quota_client import Admit
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.transport import EngineClient
 from lorafleet.resolvers.filesystem import FilesystemResolver
@@ -37,29 +40,42 @@ def make_front(
     resolver: LoRAResolverRegistry | None,
     scrape: Callable[[], Awaitable[bytes]],
     tenancy: Tenancy,
-) -> Front:
-    config, fetched_since = front_config(args, replica_id), store.metrics.fetched_since
-    front = Front(
-        config,
+) -> AppState:
+    state = make_state(
+        front_config(args, replica_id),
         tokenizer,
         engine,
         catalog,
-        scrape,
-        fetched_since,
+        tenancy.access,
         languages,
-        gate=tenancy.gate,
-        quotas=tenancy.quotas,
-        tenants=tenancy.keys,
-        meter=tenancy.usage,
-        audit=tenancy.audit,
+        scrape,
+        store.metrics.fetched_since,
     )
+    metrics = state.telemetry.metrics
     for collector in tenancy.collectors:
-        front.metrics.add(collector)
-    front.metrics.add(store.metrics)
-    front.metrics.add(ClientMetrics(engine))
+        metrics.add(collector)
+    metrics.add(store.metrics)
+    metrics.add(ClientMetrics(engine))
     if resolver is not None:
-        front.metrics.add(resolver.metrics)
-    return front
+        metrics.add(resolver.metrics)
+    return state
+
+
+def make_tenancy(args: AppArgs, replica_id: str, admit: Admit) -> Tenancy:
+    """Builds what depends on keys. With keys, usage and administration are logged even if no folder is configured."""
+    usage, audit = args.usage_dir, args.audit_dir
+    if usage is None and args.api_keys is not None:
+        usage = str(state_folder() / "usage")
+    if audit is None and (args.api_keys is not None or args.admin_key is not None):
+        audit = str(state_folder() / "audit")
+    return Tenancy(
+        args.admin_key,
+        args.api_keys,
+        None if usage is None else Path(usage),
+        None if audit is None else Path(audit),
+        replica_id,
+        admit,
+    )
 
 
 def start_tracing(args: AppArgs, replica_id: str) -> Tracing | None:

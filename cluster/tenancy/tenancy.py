@@ -9,7 +9,12 @@ from typing import Any
 
 from prometheus_client.registry import Collector
 
+from lorafleet.api.access.access import Access
+from lorafleet.api.access.audit import NoAudit
+from lorafleet.api.access.caller_admission import NoQuotas
 from lorafleet.api.access.gate import Gate
+from lorafleet.api.access.usage import NoMeter
+from lorafleet.api.access.visibility import NoTenants
 from lorafleet.cluster.tenancy.audit_log import AuditLog
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.quota_client import Admit, QuotaClient
@@ -33,6 +38,16 @@ class Tenancy:
         self.quotas = None if keys is None else QuotaClient(keys, admit)
         self.usage = None if usage_folder is None else UsageLog(usage_folder, replica_id)
         self.audit = None if audit_folder is None else AuditLog(audit_folder, replica_id)
+
+    @property
+    def access(self) -> Access:
+        return Access(
+            self.gate,
+            self.quotas or NoQuotas(),
+            self.keys or NoTenants(),
+            self.usage or NoMeter(),
+            self.audit or NoAudit(),
+        )
 
     @property
     def collectors(self) -> Iterator[Collector]:

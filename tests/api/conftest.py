@@ -17,7 +17,8 @@ import uvicorn
 
 import real_server
 import tool_templates
-from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.app_state import AppState, make_state
+from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.protocol.errors import AdapterExists, LorafleetError, ModelNotFound
@@ -154,7 +155,7 @@ class MemoryCatalog:
 class Holder:
     """What the server's API answers from; every test puts its own front here."""
 
-    front: Front | None = None
+    front: AppState | None = None
     url: str = ""
 
 
@@ -190,25 +191,33 @@ def config() -> FrontConfig:
 
 
 @pytest.fixture
-def front(config: FrontConfig, tokenizer: Tokenizer, engine: ScriptedEngine, catalog: MemoryCatalog) -> Iterator[Front]:
-    front = Front(config, tokenizer, engine, catalog)
+def front(
+    config: FrontConfig, tokenizer: Tokenizer, engine: ScriptedEngine, catalog: MemoryCatalog
+) -> Iterator[AppState]:
+    front = make_state(config, tokenizer, engine, catalog)
     yield front
     front.close()
 
 
 @pytest.fixture
-def base_url(holder: Holder, front: Front) -> Iterator[str]:
+def base_url(holder: Holder, front: AppState) -> Iterator[str]:
     holder.front = front
     yield holder.url
     holder.front = None
 
 
 @pytest.fixture
-def shown(holder: Holder, base_url: str, front: Front, tokenizer: Tokenizer, engine: ScriptedEngine) -> Iterator[None]:  # noqa: ARG001
+def shown(
+    holder: Holder,
+    base_url: str,  # noqa: ARG001
+    front: AppState,
+    tokenizer: Tokenizer,
+    engine: ScriptedEngine,
+) -> Iterator[None]:
     """The model is shown its tools."""
     engine.hello = msgspec.structs.replace(engine.hello, max_model_len=4096, kv_cache_tokens=8192)
     config = replace(front.config, chat_template=tool_templates.HERMES)
-    holder.front = Front(config, tokenizer, engine, front.catalog)
+    holder.front = make_state(config, tokenizer, engine, front.models.catalog)
     yield
     holder.front.close()
 

@@ -18,7 +18,8 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.app_state import AppState, make_state
+from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.text.tokenizer import Tokenizer
 from tests.api.conftest import MemoryCatalog, ScriptedEngine
 from tests.api.routes.test_openapi_bounds import ALL_ROUTES, DOCUMENT, LEAST, least, over, resolved
@@ -65,10 +66,10 @@ pytestmark = pytest.mark.timeout(FUZZ_S + 600)
 
 
 @pytest.fixture
-def front() -> Iterator[Front]:
+def front() -> Iterator[AppState]:
     tokenizer = Tokenizer.from_folder(MODEL)
     config = FrontConfig(("llama",), str(MODEL), allow_runtime_lora_updating=True)
-    front = Front(config, tokenizer, ScriptedEngine(tokenizer), MemoryCatalog())
+    front = make_state(config, tokenizer, ScriptedEngine(tokenizer), MemoryCatalog())
     yield front
     front.close()
 
@@ -162,7 +163,7 @@ async def ask(http: httpx.AsyncClient, method: str, path: str, body: bytes) -> N
         raise AssertionError(f"{method} {path} {body[:2000]!r} ({len(body)} bytes)") from error
 
 
-async def test_whatever_a_request_holds_it_is_answered_or_refused(front: Front, tmp_path: Path) -> None:
+async def test_whatever_a_request_holds_it_is_answered_or_refused(front: AppState, tmp_path: Path) -> None:
     drafts = Drafts(SEED)
     ends_s = time.monotonic() + FUZZ_S
     num_asked = 0

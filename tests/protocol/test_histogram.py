@@ -15,7 +15,7 @@ def test_what_others_have_counted_adds_up() -> None:
     histogram.observe(3.0)
     histogram.add(distribution_of([0.5, 9.0], BOUNDS))
     histogram.add(Distribution())
-    assert histogram.told() == Distribution([1, 0, 1, 1], 12.5)
+    assert histogram.distribution() == Distribution([1, 0, 1, 1], 12.5)
 
 
 def test_nothing_counted_is_shown_as_zeros() -> None:

@@ -33,11 +33,11 @@ def test_a_step_that_was_begun_under_another_counts_from_that_ones_end() -> None
     began = time.perf_counter() - 10.0
     metrics.ended(StepShape("prefill", 2, 40, 40), began)
     metrics.ended(StepShape("decode", 2, 2, 0), began)
-    told = metrics.told([])
-    assert told.seconds["prefill"].total >= 10.0
-    assert told.seconds["decode"].total < 9.0, "not the first step's time again"
-    assert (told.base_tokens, told.adapter_tokens, told.adapter_steps) == (2, 40, 1)
-    assert (sum(told.tokens.counts), told.tokens.total) == (2, 42)
+    stats = metrics.stats([])
+    assert stats.seconds["prefill"].total >= 10.0
+    assert stats.seconds["decode"].total < 9.0, "not the first step's time again"
+    assert (stats.base_tokens, stats.adapter_tokens, stats.adapter_steps) == (2, 40, 1)
+    assert (sum(stats.tokens.counts), stats.tokens.total) == (2, 42)
     assert metrics.num_steps == 2
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import uvicorn
 
-from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.app_state import AppState, make_state
+from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.cluster.admin.administration import Administration
@@ -46,7 +47,7 @@ class RealServer:
     """front: of which a test may replace the configuration."""
 
     url: str = ""
-    front: Front | None = None
+    front: AppState | None = None
     worker: GPUWorker | None = None
     _loop: asyncio.AbstractEventLoop | None = None
     _catalog: DirectoryCatalog | None = None
@@ -117,14 +118,12 @@ async def _serve(
             tenancy = Tenancy(ADMIN_KEY, keys, None, None, "r0", membership.admit)
             tokenizer = Tokenizer.from_folder(Path(engine.model))
             front_config = FrontConfig((BASE,), engine.model, replica_id="r0", **config)
-            front = server.front = Front(
+            front = server.front = make_state(
                 front_config,
                 tokenizer,
                 client,
                 catalog,
-                gate=tenancy.gate,
-                quotas=tenancy.quotas,
-                tenants=tenancy.keys,
+                tenancy.access,
             )
             for name, path in adapters.items():
                 await catalog.add(name, str(path), load_inplace=False)
@@ -163,7 +162,7 @@ async def _catalogue(
         await membership.stop()
 
 
-def _console(directory: AdapterDirectory, front: Front, engine: EngineConfig, lora: LoRAConfig) -> StateApi:
+def _console(directory: AdapterDirectory, front: AppState, engine: EngineConfig, lora: LoRAConfig) -> StateApi:
     window = DirectoryWindow(directory)
 
     async def view_adapter(name: str, viewer: Viewer) -> AdapterView | None:

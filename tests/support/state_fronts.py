@@ -6,15 +6,17 @@ import hashlib
 from types import SimpleNamespace
 from typing import Any, cast
 
+from lorafleet.api.access.access import Access
 from lorafleet.api.access.caller import Caller
 from lorafleet.api.access.gate import Gate, KnownKey
-from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.app_state import AppState, make_state
+from lorafleet.api.front_config import FrontConfig
 from lorafleet.protocol.messages import EngineStats
 
 ADMIN_KEY = "the admin key"
 
 
-def bare_front(keys: dict[str, Caller] | None = None, stats: EngineStats | None = None) -> Front:
+def bare_front(keys: dict[str, Caller] | None = None, stats: EngineStats | None = None) -> AppState:
     """Of the replica "r0". keys: None for a server without; the admin key is always one."""
     known = None if keys is None else {_digest(key): KnownKey(caller) for key, caller in keys.items()}
     gate = Gate(ADMIN_KEY, None if known is None else lambda: known)
@@ -24,7 +26,7 @@ def bare_front(keys: dict[str, Caller] | None = None, stats: EngineStats | None 
         listen_to_moves=lambda _: None,
     )
     config, nothing = FrontConfig(("base",), "/models/base", replica_id="r0"), cast(Any, None)
-    return Front(config, nothing, cast(Any, engine), nothing, gate=gate)
+    return make_state(config, nothing, cast(Any, engine), nothing, Access(gate))
 
 
 def _digest(key: str) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 
+from lorafleet.api.access.access import Access
 from lorafleet.api.access.gate import Gate
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.cluster.admin.admin_api import admin_routes
 from lorafleet.cluster.admin.administration import Administration
@@ -36,7 +37,7 @@ class WholeApi:
 
 
 @asynccontextmanager
-async def serving(front: Front, folder: Path) -> AsyncIterator[WholeApi]:
+async def serving(front: AppState, folder: Path) -> AsyncIterator[WholeApi]:
     """front: its gate is replaced by one with the operator's key, which the client sends."""
     directory = AdapterDirectory(Catalogue(FolderStore(folder)))
     await directory.load()
@@ -51,7 +52,7 @@ async def serving(front: Front, folder: Path) -> AsyncIterator[WholeApi]:
     store = directory.catalogue.store
     admin = AdapterAdmin(administer, store, ["llama"], "run", lambda path: nullcontext(Path(path)))
     quality = QualityMonitor(front, QualityProbes(100.0, ()), QualityBook(store), take_turn)
-    front.gate = Gate(OPERATOR)
+    front.access = Access(Gate(OPERATOR))
     api = build_api(lambda: front, [*admin_routes(admin), *QualityApi(quality).routes()])
     transport = httpx.ASGITransport(api)
     async with httpx.AsyncClient(

@@ -13,7 +13,7 @@ import pytest
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead, InvalidRequest, LorafleetError
 from lorafleet.protocol.lora_request import LoRARequest
-from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, StepBatch, Vocabulary
+from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, StepBatch, Vocabulary
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.transport import EngineClient, WorkerSocket, ipc_address
 from lorafleet.workers.worker import GPUWorker
@@ -160,9 +160,13 @@ async def dead_client(tmp_path, **options: Any) -> tuple[WorkerSocket, EngineCli
 async def test_a_batch_that_is_never_acknowledged_ends_the_connection_with_its_cause(tmp_path):
     socket, client, asked = await dead_client(tmp_path, unacknowledged_s=60.0)
     now = time.monotonic()
-    for later_s in (1.0, 59.0, 61.0):  # one late message may end a step that began before the batch came
+    all_read = asyncio.create_task(client.next_stats())
+    await asyncio.sleep(0)
+    for later_s in (1.0, 59.0):
         socket.send(StepBatch(0, sent_s=now + later_s))
-    await until(lambda: client._num_late == 1)
+    # One late message may end a step that began before the batch came.
+    socket.send(StepBatch(0, sent_s=now + 61.0, stats=EngineStats()))
+    await all_read
     assert client.dead is None
     socket.send(StepBatch(0, sent_s=now + 62.0))
     with pytest.raises(EngineDead, match="has not read what it was sent"):
@@ -201,7 +205,7 @@ async def test_an_exception_in_receiving_or_sending_ends_every_stream_and_call(t
             client.listen_to_moves(trip)
             socket.send(StepBatch(0, adapter_moves=[AdapterMove("a", "disk", "cpu", 0.1)]))
         elif fault == "a send":
-            monkeypatch.setattr(client._socket, "send", trip)
+            monkeypatch.setattr(client._sender, "_send_message", trip)
             socket.send(StepBatch(1))
         else:
             client._receiver.cancel()

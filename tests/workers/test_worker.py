@@ -79,8 +79,8 @@ async def test_refusals_come_back_as_the_errors_they_are(client, prompt, tmp_pat
 
 async def test_at_most_one_message_a_step_in_each_direction(client, worker, prompt, monkeypatch):
     sent: list[int] = []
-    real = client._socket.send
-    monkeypatch.setattr(client._socket, "send", lambda data: (sent.append(client._sequence), real(data))[1])
+    real = client._sender._send_message
+    monkeypatch.setattr(client._sender, "_send_message", lambda data: (sent.append(client.num_batches), real(data))[1])
     before = worker._engine.stats().steps_total
 
     async def late(i: int) -> list[int]:

@@ -17,7 +17,7 @@ from lorafleet.api.access.body_budget import BodyBudget, HeldBody
 from lorafleet.api.access.caller import Caller
 from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import MAX_INLINE_BODY_BYTES
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.protocol.errors import Overloaded, QueueFull
 from lorafleet.sandbox.job_turns import TurnLimits
 
@@ -38,7 +38,7 @@ class Counted(FairThreads):
 
 
 @pytest.fixture
-def jobs(front: Front, engine: Any) -> Iterator[Counted]:
+def jobs(front: AppState, engine: Any) -> Iterator[Counted]:
     engine.hello = msgspec.structs.replace(engine.hello, max_model_len=1 << 20, kv_cache_tokens=1 << 20)
     front.long_work.close()
     front.long_work = Counted()
@@ -172,7 +172,7 @@ def test_a_tenant_s_bodies_take_half_of_the_budget_at_most_and_all_of_them_no_mo
 
 
 async def test_bodies_under_way_hold_up_others_of_the_same_caller_only_until_they_are_answered(
-    http: httpx.AsyncClient, front: Front, engine: Any
+    http: httpx.AsyncClient, front: AppState, engine: Any
 ) -> None:
     body = {"prompt": "a" * 20, "max_tokens": 2}
     size = len(json.dumps(body))

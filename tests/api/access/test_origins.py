@@ -11,6 +11,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from lorafleet.api.access.access import Access
 from lorafleet.api.access.caller import ANONYMOUS
 from lorafleet.api.access.gate import Gate, KnownKey
 from lorafleet.api.access.origins import Origins
@@ -84,7 +85,7 @@ async def test_a_server_that_listens_elsewhere_may_have_any_name(http: httpx.Asy
 
 
 async def test_with_keys_the_key_decides(http: httpx.AsyncClient, front: Any) -> None:
-    front.gate = Gate(keys=lambda: {hashlib.sha256(b"secret").hexdigest(): KnownKey(ANONYMOUS)})
+    front.access = Access(Gate(keys=lambda: {hashlib.sha256(b"secret").hexdigest(): KnownKey(ANONYMOUS)}))
     assert (await asked(http, origin="https://evil.example")).status_code == 401
     key = {"authorization": "Bearer secret"}
     assert (await asked(http, origin="https://evil.example", host="gpu1", **key)).status_code == 200

@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState, make_state
 from lorafleet.api.text.tokenizer import Tokenizer
 from tool_templates import TEMPLATES
 
@@ -44,11 +44,18 @@ TWO_CALLS = [("get_weather", ARGUMENTS), ("now", "{}")]
 
 
 @pytest.fixture(params=TEMPLATES)
-def family(request: Any, holder: Any, base_url: str, front: Front, tokenizer: Tokenizer, engine: Any) -> Iterator[str]:  # noqa: ARG001
+def family(
+    request: Any,
+    holder: Any,
+    base_url: str,  # noqa: ARG001
+    front: AppState,
+    tokenizer: Tokenizer,
+    engine: Any,
+) -> Iterator[str]:
     """The server has the family's template, and the model answers with calls in its format."""
     engine.hello = msgspec.structs.replace(engine.hello, max_model_len=4096, kv_cache_tokens=8192)
-    holder.front = Front(
-        replace(front.config, chat_template=TEMPLATES[request.param]), tokenizer, engine, front.catalog
+    holder.front = make_state(
+        replace(front.config, chat_template=TEMPLATES[request.param]), tokenizer, engine, front.models.catalog
     )
     engine.answer = lambda _: ANSWERS[request.param]
     yield request.param
@@ -316,10 +323,10 @@ async def test_a_model_that_is_shown_no_tools_refuses_them(http: httpx.AsyncClie
 
 
 async def test_a_choice_of_the_models_needs_a_known_format(
-    http: httpx.AsyncClient, holder: Any, front: Front, tokenizer: Tokenizer, engine: Any
+    http: httpx.AsyncClient, holder: Any, front: AppState, tokenizer: Tokenizer, engine: Any
 ) -> None:
     config = replace(front.config, chat_template=TEMPLATES["hermes"], tool_call_parser="none")
-    holder.front = Front(config, tokenizer, engine, front.catalog)
+    holder.front = make_state(config, tokenizer, engine, front.models.catalog)
     body = {"model": "llama", "messages": ASK, "tools": [NOW]}
     error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
     assert error["param"] == "tool_choice"
@@ -344,15 +351,15 @@ def test_a_random_model_makes_just_the_calls_that_are_demanded(real: Any, choice
             },
         },
     }
-    before = real.front.config
-    real.front.config = replace(before, chat_template="{{ tools | length }}{{ messages[0].content }}")
+    texts, before = real.front.texts, real.front.texts.chat_template
+    texts.chat_template = "{{ tools | length }}{{ messages[0].content }}"
     try:
         with openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
             answer = client.chat.completions.create(
                 model=model, messages=ASK[:1], tools=[tool], tool_choice=choice, parallel_tool_calls=False
             )
     finally:
-        real.front.config = before
+        texts.chat_template = before
     (call,) = answer.choices[0].message.tool_calls or []
     assert isinstance(call, openai.types.chat.ChatCompletionMessageFunctionToolCall)
     assert call.function.name == "set_unit"
@@ -377,13 +384,13 @@ def test_a_random_models_calls_of_its_own_match_too(
     real: Any, name: str, begins: str, formatted: bool, stream: bool
 ) -> None:
     """It is only pushed to begin one, and kept from blanks, which would fill the answer."""
-    tokenizer = real.front.tokenizer
+    tokenizer = real.front.texts.tokenizer
     pushed = {tokenizer.encode(begins)[0]: 100.0}
     pushed |= {tokenizer.encode(blank)[0]: -100.0 for blank in " \t\n\r"}
     tool = {"type": "function", "function": {"name": "u", "parameters": UNIT, "strict": True}}
     asked = {"type": "json_schema", "json_schema": {"name": "unit", "schema": UNIT}} if formatted else None
-    before = real.front.config
-    real.front.config = replace(before, chat_template="{{ tools | length }}", tool_call_parser=name)
+    texts, before = real.front.texts, (real.front.texts.chat_template, real.front.texts.tool_call_parser)
+    texts.chat_template, texts.tool_call_parser = "{{ tools | length }}", name
     try:
         with openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
             answer: Any = client.chat.completions.create(
@@ -397,7 +404,7 @@ def test_a_random_models_calls_of_its_own_match_too(
             )
             chunks = list(answer) if stream else []
     finally:
-        real.front.config = before
+        texts.chat_template, texts.tool_call_parser = before
     if stream:
         deltas = [chunk.choices[0].delta for chunk in chunks]
         calls = [call.function for delta in deltas for call in delta.tool_calls or []]

@@ -25,11 +25,11 @@ async def test_a_requests_priority_reaches_the_engine(
     assert [request.priority for request in engine.requests] == [-3, 7, 0]
 
 
-def test_where_there_are_keys_only_an_administrator_steps_forward(front: Any) -> None:
-    front.gate = Gate(None, lambda: {})
+def test_where_there_are_keys_only_an_administrator_steps_forward() -> None:
+    gate = Gate(None, lambda: {})
     caller = replace(ANONYMOUS, tenant="team")
-    assert checked_priority(front, caller, 4) == 4
+    assert checked_priority(gate, caller, 4) == 4
     with pytest.raises(InvalidRequest, match="scope admin"):
-        checked_priority(front, caller, -1)
+        checked_priority(gate, caller, -1)
     admin = Caller(None, "k", frozenset(("infer", "admin")))
-    assert checked_priority(front, admin, -1) == -1
+    assert checked_priority(gate, admin, -1) == -1

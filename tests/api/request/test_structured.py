@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -169,7 +168,7 @@ async def test_an_adapters_own_default_holds_until_a_request_says_otherwise(http
 
 @pytest.mark.usefixtures("adapter")
 async def test_an_adapters_own_default_holds_for_text_beside_tools(http, engine, front):
-    front.config = replace(front.config, chat_template="{{ tools | length }} <tool_call>")
+    front.texts.chat_template = "{{ tools | length }} <tool_call>"
     tools = [{"type": "function", "function": {"name": "now"}}]
     found = await asked(http, engine, "/v1/chat/completions", model="bound", tools=tools)
     assert found is not None and found.kind == "tagged"

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState, make_state
 from lorafleet.api.text.tokenizer import Tokenizer
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -105,12 +105,12 @@ def test_template_fields_shape_the_prompt(client: openai.OpenAI, engine: Any, to
 
 
 def test_the_servers_template_replaces_the_models(
-    client: openai.OpenAI, engine: Any, front: Front, holder: Any, tokenizer: Tokenizer
+    client: openai.OpenAI, engine: Any, front: AppState, holder: Any, tokenizer: Tokenizer
 ) -> None:
     from dataclasses import replace
 
     config = replace(front.config, chat_template="{{ messages[0].content }}!")
-    holder.front = Front(config, tokenizer, engine, front.catalog)
+    holder.front = make_state(config, tokenizer, engine, front.models.catalog)
     client.chat.completions.create(model="llama", messages=HI)
     assert tokenizer.decode(engine.requests[0].prompt_token_ids) == "hi!"
 

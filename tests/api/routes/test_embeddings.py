@@ -46,14 +46,14 @@ def test_embeddings_are_those_of_transformers_and_peft(
         assert [one.index for one in answer.data] == [0, 1, 2]
         for text, one in zip(TEXTS, answer.data, strict=True):
             assert real.front is not None
-            ids = real.front.tokenizer.encode(text)
+            ids = real.front.texts.tokenizer.encode(text)
             np.testing.assert_allclose(one.embedding, expected(fleet, ids, adapter, pooling), atol=1e-3)
     assert answer.model == model
     assert (
         answer.usage.total_tokens
         == answer.usage.prompt_tokens
         == sum(
-            len(real.front.tokenizer.encode(text))
+            len(real.front.texts.tokenizer.encode(text))
             for text in TEXTS  # type: ignore[union-attr]  # asserted above
         )
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState, make_state
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.protocol.errors import AdapterMissing
 
@@ -58,10 +58,10 @@ async def test_a_bad_adapter_is_the_callers_error(http: httpx.AsyncClient, catal
 
 
 async def test_without_the_flag_both_are_forbidden(
-    http: httpx.AsyncClient, holder: Any, front: Front, tokenizer: Tokenizer
+    http: httpx.AsyncClient, holder: Any, front: AppState, tokenizer: Tokenizer
 ) -> None:
     config = replace(front.config, allow_runtime_lora_updating=False)
-    holder.front = Front(config, tokenizer, front.engine, front.catalog)
+    holder.front = make_state(config, tokenizer, front.engine, front.models.catalog)
     for path in (LOAD, UNLOAD):
         response = await http.post(path, json={"lora_name": "sql", "lora_path": "/x"})
         assert response.status_code == 403

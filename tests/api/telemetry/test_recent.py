@@ -85,7 +85,7 @@ def test_only_failures_of_serving_are_kept(clock: Clock) -> None:
         QueueFull("full"),
         ValueError("my secret"),
     ):
-        failures.note(error, "sql")
+        failures.record(error, "sql")
     assert [one.code for one in failures.of(None, of_all=True)] == ["internal_error", "QueueFull", "AdapterMissing"]
     assert not any("secret" in one.message for one in failures.of(None, of_all=True))
 
@@ -93,21 +93,21 @@ def test_only_failures_of_serving_are_kept(clock: Clock) -> None:
 def test_alike_failures_are_one_line_and_push_no_others_out(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "MAX_FAILURES", 2)
     failures = RecentFailures("replica", clock)
-    failures.note(AdapterMissing("no files"), "sql")
+    failures.record(AdapterMissing("no files"), "sql")
     for _ in range(100):
         clock.now_s += 1
-        failures.note(QueueFull(f"{clock.now_s} wait"))
+        failures.record(QueueFull(f"{clock.now_s} wait"))
     seen = failures.of(None, of_all=True)
     assert [(one.code, one.count) for one in seen] == [("QueueFull", 100), ("AdapterMissing", 1)]
     assert (seen[0].message, seen[0].at_s) == ("1100.0 wait", 1100.0)
-    failures.note(AdapterMissing("no files"), "json")
+    failures.record(AdapterMissing("no files"), "json")
     assert [one.adapter for one in failures.of(None, of_all=True)] == ["json", ""]
 
 
 def test_a_failure_is_told_to_its_tenant_and_the_operator_alone(clock: Clock) -> None:
     failures = RecentFailures("replica", clock)
-    failures.note(AdapterMissing("no files"), "sql", "acme")
-    failures.note(QueueFull("full"))
+    failures.record(AdapterMissing("no files"), "sql", "acme")
+    failures.record(QueueFull("full"))
     assert [one.code for one in failures.of("acme", of_all=False)] == ["AdapterMissing"]
     assert failures.of("other", of_all=False) == []
     assert failures.of(None, of_all=False) == []

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from httpx import ASGITransport
 
-from lorafleet.api.front import Front
+from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.telemetry.traced import ROUTED_HEADER
 from lorafleet.api.telemetry.tracing import Tracing
@@ -39,7 +39,7 @@ def tracing(collector: Receiver, ratio: float) -> Iterator[Tracing]:
 
 
 @pytest.fixture
-async def http(front: Front, tracing: Tracing) -> AsyncIterator[httpx.AsyncClient]:
+async def http(front: AppState, tracing: Tracing) -> AsyncIterator[httpx.AsyncClient]:
     api = build_api(lambda: front, (), tracing)
     async with httpx.AsyncClient(transport=ASGITransport(api), base_url="http://localhost", timeout=60) as client:
         yield client

@@ -82,7 +82,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         made.ask("rival-ops", "/v1/adapters", {"name": "law-secret", "source": str(DEMO / "adapters" / "json")})
         made.ask("rival-ops", "/v1/completions", {"model": "law-secret", "prompt": "hello", "max_tokens": 4})
         assert made.server.front is not None
-        made.server.front.failures.note(AdapterMissing("no files of ~rival/law-secret"), "~rival/law-secret", "rival")
+        failures = made.server.front.telemetry.failures
+        failures.record(AdapterMissing("no files of ~rival/law-secret"), "~rival/law-secret", "rival")
         yield made
 
 

@@ -118,9 +118,9 @@ async def shared(tmp_path: Path) -> AsyncIterator[Cluster]:
     await cluster.put(adapter("public"), adapter("~acme/sql"), adapter("~other/law", "~other/law-next"))
     cluster.hold(["~other/law 1", "~acme/sql 1", "", "public 1"], ["~other/law 1", "public 1"], ["~other/law 2"])
     for tenant, name in (("acme", "public"), ("other", "public"), ("other", "~other/law-next"), ("acme", "")):
-        cluster.front.recent.count(tenant, name, 10, 20, 0.1, failed=False)
+        cluster.front.telemetry.recent.count(tenant, name, 10, 20, 0.1, failed=False)
     for tenant, name in (("acme", "~acme/sql"), ("other", "~other/law"), (None, "")):
-        cluster.front.failures.note(AdapterMissing(f"no files of {name}"), name, tenant)
+        cluster.front.telemetry.failures.record(AdapterMissing(f"no files of {name}"), name, tenant)
     lora = LoRARequest("~other/law", 1, "s3://secret", "~other/law 1")
     cluster.directory.order("r0", "load", lora)
     yield cluster
@@ -156,7 +156,7 @@ async def test_the_busiest_come_first_under_whatever_name_they_were_asked_for(op
     await open_cluster.put(adapter("calm"), adapter("busy", "hot"), adapter("idle"))
     for name, count in (("calm", 1), ("hot", 3), ("gone", 9)):
         for _ in range(count):
-            open_cluster.front.recent.count(None, name, 1, 1, 0.1, failed=False)
+            open_cluster.front.telemetry.recent.count(None, name, 1, 1, 0.1, failed=False)
     state = await open_cluster.state(order="busiest")
     assert names(state) == ["busy", "calm"]
     assert [one["traffic"]["requests"] for one in state["adapters"]] == [3, 1]
@@ -295,7 +295,7 @@ async def test_a_tenant_pages_through_its_own_and_public_names_alike(shared: Clu
 
 @pytest.mark.parametrize("search", ["", "t"])
 async def test_names_that_are_kept_for_another_tenant_are_skipped_in_one_step(shared: Cluster, search: str) -> None:
-    cast(Any, shared.front).tenants = Kept()
+    cast(Any, shared.front.models).tenants = Kept()
     looks: list[ViewQuery] = []
     shared.looked = looks.append
     await shared.put(*(adapter(f"kept/{number:03}") for number in range(300)), adapter("late"), adapter("not-kept"))
@@ -308,7 +308,7 @@ async def test_names_that_are_kept_for_another_tenant_are_skipped_in_one_step(sh
 
 
 async def test_public_names_kept_for_a_tenant_are_told_to_it_alone_and_pages_have_no_holes(shared: Cluster) -> None:
-    cast(Any, shared.front).tenants = Kept()
+    cast(Any, shared.front.models).tenants = Kept()
     await shared.put(*(adapter(f"kept/{number}") for number in range(5)), adapter("a"), adapter("z"))
     page = await shared.state("key of acme", limit=2)
     assert (names(page), page["after"], page["has_more"]) == (["a", "public"], "public", True)

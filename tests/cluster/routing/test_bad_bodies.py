@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.app_state import AppState, make_state
+from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.text.tokenizer import Tokenizer
 from tests.api.conftest import MemoryCatalog, ScriptedEngine
 from tests.api.routes.test_openapi_bounds import DOCUMENT, LEAST, least, over, resolved
@@ -26,15 +27,15 @@ BAD_VALUES = ["1e400", "-1e400", "NaN", "Infinity", "9" * 401, "-" + "9" * 5000,
 
 
 @pytest.fixture
-def front() -> Iterator[Front]:
+def front() -> Iterator[AppState]:
     tokenizer = Tokenizer.from_folder(MODEL)
-    front = Front(FrontConfig(("llama",), str(MODEL)), tokenizer, ScriptedEngine(tokenizer), MemoryCatalog())
+    front = make_state(FrontConfig(("llama",), str(MODEL)), tokenizer, ScriptedEngine(tokenizer), MemoryCatalog())
     yield front
     front.close()
 
 
 @pytest.fixture
-async def http(front: Front, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def http(front: AppState, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with serving(front, tmp_path) as api:
         yield api.http
 

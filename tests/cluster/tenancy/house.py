@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from lorafleet.api.front import Front, FrontConfig
+from lorafleet.api.app_state import make_state
+from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.cluster.admin.admin_api import admin_routes
@@ -96,19 +97,15 @@ class House:
         if tenancy.quotas is not None:
             tenancy.quotas._answer_s = PATIENT_S
         config = FrontConfig(("base",), "/models/base", allow_runtime_lora_updating=True)
-        self.front = Front(
+        self.front = make_state(
             config,
             Tokenizer.from_folder(self._base),
             engine,
             catalog,
-            gate=tenancy.gate,
-            quotas=tenancy.quotas,
-            tenants=tenancy.keys,
-            meter=tenancy.usage,
-            audit=tenancy.audit,
+            tenancy.access,
         )
         for collector in tenancy.collectors:
-            self.front.metrics.add(collector)
+            self.front.telemetry.metrics.add(collector)
         self.api = build_api(lambda: self.front, admin_routes(admin))
         transport = httpx.ASGITransport(self.api)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -356,7 +357,7 @@ async def test_auxiliary_work_and_uploads_of_one_tenant_are_bounded_also_without
 
 async def test_metrics_are_made_once_for_all_who_ask_and_one_tenant_asks_so_many_at_a_time(house: House) -> None:
     async with house.open():
-        num_made, may_end, make = 0, asyncio.Event(), house.front.metrics.render
+        num_made, may_end, make = 0, asyncio.Event(), house.front.telemetry.metrics.render
 
         async def slow() -> bytes:
             nonlocal num_made
@@ -364,7 +365,7 @@ async def test_metrics_are_made_once_for_all_who_ask_and_one_tenant_asks_so_many
             await may_end.wait()
             return await make()
 
-        house.front.scrape = SharedRun(slow)
+        house.front.telemetry = replace(house.front.telemetry, scrape=SharedRun(slow))
         asked = [asyncio.create_task(house.ask("acme", "GET", "/metrics")) for _ in range(MAX_AUXILIARY + 3)]
         other = asyncio.create_task(house.ask("operator", "GET", "/metrics"))
         for refused in islice(asyncio.as_completed(asked), 3):

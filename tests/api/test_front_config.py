@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from lorafleet.api.front import Front, read_generation_defaults
+from lorafleet.api.app_state import AppState, make_state
+from lorafleet.api.front_config import read_generation_defaults
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.protocol.errors import ConfigError
 
@@ -44,10 +45,10 @@ def test_a_broken_generation_config_is_refused(tmp_path: Path, content: str) -> 
 
 
 def test_the_models_defaults_hold_unless_the_request_says_otherwise(
-    client: openai.OpenAI, engine: Any, front: Front, holder: Any, tokenizer: Tokenizer
+    client: openai.OpenAI, engine: Any, front: AppState, holder: Any, tokenizer: Tokenizer
 ) -> None:
     config = replace(front.config, generation_defaults={"temperature": 0.6, "top_k": 20})
-    holder.front = Front(config, tokenizer, engine, front.catalog)
+    holder.front = make_state(config, tokenizer, engine, front.models.catalog)
     client.completions.create(model="llama", prompt="a", temperature=0)
     client.chat.completions.create(model="llama", messages=[{"role": "user", "content": "a"}])
     first, second = (request.params for request in engine.requests)

@@ -1,0 +1,77 @@
+"""Holds what all routes of one replica share: one service for each purpose. It knows nothing about request bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from lorafleet.api.access.access import Access
+from lorafleet.api.access.body_budget import BodyBudget
+from lorafleet.api.access.caller_admission import WorkBounds
+from lorafleet.api.access.fair_threads import LONG_WORK, FairThreads
+from lorafleet.api.backend import AdapterCatalog, EngineBackend
+from lorafleet.api.front_config import FrontConfig
+from lorafleet.api.languages import AdapterLanguages
+from lorafleet.api.model_lookup import FetchedSince, ModelLookup
+from lorafleet.api.routes.model_pages import ModelPages
+from lorafleet.api.telemetry.telemetry import Telemetry
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.api.text_service import TextService
+from lorafleet.protocol.limits import MAX_BODIES_BYTES
+
+
+def _long_work() -> FairThreads:
+    return FairThreads("long requests and answers", LONG_WORK)
+
+
+@dataclass(slots=True)
+class AppState:
+    """The services of one replica. Handlers pass on the service that a helper needs, not the whole."""
+
+    config: FrontConfig
+    engine: EngineBackend
+    access: Access  # Who may send what.
+    models: ModelLookup  # Finds the models that requests name.
+    texts: TextService  # Tokenizers, chat templates and the context's length.
+    telemetry: Telemetry  # Counts what happens.
+    body_budget: BodyBudget  # Bounds the bytes of all bodies in memory.
+    work_bounds: WorkBounds = field(default_factory=WorkBounds)  # Bounds each caller's expensive requests.
+    long_work: FairThreads = field(default_factory=_long_work)  # Runs what would delay the event loop.
+    model_pages: ModelPages = field(default_factory=ModelPages)  # Pages of /v1/models.
+
+    def close(self) -> None:
+        """Stops the threads and processes that tokenize, render templates and do long work."""
+        self.texts.close()
+        self.long_work.close()
+
+
+def make_state(
+    config: FrontConfig,
+    tokenizer: Tokenizer,
+    engine: EngineBackend,
+    catalog: AdapterCatalog,
+    access: Access | None = None,
+    languages: AdapterLanguages | None = None,
+    scrape: Callable[[], Awaitable[bytes]] | None = None,
+    fetched_since: FetchedSince = lambda _digest, _since_s: False,
+) -> AppState:
+    """Builds the services of one replica.
+
+    Args:
+        languages: Reads adapters' tokenizers and templates; None reads them from their own paths.
+        scrape: Returns the metrics of all replicas; None if there is only this one. Concurrent calls share one run.
+    """
+    access = access or Access()
+    languages = languages or AdapterLanguages(tokenizer, engine)
+    telemetry = Telemetry.of_replica(config, engine, scrape)
+    return AppState(
+        config,
+        engine,
+        access,
+        ModelLookup(
+            config.served_model_names, engine, catalog, access.tenants, languages, telemetry.failures, fetched_since
+        ),
+        TextService(config, tokenizer, engine, languages),
+        telemetry,
+        BodyBudget(max(MAX_BODIES_BYTES, 2 * config.max_body_bytes)),
+    )

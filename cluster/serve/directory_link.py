@@ -1,0 +1,67 @@
+"""Links one replica to the directory: its membership, and the calls that its routes make there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from lorafleet.cluster.catalogue.catalogue_store import open_store
+from lorafleet.cluster.catalogue.log_end import LogEnd
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, Viewer, ViewQuery
+from lorafleet.cluster.directory import directory_metrics
+from lorafleet.cluster.directory.directory import HAND_OVER_S, Order
+from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.cluster.directory.membership import CHANGE_S, READ_S, Membership
+from lorafleet.cluster.quality.monitor import TURN_S
+from lorafleet.protocol.lora_request import AdapterInfo
+
+READING_VERBS = {"list_adapters", "show", "take_turn"}  # Administration calls that answer at once.
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class DirectoryLink:
+    """One replica's link to the directory. `execute` carries out the directory's orders to the replica."""
+
+    def __init__(
+        self, place: DirectoryPlace, replica_id: str, execute: Callable[[Order], Awaitable[AdapterInfo | None]]
+    ) -> None:
+        self.place = place
+        self._replica_id = replica_id
+        self._directory = get_or_create(place)
+        log_end = LogEnd(lambda: open_store(place.uri))
+        self.membership = Membership(self._directory, replica_id, execute, log_end=log_end)
+
+    async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        limit_s = READ_S if verb in READING_VERBS else CHANGE_S
+        return await self.membership.call(lambda _: self._directory.administer(verb, arguments), limit_s)
+
+    async def take_quality_turn(self) -> bool:
+        """Takes or renews the lease of the replica that runs the quality probes."""
+        turn = {"task": "quality", "replica_id": self._replica_id, "for_s": TURN_S}
+        return bool(await self.administer("take_turn", turn))
+
+    async def view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
+        return await self.membership.call(lambda _: self._directory.view(query, viewer))
+
+    async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
+        return await self.membership.call(lambda _: self._directory.view_adapter(name, viewer))
+
+    async def render_metrics(self) -> bytes:
+        return directory_metrics.render(await self.membership.call(lambda _: self._directory.counts()))
+
+    async def hand_over(self) -> None:
+        """Makes other replicas load the requested adapters that only this one holds. Waits at most HAND_OVER_S
+        seconds."""
+        try:
+            await asyncio.wait_for(self._directory.drain(self._replica_id), HAND_OVER_S)
+        except Exception as error:  # The replica stops all the same.
+            logger.warning("replica %s leaves without handing over: %r", self._replica_id, error)
+
+    async def close(self) -> None:
+        with contextlib.suppress(Exception):  # Expected while the whole cluster shuts down.
+            await self.membership.stop()
+        self._directory.close()

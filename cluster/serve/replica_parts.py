@@ -1,0 +1,231 @@
+"""Builds the parts of one replica: its worker processes, the engine's client, the HTTP front, and the tasks beside it.
+
+replica.py has the replica's life in Ray Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from lorafleet.api.app_state import AppState
+from lorafleet.api.languages import AdapterLanguages
+from lorafleet.api.routes.build_api import build_api
+from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.cluster.admin.pushing import AdapterAdmin
+from lorafleet.cluster.catalogue.catalogue_store import Store, open_store
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.console.replica_view import ask_all, replica_view
+from lorafleet.cluster.console.state_api import StateApi
+from lorafleet.cluster.console.view import ReplicaView, Viewer
+from lorafleet.cluster.directory.directory import Order
+from lorafleet.cluster.directory.directory_actor import DirectoryPlace
+from lorafleet.cluster.quality.book import QualityBook
+from lorafleet.cluster.quality.monitor import QualityMonitor
+from lorafleet.cluster.quality.probes import read_probes
+from lorafleet.cluster.quality.quality_metrics import QualityMetrics
+from lorafleet.cluster.quality.routes import QualityApi
+from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
+from lorafleet.cluster.serve.api_routes import routes_beside
+from lorafleet.cluster.serve.directory_link import DirectoryLink
+from lorafleet.cluster.serve.loading import CheckingEngine, load_modules
+from lorafleet.cluster.serve.ranks import ReplicaRanks
+from lorafleet.cluster.serve.replica_front import make_front, make_resolver, make_tenancy, start_tracing
+from lorafleet.cluster.serve.reporting import keep_reporting
+from lorafleet.cluster.serve.resources import with_cpu_threads
+from lorafleet.cluster.serve.scraping import scrape_all
+from lorafleet.cluster.serve.worker_actor import StartOrder
+from lorafleet.cluster.tenancy.tenancy import Tenancy
+from lorafleet.protocol.addresses import RankAddresses
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import EngineDead
+from lorafleet.protocol.lora_request import AdapterInfo
+from lorafleet.protocol.random_numbers import named_seed
+from lorafleet.protocol.transport import EngineClient, ipc_address
+from lorafleet.resolvers.store import AdapterStore
+
+if TYPE_CHECKING:
+    from lorafleet.api.telemetry.tracing import Tracing
+
+WATCH_S = 0.5  # Seconds between two checks that the workers are alive.
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class ReplicaParts:
+    """The parts of one replica. Those that are None do not exist until start() has built them, or are off."""
+
+    def __init__(self, args: AppArgs, config: EngineConfig, deployment: str) -> None:
+        """Prepares what needs no engine. `deployment` is described in EngineReplica."""
+        context = serve.get_replica_context()
+        replica_id = self.replica_id = context.replica_id.unique_id
+        # Otherwise requests without a seed would use the same random numbers on every replica.
+        seed = named_seed(config.seed, replica_id)
+        self.config = replace(with_cpu_threads(config, args.most_replicas), seed=seed)
+        self.engine: EngineClient | None = None
+        self.state: AppState | None = None
+        self._args = args
+        self._deployment = deployment
+        self._checking: CheckingEngine | None = None
+        self._admin: AdapterAdmin | None = None
+        self._tenancy: Tenancy | None = None
+        self._tracing: Tracing | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._adapter_store = AdapterStore(args.sources)
+        self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
+        self.link = DirectoryLink(DirectoryPlace(context.app_name, **args.directory_place()), replica_id, self._obey)
+        self._ranks = ReplicaRanks(config.tensor_parallel_size, args.num_cpus, 1 if config.device == "cuda" else 0)
+
+    async def start(self) -> FastAPI:
+        """Builds everything else, and returns the HTTP application. The link's membership must have started.
+
+        The order matters: orders of the directory can be obeyed as soon as there is an engine that checks adapters;
+        the workers are watched before adapters load, which takes long; the replica becomes ready, so that requests
+        come, only when the configured adapters are loaded; and reports need a replica that is ready.
+        """
+        began_s = time.monotonic()
+        membership = self.link.membership
+        tenancy = self._tenancy = make_tenancy(self._args, self.replica_id, membership.admit)
+        await membership.note(f"loading {self.config.model} on {self.config.device}")
+        tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.from_folder, self._args.model))
+        engine = self.engine = await self._start_engine()
+        store = await asyncio.to_thread(open_store, self.link.place.uri)
+        base_names, open_source = self._args.base_names, self._adapter_store.open
+        admin = self._admin = AdapterAdmin(self.link.administer, store, base_names, self._deployment, open_source)
+        resolver = make_resolver(self._args, self._adapter_store)
+        languages = AdapterLanguages(await tokenizer, engine, self._adapter_store.open)
+        checking = self._checking = CheckingEngine(engine, languages)
+        catalog = DirectoryCatalog(membership, admin, checking, base_names, resolver)
+        await membership.note(
+            f"engine ready after {time.monotonic() - began_s:.1f} s: context {engine.hello.max_model_len} tokens, "
+            f"KV cache {engine.hello.kv_cache_tokens} tokens"
+        )
+        self._run_beside(self._watch_ranks(engine))
+        await load_modules(catalog, self._args.lora_modules, membership)
+        await membership.become_ready()
+        self._run_beside(keep_reporting(engine, membership, self._cpu_loras, self.config.max_num_seqs))
+        state = self.state = make_front(
+            self._args,
+            self.replica_id,
+            await tokenizer,
+            engine,
+            catalog,
+            self._adapter_store,
+            languages,
+            resolver,
+            self._scrape,
+            tenancy,
+        )
+        for work in tenancy.work:
+            self._run_beside(work)
+        self._tracing = start_tracing(self._args, self.replica_id)
+        console = StateApi(self.link.view, self.link.view_adapter, self._look_at_all)
+        routes = routes_beside(admin, console, self._start_quality(state, store))
+        return build_api(lambda: state, routes, self._tracing, self._args.allowed_origins)
+
+    async def check_health(self) -> None:
+        """Raises EngineDead if the engine, the connection to it, or a rank has failed."""
+        if self.engine is not None and self.engine.dead is not None:
+            raise EngineDead(self.engine.dead)
+        await self._ranks.check_health()
+
+    async def render_metrics(self) -> bytes:
+        return await self.state.telemetry.metrics.render() if self.state is not None else b""
+
+    def look(self, names: list[str], viewer: Viewer) -> ReplicaView | None:
+        """Returns the console's view of this replica, or None while it starts."""
+        if self.state is None:
+            return None
+        return replica_view(self.state, names, viewer, self._cpu_loras, self.config.max_num_seqs)
+
+    async def close(self) -> None:
+        """Closes whatever has been built: first the workers, and the link to the directory after everything that
+        may call it."""
+        for task in list(self._tasks):
+            task.cancel()
+        await self._ranks.stop()
+        if self.state is not None:
+            self.state.close()
+        if self._admin is not None:
+            self._admin.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+        if self._tenancy is not None:
+            self._tenancy.close()
+        await asyncio.to_thread(self._adapter_store.stop)
+        if self.engine is not None:
+            await self.engine.close()
+        await self.link.close()
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    @property
+    def _cpu_loras(self) -> int:
+        """Number of adapters that fit in host memory."""
+        return self.config.lora.cpu_loras if self.config.lora is not None else 0
+
+    async def _start_engine(self) -> EngineClient:
+        size, address = self.config.tensor_parallel_size, ipc_address(self._run_dir)
+        addresses = RankAddresses(size, self._run_dir) if size > 1 else None
+        order = StartOrder(self.config, address, addresses, self.link.place, self.replica_id)
+        return await EngineClient.connect(address, await self._ranks.start(order))
+
+    def _start_quality(self, state: AppState, store: Store) -> QualityApi | None:
+        if self._args.quality_probes is None:
+            return None
+        probes = read_probes(self._args.quality_probes)
+        monitor = QualityMonitor(state, probes, QualityBook(store), self.link.take_quality_turn)
+        state.telemetry.metrics.add(QualityMetrics(monitor))
+        self._run_beside(monitor.keep_running())
+        return QualityApi(monitor)
+
+    async def _scrape(self) -> bytes:
+        return await scrape_all(all_replicas(), self.render_metrics, self.link.render_metrics)
+
+    async def _look_at_all(self, names: list[str], viewer: Viewer) -> list[ReplicaView]:
+        return await ask_all(all_replicas(), names, viewer)
+
+    async def _obey(self, order: Order) -> AdapterInfo | None:
+        if self._checking is None:  # A replica that is starting only gets orders to drop adapters, and it has none.
+            return None
+        info = await obey(self._checking, order)
+        if order.kind == "drop":
+            await asyncio.to_thread(self._adapter_store.forget, order.lora.digest)
+        return info
+
+    def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs the coroutine beside the requests. The task is stored, since the event loop has only weak references
+        to tasks."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch_ranks(self, engine: EngineClient) -> None:
+        """Ends the requests in flight and all ranks when a rank has ended or the connection to rank 0 has failed.
+
+        Serve's own health check comes later.
+        """
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await self.check_health()
+            except EngineDead as error:
+                logger.error("the replica ends: %s", error.message)
+                engine.fail(error.message)
+                await self._ranks.stop()
+                return
+
+
+def all_replicas() -> Any:
+    """Returns a handle of all replicas of this deployment, including this one."""
+    context = serve.get_replica_context()
+    return serve.get_deployment_handle(context.deployment, context.app_name)
