@@ -42,9 +42,7 @@ LARGE_CLASSES = {
     "Engine": 405,
     "EngineClient": 255,
     "EngineReplica": 255,
-    "LoRAModelManager": 295,
     "Scheduler": 340,
-    "WorkerLoRAManager": 355,
 }
 # How many of our modules importing one brings along, itself not counted, and whether it may need torch.
 IMPORT_BUDGETS = {
@@ -54,6 +52,7 @@ IMPORT_BUDGETS = {
     "lorafleet.protocol.sources": (10, False),
     "lorafleet.cluster.config": (45, False),
     "lorafleet.workers.schedule.scheduler": (20, True),
+    "lorafleet.workers.slots.slot_policy": (5, False),
 }
 
 
