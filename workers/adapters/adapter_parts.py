@@ -236,9 +236,9 @@ def _check_parameters(helper: PEFTHelper, base: Base) -> None:
         served |= {peft_name(f"{module}.{leaf}") for module in layout.experts.modules for leaf in STACKED}
     others = {f"{peft_name(module)}.weight" for module in (*layout.norms, *TABLES)}
     for name in helper.names("target_parameters"):
-        ending = (name, f".{name}")
-        matches = [one == name or one.endswith(ending[1]) for one in served]
-        if not any(matches) or any(one == name or one.endswith(ending[1]) for one in others):
+        ending = f".{name}"
+        matches = [parameter == name or parameter.endswith(ending) for parameter in served]
+        if not any(matches) or any(parameter == name or parameter.endswith(ending) for parameter in others):
             raise AdapterUnsupported(
                 f"target_parameters has {shown(name)}; {base.named} has parameters of its linears and experts that can "
                 "be targeted so, and that name means none, or others too."

@@ -210,11 +210,11 @@ class TorchFile:
 
         They lie behind the record's own header, whose name and extra field have their own lengths.
         """
-        at = record.header_offset
-        if not 0 <= at <= len(self._data) - 30 or self._data[at : at + 4] != b"PK\3\4":
+        header = record.header_offset
+        if not 0 <= header <= len(self._data) - 30 or self._data[header : header + 4] != b"PK\3\4":
             raise AdapterMalformed(f"{self._file.name} has a damaged record.")
-        name_bytes, extra_bytes = struct.unpack("<HH", self._data[at + 26 : at + 30])
-        start: int = at + 30 + name_bytes + extra_bytes
+        name_bytes, extra_bytes = struct.unpack("<HH", self._data[header + 26 : header + 30])
+        start: int = header + 30 + name_bytes + extra_bytes
         if start + record.file_size > len(self._data):
             raise AdapterMalformed(f"{self._file.name} has a record that reaches beyond the file's end.")
         return start

@@ -59,9 +59,9 @@ class VocabularyChanges:
     same: tuple[tuple[str, str], ...] = ()  # pairs that are one tensor in PEFT's model and must not differ
 
     def check_same(self, values: Mapping[str, Tensor]) -> None:
-        for one, two in self.same:
-            if not torch.equal(values[one], values[two]):
-                raise AdapterMalformed(f"{shown(one)} and {shown(two)} differ, and PEFT has one tensor for both.")
+        for name, other in self.same:
+            if not torch.equal(values[name], values[other]):
+                raise AdapterMalformed(f"{shown(name)} and {shown(other)} differ, and PEFT has one tensor for both.")
 
 
 def take_vocabulary(
