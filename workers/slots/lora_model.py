@@ -65,7 +65,7 @@ class LoRAModel:
     modules: dict[str, LoRALayerWeights]  # A, B and scaling
     num_bytes: int  # of the whole adapter as served, on every rank
     read_s: float = 0.0  # seconds for reading the values and computing the digest
-    check_s: float = 0.0  # seconds for checking the adapter and casting its linears' matrices
+    check_s: float = 0.0  # seconds for checking the adapter and casting its tensors
     invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA; otherwise empty
     affines: Mapping[str, AffineWeights] = field(default_factory=dict)
     kroneckers: Mapping[str, KroneckerPart] = field(default_factory=dict)
@@ -157,6 +157,10 @@ class LoRAModel:
                 affines[module] = _affine(module, form, sharding)
             if form.kronecker is not None:
                 kroneckers[module] = _kronecker(form.kronecker, dtype)
+        norms = {norm: _vector(weight_D) for norm, weight_D in forms.norms.items()}
+        experts = {module: _experts(form, dtype, sharding) for module, form in yielding_gil(forms.experts.items())}
+        own_embedding = None if embedding is None else embedding_part(embedding, shard, tables_dtype)
+        own_head = None if head is None else head_part(head, shard, tables_dtype)
         return cls(
             name,
             digest,
@@ -171,11 +175,11 @@ class LoRAModel:
             forms.invocation_tokens,
             affines,
             kroneckers,
-            {norm: _vector(weight_D) for norm, weight_D in forms.norms.items()},
-            {module: _experts(form, dtype, sharding) for module, form in yielding_gil(forms.experts.items())},
+            norms,
+            experts,
             max((stack.rank for form in forms.experts.values() for stack in form.stacks), default=0),
-            None if embedding is None else embedding_part(embedding, shard, tables_dtype),
-            None if head is None else head_part(head, shard, tables_dtype),
+            own_embedding,
+            own_head,
             vocab_size_of(forms),
         )
 

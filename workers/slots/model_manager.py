@@ -107,13 +107,9 @@ class LoRAModelManager:
 
     def evict(self, slot: Slot) -> None:
         """Empties the slot for lack of room."""
-        self._empty(slot, for_room=True)
+        self.deactivate(slot, for_room=True)
 
-    def deactivate(self, slot: Slot) -> None:
-        """Empties the slot, because its adapter is dropped."""
-        self._empty(slot, for_room=False)
-
-    def _empty(self, slot: Slot, *, for_room: bool) -> None:
+    def deactivate(self, slot: Slot, *, for_room: bool = False) -> None:
         assert slot.holders == 0
         if slot.digest is None:
             return

@@ -41,7 +41,7 @@ class LoadTimes:
     """Durations of a load's phases in seconds."""
 
     read_s: float  # reading the values and computing the digest
-    check_s: float  # checking names, shapes and values, and casting the linears' matrices
+    check_s: float  # checking names, shapes and values, and casting
     pack_s: float  # packing into blocks
     fetch_s: float = 0.0  # until the files were on this node; 0 if they already were
 
