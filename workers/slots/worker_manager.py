@@ -94,6 +94,8 @@ class WorkerLoRAManager:
         """Removes the adapter from every tier, and from its slot as soon as no sequence holds it."""
         self.unpin(digest)
         self._filler.poll_copies()  # a copy that has ended is recorded as such
+        if self._lives.state(digest) is AdapterState.GONE and self._loads.is_reading(digest):
+            self._lives.enter(digest, AdapterState.READING)  # it was evicted while it is read from a second place
         if self._lives.state(digest) not in (AdapterState.DROPPING, AdapterState.GONE):
             nearest: Tier = "gpu" if self.slots.find(digest) is not None else "cpu" if digest in self._cpu else "disk"
             self._lives.enter(digest, AdapterState.DROPPING, nearest=nearest)
