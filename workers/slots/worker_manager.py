@@ -244,15 +244,8 @@ class WorkerLoRAManager:
 
     def _admit(self, adapter: PackedAdapter, tenant: str) -> None:
         self.counts.loads += 1
-        digest, times = adapter.info.digest, adapter.times
-        log.info(
-            "adapter %s loaded: %.0f MB, read %.0f ms, check %.0f ms, pack %.0f ms",
-            digest[:12],
-            adapter.block.numel() / 1e6,
-            times.read_s * 1e3,
-            times.check_s * 1e3,
-            times.pack_s * 1e3,
-        )
+        _log_load(adapter)
+        digest = adapter.info.digest
         if self._lives.state(digest) in (AdapterState.READING, AdapterState.GONE):
             self._lives.enter(digest, AdapterState.IN_HOST)
         for victim in self._cpu.add(adapter, self._need, tenant):
@@ -294,3 +287,15 @@ class WorkerLoRAManager:
         """Sends an order to the other ranks, which execute orders in the order in which they are sent."""
         if self._others is not None:
             self._others.send(order)
+
+
+def _log_load(adapter: PackedAdapter) -> None:
+    times = adapter.times
+    log.info(
+        "adapter %s loaded: %.0f MB, read %.0f ms, check %.0f ms, pack %.0f ms",
+        adapter.info.digest[:12],
+        adapter.block.numel() / 1e6,
+        times.read_s * 1e3,
+        times.check_s * 1e3,
+        times.pack_s * 1e3,
+    )
