@@ -95,7 +95,7 @@ def measure(
     distinct = min(batch, len(loras))
     kv_bytes = KV_NUMBERS_A_TOKEN * engine.runner.steps.caches[0].k_NPGD.element_size()
     kv = batch * (PROMPT + GENERATED / 2) * kv_bytes
-    adapter_bytes = ADAPTER_NUMBERS * (engine.loras.slots.dtype.itemsize if engine.loras is not None else 0)
+    adapter_bytes = ADAPTER_NUMBERS * (engine.loras.model_manager.dtype.itemsize if engine.loras is not None else 0)
     floor_ms = (weights + distinct * adapter_bytes + kv) / bandwidth * 1e3
     return Measured(quantization, batch, len(loras), step_ms, prefill, floor_ms)
 

@@ -281,7 +281,7 @@ class Replica:
         return slot
 
     def _slot_victim(self, now: float) -> int:
-        """As workers/slots/model_manager.py: rather none that is waited for, then the least credit."""
+        """As workers/slots/slot_policy.py: rather none that is waited for, then the least credit."""
         if self.next_use is not None:
             next_use = self.next_use
             return max(self._idle, key=lambda one: next_use(one, now))

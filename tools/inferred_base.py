@@ -12,13 +12,14 @@ from typing import NoReturn
 
 from lorafleet.protocol.adapter_files import CONFIG_NAME, AdapterFolder, open_weights, read_config
 from lorafleet.protocol.errors import AdapterTooLarge, ConfigError
+from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import read_json_object
 from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, BaseLayout, peft_name
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.kinds.trained_tokens import ROWS, trained_tokens
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.peft_names import engine_name
-from lorafleet.workers.adapters.weight_files import TensorInfo, read_weights
+from lorafleet.workers.adapters.weight_files import read_weights
 
 Shape = tuple[int, ...]
 Leaves = Mapping[str, Shape]

@@ -15,6 +15,7 @@ from pathlib import Path
 from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, AdapterFolder, open_weights, read_config
 from lorafleet.protocol.errors import AdapterMalformed, ConfigError
 from lorafleet.protocol.lora_config import MAX_RANK_BOUND
+from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import read_json_object, shown
 from lorafleet.tools.inferred_base import base_of
 from lorafleet.tools.mlx import is_mlx, read_mlx
@@ -22,7 +23,7 @@ from lorafleet.tools.peft_files import PEFTFiles, load_tensors
 from lorafleet.workers.adapters.adapter_parts import AdapterParts
 from lorafleet.workers.adapters.peft_fields import FIELDS, is_known, is_unset
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
-from lorafleet.workers.adapters.weight_files import TensorInfo, read_weights
+from lorafleet.workers.adapters.weight_files import read_weights
 
 REMOVED_FIELDS = ("enable_lora", "merge_weights")  # Fields of 2023, without effect if unset or false.
 

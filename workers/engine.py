@@ -81,7 +81,7 @@ class Engine:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._step_metrics = StepMetrics()
-        self._fixed_memory = fixed_memory(runner.steps, None if self.loras is None else self.loras.slots)
+        self._fixed_memory = fixed_memory(runner.steps, None if self.loras is None else self.loras.model_manager)
 
     @property
     def has_work(self) -> bool:

@@ -16,7 +16,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from lorafleet.api.text.special_tokens import SPECIAL_NAME, TOKENIZER_CONFIG_NAME, SpecialTokens, read_special_tokens
 from lorafleet.api.text.templates import ChatTemplate, TemplateSandbox
@@ -39,11 +38,10 @@ from lorafleet.protocol.adapter_files import (
 )
 from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
 from lorafleet.protocol.messages import Vocabulary
+from lorafleet.protocol.safetensors_header import TensorInfo, parse_header, read_header
 from lorafleet.protocol.strict_json import read_json_object, shown
 from lorafleet.protocol.structured_spec import ADAPTERS_DEFAULT, StructuredOutputs, response_format
-
-if TYPE_CHECKING:
-    from lorafleet.workers.adapters.weight_files import TensorInfo
+from lorafleet.protocol.torch_archive import TorchArchive
 
 MAX_TOKENIZERS_LIKE_BASE = 4096  # Cached digests of file sets that hold the base's tokenizer.
 MAX_NEW_TOKENS = 65_536  # Tokens that an adapter's tokenizer may have beyond the base's vocabulary.
@@ -260,11 +258,8 @@ def _infos(file: OpenFile) -> Mapping[str, TensorInfo]:
 
     Parsing a header takes milliseconds, and for most adapters nothing in it matters here.
     """
-    # Imported here, so that parsing a command line does not import torch.
-    from lorafleet.workers.adapters.weight_files import parse_header, read_header, read_weights
-
     if file.name != SAFETENSORS_NAME:
-        return read_weights(file, hashlib.sha256()).infos
+        return TorchArchive(file, hashlib.sha256()).infos
     header = read_header(file, hashlib.sha256())
     if not any(sign in header for sign in (b"embed_tokens", b"lm_head", b"\\")):  # an escape could hide a name
         return {}

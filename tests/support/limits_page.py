@@ -36,13 +36,13 @@ from lorafleet.cluster.directory import directory, directory_socket, membership
 from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_sessions
 from lorafleet.cluster.serve import adapter_lookup, serve_environment
 from lorafleet.cluster.tenancy import audit_log, key_file, usage_log
-from lorafleet.protocol import adapter_files, limits, names, transport
+from lorafleet.protocol import adapter_files, limits, names, safetensors_header, torch_archive, torch_index, transport
 from lorafleet.protocol import lora_config as lora_config
 from lorafleet.protocol import sources as resolver_config
 from lorafleet.protocol.limits import Range
 from lorafleet.resolvers import deadline, ranges, store
 from lorafleet.sandbox import shunned
-from lorafleet.workers.adapters import patterns, peft_helper, peft_names, torch_index, weight_files
+from lorafleet.workers.adapters import patterns, peft_helper, peft_names
 from lorafleet.workers.adapters.kinds import vocabulary
 from lorafleet.workers.schedule import admission, fair_queue
 from lorafleet.workers.structured import grammar_process, grammar_program, vocabularies
@@ -280,9 +280,11 @@ ADAPTERS = [
     *(Limit(f"`{name}`", size(most), "", MALFORMED) for name, most in adapter_files.LANGUAGE_NAMES.items()),
     Limit("upload", f"{MAX_UPLOAD_BYTES:,} bytes", "", "413 `body_too_large`"),
     Limit("entries of an upload's tar", MAX_TAR_HEADERS, "", "400 `adapter_malformed`"),
-    Limit("tensors", weight_files.MAX_TENSORS, "", MALFORMED),
-    Limit("header of a safetensors file", size(weight_files.MAX_HEADER_BYTES), "", MALFORMED),
-    Limit("pickle of a .bin", f"{size(weight_files.MAX_PICKLE_BYTES)}, {torch_index.MAX_STEPS:,} steps", "", MALFORMED),
+    Limit("tensors", safetensors_header.MAX_TENSORS, "", MALFORMED),
+    Limit("header of a safetensors file", size(safetensors_header.MAX_HEADER_BYTES), "", MALFORMED),
+    Limit(
+        "pickle of a .bin", f"{size(torch_archive.MAX_PICKLE_BYTES)}, {torch_index.MAX_STEPS:,} steps", "", MALFORMED
+    ),
     Limit("name of a tensor", chars(peft_names.MAX_NAME_CHARS), "", MALFORMED),
     Limit("entries of a list or pattern table", peft_helper.MAX_ENTRIES, "", MALFORMED),
     Limit("`modules_to_save`", peft_helper.MAX_SAVED, "", MALFORMED),

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
+from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import shown
+from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name
 from lorafleet.workers.adapters.expert_targets import (
     STACKED,
@@ -34,8 +36,6 @@ from lorafleet.workers.adapters.kinds.vocabulary import (
 )
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.peft_names import BASE_BIAS, SAVED, SAVED_BIAS, NamedTensors, name_tensors
-from lorafleet.workers.adapters.weight_files import TensorInfo
-from lorafleet.workers.adapters.yield_gil import giving_way
 
 Infos = Mapping[str, TensorInfo]
 
@@ -77,7 +77,7 @@ class AdapterParts:
                 target.known_as = targeted[module]
                 targets.append(target)
                 targets[-1].saved_bias = biases.get(module)
-        ranks = {target.module: kind.check(target) for target in giving_way(targets)}
+        ranks = {target.module: kind.check(target) for target in yielding_gil(targets)}
         for of_layer in experts.values():
             ranks |= check_experts(of_layer)
         _check_targets(targeted, named)
@@ -93,7 +93,7 @@ class AdapterParts:
         targets = [*self.targets, *([head.target] if head.target is not None else [])]
         for target in (*targets, *([embedding.target] if embedding.target is not None else [])):
             target.values = values
-        for target in giving_way(target for of_layer in self.experts.values() for target in of_layer.targets()):
+        for target in yielding_gil(target for of_layer in self.experts.values() for target in of_layer.targets()):
             target.values = values
         made = self.kind.forms(targets) if targets else AdapterForms()
         linears = dict(made.linears)
@@ -110,7 +110,7 @@ class AdapterParts:
             embedding=embedding_form(embedding, values, self.base),
             head=head_form(head, head_linear, values, self.base),
             norms={**made.norms, **{module: values[name] for module, name in self.norms.items()}},
-            experts={module: of_layer.form() for module, of_layer in giving_way(self.experts.items())},
+            experts={module: of_layer.form() for module, of_layer in yielding_gil(self.experts.items())},
             invocation_tokens=invocation_tokens(self.helper) if self.helper.method == "LORA" else (),
         )
 
@@ -214,7 +214,7 @@ def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> di
     From transformers 5 on, a router is a parameter that can be named, not a Linear layer as "all-linear" means.
     """
     targeted: dict[str, str] = {}
-    for module in giving_way(base.layout.linears):
+    for module in yielding_gil(base.layout.linears):
         names = [name for name in base.layout.peft_names(module) if helper.targets(name)]
         parameter = f"{peft_name(module)}.weight"
         if not names and helper.targets_parameter(parameter):
@@ -236,9 +236,9 @@ def _check_parameters(helper: PEFTHelper, base: Base) -> None:
         served |= {peft_name(f"{module}.{leaf}") for module in layout.experts.modules for leaf in STACKED}
     others = {f"{peft_name(module)}.weight" for module in (*layout.norms, *TABLES)}
     for name in helper.names("target_parameters"):
-        ending = (name, f".{name}")
-        matches = [one == name or one.endswith(ending[1]) for one in served]
-        if not any(matches) or any(one == name or one.endswith(ending[1]) for one in others):
+        ending = f".{name}"
+        matches = [parameter == name or parameter.endswith(ending) for parameter in served]
+        if not any(matches) or any(parameter == name or parameter.endswith(ending) for parameter in others):
             raise AdapterUnsupported(
                 f"target_parameters has {shown(name)}; {base.named} has parameters of its linears and experts that can "
                 "be targeted so, and that name means none, or others too."

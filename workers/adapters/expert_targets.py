@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 import torch
 
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
+from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import shown
+from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.base_layout import ExpertsLayout, peft_name
 from lorafleet.workers.adapters.forms import ExpertsForm, StackedLowRank
 from lorafleet.workers.adapters.kinds import mutated_base
@@ -27,8 +29,6 @@ from lorafleet.workers.adapters.kinds.lora import KASA, A, B
 from lorafleet.workers.adapters.kinds.pairs import check_pair
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.peft_names import NamedTensors
-from lorafleet.workers.adapters.weight_files import TensorInfo
-from lorafleet.workers.adapters.yield_gil import giving_way
 
 STACKED = ("gate_up_proj", "down_proj")
 
@@ -107,7 +107,7 @@ def check_experts(experts: ExpertTargets) -> dict[str, int]:
     for target in experts.stacked.values():
         _check_stacked(target)
     for targets in experts.single.values():
-        for target in giving_way(targets):
+        for target in yielding_gil(targets):
             target.expect_leaves(A, B)
             check_pair(target, A, B, target.rank)
     return {target.peft_name.removeprefix("model."): target.rank for target in experts.targets()}
@@ -212,7 +212,7 @@ def _joined(single: Mapping[str, list[Target]], leaves: tuple[str, ...]) -> Stac
     a_EGRD = torch.zeros(layout.count, len(leaves), rank, inputs, dtype=dtype)
     b_EGOR = torch.zeros(layout.count, len(leaves), outputs, rank, dtype=dtype)
     scaling_EG = torch.zeros(layout.count, len(leaves))
-    for g, target in giving_way(groups):
+    for g, target in yielding_gil(groups):
         expert = int(target.module.split(".")[-2])
         a_EGRD[expert, g, : target.rank] = target.value(A)
         b_EGOR[expert, g, :, : target.rank] = target.value(B)

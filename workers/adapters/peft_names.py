@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
+from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.base_layout import BaseLayout
-from lorafleet.workers.adapters.yield_gil import giving_way
 from lorafleet.workers.bases.text_part import is_of_pictures
 
 MAX_NAME_CHARS = 1024  # PEFT's are about 80
@@ -77,7 +77,7 @@ def name_tensors(
     aliases = [alias for alias, leaf in _ALIASES.items() if leaf in leaves]
     pattern = _leaf_pattern((*leaves, *aliases, *_OF_ANY_KIND))
     named = NamedTensors()
-    for name in giving_way(names):
+    for name in yielding_gil(names):
         if len(name) > MAX_NAME_CHARS:
             raise AdapterMalformed(f"the tensor {shown(name)} has a name of {len(name)} characters.")
         common = name.removeprefix("base_model.")

@@ -30,13 +30,13 @@ from lorafleet.protocol.adapter_files import (
 )
 from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterMalformed, RankTooLarge
 from lorafleet.protocol.strict_json import shown
+from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.adapter_parts import AdapterParts
 from lorafleet.workers.adapters.casting import max_magnitude
 from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, VocabForm
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.weight_files import LoadedTensors, read_weights
-from lorafleet.workers.adapters.yield_gil import giving_way
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _check_forms(forms: AdapterForms, loaded: LoadedTensors, dtype: torch.dtype)
             raise AdapterMalformed(f"{module} has values, once computed, that overflow torch.float32.")
     tables = {"embed_tokens": forms.embedding, "lm_head": forms.head}
     everything: Mapping[str, LinearForm | VocabForm | None] = {**forms.linears, **tables}
-    for module, form in giving_way(everything.items()):
+    for module, form in yielding_gil(everything.items()):
         if form is None:
             continue
         for part in (form.low_rank, form.kronecker if isinstance(form, LinearForm) else None):

@@ -148,12 +148,12 @@ class _Part:
     added: float = 0.0  # added to the checkpoint's values, in held's dtype
 
     def fill(self, stored: Stored) -> None:
-        at = 0
+        row = 0
         for place in self.places:
             values = stored[place]
-            self.held[at : at + len(values)].copy_(values)
-            at += len(values)
-        assert at == len(self.held)
+            self.held[row : row + len(values)].copy_(values)
+            row += len(values)
+        assert row == len(self.held)
         if self.added:
             self.held.add_(self.added)
 
@@ -181,11 +181,11 @@ class _QuantizedPart:
         A plain matrix is quantized whole, so that blocks do not depend on what ranks hold.
         """
         matrix = self._quantized(stored)
-        at = self.first_row
+        row = self.first_row
         for rows, columns in self.places:
-            self.weight.fill(at, matrix, (rows, columns))
-            at += rows.stop - rows.start
-        assert at == self.first_row + self.num_rows
+            self.weight.fill(row, matrix, (rows, columns))
+            row += rows.stop - rows.start
+        assert row == self.first_row + self.num_rows
 
     def fill_randomly(self, generator: torch.Generator) -> None:
         columns = self.places[0][1]

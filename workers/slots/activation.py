@@ -18,4 +18,4 @@ def first_adapted(prompt: Sequence[int], invocation_tokens: Sequence[int]) -> in
     prompt. The whole answer is then the base's, as in PEFT."""
     size, wanted = len(invocation_tokens), list(invocation_tokens)
     starts = range(len(prompt) - size, -1, -1)
-    return next((at for at in starts if prompt[at] == wanted[0] and list(prompt[at : at + size]) == wanted), NEVER)
+    return next((i for i in starts if prompt[i] == wanted[0] and list(prompt[i : i + size]) == wanted), NEVER)

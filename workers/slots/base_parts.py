@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lorafleet.kernels.lora.packed_lora import LinearPlace
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +31,20 @@ class BaseParts:
     norms: Sequence[str] = ()  # Module paths.
     norm_added: float = 0.0  # Number that is added to norm weights as checkpoints store them.
     mixtures: Sequence[str] = ()  # Module paths of the mixtures of experts.
+
+    @classmethod
+    def of(cls, model: DecoderModel, sharding: AdapterSharding) -> BaseParts:
+        """Returns the parts of a model whose adapters are divided by `sharding`."""
+        return cls(
+            [
+                BasePart(names, sharding.place(names), _on_cpu(linear.added_bias))
+                for names, linear in model.packed_linears()
+            ],
+            [name for name, _ in model.norms()],
+            1.0 if model.config.norm_adds_one else 0.0,
+            [name for name, _ in model.mixtures()],
+        )
+
+
+def _on_cpu(bias_O: Tensor | None) -> Tensor | None:
+    return None if bias_O is None else bias_O.float().cpu()

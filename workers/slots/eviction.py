@@ -41,12 +41,12 @@ class Demand:
         """Counts one request for the adapter."""
         self._weight *= self._growth
         if self._weight > MAX_WEIGHT:
-            self._sums = {one: total / self._weight for one, total in self._sums.items()}
+            self._sums = {known: total / self._weight for known, total in self._sums.items()}
             self._weight = 1.0
         self._sums[digest] = self._sums.get(digest, 0.0) + self._weight
         if len(self._sums) > self._max_known:
             most_first = sorted(self._sums, key=self._sums.__getitem__, reverse=True)
-            self._sums = {one: self._sums[one] for one in most_first[: self._max_known // 2]}
+            self._sums = {known: self._sums[known] for known in most_first[: self._max_known // 2]}
 
     def want(self, tenant: str) -> None:
         """Records that the tenant wants to load an adapter, or to be answered by one."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorafleet.kernels.extras.extra_tables import ExtraTables, Int64s
 from lorafleet.kernels.moe.expert_lora import RECORD_FIELDS, ExpertWeights
-from lorafleet.workers.adapters.yield_gil import giving_way
+from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.slots.base_parts import BaseParts
 from lorafleet.workers.slots.extra_block import ExtraBlock
 from lorafleet.workers.slots.lora_model import LoRAModel
@@ -21,7 +21,7 @@ from lorafleet.workers.slots.lora_model import LoRAModel
 
 def expert_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for i, module in giving_way(enumerate(base.mixtures)):
+    for i, module in yielding_gil(enumerate(base.mixtures)):
         for k, weights in enumerate(model.experts.get(module, ())):
             if weights is not None:
                 tensors |= _with_record(i, k, weights)

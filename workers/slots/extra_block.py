@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorafleet.workers.adapters.yield_gil import giving_way
+from lorafleet.protocol.yield_gil import yielding_gil
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has neither bfloat16 nor FP8
 ALIGNMENT = 256  # bytes; the GPU's allocator aligns in the same way, so that kernels may load 16 bytes at a time
@@ -79,7 +79,7 @@ class ExtraBlock:
         """
         places, size = _lay_out(tensors)
         made = cls(allocate(size), places)
-        for name, tensor in giving_way(tensors.items()):
+        for name, tensor in yielding_gil(tensors.items()):
             copy_into(made.block, places[name].offset, tensor)
         return made
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lorafleet.kernels.extras.extra_tables import ExtraTables, Int64s
 from lorafleet.kernels.extras.kronecker import RECORD_FIELDS, KroneckerPart
 from lorafleet.kernels.extras.linear_extras import LinearExtras
-from lorafleet.workers.adapters.yield_gil import giving_way
+from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.slots.base_parts import BasePart, BaseParts
 from lorafleet.workers.slots.expert_extras import expert_tensors, write_addresses
 from lorafleet.workers.slots.extra_block import ExtraBlock
@@ -30,7 +30,7 @@ from lorafleet.workers.slots.vocab_extras import record_address
 def extra_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
     """Returns all tensors that the adapter has for linears, norms and experts besides A and B."""
     tensors: dict[str, Tensor] = {}
-    for i, part in giving_way(enumerate(base.linears)):
+    for i, part in yielding_gil(enumerate(base.linears)):
         tensors |= _affine(i, part, [model.affines.get(name) for name in part.names])
         tensors |= _kroneckers(i, [model.kroneckers.get(name) for name in part.names])
     norms = {_norm(i): model.norms[name] for i, name in enumerate(base.norms) if name in model.norms}

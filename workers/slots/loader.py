@@ -80,7 +80,7 @@ class AdapterLoader:
     def is_here(self, lora: LoRARequest) -> bool:
         """Returns whether the adapter can be read without the network."""
         files = [part.lora for part in lora.parts] or [lora]
-        return all(self._store.is_here(one.lora_path, one.digest) for one in files)
+        return all(self._store.is_here(file.lora_path, file.digest) for file in files)
 
     @property
     def fetched(self) -> FetchTotals:

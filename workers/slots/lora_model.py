@@ -22,6 +22,7 @@ from lorafleet.kernels.extras.kronecker import KroneckerPart
 from lorafleet.kernels.moe.expert_lora import ExpertWeights, padded_rank
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.casting import cast
 from lorafleet.workers.adapters.forms import (
     AdapterForms,
@@ -33,7 +34,6 @@ from lorafleet.workers.adapters.forms import (
 )
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.reader import read_adapter
-from lorafleet.workers.adapters.yield_gil import giving_way
 from lorafleet.workers.slots.layer_weights import AffineWeights, LoRALayerWeights
 from lorafleet.workers.slots.quantizing import fp8_scales, to_fp8
 from lorafleet.workers.slots.vocab_weights import (
@@ -65,7 +65,7 @@ class LoRAModel:
     modules: dict[str, LoRALayerWeights]  # A, B and scaling
     num_bytes: int  # of the whole adapter as served, on every rank
     read_s: float = 0.0  # seconds for reading the values and computing the digest
-    check_s: float = 0.0  # seconds for checking the adapter and casting its linears' matrices
+    check_s: float = 0.0  # seconds for checking the adapter and casting its tensors
     invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA; otherwise empty
     affines: Mapping[str, AffineWeights] = field(default_factory=dict)
     kroneckers: Mapping[str, KroneckerPart] = field(default_factory=dict)
@@ -150,13 +150,17 @@ class LoRAModel:
         embedding, head = forms.embedding, forms.head
         shard, tables_dtype = None if sharding is None else sharding.shard, vocab_dtype(dtype)
         modules, affines, kroneckers = {}, {}, {}
-        for module, form in giving_way(forms.linears.items()):
+        for module, form in yielding_gil(forms.linears.items()):
             if form.low_rank is not None:
                 modules[module] = _layer(module, form.low_rank, dtype, sharding)
             if form.out_scale_O is not None or form.bias_O is not None:
                 affines[module] = _affine(module, form, sharding)
             if form.kronecker is not None:
                 kroneckers[module] = _kronecker(form.kronecker, dtype)
+        norms = {norm: _vector(weight_D) for norm, weight_D in forms.norms.items()}
+        experts = {module: _experts(form, dtype, sharding) for module, form in yielding_gil(forms.experts.items())}
+        own_embedding = None if embedding is None else embedding_part(embedding, shard, tables_dtype)
+        own_head = None if head is None else head_part(head, shard, tables_dtype)
         return cls(
             name,
             digest,
@@ -171,11 +175,11 @@ class LoRAModel:
             forms.invocation_tokens,
             affines,
             kroneckers,
-            {norm: _vector(weight_D) for norm, weight_D in forms.norms.items()},
-            {module: _experts(form, dtype, sharding) for module, form in giving_way(forms.experts.items())},
+            norms,
+            experts,
             max((stack.rank for form in forms.experts.values() for stack in form.stacks), default=0),
-            None if embedding is None else embedding_part(embedding, shard, tables_dtype),
-            None if head is None else head_part(head, shard, tables_dtype),
+            own_embedding,
+            own_head,
             vocab_size_of(forms),
         )
 

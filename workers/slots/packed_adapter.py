@@ -27,7 +27,7 @@ from lorafleet.kernels.lora.packed_lora import (
 )
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.lora_request import AdapterInfo
-from lorafleet.workers.adapters.yield_gil import giving_way
+from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.slots.base_parts import BaseParts
 from lorafleet.workers.slots.extra_block import ExtraBlock, aligned, copy_into
 from lorafleet.workers.slots.layer_weights import LoRALayerWeights
@@ -41,7 +41,7 @@ class LoadTimes:
     """Durations of a load's phases in seconds."""
 
     read_s: float  # reading the values and computing the digest
-    check_s: float  # checking names, shapes and values, and casting the linears' matrices
+    check_s: float  # checking names, shapes and values, and casting
     pack_s: float  # packing into blocks
     fetch_s: float = 0.0  # until the files were on this node; 0 if they already were
 
@@ -146,7 +146,7 @@ def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtyp
     """Places each linear's stacked A and then each slice's B. Returns the table and the bytes that they need."""
     table = AdapterTable.empty(len(linears))
     end = 0
-    for i, slices in giving_way(enumerate(linears)):
+    for i, slices in yielding_gil(enumerate(linears)):
         present = [s for s in slices if s is not None]
         if not present:
             continue

@@ -37,4 +37,4 @@ def to_fp8(matrix: Tensor, scale: Tensor) -> Tensor:
 
 
 def _blocks(size: int, most: int) -> list[slice]:
-    return [slice(at, min(at + most, size)) for at in range(0, size, most)]
+    return [slice(start, min(start + most, size)) for start in range(0, size, most)]

@@ -117,12 +117,12 @@ def _tensors(module: str, own: VocabWeights) -> dict[str, Tensor]:
     return {_name(module, part): tensor.contiguous() for part, tensor in parts.items() if tensor is not None}
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
+def _same(table: Tensor | None, other: Tensor | None) -> bool:
     """Returns whether both are the same table. If the base ties them, a resized vocabulary is saved as one table, or
     twice."""
-    if one is None or other is None or one.shape != other.shape:
+    if table is None or other is None or table.shape != other.shape:
         return False
-    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
+    return table.data_ptr() == other.data_ptr() or torch.equal(table, other)
 
 
 def _name(module: str, part: str) -> str:

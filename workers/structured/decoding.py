@@ -73,13 +73,17 @@ class _Asked:
         self.rows.append(row)
         self.sequences.append(sequence)
 
-    def faults(self, told: list[tuple[int, str]]) -> list[Fault]:
-        """Returns the sequences that cannot go on. `told` has the process's errors, by its numbers."""
-        wrong = dict(told)
+    def faults(self, errors: list[tuple[int, str]]) -> list[Fault]:
+        """Returns the sequences that cannot go on. `errors` are the process's, by its numbers."""
+        by_number = dict(errors)
         pairs = zip(self.tokens, self.sequences, strict=True)
-        return [(one, _refusal(one, wrong[number])) for (number, _, _), one in pairs if number in wrong]
+        return [
+            (sequence, _refusal(sequence, by_number[number]))
+            for (number, _, _), sequence in pairs
+            if number in by_number
+        ]
 
-    def note_late_masks(self) -> None:
+    def store_late_masks(self) -> None:
         """Stores masks that arrived after the step, for the steps in which their sequences will be."""
         for (number, place, _), sequence in zip(self.tokens, self.sequences, strict=True):
             if sequence.grammar is not None and sequence.grammar.number == number:
@@ -110,7 +114,7 @@ class StructuredDecoding:
         )
         self._opening: dict[int, Sequence] = {}
         self._asked: list[_Asked] = []
-        self._at_hand: list[tuple[int, Bits]] = []  # rows of the step whose masks came too late for the step before
+        self._late_masks: list[tuple[int, Bits]] = []  # rows of the step whose masks came too late for the step before
         self._refrained: list[Sequence] = []  # sequences of the step whose process has yet to answer for an earlier one
         self._late: dict[GrammarProcess, _Late] = {}
         self._resumable: list[Sequence] = []  # sequences that poll() returns next, since they wait for nothing any more
@@ -186,14 +190,14 @@ class StructuredDecoding:
 
         All tokens of these sequences must be known, except those of that step.
         """
-        self._at_hand, self._refrained = [], []
+        self._late_masks, self._refrained = [], []
         by_process: dict[GrammarProcess, _Asked] = {}
         for row, sequence in enumerate(sampling):
             grammar = sequence.grammar
             if grammar is None:
                 continue
             if grammar.late_1W is not None:
-                self._at_hand.append((row, grammar.late_1W))
+                self._late_masks.append((row, grammar.late_1W))
                 grammar.late_1W = None
             elif grammar.process.is_busy:
                 self._refrained.append(sequence)
@@ -206,26 +210,26 @@ class StructuredDecoding:
     def finish(self) -> Masked:
         """Returns the result of the last start(). Waits for all processes together for at most step_wait_s."""
         until_s = time.monotonic() + self._limits.step_wait_s
-        rows = [row for row, _ in self._at_hand]
-        parts = [bits_1W for _, bits_1W in self._at_hand]
+        rows = [row for row, _ in self._late_masks]
+        parts = [bits_1W for _, bits_1W in self._late_masks]
         faults: list[Fault] = []
         late: list[Sequence] = []
         for asked in self._asked:
             try:
-                told = asked.process.finish(until_s - time.monotonic())
+                errors = asked.process.finish(until_s - time.monotonic())
             except ProcessEnded:
                 faults += [(sequence, _ended(asked.process)) for sequence in asked.sequences]
                 continue
-            if told is None:
+            if errors is None:
                 waiting = [sequence for sequence in asked.sequences if sequence.grammar is not None]
                 self._late[asked.process] = _Late(asked, set(waiting))
                 late += waiting
                 continue
-            faults += asked.faults(told)
+            faults += asked.faults(errors)
             rows += asked.rows
             parts.append(asked.process.mask_BW[: len(asked.rows)])
         late += self._hold_refrained()
-        self._asked, self._at_hand = [], []
+        self._asked, self._late_masks = [], []
         return Masked(TokenMasks(rows, _stacked(parts)) if parts else None, late, faults)
 
     def close(self) -> None:
@@ -252,15 +256,15 @@ class StructuredDecoding:
         if late is None:
             return []
         try:
-            told = process.finish(0)
+            errors = process.finish(0)
         except ProcessEnded:
             del self._late[process]
             return [(sequence, _ended(process)) for sequence in late.sequences]
-        if told is None:
+        if errors is None:
             return []
         del self._late[process]
-        late.asked.note_late_masks()
-        faults = dict(late.asked.faults(told))
+        late.asked.store_late_masks()
+        faults = dict(late.asked.faults(errors))
         return [(sequence, faults.get(sequence)) for sequence in late.sequences]
 
 
@@ -270,10 +274,10 @@ def _stacked(parts: list[Bits]) -> Bits:
         return parts[0]
     width = max(part.shape[1] for part in parts)
     bits_NW: Bits = np.zeros((sum(map(len, parts)), width), np.int32)
-    at = 0
+    row = 0
     for part in parts:
-        bits_NW[at : at + len(part), : part.shape[1]] = part
-        at += len(part)
+        bits_NW[row : row + len(part), : part.shape[1]] = part
+        row += len(part)
     return bits_NW
 
 

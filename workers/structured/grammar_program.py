@@ -88,7 +88,7 @@ def main() -> None:
     try:
         tokenizer = read_tokenizer(settings)
     except Exception as error:  # raised by the library for a tokenizer that it cannot read
-        tell(server, "failed", first_line(str(error)))
+        send_message(server, "failed", first_line(str(error)))
         return
     tried, trying = socket.socketpair()
     child = os.fork()
@@ -201,19 +201,19 @@ class Trials:
 
     def handle(self, number: int | None = None, spec: list[Any] | None = None, group: str = "") -> None:
         if number is None:
-            tell(self.socket, 0, "", ALIVE)
+            send_message(self.socket, 0, "", ALIVE)
             return
         if spec is None:
             group, _ = self.waiting.get(number, ("", None))
             if self.turns.remove(group, number):
                 del self.waiting[number]
-                tell(self.socket, number, "", DROPPED)
+                send_message(self.socket, number, "", DROPPED)
             return
         kind, source, any_whitespace = spec
         try:
             self.turns.put(group, number)
         except NoRoom as full:
-            tell(self.socket, number, str(full), BUSY)
+            send_message(self.socket, number, str(full), BUSY)
         else:
             self.waiting[number] = group, (kind, source, any_whitespace)
 
@@ -236,10 +236,10 @@ class Trials:
         _, status = os.waitpid(trial.pid, 0)
         self.turns.done(trial.group)
         if trial.is_late:
-            tell(self.socket, trial.number, f"it did not compile within {self.settings.trial_s:g} s", LATE)
+            send_message(self.socket, trial.number, f"it did not compile within {self.settings.trial_s:g} s", LATE)
             return
         fault = trial.answer.decode() if status == 0 else how_it_ended(status, self.settings)
-        tell(self.socket, trial.number, fault, TRIED)
+        send_message(self.socket, trial.number, fault, TRIED)
 
     def end(self) -> None:
         for trial in self.running.values():
@@ -301,9 +301,9 @@ class Server:
             case ["open", number, [kind, source, any_whitespace], group]:
                 self.open(number, (kind, source, any_whitespace), group)
             case ["fill", rows]:
-                tell(self.socket, "filled", self.fill(rows))
+                send_message(self.socket, "filled", self.fill(rows))
             case ["ping"]:
-                tell(self.trials)
+                send_message(self.trials)
             case ["close", numbers]:
                 for number in numbers:
                     self.close(number)
@@ -311,7 +311,7 @@ class Server:
     def open(self, number: int, spec: Spec, group: str) -> None:
         if spec in self.refused:
             self.refused.move_to_end(spec)
-            self.tell_opened(number, self.refused[spec])
+            self.send_opened(number, self.refused[spec])
         elif spec in self.compiled:
             self.compiled.move_to_end(spec)
             self.begin(number, self.compiled[spec])
@@ -327,7 +327,7 @@ class Server:
         """Starts a trial of the grammar. The group of the first number that waits for it is charged for the trial."""
         number = self.waiting[spec][0]
         self.trying[number] = spec
-        tell(self.trials, number, spec, self.opening[number][1])
+        send_message(self.trials, number, spec, self.opening[number][1])
 
     def close(self, number: int) -> None:
         self.answers.pop(number, None)
@@ -335,24 +335,24 @@ class Server:
         if spec is not None:
             self.waiting[spec].remove(number)
             if number in self.trying:
-                tell(self.trials, number)  # cancels the trial if it still waits
+                send_message(self.trials, number)  # cancels the trial if it still waits
 
     def begin(self, number: int, compiled: Any) -> None:
         self.answers[number] = GrammarAnswer(compiled.deep_copy())
-        self.tell_opened(number, "")
+        self.send_opened(number, "")
 
-    def tell_opened(self, number: int, error: str, *, is_busy: bool = False) -> None:
+    def send_opened(self, number: int, error: str, *, is_busy: bool = False) -> None:
         self.opening.pop(number, None)
-        tell(self.socket, "opened", number, error, is_busy)
+        send_message(self.socket, "opened", number, error, is_busy)
 
     def take_tried(self, number: int, error: str, state: str) -> None:
         if state == ALIVE:
-            tell(self.socket, "alive")
+            send_message(self.socket, "alive")
             return
         spec = self.trying.pop(number)
         if state == BUSY and number in self.waiting[spec]:
             self.waiting[spec].remove(number)
-            self.tell_opened(number, error, is_busy=True)
+            self.send_opened(number, error, is_busy=True)
         if state in (BUSY, DROPPED):
             if self.waiting[spec]:
                 self.try_first(spec)
@@ -360,7 +360,7 @@ class Server:
                 del self.waiting[spec]
         elif state == LATE:
             for waiting in self.waiting.pop(spec):
-                self.tell_opened(waiting, error, is_busy=True)
+                self.send_opened(waiting, error, is_busy=True)
         elif error:
             self.refuse(spec, error)
         else:
@@ -388,7 +388,7 @@ class Server:
         while len(self.refused) > MAX_REFUSED:
             self.refused.popitem(last=False)
         for number in self.waiting.pop(spec):
-            self.tell_opened(number, error)
+            self.send_opened(number, error)
 
     def fill(self, rows: list[tuple[int, int, list[int]]]) -> list[tuple[int, str]]:
         """Takes in the tokens answered since the last time, writes the masks of the next ones, and returns the faults.
@@ -540,11 +540,11 @@ def parts_of(schema: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for key, value in schema.items():
         if key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
             inner = value.items() if isinstance(value, dict) else ()
-            for name, one in inner:
-                yield from parts_of(one, f"{path}/{key}/{name}")
+            for name, part in inner:
+                yield from parts_of(part, f"{path}/{key}/{name}")
         elif isinstance(value, list) and key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-            for i, one in enumerate(value):
-                yield from parts_of(one, f"{path}/{key}/{i}")
+            for i, part in enumerate(value):
+                yield from parts_of(part, f"{path}/{key}/{i}")
         elif key in ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains"):
             yield from parts_of(value, f"{path}/{key}")
     yield path, schema
@@ -561,7 +561,7 @@ def first_line(error: str) -> str:
     return lines[0][:MAX_ERROR_CHARS] if lines else "the grammar cannot be used"
 
 
-def tell(sock: socket.socket, *message: object) -> None:
+def send_message(sock: socket.socket, *message: object) -> None:
     send(sock, msgspec.msgpack.encode(message))
 
 

@@ -103,6 +103,6 @@ class Vocabularies:
         """Ends a process, which no request joins any more. Requests that use it learn that it has ended."""
         process = self._processes.pop(key)
         process.end()
-        self._ending = [one for one in self._ending if not one.has_ended] + [process]
+        self._ending = [ending for ending in self._ending if not ending.has_ended] + [process]
         if not self._users[process]:
             del self._users[process]

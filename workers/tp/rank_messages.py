@@ -57,12 +57,12 @@ class RunStep(msgspec.Struct, tag=True):
         )
 
     def plan(self, block_size: int) -> StepPlan:
-        blocks, tables, at = array("i"), [], 0
+        blocks, tables, start = array("i"), [], 0
         blocks.frombytes(self.blocks)
         for length in self.context_lens:
             count = _num_blocks(length, block_size)
-            tables.append(blocks[at : at + count])
-            at += count
+            tables.append(blocks[start : start + count])
+            start += count
         return StepPlan(
             fields_FT=np.frombuffer(self.fields, np.int64).reshape(FIELDS, -1),
             attention=AttentionBatch(self.query_lens, self.context_lens, tables),

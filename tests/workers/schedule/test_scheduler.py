@@ -12,7 +12,7 @@ from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
-from lorafleet.workers.slots.model_manager import Slot
+from lorafleet.workers.slots.slot_policy import Slot
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int = 1000, lora: LoRARequest | None = None) -> Sequence:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lorafleet.workers.adapters.forms import AdapterForms, VocabForm
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
+from lorafleet.workers.slots import lora_model
+from lorafleet.workers.slots.lora_model import LoRAModel
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -188,3 +192,24 @@ def test_a_cached_hub_snapshot_is_followed_into_its_blobs(adapter: Any, tmp_path
         (adapter.path / name).rename(entry / "blobs" / str(i))
         (snapshot / name).symlink_to(f"../../blobs/{i}")
     check_equal(type(adapter)(snapshot), expected)
+
+
+def test_the_time_of_checking_includes_the_casts_of_norms_and_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now_s=10.0)
+    monkeypatch.setattr(lora_model, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+
+    def taking_a_second(name: str) -> None:
+        real = getattr(lora_model, name)
+
+        def slow(*arguments: Any) -> Any:
+            clock.now_s += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(lora_model, name, slow)
+
+    taking_a_second("cast")  # of the norm
+    taking_a_second("embedding_part")
+    taking_a_second("head_part")
+    table = VocabForm(table_VD=torch.ones(8, 4))
+    forms = AdapterForms(norms={"norm": torch.ones(4)}, embedding=table, head=table)
+    assert LoRAModel.of(forms, "digest", torch.float32, "sql", read_s=0.5).check_s == 2.5

@@ -11,9 +11,10 @@ from lorafleet.protocol.lora_request import AdapterInfo
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.slots.extra_block import ExtraBlock
-from lorafleet.workers.slots.model_manager import LoRAModelManager, Slot
+from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import LoadTimes, PackedAdapter
 from lorafleet.workers.slots.pinned_memory import PIECE_BYTES, PinnedMemory
+from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.tp.group import TPGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -56,7 +57,7 @@ def slots(fleet):
 
 
 def activate(slots: Slots, adapter: PackedAdapter, wait: bool = True) -> Slot:
-    slot = slots.manager.free_slot()
+    slot = slots.manager.policy.victim()
     assert slot is not None
     slots.manager.activate(adapter, slot)
     if wait:
@@ -78,12 +79,12 @@ def test_a_slot_gets_the_adapters_bytes_and_its_table_row(slots):
 def test_a_slot_is_not_overwritten_before_the_steps_that_read_it_have_ended(slots):
     slot = activate(slots, slots.adapter("old"))
     other = activate(slots, slots.adapter("other"))
-    slots.manager.hold(other.index)
-    slots.manager.hold(slot.index)
+    slots.manager.policy.hold(other.index)
+    slots.manager.policy.hold(slot.index)
     old = slots.content(slot).cpu()
     torch.cuda._sleep(LONG)
     seen_by_the_step = slots.content(slot).clone()
-    slots.manager.let_go(slot.index)
+    slots.manager.policy.let_go(slot.index)
     new = slots.adapter("new")
     assert activate(slots, new, wait=False) is slot
     assert not slot.is_ready
@@ -109,10 +110,10 @@ def test_extras_stay_until_the_steps_that_read_them_have_ended(slots):
     memory.limit = size
     slot = activate(slots, adapter)
     assert slot.extra is not None and torch.equal(slot.extra.block.cpu(), adapter.extra.block)
-    slots.manager.hold(slot.index)
+    slots.manager.policy.hold(slot.index)
     torch.cuda._sleep(LONG)
     seen_by_the_step = slot.extra.block.clone()
-    slots.manager.let_go(slot.index)
+    slots.manager.policy.let_go(slot.index)
     slots.manager.evict(slot)
     assert memory.num_bytes == 0 and not memory.is_free(size), "a queued step reads them"
     torch.cuda.synchronize()

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
+from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import shown
+from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.base_layout import BaseLayout, peft_name
 from lorafleet.workers.adapters.base_source import BaseWeights
 from lorafleet.workers.adapters.forms import AdapterForms, LinearForm
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
-from lorafleet.workers.adapters.weight_files import FLOAT_DTYPES, TensorInfo
-from lorafleet.workers.adapters.yield_gil import giving_way
+from lorafleet.workers.adapters.weight_files import FLOAT_DTYPES
 
 CHUNK_VALUES = 1 << 24  # values of a base weight processed at once; bounds the GPU memory that a load takes
 
@@ -169,7 +170,7 @@ def each(form: Callable[[Target], LinearForm]) -> Forms:
     """Returns `forms` for kinds whose modules are independent of each other."""
 
     def forms(targets: Sequence[Target]) -> AdapterForms:
-        return AdapterForms({target.module: form(target) for target in giving_way(targets)})
+        return AdapterForms({target.module: form(target) for target in yielding_gil(targets)})
 
     return forms
 

@@ -18,9 +18,9 @@ LEAVES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 def check(target: Target) -> int:
     target.expect_leaves(*LEAVES)
     inputs, outputs = target.shape
-    for one in ("hada_w1", "hada_w2"):
-        target.expect(f"{one}_a", outputs, target.rank)
-        target.expect(f"{one}_b", target.rank, inputs)
+    for factor in ("hada_w1", "hada_w2"):
+        target.expect(f"{factor}_a", outputs, target.rank)
+        target.expect(f"{factor}_b", target.rank, inputs)
     return target.rank**2
 
 

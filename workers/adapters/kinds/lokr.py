@@ -23,11 +23,11 @@ LEAVES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_
 def check(target: Target) -> int:
     """Returns the rank, or 0 if it is too high and the Kronecker form is served."""
     target.expect_leaves(*_leaves(target, "lokr_w1"), *_leaves(target, "lokr_w2"))
-    one, two = _shape(target, "lokr_w1"), _shape(target, "lokr_w2")
-    if (one[1] * two[1], one[0] * two[0]) != target.shape:
+    shape1, shape2 = _shape(target, "lokr_w1"), _shape(target, "lokr_w2")
+    if (shape1[1] * shape2[1], shape1[0] * shape2[0]) != target.shape:
         raise AdapterMismatch(
-            f"{target.module} has lokr_w1 {list(one)} and lokr_w2 {list(two)}, whose Kronecker product is "
-            f"[{one[0] * two[0]}, {one[1] * two[1]}]; {target.base.named} has {target.shape[0]} inputs and "
+            f"{target.module} has lokr_w1 {list(shape1)} and lokr_w2 {list(shape2)}, whose Kronecker product is "
+            f"[{shape1[0] * shape2[0]}, {shape1[1] * shape2[1]}]; {target.base.named} has {target.shape[0]} inputs and "
             f"{target.shape[1]} outputs there. The adapter was made for another model."
         )
     rank = _rank(target, "lokr_w1") * _rank(target, "lokr_w2")

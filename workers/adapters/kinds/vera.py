@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lorafleet.protocol.errors import AdapterMalformed
+from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, LowRank
 from lorafleet.workers.adapters.kinds.kind import Kind, Target
 from lorafleet.workers.adapters.kinds.pairs import matrix
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
-from lorafleet.workers.adapters.yield_gil import giving_way
 
 A, B = "vera_A", "vera_B"
 LAMBDA_B, LAMBDA_D = "vera_lambda_b", "vera_lambda_d"
@@ -55,7 +55,7 @@ def forms(targets: Sequence[Target]) -> AdapterForms:
     else:
         a_RD, b_OR = _made_again(targets)
     linears = {}
-    for target in giving_way(targets):
+    for target in yielding_gil(targets):
         inputs, outputs = target.shape
         own_a_RD = target.float32(LAMBDA_D).unsqueeze(1) * a_RD[:, :inputs].float()
         own_b_OR = target.float32(LAMBDA_B).unsqueeze(1) * b_OR[:outputs].float()

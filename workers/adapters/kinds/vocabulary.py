@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterTooLarge, AdapterUnsupported
+from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import shown
 from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name
 from lorafleet.workers.adapters.forms import LinearForm, LowRank, VocabForm
@@ -34,7 +35,6 @@ from lorafleet.workers.adapters.peft_names import (
     TOKEN_ROWS,
     NamedTensors,
 )
-from lorafleet.workers.adapters.weight_files import TensorInfo
 
 MAX_ADDED_TOKENS = 65_536  # a resized vocabulary adds some tokens; it does not multiply their number
 
@@ -59,9 +59,9 @@ class VocabularyChanges:
     same: tuple[tuple[str, str], ...] = ()  # pairs that are one tensor in PEFT's model and must not differ
 
     def check_same(self, values: Mapping[str, Tensor]) -> None:
-        for one, two in self.same:
-            if not torch.equal(values[one], values[two]):
-                raise AdapterMalformed(f"{shown(one)} and {shown(two)} differ, and PEFT has one tensor for both.")
+        for name, other in self.same:
+            if not torch.equal(values[name], values[other]):
+                raise AdapterMalformed(f"{shown(name)} and {shown(other)} differ, and PEFT has one tensor for both.")
 
 
 def take_vocabulary(

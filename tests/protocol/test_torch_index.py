@@ -12,7 +12,7 @@ import torch
 
 from lorafleet.protocol.adapter_files import BIN_NAME, AdapterFolder
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
-from lorafleet.workers.adapters.torch_index import MAX_STEPS, read_index
+from lorafleet.protocol.torch_index import MAX_STEPS, read_index
 from lorafleet.workers.adapters.weight_files import read_weights
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(4, 6)

@@ -12,7 +12,7 @@ EVERY = 32  # items between pauses, some hundred microseconds of work
 PAUSE_S = 50e-6  # a sleep of 0 s would take the GIL back before another thread is awake
 
 
-def giving_way(items: Iterable[T]) -> Iterator[T]:
+def yielding_gil(items: Iterable[T]) -> Iterator[T]:
     """Yields the items, with a pause once in EVERY items."""
     for i, item in enumerate(items):
         if i % EVERY == EVERY - 1:

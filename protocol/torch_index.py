@@ -12,25 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from lorafleet.protocol.errors import AdapterError, AdapterMalformed, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
-from lorafleet.workers.adapters.yield_gil import giving_way
+from lorafleet.protocol.yield_gil import yielding_gil
 
 MAX_STEPS = 400_000  # in the pickle, about half a second; a tensor takes about 30
 
-STORAGES: Mapping[str, torch.dtype] = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
+# The dtypes of torch's storages, by safetensors' names, and the bytes of a value. BoolStorage and CharStorage can be
+# read, but nothing is served in their dtypes.
+STORAGES: Mapping[str, tuple[str, int]] = {
+    "BFloat16Storage": ("BF16", 2),
+    "BoolStorage": ("bool", 1),
+    "ByteStorage": ("U8", 1),
+    "CharStorage": ("int8", 1),
+    "DoubleStorage": ("F64", 8),
+    "FloatStorage": ("F32", 4),
+    "HalfStorage": ("F16", 2),
+    "IntStorage": ("I32", 4),
+    "LongStorage": ("I64", 8),
+    "ShortStorage": ("I16", 2),
 }
 
 
@@ -39,7 +39,8 @@ class StoredTensor:
     """The place of a tensor's values in the archive."""
 
     record: str  # name in the archive, under data/
-    dtype: torch.dtype
+    dtype: str  # as in STORAGES
+    value_bytes: int
     num_values: int  # in the record
     offset: int  # in values
     shape: tuple[int, ...]
@@ -55,7 +56,7 @@ def read_index(pickled: bytes, name: str) -> dict[str, StoredTensor]:
     if not isinstance(root, _Dict):
         raise AdapterMalformed(f"{name} holds a {_kind(root)}; it must hold a dict of tensors.")
     found: dict[str, StoredTensor] = {}
-    for key, value in giving_way(root.items):
+    for key, value in yielding_gil(root.items):
         if not isinstance(key, str):
             raise AdapterMalformed(f"{name} has a key that is a {_kind(key)}; tensor names must be strings.")
         if key in found:
@@ -86,7 +87,8 @@ class _Name:
 @dataclass(frozen=True, slots=True)
 class _Storage:
     record: str
-    dtype: torch.dtype
+    dtype: str
+    value_bytes: int
     num_values: int
 
 
@@ -110,7 +112,7 @@ class _Machine:
 
     def run(self, pickled: bytes) -> object:
         try:
-            for steps, (opcode, argument, _) in enumerate(giving_way(pickletools.genops(pickled))):
+            for steps, (opcode, argument, _) in enumerate(yielding_gil(pickletools.genops(pickled))):
                 if steps > MAX_STEPS:
                     raise AdapterMalformed(f"{self._name} has an index of more than {MAX_STEPS} steps.")
                 if opcode.name == "STOP":
@@ -189,10 +191,10 @@ class _Machine:
     def storage(self) -> None:
         match self._stack.pop():
             case ("storage", _Name(text), str(record), str(), int(num_values)) if num_values >= 0:
-                dtype = STORAGES.get(text.removeprefix("torch."))
-                if dtype is None:
+                found = STORAGES.get(text.removeprefix("torch."))
+                if found is None:
                     raise AdapterUnsupported(f"{self._name} has a tensor of {shown(text)}, which is not served.")
-                self.push(_Storage(record, dtype, num_values))
+                self.push(_Storage(record, *found, num_values))
             case _:
                 raise ValueError
 
@@ -223,7 +225,9 @@ class _Machine:
         steps = tuple(n for n in stride if type(n) is int and 0 <= n < 1 << 48)
         if len(sizes) != len(shape) or len(steps) != len(stride) or len(sizes) != len(steps) or offset < 0:
             raise ValueError
-        return StoredTensor(storage.record, storage.dtype, storage.num_values, offset, sizes, steps)
+        return StoredTensor(
+            storage.record, storage.dtype, storage.value_bytes, storage.num_values, offset, sizes, steps
+        )
 
     def _dict(self, value: object) -> _Dict:
         if not isinstance(value, _Dict):

@@ -1,0 +1,129 @@
+"""Moves adapters from host memory into slots, and empties slots, on all ranks of a replica.
+
+Pinned adapters come first, then those of waiting requests in queue order. slot_policy.py picks the slots, and
+model_manager.py writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lorafleet.protocol.errors import AdapterError
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.names import tenant_of
+from lorafleet.workers.slots.adapter_lives import AdapterLives, AdapterState
+from lorafleet.workers.slots.cpu_tier import CPUTier
+from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.slots.packed_adapter import PackedAdapter
+from lorafleet.workers.slots.slot_policy import Slot
+from lorafleet.workers.tp.rank_messages import EmptySlot, FillSlot, Order
+
+
+def owner(lora: LoRARequest) -> str:
+    """Returns the tenant that owns the adapter; "" for a public one."""
+    return tenant_of(lora.lora_name) or ""
+
+
+class SlotFiller:
+    """Fills the slots of one worker. `send` sends an order to the other ranks, which fill theirs likewise."""
+
+    def __init__(
+        self, manager: LoRAModelManager, cpu: CPUTier, lives: AdapterLives, send: Callable[[Order], None]
+    ) -> None:
+        self.pins: dict[str, LoRARequest] = {}  # By digest.
+        self._manager = manager
+        self._slots = manager.policy
+        self._cpu = cpu
+        self._lives = lives
+        self._send = send
+
+    def place_pins(self) -> list[LoRARequest]:
+        """Gives pinned adapters their slots. Returns those that have none and are not in host memory."""
+        absent, keep = [], list(self.pins)
+        for digest, lora in self.pins.items():
+            slot, adapter = self._slots.find(digest), self._cpu.get(digest)
+            if slot is None and adapter is not None:
+                free = self._slots.victim(keep=keep, tenant=owner(lora))
+                if free is not None and self._make_room(adapter, free, owner(lora), keep=keep):
+                    self._fill(free, lora, adapter, owner(lora))
+                    slot = free
+            if slot is not None:
+                self._slots.pin(slot)
+            elif adapter is None:
+                absent.append(lora)
+        return absent
+
+    def fill(self, wanted: Sequence[LoRARequest], tenants: Mapping[str, str]) -> list[tuple[str, AdapterError]]:
+        """Starts each adapter's copy as soon as a slot and room for its extras are free, even if its request cannot be
+        admitted yet. Room that the first adapter waits for is not taken by those behind it.
+
+        Returns the adapters that can get no room, as (digest, error). `wanted` and `tenants` are as in
+        WorkerLoRAManager.prefetch().
+        """
+        digests, waits_for_room = [lora.digest for lora in wanted], False
+        served: set[str] = set()  # Tenants that get no more slots now.
+        rejected: list[tuple[str, AdapterError]] = []
+        for index, digest in enumerate(digests):
+            adapter, tenant = self._cpu.get(digest), tenants.get(digest, "")
+            if (
+                tenant in served
+                or adapter is None
+                or self._slots.find(digest) is not None
+                or (waits_for_room and adapter.extra)
+            ):
+                continue
+            slot = self._slots.victim(digests[index + 1 :], keep=digests[:index], tenant=tenant)
+            if slot is None:
+                served.add(tenant)
+            elif self._make_room(adapter, slot, tenant, digests[index + 1 :], digests[:index]):
+                self._fill(slot, wanted[index], adapter, tenant)
+            else:
+                waits_for_room = True
+                rejected += self._check_pins(wanted[index], adapter)
+        return rejected
+
+    def poll_copies(self) -> None:
+        """Records the copies that have ended, with their durations as steps see them."""
+        for digest in self._lives.in_state(AdapterState.COPYING):
+            slot = self._slots.find(digest)
+            assert slot is not None, digest
+            if slot.is_ready:
+                self._lives.enter(digest, AdapterState.IN_SLOT)
+
+    def empty(self, slot: Slot) -> None:
+        """Empties the slot of a dropped adapter."""
+        self._manager.deactivate(slot)
+        self._send(EmptySlot(slot.index))
+
+    def _make_room(
+        self, adapter: PackedAdapter, slot: Slot, tenant: str, wanted: Sequence[str] = (), keep: Sequence[str] = ()
+    ) -> bool:
+        """Evicts what must leave for the adapter's extras. Returns whether the slot can be filled with it now."""
+        for victim in self._slots.to_empty(adapter, slot, wanted, keep, tenant) or ():
+            self._evict(victim)
+            self._send(EmptySlot(victim.index))
+        return self._slots.has_room(adapter, slot)
+
+    def _fill(self, slot: Slot, lora: LoRARequest, adapter: PackedAdapter, tenant: str) -> None:
+        self._lives.enter(lora.digest, AdapterState.COPYING, lora.lora_name)
+        self._evict(slot)
+        self._manager.activate(adapter, slot, tenant)
+        self._send(FillSlot(lora.digest, slot.index, slot.generation))
+
+    def _evict(self, slot: Slot) -> None:
+        digest = slot.digest
+        self._manager.evict(slot)
+        if digest is not None and self._lives.state(digest) is not AdapterState.DROPPING:
+            self._lives.enter(digest, AdapterState.IN_HOST if digest in self._cpu else AdapterState.GONE)
+
+    def _check_pins(self, lora: LoRARequest, adapter: PackedAdapter) -> list[tuple[str, AdapterError]]:
+        """Rejects an adapter that would wait for memory of pinned adapters, which never leave."""
+        pinned, limit = self._slots.pinned_extra_bytes, self._slots.extra_memory.limit
+        if pinned + adapter.extra_bytes <= limit:
+            return []
+        error = AdapterError(
+            f"adapter {lora.lora_name!r} needs {adapter.extra_bytes} bytes on each GPU besides A and B; of the "
+            f"{limit} that lora.extra_memory_gib allows, pinned adapters have {pinned}. Unpin one, or raise "
+            "lora.extra_memory_gib."
+        )
+        return [(lora.digest, error)]
