@@ -31,12 +31,15 @@ from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.catalogue.catalogue_store import Store, open_store
 from lorafleet.cluster.catalogue.log_end import LogEnd
 from lorafleet.cluster.config import AppArgs, LoRAModule
+from lorafleet.cluster.console.console_calls import ViewAdapterCall, ViewCall
 from lorafleet.cluster.console.replica_view import ask_all, replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaView, Viewer, ViewQuery
 from lorafleet.cluster.directory import directory_metrics
-from lorafleet.cluster.directory.directory import HAND_OVER_S, Order
 from lorafleet.cluster.directory.directory_actor import SWITCH_S, DirectoryPlace, get_or_create
+from lorafleet.cluster.directory.directory_calls import CountsCall, DrainCall
+from lorafleet.cluster.directory.directory_messages import Order
+from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.directory.membership import CHANGE_S, READ_S, Membership
 from lorafleet.cluster.proxy import ingress
 from lorafleet.cluster.quality.book import QualityBook
@@ -116,7 +119,7 @@ class EngineReplica:
             return await self._start()
         except Exception as error:
             cause = error.message if isinstance(error, LorafleetError) else repr(error)
-            await self._membership.note(cause, failed=True)
+            await self._membership.publish_progress(cause, failed=True)
             await self._stop()
             raise StartFailed(cause) from None
 
@@ -150,7 +153,7 @@ class EngineReplica:
         return serve.get_deployment_handle(context.deployment, context.app_name)
 
     async def _render_directory(self) -> bytes:
-        return directory_metrics.render(await self._membership.call(lambda _: self._directory.counts()))
+        return directory_metrics.render(await self._membership.call(lambda _: self._directory.ask(CountsCall())))
 
     async def look(self, names: list[str], viewer: Viewer) -> ReplicaView | None:
         """Returns the console's view of this replica, or None while it starts. Other replicas call it."""
@@ -162,10 +165,10 @@ class EngineReplica:
         return await ask_all(self._replicas(), names, viewer)
 
     async def _view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
-        return await self._membership.call(lambda _: self._directory.view(query, viewer))
+        return await self._membership.call(lambda _: self._directory.look(ViewCall(query, viewer)))
 
     async def _view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
-        return await self._membership.call(lambda _: self._directory.view_adapter(name, viewer))
+        return await self._membership.call(lambda _: self._directory.look(ViewAdapterCall(name, viewer)))
 
     async def __del__(self) -> None:
         """Hands over to the other replicas, and stops. Serve calls this when the replica's requests have been
@@ -174,19 +177,19 @@ class EngineReplica:
         await self._stop()
 
     async def _hand_over(self) -> None:
-        """Makes other replicas load the requested adapters that only this one holds. Waits at most HAND_OVER_S
+        """Makes other replicas load the requested adapters that only this one holds. Waits at most hand_over_s
         seconds."""
         if self._engine is None or self._engine.dead is not None:
             return
         try:
-            await asyncio.wait_for(self._directory.drain(self._replica_id), HAND_OVER_S)
+            await asyncio.wait_for(self._directory.ask(DrainCall(self._replica_id)), TIMING.hand_over_s)
         except Exception as error:  # The replica stops all the same.
             logger.warning("replica %s leaves without handing over: %r", self._replica_id, error)
 
     async def _start(self) -> FastAPI:
         started = time.monotonic()
         tenancy = self._tenancy = self._make_tenancy()
-        await self._membership.note(f"loading {self._config.model} on {self._config.device}")
+        await self._membership.publish_progress(f"loading {self._config.model} on {self._config.device}")
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.from_folder, self._args.model))
         address = ipc_address(self._run_dir)
         hello = await self._ranks.start(self._start_order(address))
@@ -198,7 +201,7 @@ class EngineReplica:
         languages = AdapterLanguages(await tokenizer, engine, self._adapter_store.open)
         checking = self._checking = CheckingEngine(engine, languages)
         catalog = DirectoryCatalog(self._membership, admin, checking, base_names, resolver)
-        await self._membership.note(
+        await self._membership.publish_progress(
             f"engine ready after {time.monotonic() - started:.1f} s: context {hello.max_model_len} tokens, "
             f"KV cache {hello.kv_cache_tokens} tokens"
         )
@@ -276,7 +279,7 @@ class EngineReplica:
             entry = await catalog.read_at_start(module.name, module.path, module.base_model_name)
         except AdapterError as error:
             raise type(error)(f"adapter {module.name!r} cannot be served: {error.message}", error.param) from None
-        await self._membership.note(f"adapter {module.name} ready after {time.monotonic() - started:.2f} s")
+        await self._membership.publish_progress(f"adapter {module.name} ready after {time.monotonic() - started:.2f} s")
         return entry
 
     async def _obey(self, order: Order) -> AdapterInfo | None:
