@@ -129,6 +129,9 @@ class AdapterDirectory:
 
     # -- for administration ---------------------------------------------------------------------------------------
 
+    async def until_loaded(self) -> None:
+        await self.epoch.until_loaded()
+
     def live(self) -> list[str]:
         return self.replicas.live()
 

@@ -103,11 +103,11 @@ class DirectoryActor:
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         """Calls a public method of Administration, once the catalogue is loaded."""
         assert not verb.startswith("_"), verb
-        await self._directory.epoch.until_loaded()
+        await self._directory.until_loaded()
         return await getattr(self._administration, verb)(**arguments)
 
     async def look(self, call: ConsoleCall[T]) -> T:
-        await self._directory.epoch.until_loaded()
+        await self._directory.until_loaded()
         return await call.answered_by(self._window)
 
     async def _keep_placing(self) -> None:

@@ -46,9 +46,6 @@ class Directory(Protocol):
     async def ask(self, call: DirectoryCall[Answer]) -> Answer: ...
 
 
-# -- membership -------------------------------------------------------------------------------------------------------
-
-
 class JoinCall(SocketCall[Changes], frozen=True):
     """Registers a replica; see CopyLeases.join."""
 
@@ -107,9 +104,6 @@ class LeaveCall(DirectoryCall[None], frozen=True):
         directory.replicas.forget(self.replica_id)
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
 class LookupCall(DirectoryCall[Found], frozen=True):
     """Returns what a name stands for."""
 
@@ -142,9 +136,6 @@ class ListCall(DirectoryCall[list[LoRARequest]], frozen=True):
         return await directory.names.list_loras(self.epoch, self.after, self.end, self.limit)
 
 
-# -- residency --------------------------------------------------------------------------------------------------------
-
-
 class ReportCall(SocketCall[bool], frozen=True):
     """Reports what a replica holds, and returns whether the report was accepted; see RouteBroadcast.accept."""
 
@@ -162,9 +153,6 @@ class RoutesCall(SocketCall[Routes], frozen=True):
 
     async def answered_by(self, directory: AdapterDirectory) -> Routes:
         return await directory.routers.routes(self.epoch, self.version)
-
-
-# -- others -----------------------------------------------------------------------------------------------------------
 
 
 class AdmitCall(DirectoryCall[list[Verdict]], frozen=True):
