@@ -27,6 +27,7 @@ import ray
 from directory_fleet import FleetActor
 from directory_scale import digest_of, in_own_process, write_log
 from lorafleet.cluster.directory.directory_actor import NAMESPACE, DirectoryPlace, RemoteDirectory, get_or_create
+from lorafleet.cluster.directory.directory_calls import CountsCall, JoinCall, ReportCall, RoutesCall
 from lorafleet.cluster.directory.residency import Report, RouteView
 from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad
 
@@ -74,7 +75,7 @@ class Run:
     async def all(self) -> None:
         started = time.perf_counter()
         directory = get_or_create(self._place)
-        await directory.join(PROBE, "", [], [], True)
+        await directory.ask(JoinCall(PROBE, "", [], [], True))
         print(f"directory ready after {time.perf_counter() - started:.2f} s, {self._memory()}")
         following = asyncio.create_task(self._follow())
         fleet: Any = FleetActor.remote(self._place, self._num, self._num_adapters)  # type: ignore[attr-defined]  # Ray's
@@ -97,18 +98,19 @@ class Run:
     async def _visible(self, directory: RemoteDirectory) -> list[float]:
         """From a report's sending to its change in the router's table."""
         took = []
-        assert await directory.report(Report(PROBE, next(self._sequence), True, {}, ReplicaLoad()))
+        assert await directory.ask(ReportCall(Report(PROBE, next(self._sequence), True, {}, ReplicaLoad())))
         for number in range(NUM_CHANGES):
             digest, sequence = digest_of(10**9 + number), next(self._sequence)
             started = time.perf_counter()
-            sent = asyncio.create_task(directory.report(Report(PROBE, sequence, False, {digest: "gpu"}, ReplicaLoad())))
+            report = Report(PROBE, sequence, False, {digest: "gpu"}, ReplicaLoad())
+            sent = asyncio.create_task(directory.ask(ReportCall(report)))
             while digest not in self._view.chooser._tiers:
                 self._applied.clear()
                 await self._applied.wait()
             took.append(time.perf_counter() - started)
             assert await sent
             cleared = Report(PROBE, next(self._sequence), False, {digest: None}, ReplicaLoad())
-            assert await directory.report(cleared)
+            assert await directory.ask(ReportCall(cleared))
             await asyncio.sleep(0.01)
         return took
 
@@ -131,7 +133,7 @@ class Run:
         )
 
     async def _num_reports(self, directory: RemoteDirectory) -> int:
-        return (await directory.counts()).reports
+        return (await directory.ask(CountsCall())).reports
 
     async def _kill(self, fleet: Any) -> None:
         """SIGKILL, and at that moment every replica changes what it holds."""
@@ -171,7 +173,7 @@ class Run:
         directory = get_or_create(self._place)
         while True:
             try:
-                self._view.apply(await directory.routes(self._view.epoch, self._view.version))
+                self._view.apply(await directory.ask(RoutesCall(self._view.epoch, self._view.version)))
             except OSError:  # it was killed
                 await asyncio.sleep(RETRY_S)
                 continue

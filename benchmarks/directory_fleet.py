@@ -14,8 +14,8 @@ from collections import Counter
 
 import ray
 
-from lorafleet.cluster.directory.directory import Order
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.cluster.directory.directory_messages import Order
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.serve.reporting import keep_reporting
 from lorafleet.protocol.lora_request import AdapterInfo

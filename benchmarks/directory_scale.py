@@ -93,18 +93,18 @@ async def _measure(log: Path, num_replicas: int, num_adapters: int) -> None:
     print(f"rebuilt from the log, {len(directory.catalogue.state.adapters)} adapters: {took_s:.2f} s, {_memory()}")
 
     for replica in replicas:
-        await directory.join(replica, "", [], [], ready=True)
+        directory.leases.join(replica, "", [], [], ready=True)
     started = time.perf_counter()
     for replica in replicas:
         held = (num_adapters * rng.power(0.3, SLOTS + IN_CPU)).astype(int).tolist()
         tiers: dict[str, Tier | None] = {digest_of(i): "gpu" if n < SLOTS else "cpu" for n, i in enumerate(held)}
-        assert await directory.report(_received(Report(replica, 1, True, tiers, _load(rng))))
+        assert directory.routers.accept(_received(Report(replica, 1, True, tiers, _load(rng))))
     print(f"full reports of all replicas: {time.perf_counter() - started:.2f} s, {_memory()}")
 
     view = RouteView(ReplicaChooser(seed=0))
     view.chooser.set_replicas(replicas)
     started = time.perf_counter()
-    sent = msgspec.msgpack.encode(await directory.routes("", -1))
+    sent = msgspec.msgpack.encode(await directory.routers.routes("", -1))
     view.apply(msgspec.msgpack.decode(sent, type=Routes))
     print(f"a router's snapshot: {len(sent) / 1e6:.1f} MB, {time.perf_counter() - started:.2f} s, then {_memory()}")
 
@@ -140,8 +140,8 @@ def _decide(view: RouteView, name: str) -> float:
 async def _change(directory: AdapterDirectory, view: RouteView, replica: str, digest: str) -> float:
     report = Report(replica, 2, False, {digest: "gpu"}, ReplicaLoad())
     started = time.perf_counter()
-    assert await directory.report(report)
-    routes = await directory.routes(view.epoch, view.version)
+    assert directory.routers.accept(report)
+    routes = await directory.routers.routes(view.epoch, view.version)
     view.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(routes), type=Routes))
     return time.perf_counter() - started
 

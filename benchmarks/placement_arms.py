@@ -169,7 +169,7 @@ class Ours(_Blind):
         self._tell_router()
 
     def _tell_router(self) -> None:
-        self.residency.tell()
+        self.residency.publish()
         self.view.apply(self.residency.since(self.view.epoch, self.view.version))
 
 

@@ -36,7 +36,8 @@ from lorafleet.cluster.catalogue.catalogue_records import (
     without_versions,
 )
 from lorafleet.cluster.catalogue.stored_files import FileLock, StoredFiles
-from lorafleet.cluster.directory.directory import AdapterDirectory, OrderKind
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.directory_messages import OrderKind
 from lorafleet.cluster.directory.slices import in_slices
 from lorafleet.cluster.directory.task_leases import TaskLeases
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of

@@ -53,7 +53,7 @@ class DirectoryWindow:
             more_replicas=bool(shown) and shown[-1] != known[-1],
             names=self._names_held(shown, viewer),
             orders=self._orders(viewer),
-            failures=directory.failures.of(viewer.tenant, of_all=viewer.sees_all),
+            failures=directory.replicas.failures.of(viewer.tenant, of_all=viewer.sees_all),
         )
 
     def adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
@@ -93,8 +93,8 @@ class DirectoryWindow:
         spans = [(after, PAST_ALL)] if viewer.sees_all else [(max(after, public_after), OWNED)]
         if not viewer.sees_all and viewer.tenant is not None:
             spans.append((full_name(viewer.tenant, after), past_names_of(viewer.tenant)))
-        state = self._directory.catalogue.state
-        indexes = [state.adapter_names, self._directory.resolved_names, *([state.alias_names] if limit == ALL else [])]
+        state, found = self._directory.catalogue.state, self._directory.names.found
+        indexes = [state.adapter_names, found.index, *([state.alias_names] if limit == ALL else [])]
         for begin, end in spans:
             for index in indexes:
                 yield from index.between(begin, end, limit)
@@ -169,8 +169,8 @@ class DirectoryWindow:
         directory = self._directory
         return ReplicaState(
             replica_id,
-            directory.is_ready(replica_id),
-            directory.is_draining(replica_id),
+            directory.replicas.is_ready(replica_id),
+            directory.replicas.is_draining(replica_id),
             directory.residency.loads.get(replica_id) if viewer.sees_all else None,
             [digest for digest, at in pinned.items() if replica_id in at],
         )
@@ -186,7 +186,7 @@ class DirectoryWindow:
         return names
 
     def _name(self, digest: str, viewer: Viewer) -> str | None:
-        for name in self._directory.owners(digest):
+        for name in self._directory.names.owners(digest):
             if self._is_visible(name, viewer):
                 return name
         return None
@@ -194,7 +194,7 @@ class DirectoryWindow:
     def _orders(self, viewer: Viewer) -> list[SortOrder]:
         orders = [
             SortOrder(replica, self._owner(lora.lora_name) or lora.lora_name, lora.digest, kind, since_s)
-            for replica, kind, lora, since_s in self._directory.open_orders()
+            for replica, kind, lora, since_s in self._directory.replicas.open_orders()
             if viewer.may_see(lora.lora_name)
         ]
         return sorted(orders, key=lambda one: one.since_s)[:MAX_ORDERS]

@@ -14,7 +14,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,17 +25,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.catalogue.catalogue import Catalogue, keep_reading
 from lorafleet.cluster.catalogue.catalogue_store import open_store
+from lorafleet.cluster.console.console_calls import ConsoleCall
 from lorafleet.cluster.console.directory_view import DirectoryWindow
-from lorafleet.cluster.console.view import AdapterView, DirectoryView, Viewer, ViewQuery
-from lorafleet.cluster.directory.directory import HAND_OVER_S, AdapterDirectory, Changes, Found, Progress
-from lorafleet.cluster.directory.directory_metrics import DirectoryCounts
-from lorafleet.cluster.directory.directory_socket import ANSWER_S, Address, DirectoryConnection, DirectoryServer
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.directory_calls import ANSWER_S, DirectoryCall, ReadProgressCall, SocketCall
+from lorafleet.cluster.directory.directory_messages import Progress
+from lorafleet.cluster.directory.directory_socket import Address, DirectoryConnection, DirectoryServer
 from lorafleet.cluster.directory.placer import ROUND_S
-from lorafleet.cluster.directory.residency import Report, Routes
 from lorafleet.cluster.serve.state_folder import state_folder
-from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
-from lorafleet.protocol.errors import LorafleetError, WireError
-from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.protocol.errors import LorafleetError
 
 NAMESPACE = "lorafleet"
 IDLE_EXIT_S = 30.0
@@ -99,10 +97,8 @@ class DirectoryActor:
         """Returns the address that answers join, report, routes and watch."""
         return self._server.address
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a public method of AdapterDirectory."""
-        assert not method.startswith("_"), method
-        return await getattr(self._directory, method)(*arguments)
+    async def ask(self, call: DirectoryCall[T]) -> T:
+        return await call.answered_by(self._directory)
 
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         """Calls a public method of Administration, once the catalogue is loaded."""
@@ -110,18 +106,14 @@ class DirectoryActor:
         await self._directory.until_loaded()
         return await getattr(self._administration, verb)(**arguments)
 
-    async def view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
+    async def look(self, call: ConsoleCall[T]) -> T:
         await self._directory.until_loaded()
-        return await self._window.view(query, viewer)
-
-    async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
-        await self._directory.until_loaded()
-        return self._window.adapter(name, viewer)
+        return await call.answered_by(self._window)
 
     async def _keep_placing(self) -> None:
         while True:
             await asyncio.sleep(ROUND_S)
-            await self._directory.place()
+            await self._directory.placement.place()
 
     async def _keep_collecting(self) -> None:
         while True:
@@ -203,7 +195,7 @@ def _rather_on_head() -> NodeAffinitySchedulingStrategy | str:
 
 
 class RemoteDirectory:
-    """Implements directory.Directory over the actor and its socket. It raises the actor's own exceptions, and
+    """Implements directory_calls.Directory over the actor and its socket. It raises the actor's own exceptions, and
     TimeoutError if the actor does not answer in time."""
 
     def __init__(self, actor: Any) -> None:
@@ -213,72 +205,28 @@ class RemoteDirectory:
         self._connecting = asyncio.Lock()
         self._answered_s = 0.0
 
-    async def join(
-        self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
-    ) -> Changes:
-        return await self._ask(lambda connection: connection.join(replica_id, epoch, names, found, ready))
+    async def ask(self, call: DirectoryCall[T]) -> T:
+        """Makes a call, through the transport that its declaration names."""
+        if not isinstance(call, SocketCall):
+            return await _result(self._actor.ask.remote(call), call.limit_s)
+        connection = await self._connected()
+        answer: T = await connection.ask(call)
+        self._answered_s = time.monotonic()
+        return answer
 
-    async def leave(self, replica_id: str) -> None:
-        await _result(self._actor.call.remote("leave", replica_id))
+    def ask_soon(self, call: DirectoryCall[None]) -> None:
+        """Makes a call from code that is not asyncio, and ignores the outcome."""
+        self._actor.ask.remote(call)
 
-    async def drain(self, replica_id: str) -> None:
-        await _result(self._actor.call.remote("drain", replica_id), HAND_OVER_S + ANSWER_S)
-
-    async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
-        return await self._ask(lambda connection: connection.watch(replica_id, epoch, version, order))
-
-    async def done(
-        self, replica_id: str, epoch: str, order: int, info: AdapterInfo | None, error: WireError | None
-    ) -> None:
-        await _result(self._actor.call.remote("done", replica_id, epoch, order, info, error))
-
-    async def lookup(self, epoch: str, name: str) -> Found:
-        return await _result(self._actor.call.remote("lookup", epoch, name))
-
-    async def found(self, epoch: str, lora: LoRARequest) -> Found:
-        return await _result(self._actor.call.remote("found", epoch, lora))
-
-    async def listed(self, epoch: str, after: str, end: str, limit: int) -> list[LoRARequest]:
-        return await _result(self._actor.call.remote("listed", epoch, after, end, limit))
+    async def look(self, call: ConsoleCall[T]) -> T:
+        return await _result(self._actor.look.remote(call))
 
     async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
         return await _result(self._actor.administer.remote(verb, arguments), ADMINISTER_S)
 
-    async def view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
-        return await _result(self._actor.view.remote(query, viewer))
-
-    async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
-        return await _result(self._actor.view_adapter.remote(name, viewer))
-
-    async def report(self, report: Report) -> bool:
-        return await self._ask(lambda connection: connection.report(report))
-
-    async def routes(self, epoch: str, version: int) -> Routes:
-        return await self._ask(lambda connection: connection.routes(epoch, version))
-
-    async def admit(
-        self, replica_id: str, asks: list[Ask], charges: dict[str, int], running: dict[str, int]
-    ) -> list[Verdict]:
-        return await _result(self._actor.call.remote("admit", replica_id, asks, charges, running))
-
-    async def counts(self) -> DirectoryCounts:
-        return await _result(self._actor.call.remote("counts"))
-
-    async def note(self, progress: Progress) -> None:
-        await _result(self._actor.call.remote("note", progress))
-
-    def note_soon(self, progress: Progress) -> None:
-        """Calls `note` from code that is not asyncio, and ignores the outcome."""
-        self._actor.call.remote("note", progress)
-
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-
-    async def _ask(self, call: Callable[[DirectoryConnection], Awaitable[T]]) -> T:
-        answer = await call(await self._connected())
-        self._answered_s = time.monotonic()
-        return answer
 
     async def _connected(self) -> DirectoryConnection:
         async with self._connecting:
@@ -298,10 +246,10 @@ def read_progress(name: str, after: int) -> list[Progress]:
     """Returns the steps after the first `after` steps, or nothing while there is no directory yet."""
     try:
         actor: Any = ray.get_actor(name, namespace=NAMESPACE)
-        notes: list[Progress] = ray.get(actor.call.remote("progress", after), timeout=5)
+        steps: list[Progress] = ray.get(actor.ask.remote(ReadProgressCall(after)), timeout=ANSWER_S)
     except (ValueError, RayError):
         return []
-    return notes
+    return steps
 
 
 async def _address_of(actor: Any) -> Address:

@@ -1,4 +1,4 @@
-"""The socket protocol for the directory's frequent calls: join, reports, and the long polls for names and routes.
+"""The socket protocol for the directory's frequent calls, which directory_calls.py declares as SocketCall.
 
 Replicas and routers send them many times a second, or all at once when the directory has been restarted. Each has one
 TCP connection with frames of msgpack, on which any number of calls may be in flight. Calls of the actor would cost
@@ -9,25 +9,26 @@ that may call it (cluster/directory/directory_actor.py), and a connection must s
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import secrets
 import socket
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator
+from typing import TypeVar, cast, get_args
 
 import msgspec
 
-from lorafleet.cluster.directory.directory import AdapterDirectory, Changes, StaleEpoch
-from lorafleet.cluster.directory.residency import Report, Routes
-from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.directory_calls import ANSWER_S, AnySocketCall, ReportCall, SocketCall
+from lorafleet.cluster.directory.directory_messages import Changes, StaleEpoch
+from lorafleet.cluster.directory.residency import Routes
 
 PORTS = range(20_000, 32_000)  # Between the ports of Ray's workers and those that the system assigns.
 MAX_CALL_BYTES = 64 << 20  # A full report has 100 bytes for each adapter that the replica holds.
 MAX_ANSWER_BYTES = 1 << 30  # A router's whole table has 140 bytes for each adapter.
 CONNECT_S = 2.0
-ANSWER_S = 5.0  # Longer than any call is held: a peer that is silent for so long is gone, perhaps with its node.
 
 MAX_HELLO_BYTES = 256  # Size of a frame on a connection that has not shown the secret.
 HELLO_S = 5.0  # Seconds in which a connection must show the secret.
@@ -45,39 +46,15 @@ class Address(msgspec.Struct, frozen=True):
     secret: str
 
 
-class _Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class _Hello(msgspec.Struct, frozen=True, array_like=True):
     secret: str
 
 
-class _Report(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    """One call of a connection."""
+
     number: int
-    report: Report
-
-
-class _Routes(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    number: int
-    epoch: str
-    version: int
-
-
-class _Join(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    number: int
-    replica_id: str
-    epoch: str
-    names: list[str]
-    found: list[LoRARequest]
-    ready: bool
-
-
-class _Watch(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    number: int
-    replica_id: str
-    epoch: str
-    version: int
-    order: int
-
-
-_Call = _Report | _Routes | _Watch | _Join
+    call: AnySocketCall
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -116,10 +93,13 @@ class DirectoryServer:
         for connection in list(self._connections):
             connection.abort()
 
-    def encode(self, routes: Routes) -> msgspec.Raw:
-        """Encodes routes once for all routers at the same version, since these get the same object."""
-        if self._encoded is None or self._encoded[0] is not routes:
-            self._encoded = routes, _raw(routes)
+    def encode(self, answer: Changes | Routes | bool) -> msgspec.Raw:
+        """Encodes an answer, but routes only once for all routers at the same version, since these get the same
+        object."""
+        if not isinstance(answer, Routes):
+            return _raw(answer)
+        if self._encoded is None or self._encoded[0] is not answer:
+            self._encoded = answer, _raw(answer)
         return self._encoded[1]
 
 
@@ -177,30 +157,22 @@ class _ServerConnection(asyncio.Protocol):
             self._is_stranger_no_more()
             self._frames.limit = MAX_CALL_BYTES
             return
-        call = _call_decoder.decode(frame)
-        if isinstance(call, _Report):  # A report is answered at once, since there are ten thousand a second.
-            self._answer(_Answer(call.number, _raw(self._directory.accept(call.report))))
+        request = _request_decoder.decode(frame)
+        if isinstance(request.call, ReportCall):  # Answered without a task, since there are ten thousand a second.
+            self._answer(_Answer(request.number, _raw(self._directory.routers.accept(request.call.report))))
             return
-        task = asyncio.get_running_loop().create_task(self._serve(call))
+        task = asyncio.get_running_loop().create_task(self._serve(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, call: _Routes | _Watch | _Join) -> None:
-        directory = self._directory
+    async def _serve(self, request: _Request) -> None:
         try:
-            match call:
-                case _Routes():
-                    result = self._server.encode(await directory.routes(call.epoch, call.version))
-                case _Watch():
-                    result = _raw(await directory.watch(call.replica_id, call.epoch, call.version, call.order))
-                case _Join():
-                    known = await directory.join(call.replica_id, call.epoch, call.names, call.found, call.ready)
-                    result = _raw(known)
-            self._answer(_Answer(call.number, result))
+            answer = await request.call.answered_by(self._directory)
+            self._answer(_Answer(request.number, self._server.encode(answer)))
         except StaleEpoch as stale:
-            self._answer(_Answer(call.number, stale=str(stale)))
+            self._answer(_Answer(request.number, stale=str(stale)))
         except Exception:
-            logger.exception("the adapter directory failed at %r", call)
+            logger.exception("the adapter directory failed at %r", request.call)
             self.abort()
 
     def _answer(self, answer: _Answer) -> None:
@@ -211,33 +183,41 @@ class _ServerConnection(asyncio.Protocol):
 class DirectoryConnection(asyncio.Protocol):
     """A connection to the directory. Its calls raise StaleEpoch, or ConnectionError if the directory is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer_s: float) -> None:
+        self.closed = False
+        self._answer_s = answer_s
         self._frames = _Frames(MAX_ANSWER_BYTES)
         self._numbers = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[_Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[_Answer]] = {}  # By the call's number.
         self._transport: asyncio.Transport
-        self.closed = False
 
     @classmethod
-    async def open(cls, address: Address) -> DirectoryConnection:
-        connecting = asyncio.get_running_loop().create_connection(cls, address.host, address.port)
+    async def open(cls, address: Address, answer_s: float = ANSWER_S) -> DirectoryConnection:
+        """Connects to the directory, whose silence for `answer_s` seconds ends the connection."""
+        connecting = asyncio.get_running_loop().create_connection(lambda: cls(answer_s), address.host, address.port)
         _, connection = await asyncio.wait_for(connecting, CONNECT_S)
         connection._transport.write(_framed(_Hello(address.secret)))
         return connection
 
-    async def report(self, report: Report) -> bool:
-        return await self._call(lambda number: _Report(number, report), _bool_decoder)
-
-    async def routes(self, epoch: str, version: int) -> Routes:
-        return await self._call(lambda number: _Routes(number, epoch, version), _routes_decoder)
-
-    async def join(
-        self, replica_id: str, epoch: str, names: list[str], found: list[LoRARequest], ready: bool
-    ) -> Changes:
-        return await self._call(lambda number: _Join(number, replica_id, epoch, names, found, ready), _changes_decoder)
-
-    async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
-        return await self._call(lambda number: _Watch(number, replica_id, epoch, version, order), _changes_decoder)
+    async def ask(self, call: SocketCall[T]) -> T:
+        """Makes a call, beside others that may wait for their answers."""
+        if self.closed:
+            raise ConnectionResetError("the adapter directory has gone")
+        number = next(self._numbers)
+        waiting: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = waiting
+        self._transport.write(_framed(_Request(number, cast(AnySocketCall, call))))
+        try:
+            answer = await asyncio.wait_for(waiting, self._answer_s)
+        except TimeoutError:
+            self.close()
+            raise ConnectionAbortedError(f"the adapter directory was silent for {self._answer_s:.0f} s") from None
+        finally:
+            del self._waiting[number]
+        if answer.stale is not None:
+            raise StaleEpoch(answer.stale)
+        decoder: msgspec.msgpack.Decoder[T] = _decoder_of(type(call))
+        return decoder.decode(answer.result)
 
     def close(self) -> None:
         self.closed = True
@@ -248,34 +228,16 @@ class DirectoryConnection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self.closed = True
-        for waiting in self._calls.values():
+        for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ConnectionResetError("the adapter directory has gone"))
 
     def data_received(self, data: bytes) -> None:
         for frame in self._frames.cut(data):
             answer = _answer_decoder.decode(frame)
-            waiting = self._calls.get(answer.number)
+            waiting = self._waiting.get(answer.number)
             if waiting is not None and not waiting.done():
                 waiting.set_result(answer)
-
-    async def _call(self, call: Callable[[int], _Call], decoder: msgspec.msgpack.Decoder[T]) -> T:
-        if self.closed:
-            raise ConnectionResetError("the adapter directory has gone")
-        number = next(self._numbers)
-        waiting: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
-        self._calls[number] = waiting
-        self._transport.write(_framed(call(number)))
-        try:
-            answer = await asyncio.wait_for(waiting, ANSWER_S)
-        except TimeoutError:
-            self.close()
-            raise ConnectionAbortedError(f"the adapter directory was silent for {ANSWER_S:.0f} s") from None
-        finally:
-            del self._calls[number]
-        if answer.stale is not None:
-            raise StaleEpoch(answer.stale)
-        return decoder.decode(answer.result)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -301,33 +263,37 @@ class _Frames:
         """Yields the complete frames. The iterator must be exhausted before the next call."""
         buffer = self._buffer
         buffer += data
-        at = 0
-        while len(buffer) >= at + _SIZE_BYTES:
-            begin = at + _SIZE_BYTES
-            end = begin + int.from_bytes(buffer[at:begin], "little")
+        start = 0
+        while len(buffer) >= start + _SIZE_BYTES:
+            begin = start + _SIZE_BYTES
+            end = begin + int.from_bytes(buffer[start:begin], "little")
             if end - begin > self.limit:
                 raise _BadFrame(f"a frame of {end - begin} bytes; {self.limit} are allowed")
             if len(buffer) < end:
                 break
             frame = bytes(buffer[begin:end])
-            at = end
+            start = end
             yield frame
-        del buffer[:at]
+        del buffer[:start]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _hello_decoder = msgspec.msgpack.Decoder(_Hello)
-_call_decoder: msgspec.msgpack.Decoder[_Call] = msgspec.msgpack.Decoder(_Call)
+_request_decoder = msgspec.msgpack.Decoder(_Request)
 _answer_decoder = msgspec.msgpack.Decoder(_Answer)
-_bool_decoder = msgspec.msgpack.Decoder(bool)
-_routes_decoder = msgspec.msgpack.Decoder(Routes)
-_changes_decoder = msgspec.msgpack.Decoder(Changes)
 
 
-def _raw(value: Any) -> msgspec.Raw:
+@functools.cache
+def _decoder_of(call: type[SocketCall[T]]) -> msgspec.msgpack.Decoder[T]:
+    """Returns the decoder of the type that the call's declaration names in brackets."""
+    (answer,) = get_args(vars(call)["__orig_bases__"][0])
+    return msgspec.msgpack.Decoder(answer)
+
+
+def _raw(value: object) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(value))
 
 
-def _framed(message: _Hello | _Call | _Answer) -> bytes:
+def _framed(message: _Hello | _Request | _Answer) -> bytes:
     payload = _encoder.encode(message)
     return len(payload).to_bytes(_SIZE_BYTES, "little") + payload

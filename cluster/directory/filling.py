@@ -18,49 +18,49 @@ class Filler:
     """Chooses the adapters that replicas read into empty host memory.
 
     Args:
-        adapters: returns all adapters, anew at each call.
+        digests: returns the digests of all adapters, anew at each call.
         prefetch: prefetch(replica, adapter) orders the replica to read the adapter.
     """
 
     def __init__(
         self,
         residency: Residency,
-        adapters: Callable[[], Iterable[str]],
+        digests: Callable[[], Iterable[str]],
         prefetch: Callable[[str, str], object],
     ) -> None:
-        self.num_told = 0
+        self.num_ordered = 0
         self._residency = residency
-        self._adapters = adapters
+        self._digests = digests
         self._prefetch = prefetch
         self._unseen: Iterator[str] = iter(())  # The rest of a pass over all adapters.
         # Adapter -> replica that was ordered to read it, while both exist. So a failed read is not repeated forever.
-        self._told: dict[str, str] = {}
-        self._told_before: dict[str, str] = {}  # Entries that this pass has not reached; any left at its end are gone.
+        self._ordered: dict[str, str] = {}
+        self._ordered_before: dict[str, str] = {}  # Entries that this pass has not reached; those left at its end go.
 
     def steps(self, leaving: Container[str]) -> Iterator[None]:
         """Does a round's share of the work, in short steps. Replicas in `leaving` receive nothing more."""
         room = self._room(leaving)
         rendezvous = Rendezvous(dict.fromkeys(room, 1.0))
-        for at in range(SCAN):
+        for step in range(SCAN):
             if not room:
                 return
-            adapter = next(self._unseen, None)
-            if adapter is None:
-                self._unseen = iter(self._adapters())
-                self._told, self._told_before = {}, self._told
+            digest = next(self._unseen, None)
+            if digest is None:
+                self._unseen = iter(self._digests())
+                self._ordered, self._ordered_before = {}, self._ordered
                 return
-            if adapter in self._told_before:
-                self._told[adapter] = self._told_before.pop(adapter)
-            if not self._residency.holders(adapter) and self._told.get(adapter) not in self._residency.loads:
-                replica = rendezvous.first(key_of(adapter), 1)[0]
-                self._told[adapter] = replica
-                self.num_told += 1
-                self._prefetch(replica, adapter)
+            if digest in self._ordered_before:
+                self._ordered[digest] = self._ordered_before.pop(digest)
+            if not self._residency.holders(digest) and self._ordered.get(digest) not in self._residency.loads:
+                replica = rendezvous.first(key_of(digest), 1)[0]
+                self._ordered[digest] = replica
+                self.num_ordered += 1
+                self._prefetch(replica, digest)
                 room[replica] -= 1
                 if not room[replica]:
                     del room[replica]
                     rendezvous = Rendezvous(dict.fromkeys(room, 1.0))
-            if at % STEP == 0:
+            if step % STEP == 0:
                 yield
 
     def _room(self, leaving: Container[str]) -> dict[str, int]:

@@ -15,22 +15,31 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from lorafleet.cluster.catalogue.catalogue_state import Served
-from lorafleet.cluster.catalogue.log_end import LogEnd, LogPosition
-from lorafleet.cluster.directory.directory import LEASE_S, Changes, Directory, Found, Order, Progress, StaleEpoch
+from lorafleet.cluster.catalogue.log_end import LogEnd
+from lorafleet.cluster.directory.directory_calls import (
+    AdmitCall,
+    Directory,
+    DoneCall,
+    FoundCall,
+    JoinCall,
+    LeaveCall,
+    ListCall,
+    LookupCall,
+    ProgressCall,
+    ReportCall,
+    WatchCall,
+)
+from lorafleet.cluster.directory.directory_messages import Changes, Order, Progress, StaleEpoch
+from lorafleet.cluster.directory.directory_timing import TIMING, DirectoryTiming
+from lorafleet.cluster.directory.name_copies import NameCopies
 from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
 from lorafleet.protocol.errors import DirectoryUnavailable, LorafleetError, to_wire
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
-from lorafleet.protocol.names import tenant_of
 
-RETRY_S = 0.1
-PATIENCE_S = 10.0  # Seconds that a call waits for a directory that is being restarted, is stopped or is slow.
-START_S = 120.0  # Seconds that a starting replica waits for an answer; the directory's process may start with it.
-ADMIT_S = 1.0  # Seconds that a request waits for the quotas.
 READ_S = 10.0  # Time limit in seconds of administrative calls that only read.
 CHANGE_S = 600.0  # Time limit in seconds of calls that change something; replicas may load adapters for minutes.
 RETRY_AFTER_S = 2.0  # Seconds after which clients should repeat a failed call.
-MAX_COPIES = 100_000  # Names; the oldest copy is evicted first.
 
 T = TypeVar("T")
 logger = logging.getLogger("lorafleet.cluster")
@@ -53,21 +62,19 @@ class Membership:
         obey: Obey,
         clock: Callable[[], float] = time.monotonic,
         log_end: LogEnd | None = None,
+        timing: DirectoryTiming = TIMING,
     ) -> None:
         self.directory = directory
         self.replica_id = replica_id
         self._obey = obey
         self._clock = clock
         self._log_end = log_end
-        self._log = LogPosition("", 0)  # The part of the log that the copies reflect.
+        self._timing = timing
         self._answered_s = clock()  # Time of the directory's last answer.
         self._ready = False
         self._epoch = ""
-        self._version = -1
-        self._order = 0
-        self._copies: dict[str, Served] = {}
-        # Names of tenants that stand for nothing. A tenant's requests for public adapters look these names up first.
-        self._absent: dict[str, None] = {}
+        self._order = 0  # Number of the last order.
+        self._copies = NameCopies()
         self._lease_until = 0.0
         self._following: asyncio.Task[None] | None = None
         self._obeying: set[asyncio.Task[None]] = set()
@@ -83,14 +90,14 @@ class Membership:
         return self._clock() < self._lease_until
 
     async def start(self) -> None:
-        await self.call(lambda _: self._join(), START_S, START_S)
+        await self.call(lambda _: self._join(), self._timing.start_s, self._timing.start_s)
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def stop(self) -> None:
         for task in (self._following, *self._obeying):
             if task is not None:
                 task.cancel()
-        await self.directory.leave(self.replica_id)
+        await self.directory.ask(LeaveCall(self.replica_id))
 
     async def become_ready(self) -> None:
         """Allows the directory to order this replica to load adapters from now on."""
@@ -99,35 +106,37 @@ class Membership:
 
     async def lookup(self, name: str) -> Served | None:
         """Returns what the name stands for, from the copy while it may be used, else from the directory."""
-        copy = self._copies.get(name)
-        is_known = copy is not None or name in self._absent
+        copy, is_known = self._copies.get(name), name in self._copies
         if is_known and (self.fresh or await self._is_unchanged(name, copy)):
             return copy
-        return self._keep(name, await self.call(lambda epoch: self.directory.lookup(epoch, name)))
+        return self._copies.add(name, await self.call(lambda epoch: self.directory.ask(LookupCall(epoch, name))))
 
     async def found(self, lora: LoRARequest) -> Served | None:
         """Records an adapter that a resolver has found. Returns another replica's adapter if that one was first."""
-        return self._keep(lora.lora_name, await self.call(lambda epoch: self.directory.found(epoch, lora)))
+        found = await self.call(lambda epoch: self.directory.ask(FoundCall(epoch, lora)))
+        return self._copies.add(lora.lora_name, found)
 
     async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
-        """Returns the adapters of public names, in order; see AdapterDirectory.listed."""
-        return await self.call(lambda epoch: self.directory.listed(epoch, after, end, limit))
+        """Returns the adapters of public names, in order; see AdapterNames.list_loras."""
+        return await self.call(lambda epoch: self.directory.ask(ListCall(epoch, after, end, limit)))
 
     @property
     def list_version(self) -> tuple[str, int] | None:
         """A value that changes whenever a public name may stand for something else; None if that is not known now."""
-        return (self._epoch, self._version) if self.fresh else None
+        return (self._epoch, self._copies.version) if self.fresh else None
 
     async def admit(self, asks: list[Ask], charges: dict[str, int], running: dict[str, int]) -> list[Verdict]:
-        """Requests admission against the quotas. Raises DirectoryUnavailable after ADMIT_S."""
-        return await self.call(lambda _: self.directory.admit(self.replica_id, asks, charges, running), ADMIT_S)
+        """Requests admission against the quotas. Raises DirectoryUnavailable after admit_s."""
+        call = AdmitCall(self.replica_id, asks, charges, running)
+        return await self.call(lambda _: self.directory.ask(call), self._timing.admit_s)
 
     async def report(self, report: Report) -> bool:
-        return await self.directory.report(report)
+        return await self.directory.ask(ReportCall(report))
 
-    async def note(self, text: str, *, failed: bool = False) -> None:
+    async def publish_progress(self, text: str, *, failed: bool = False) -> None:
         logger.log(logging.ERROR if failed else logging.INFO, "replica %s: %s", self.replica_id, text)
-        await self.call(lambda _: self.directory.note(Progress(self.replica_id, text, failed)))
+        progress = Progress(self.replica_id, text, failed)
+        await self.call(lambda _: self.directory.ask(ProgressCall(progress)))
 
     async def call(
         self, call: Callable[[str], Awaitable[T]], limit_s: float | None = None, patience_s: float | None = None
@@ -135,10 +144,10 @@ class Membership:
         """Makes a call to the directory with its epoch, and repeats it while the directory is away.
 
         Raises DirectoryUnavailable after limit_s seconds, or once the directory has been silent for patience_s seconds.
-        Both default to PATIENCE_S. The directory may still do what was requested.
+        Both default to the timing's. The directory may still do what was requested.
         """
-        patience_s = PATIENCE_S if patience_s is None else patience_s
-        deadline_s = self._clock() + (PATIENCE_S if limit_s is None else limit_s)
+        patience_s = self._timing.patience_s if patience_s is None else patience_s
+        deadline_s = self._clock() + (self._timing.patience_s if limit_s is None else limit_s)
         if self._following is None:
             self._answered_s = self._clock()  # Polling has not begun yet, so silence means nothing.
         if self._clock() >= self._answered_s + patience_s:
@@ -170,74 +179,52 @@ class Membership:
                 stale = True
             except Exception as error:  # The directory is being restarted.
                 logger.debug("replica %s: the adapter directory does not answer: %r", self.replica_id, error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._timing.retry_s)
 
     async def _is_unchanged(self, name: str, copy: Served | None) -> bool:
         """Returns whether the catalogue's log shows that this name has not changed since the copies were correct."""
-        changed = None if self._log_end is None else await self._log_end.changed_since(self._log)
+        changed = None if self._log_end is None else await self._log_end.changed_since(self._copies.log)
         return changed is not None and changed.isdisjoint((name, name if copy is None else copy.adapter))
-
-    def _keep(self, name: str, answer: Found) -> Served | None:
-        """Copies the answer, unless it is older than the version of this replica's copies. Returns what the name stands
-        for."""
-        if answer.version >= self._version:
-            self._copy(name, answer.served)
-            if answer.served is None and tenant_of(name) is not None:
-                self._absent[name] = None
-                if len(self._absent) > MAX_COPIES:
-                    del self._absent[next(iter(self._absent))]
-        return answer.served
-
-    def _copy(self, name: str, served: Served | None) -> None:
-        if served is None:
-            self._copies.pop(name, None)
-            return
-        self._copies[name] = served
-        if len(self._copies) > MAX_COPIES:
-            del self._copies[next(iter(self._copies))]
 
     async def _follow(self) -> None:
         while True:
             try:
-                sent = self._clock()
-                changes = await self.directory.watch(self.replica_id, self._epoch, self._version, self._order)
+                sent_s = self._clock()
+                call = WatchCall(self.replica_id, self._epoch, self._copies.version, self._order)
+                changes = await self.directory.ask(call)
                 self._answered_s = self._clock()
-                self._adopt(changes, sent)
+                self._adopt(changes, sent_s)
             except StaleEpoch:
                 await self._try_to_join()
             except Exception as error:  # The directory is being restarted.
                 logger.warning("replica %s: the adapter directory does not answer: %r", self.replica_id, error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._timing.retry_s)
 
     async def _try_to_join(self) -> None:
         try:
             await self._join()
         except Exception as error:  # The directory has gone again.
             logger.warning("replica %s: cannot join the adapter directory: %r", self.replica_id, error)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._timing.retry_s)
 
     async def _join(self) -> None:
-        sent = self._clock()
-        found = [copy.loras[0] for copy in self._copies.values() if copy.found]
-        changes = await self.directory.join(self.replica_id, self._epoch, list(self._copies), found, self._ready)
+        sent_s = self._clock()
+        copies = self._copies
+        call = JoinCall(self.replica_id, self._epoch, copies.names, copies.found, self._ready)
+        changes = await self.directory.ask(call)
         self._answered_s = self._clock()
-        self._absent.clear()  # The answer covers only the copies.
+        copies.forget_absent()
         if changes.epoch != self._epoch:
-            self._epoch, self._version, self._order = changes.epoch, -1, 0
-        self._adopt(changes, sent)
+            self._epoch, self._order = changes.epoch, 0
+            copies.begin_epoch()
+        self._adopt(changes, sent_s)
 
-    def _adopt(self, changes: Changes, sent: float) -> None:
-        """Applies changes to the copies and executes orders. Names that nobody requested here are not copied."""
-        if changes.epoch != self._epoch or changes.version < self._version:
+    def _adopt(self, changes: Changes, sent_s: float) -> None:
+        """Applies changes to the copies and executes orders."""
+        if changes.epoch != self._epoch or changes.version < self._copies.version:
             return  # The answer of another call has overtaken this one.
-        for name, served in changes.served.items():
-            self._absent.pop(name, None)
-            if name in self._copies:
-                self._copy(name, served)
-        self._version = changes.version
-        if changes.log.store_id:  # Otherwise the catalogue is still being read.
-            self._log = changes.log
-        self._lease_until = sent + LEASE_S
+        self._copies.apply(changes)
+        self._lease_until = sent_s + self._timing.lease_s
         for order in changes.orders:
             if order.number > self._order:
                 self._order = order.number
@@ -255,9 +242,9 @@ class Membership:
             logger.exception("replica %s: order %s failed", self.replica_id, order)
             error = to_wire(LorafleetError(f"{order.kind} failed: {fault!r}"))
         try:
-            await self.directory.done(self.replica_id, epoch, order.number, info, error)
+            await self.directory.ask(DoneCall(self.replica_id, epoch, order.number, info, error))
         except Exception as gone:  # A restarted directory sends its own orders.
-            logger.warning("replica %s: nobody hears of order %d: %r", self.replica_id, order.number, gone)
+            logger.warning("replica %s: the answer to order %d is lost: %r", self.replica_id, order.number, gone)
 
 
 def _unavailable(silent_s: float) -> DirectoryUnavailable:

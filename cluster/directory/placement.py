@@ -94,35 +94,35 @@ class Placement:
 
     def _sum_up(self) -> Iterator[None]:
         total = 0.0
-        for at, adapter in enumerate(self._adapters.values()):
+        for step, adapter in enumerate(self._adapters.values()):
             total += self._load(adapter)
-            if at % STEP == 0:
+            if step % STEP == 0:
                 yield
         self._fair_load = total / float(self._weight_R.sum())
 
     def _keep(self) -> Iterator[None]:
         """Counts the homes that stay, and queues the adapters that need other homes."""
         num_bytes = 0
-        for at, (one, adapter) in enumerate(self._adapters.items()):
-            had = self._before.get(one, ())
+        for step, (digest, adapter) in enumerate(self._adapters.items()):
+            earlier = self._before.get(digest, ())
             pinned = self._present(adapter.pinned)
-            homes = (*pinned, *(home for home in self._present(had) if home not in pinned))
-            copies = self._copies[one] = max(self._num_copies(adapter, len(had)), len(pinned))
+            homes = (*pinned, *(home for home in self._present(earlier) if home not in pinned))
+            copies = self._copies[digest] = max(self._num_copies(adapter, len(earlier)), len(pinned))
             num_bytes += adapter.num_bytes * copies
-            self.homes[one] = homes
+            self.homes[digest] = homes
             for home in homes:
-                self._count(one, home)
+                self._count(digest, home)
             if len(homes) != copies:
-                heapq.heappush(self._to_fit, (-self._load(adapter), one))
-            if at % STEP == 0:
+                heapq.heappush(self._to_fit, (-self._load(adapter), digest))
+            if step % STEP == 0:
                 yield
         self._fair_bytes = num_bytes / float(self._weight_R.sum())
 
     def _load(self, adapter: PlacedAdapter) -> float:
         return adapter.demand * (1 + self._policy.rank_cost * adapter.rank)
 
-    def _share(self, one: str) -> float:
-        return self._load(self._adapters[one]) / self._copies[one]
+    def _share(self, digest: str) -> float:
+        return self._load(self._adapters[digest]) / self._copies[digest]
 
     def _num_copies(self, adapter: PlacedAdapter, present: int) -> int:
         parts = self._load(adapter) / (self._policy.split * self._fair_load) if self._fair_load else 0.0
@@ -133,59 +133,59 @@ class Placement:
     def _present(self, homes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(home for home in homes if home in self._index)
 
-    def _fit(self, one: str) -> None:
+    def _fit(self, digest: str) -> None:
         """Gives the adapter its number of homes. A first home is added at once, and further ones as far as moves
         allow."""
-        target, pinned = self._copies[one], self._adapters[one].pinned
-        while len(self.homes[one]) > target:
-            worst = max((home for home in self.homes[one] if home not in pinned), key=self._excess)
-            self._drop(one, worst)
-        while len(self.homes[one]) < target:
-            if self.homes[one]:
+        target, pinned = self._copies[digest], self._adapters[digest].pinned
+        while len(self.homes[digest]) > target:
+            worst = max((home for home in self.homes[digest] if home not in pinned), key=self._excess)
+            self._drop(digest, worst)
+        while len(self.homes[digest]) < target:
+            if self.homes[digest]:
                 if self._moves >= self._policy.max_moves:
                     return
                 self._moves += 1
-            self._add(one, self._choose(one))
+            self._add(digest, self._choose(digest))
 
-    def _choose(self, one: str) -> str:
+    def _choose(self, digest: str) -> str:
         """Returns the first replica that stays within its bound: holders first, then in rendezvous order. If there is
         none, returns the emptiest replica."""
-        for replica in self._preferred(one):
-            if replica not in self.homes[one] and self._fits(one, replica):
+        for replica in self._preferred(digest):
+            if replica not in self.homes[digest] and self._fits(digest, replica):
                 return replica
-        return self._emptiest(one)
+        return self._emptiest(digest)
 
-    def _preferred(self, one: str) -> list[str]:
-        order = self._rendezvous.first(key_of(one), 2 + 2 * self._copies[one])
-        held = [replica for replica in self._holders(one) if replica in self._index]
+    def _preferred(self, digest: str) -> list[str]:
+        order = self._rendezvous.first(key_of(digest), 2 + 2 * self._copies[digest])
+        held = [replica for replica in self._holders(digest) if replica in self._index]
         return list(dict.fromkeys([*held, *order]))
 
-    def _emptiest(self, one: str) -> str:
+    def _emptiest(self, digest: str) -> str:
         full_R = self._load_R / max(self._fair_load, 1e-9) + self._bytes_R / max(self._fair_bytes, 1e-9)
         full_R /= self._weight_R
-        full_R[[self._index[home] for home in self.homes[one]]] = math.inf
+        full_R[[self._index[home] for home in self.homes[digest]]] = math.inf
         return self._names[int(full_R.argmin())]
 
-    def _fits(self, one: str, replica: str) -> bool:
-        at, share, num_bytes = self._index[replica], self._share(one), self._adapters[one].num_bytes
-        bound = self._policy.bound * self._weight_R[at]
+    def _fits(self, digest: str, replica: str) -> bool:
+        index, share, num_bytes = self._index[replica], self._share(digest), self._adapters[digest].num_bytes
+        bound = self._policy.bound * self._weight_R[index]
         return bool(
-            self._load_R[at] + share <= max(bound * self._fair_load, share)
-            and self._bytes_R[at] + num_bytes <= max(bound * self._fair_bytes, num_bytes)
+            self._load_R[index] + share <= max(bound * self._fair_load, share)
+            and self._bytes_R[index] + num_bytes <= max(bound * self._fair_bytes, num_bytes)
         )
 
-    def _count(self, one: str, home: str, sign: int = 1) -> None:
-        at = self._index[home]
-        self._load_R[at] += sign * self._share(one)
-        self._bytes_R[at] += sign * self._adapters[one].num_bytes
+    def _count(self, digest: str, home: str, sign: int = 1) -> None:
+        index = self._index[home]
+        self._load_R[index] += sign * self._share(digest)
+        self._bytes_R[index] += sign * self._adapters[digest].num_bytes
 
-    def _add(self, one: str, home: str) -> None:
-        self.homes[one] += (home,)
-        self._count(one, home)
+    def _add(self, digest: str, home: str) -> None:
+        self.homes[digest] += (home,)
+        self._count(digest, home)
 
-    def _drop(self, one: str, home: str) -> None:
-        self.homes[one] = tuple(h for h in self.homes[one] if h != home)
-        self._count(one, home, -1)
+    def _drop(self, digest: str, home: str) -> None:
+        self.homes[digest] = tuple(h for h in self.homes[digest] if h != home)
+        self._count(digest, home, -1)
 
     def _balance(self) -> Iterator[None]:
         """Moves homes from replicas above `leave` to those that stay below `bound`, the hottest that fit first."""
@@ -193,11 +193,11 @@ class Placement:
         if not above or self._moves >= self._policy.max_moves:
             return
         hosted: dict[str, list[tuple[float, str]]] = {name: [] for name in above}
-        for at, (one, homes) in enumerate(self.homes.items()):
+        for step, (digest, homes) in enumerate(self.homes.items()):
             for home in homes:
-                if home in hosted and home not in self._adapters[one].pinned:
-                    heapq.heappush(hosted[home], (-self._share(one), one))
-            if at % STEP == 0:
+                if home in hosted and home not in self._adapters[digest].pinned:
+                    heapq.heappush(hosted[home], (-self._share(digest), digest))
+            if step % STEP == 0:
                 yield
         for replica in sorted(above, key=lambda name: (-above[name], name)):
             while hosted[replica] and self._excess(replica) * self._policy.leave > self._policy.bound:
@@ -206,19 +206,19 @@ class Placement:
                 self._move(heapq.heappop(hosted[replica])[1], replica)
                 yield
 
-    def _move(self, one: str, replica: str) -> None:
+    def _move(self, digest: str, replica: str) -> None:
         """Moves the adapter away from the replica, if another one has room for it."""
-        for to in [*self._preferred(one), self._emptiest(one)]:
-            if to not in self.homes[one] and self._fits(one, to):
-                self._drop(one, replica)
-                self._add(one, to)
+        for target in [*self._preferred(digest), self._emptiest(digest)]:
+            if target not in self.homes[digest] and self._fits(digest, target):
+                self._drop(digest, replica)
+                self._add(digest, target)
                 self._moves += 1
                 return
 
     def _excess(self, replica: str) -> float:
         """Returns a number above 1 if the replica holds so much that homes should leave it."""
-        at = self._index[replica]
-        limit = self._policy.leave * self._weight_R[at]
-        of_load = self._load_R[at] / (limit * self._fair_load) if self._fair_load else 0.0
-        of_bytes = self._bytes_R[at] / (limit * self._fair_bytes) if self._fair_bytes else 0.0
+        index = self._index[replica]
+        limit = self._policy.leave * self._weight_R[index]
+        of_load = self._load_R[index] / (limit * self._fair_load) if self._fair_load else 0.0
+        of_bytes = self._bytes_R[index] / (limit * self._fair_bytes) if self._fair_bytes else 0.0
         return float(max(of_load, of_bytes))

@@ -93,21 +93,21 @@ class Placer:
         """Returns (home, adapter) for the requested adapters that nobody else holds, as far as the homes have room. The
         adapters with the highest demand per byte come first. Called after leaves() and a round."""
         residency, found = self._residency, []
-        hot = [one for one in residency.held(replica_id) if one in self._homes]
+        hot = [digest for digest in residency.held(replica_id) if digest in self._homes]
         room: dict[str, float] = {}
-        for one in sorted(hot, key=self._density, reverse=True):
-            home = self._homes[one][0]
+        for digest in sorted(hot, key=self._density, reverse=True):
+            home = self._homes[digest][0]
             if home not in room:
                 kept = sum(1 for other in residency.held(home) if home in self._homes.get(other, ()))
                 room[home] = ROOM * residency.cpu_loras.get(home, 0) - kept
-            if room[home] >= 1 and not residency.holders(one).keys() - self._leaving:
+            if room[home] >= 1 and not residency.holders(digest).keys() - self._leaving:
                 room[home] -= 1
-                found.append((home, one))
+                found.append((home, digest))
         return found
 
-    def _density(self, one: str) -> float:
-        num_bytes, _ = self._sizes(one) or (TYPICAL_BYTES, 16)
-        return self._demand.get(one, 0.0) / max(1, num_bytes)
+    def _density(self, digest: str) -> float:
+        num_bytes, _ = self._sizes(digest) or (TYPICAL_BYTES, 16)
+        return self._demand.get(digest, 0.0) / max(1, num_bytes)
 
     def _measure(self, now: float, adapters: dict[str, PlacedAdapter]) -> Iterator[None]:
         """Updates the demand, and fills `adapters` with the adapters that are to be placed."""
@@ -115,14 +115,14 @@ class Placer:
         self._last_s = now
         keep = math.exp(-elapsed / MEMORY_S)
         tokens, pins = self._residency.take_tokens(), self._pins()
-        for at, one in enumerate(dict.fromkeys([*self._demand, *tokens, *pins])):
-            demand = keep * self._demand.pop(one, 0.0) + (1 - keep) * tokens.get(one, 0) / elapsed
+        for step, digest in enumerate(dict.fromkeys([*self._demand, *tokens, *pins])):
+            demand = keep * self._demand.pop(digest, 0.0) + (1 - keep) * tokens.get(digest, 0) / elapsed
             if demand > FORGET_TOKENS_S:
-                self._demand[one] = demand
-            if demand > FORGET_TOKENS_S or one in pins:
-                num_bytes, rank = self._sizes(one) or (TYPICAL_BYTES, 16)
-                adapters[one] = PlacedAdapter(num_bytes, rank, demand, pins.get(one, ()))
-            if at % STEP == 0:
+                self._demand[digest] = demand
+            if demand > FORGET_TOKENS_S or digest in pins:
+                num_bytes, rank = self._sizes(digest) or (TYPICAL_BYTES, 16)
+                adapters[digest] = PlacedAdapter(num_bytes, rank, demand, pins.get(digest, ()))
+            if step % STEP == 0:
                 yield
 
     def _weights(self, now: float) -> dict[str, float]:
@@ -130,32 +130,32 @@ class Placer:
         its adapters a few at a time."""
         present = self._residency.loads.keys() - self._leaving
         first = not self._known_since
-        known = {one: self._known_since.get(one, now - WARM_UP_S * first) for one in present}
+        known = {replica_id: self._known_since.get(replica_id, now - WARM_UP_S * first) for replica_id in present}
         self._known_since = known
-        return {one: min(1.0, max(NEW_WEIGHT, (now - since) / WARM_UP_S)) for one, since in known.items()}
+        return {name: min(1.0, max(NEW_WEIGHT, (now - since) / WARM_UP_S)) for name, since in known.items()}
 
-    def _holders(self, one: str) -> list[str]:
-        holders = self._residency.holders(one)
+    def _holders(self, digest: str) -> list[str]:
+        holders = self._residency.holders(digest)
         return sorted(holders, key=lambda replica: _TIERS.index(holders[replica]))
 
     def _publish(self, homes: Homes, adapters: Mapping[str, PlacedAdapter]) -> Iterator[None]:
         before, self._homes = self._homes, homes
-        for at, one in enumerate(before):
-            if one not in homes:
-                self._residency.set_placed(one, Placed())
-            if at % STEP == 0:
+        for step, digest in enumerate(before):
+            if digest not in homes:
+                self._residency.set_placed(digest, Placed())
+            if step % STEP == 0:
                 yield
         num_homes, moves_before = 0, self.counts.moves
-        for at, (one, now_at) in enumerate(homes.items()):
-            num_homes += len(now_at)
-            was_at = before.get(one, ())
-            if was_at != now_at:
-                self.counts.placements += not was_at
-                new = len(set(now_at).difference(was_at)) if was_at else 0
+        for step, (digest, homes_now) in enumerate(homes.items()):
+            num_homes += len(homes_now)
+            homes_before = before.get(digest, ())
+            if homes_before != homes_now:
+                self.counts.placements += not homes_before
+                new = len(set(homes_now).difference(homes_before)) if homes_before else 0
                 self.counts.moves += new
-                self.counts.moved_bytes += new * adapters[one].num_bytes
-                self._residency.set_placed(one, Placed(now_at, adapters[one].num_bytes))
-            if at % STEP == 0:
+                self.counts.moved_bytes += new * adapters[digest].num_bytes
+                self._residency.set_placed(digest, Placed(homes_now, adapters[digest].num_bytes))
+            if step % STEP == 0:
                 yield
         self.counts.placed, self.counts.homes = len(homes), num_homes
         self.counts.rebalances += self.counts.moves > moves_before
@@ -164,22 +164,22 @@ class Placer:
         """Orders reads at further homes that do not have their adapter yet. The first home reads it with the request
         that makes it a home. The adapters with the highest demand per byte come first."""
         several: list[tuple[float, str]] = []
-        for at, (one, homes) in enumerate(self._homes.items()):
+        for step, (digest, homes) in enumerate(self._homes.items()):
             if len(homes) > 1:
-                heapq.heappush(several, (-adapters[one].demand / max(1, adapters[one].num_bytes), one))
-            if at % STEP == 0:
+                heapq.heappush(several, (-adapters[digest].demand / max(1, adapters[digest].num_bytes), digest))
+            if step % STEP == 0:
                 yield
-        room = {one: ROOM * cpu_loras for one, cpu_loras in self._residency.cpu_loras.items()}
-        told = dict.fromkeys(room, 0)
+        room = {replica_id: ROOM * cpu_loras for replica_id, cpu_loras in self._residency.cpu_loras.items()}
+        num_ordered = dict.fromkeys(room, 0)
         while several:
-            one = heapq.heappop(several)[1]
-            holders = self._residency.holders(one)
-            for home in self._homes[one]:
+            digest = heapq.heappop(several)[1]
+            holders = self._residency.holders(digest)
+            for home in self._homes[digest]:
                 if home not in room:
                     continue  # It has left during this round.
                 room[home] -= 1
-                if home not in holders and room[home] >= 0 and told[home] < READ_AHEAD:
-                    told[home] += 1
+                if home not in holders and room[home] >= 0 and num_ordered[home] < READ_AHEAD:
+                    num_ordered[home] += 1
                     self.counts.reads_ahead += 1
-                    self._prefetch(home, one)
+                    self._prefetch(home, digest)
             yield

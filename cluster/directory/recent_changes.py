@@ -22,7 +22,7 @@ class RecentChanges(Generic[K]):
     def __len__(self) -> int:
         return len(self._versions)
 
-    def note(self, key: K, version: int) -> None:
+    def record(self, key: K, version: int) -> None:
         """Records a change of the key. The version must not be lower than the last one."""
         self._versions[key] = version
         self._versions.move_to_end(key)

@@ -55,11 +55,11 @@ class Routes(msgspec.Struct, frozen=True):
     placed: dict[str, Placed]
 
 
-class Names(Protocol):
+class NameLookup(Protocol):
     """Looks up names in the catalogue and among what resolvers have found, which is too much to store here."""
 
-    def names(self, adapter: str) -> Sequence[str]: ...
-    def adapters(self, name: str) -> Sequence[str]: ...
+    def names_of(self, digest: str) -> Sequence[str]: ...
+    def digests_of(self, name: str) -> Sequence[str]: ...
 
 
 def _typical(_: str) -> int:
@@ -67,17 +67,17 @@ def _typical(_: str) -> int:
 
 
 class Residency:
-    """The directory's side of residency. It does not wait: the directory wakes the pollers when `told` has moved.
+    """The directory's side of residency. It does not wait: RouteBroadcast wakes the pollers when `published` has moved.
 
     Args:
         names: None if requests name adapters by their digests.
         num_bytes: returns the bytes of an adapter.
     """
 
-    def __init__(self, epoch: str, names: Names | None = None, num_bytes: Callable[[str], int] = _typical) -> None:
+    def __init__(self, epoch: str, names: NameLookup | None = None, num_bytes: Callable[[str], int] = _typical) -> None:
         self.epoch = epoch
         self.num_reports = 0
-        self.told = 0  # The version that is published to routers; later changes wait for tell().
+        self.published = 0  # The version that is published to routers; later changes wait for publish().
         self.loads: dict[str, ReplicaLoad] = {}
         self.cpu_loras: dict[str, int] = {}
         self._tokens: dict[str, int] = {}  # Tokens requested since the last take_tokens(), by adapter.
@@ -88,16 +88,16 @@ class Residency:
         self._num_bytes = num_bytes
         self._placed: dict[str, Placed] = {}
         self._version = 0
-        self._moved_at = 0  # The last version that changed more than a replica's load.
-        self._untold: dict[_Change, None] = {}
+        self._urgent_version = 0  # The last version that changed more than a replica's load.
+        self._unpublished: dict[_Change, None] = {}
         self._num_held = 0  # Adapters in _tiers, of all replicas together.
         self._changes = RecentChanges[_Change]()  # By the version that published them last.
-        self._deltas: dict[int, Routes] = {}  # Changes up to `told`, by the router's version.
+        self._deltas: dict[int, Routes] = {}  # Changes up to `published`, by the router's version.
 
     def begin(self, epoch: str) -> None:
         """Begins an epoch in which all names are known, so that routers receive everything again."""
         self.epoch = epoch
-        self._note("name", "")
+        self._record("name", "")
 
     # -- replicas -------------------------------------------------------------------------------------------------
 
@@ -112,19 +112,19 @@ class Residency:
         self._sequence[replica_id] = report.sequence
         self.num_reports += 1
         self.cpu_loras[replica_id] = report.cpu_loras
-        for adapter, tokens in report.tokens.items():
-            self._tokens[adapter] = self._tokens.get(adapter, 0) + tokens
+        for digest, tokens in report.tokens.items():
+            self._tokens[digest] = self._tokens.get(digest, 0) + tokens
         reading_bytes = sum(map(self._num_bytes, report.unread))
         load = msgspec.structs.replace(report.load, reading_bytes=reading_bytes)
         if self.loads.get(replica_id) != load:
             self.loads[replica_id] = load
-            self._note("load", replica_id)
+            self._record("load", replica_id)
         held = self._tiers.setdefault(replica_id, {})
         if report.full:
-            for adapter in [one for one in held if report.tiers.get(one) is None]:
-                self._set_tier(replica_id, held, adapter, None)
-        for adapter, tier in report.tiers.items():
-            self._set_tier(replica_id, held, adapter, tier)
+            for digest in [known for known in held if report.tiers.get(known) is None]:
+                self._set_tier(replica_id, held, digest, None)
+        for digest, tier in report.tiers.items():
+            self._set_tier(replica_id, held, digest, tier)
         return True
 
     def forget(self, replica_id: str) -> None:
@@ -132,109 +132,109 @@ class Residency:
         if self.loads.pop(replica_id, None) is None:
             return
         held = self._tiers[replica_id]
-        for adapter in list(held):
-            self._set_tier(replica_id, held, adapter, None)
+        for digest in list(held):
+            self._set_tier(replica_id, held, digest, None)
         del self._sequence[replica_id], self.cpu_loras[replica_id], self._tiers[replica_id]
-        self._note("load", replica_id)
+        self._record("load", replica_id)
 
     def take_tokens(self) -> dict[str, int]:
         """Returns the tokens requested since the last call, by adapter."""
         taken, self._tokens = self._tokens, {}
         return taken
 
-    def holders(self, adapter: str) -> Mapping[str, Tier]:
-        return self._holders.get(adapter, {})
+    def holders(self, digest: str) -> Mapping[str, Tier]:
+        return self._holders.get(digest, {})
 
     def held(self, replica_id: str) -> Mapping[str, Tier]:
         return self._tiers.get(replica_id, {})
 
-    def homes(self, adapter: str) -> tuple[str, ...]:
+    def homes(self, digest: str) -> tuple[str, ...]:
         """Returns the replicas where placement wants the adapter."""
-        return self._placed.get(adapter, Placed()).homes
+        return self._placed.get(digest, Placed()).homes
 
-    def _set_tier(self, replica_id: str, held: dict[str, Tier], adapter: str, tier: Tier | None) -> None:
-        if held.get(adapter) == tier:
+    def _set_tier(self, replica_id: str, held: dict[str, Tier], digest: str, tier: Tier | None) -> None:
+        if held.get(digest) == tier:
             return
-        self._num_held += (tier is not None) - (adapter in held)
+        self._num_held += (tier is not None) - (digest in held)
         if tier is None:
-            del held[adapter]
-            self._drop_holder(adapter, replica_id)
+            del held[digest]
+            self._drop_holder(digest, replica_id)
         else:
-            held[adapter] = tier
-            if adapter not in self._holders:
-                self._holders[adapter] = {}
-                self._note_names(adapter)
-            self._holders[adapter][replica_id] = tier
-        self._note("tier", replica_id, adapter)
+            held[digest] = tier
+            if digest not in self._holders:
+                self._holders[digest] = {}
+                self._record_names(digest)
+            self._holders[digest][replica_id] = tier
+        self._record("tier", replica_id, digest)
 
-    def _drop_holder(self, adapter: str, replica_id: str) -> None:
-        holders = self._holders[adapter]
+    def _drop_holder(self, digest: str, replica_id: str) -> None:
+        holders = self._holders[digest]
         del holders[replica_id]
         if not holders:
-            del self._holders[adapter]
-            self._note_names(adapter)
+            del self._holders[digest]
+            self._record_names(digest)
 
     # -- the directory itself ---------------------------------------------------------------------------------------
 
     def name_changed(self, name: str) -> None:
         """Records that the name stands for something else now, or for nothing."""
-        self._note("name", name)
+        self._record("name", name)
 
-    def set_placed(self, adapter: str, placed: Placed) -> None:
-        if self._placed.get(adapter, Placed()) != placed:
+    def set_placed(self, digest: str, placed: Placed) -> None:
+        if self._placed.get(digest, Placed()) != placed:
             if placed.homes:
-                self._placed[adapter] = placed
+                self._placed[digest] = placed
             else:
-                del self._placed[adapter]
-            self._note("placed", adapter)
-            self._note_names(adapter)
+                del self._placed[digest]
+            self._record("placed", digest)
+            self._record_names(digest)
 
-    def _matters(self, adapter: str) -> bool:
+    def _matters(self, digest: str) -> bool:
         """Returns whether routers need to know the adapter; they need not know the others, which may be a million."""
-        return adapter in self._holders or adapter in self._placed
+        return digest in self._holders or digest in self._placed
 
-    def _note_names(self, adapter: str) -> None:
+    def _record_names(self, digest: str) -> None:
         if self._names is not None:
-            for name in self._names.names(adapter):
-                self._note("name", name)
+            for name in self._names.names_of(digest):
+                self._record("name", name)
 
     # -- routers ----------------------------------------------------------------------------------------------------
 
     @property
-    def untold(self) -> bool:
-        return self.told < self._version
+    def has_unpublished(self) -> bool:
+        return self.published < self._version
 
     @property
-    def moved(self) -> bool:
+    def is_urgent(self) -> bool:
         """Whether there is an unpublished change that cannot wait."""
-        return self.told < self._moved_at
+        return self.published < self._urgent_version
 
-    def tell(self) -> None:
-        self.told = self._version
-        for change in self._untold:
-            self._changes.note(change, self.told)
-        self._untold = {}
-        self._changes.shrink(min(MAX_CHANGES, FEW_CHANGES + self._num_tellable))
+    def publish(self) -> None:
+        self.published = self._version
+        for change in self._unpublished:
+            self._changes.record(change, self.published)
+        self._unpublished = {}
+        self._changes.shrink(min(MAX_CHANGES, FEW_CHANGES + self._num_publishable))
         self._deltas.clear()
 
     def since(self, epoch: str, version: int) -> Routes:
-        """Returns the changes since `version` up to `told`, as they are now. Routers at the same version get the same
-        object."""
-        if epoch != self.epoch or not self._changes.forgotten <= version <= self.told:
+        """Returns the changes since `version` up to `published`, as they are now. Routers at the same version get the
+        same object."""
+        if epoch != self.epoch or not self._changes.forgotten <= version <= self.published:
             return self._everything()
         if version not in self._deltas:
             self._deltas[version] = self._delta(version)
         return self._deltas[version]
 
     def _delta(self, version: int) -> Routes:
-        routes = Routes(self.epoch, self.told, False, [], {}, {}, {})
-        for kind, key, adapter in self._changes.since(version):
+        routes = Routes(self.epoch, self.published, False, [], {}, {}, {})
+        for kind, key, digest in self._changes.since(version):
             if kind == "tier":
-                routes.tiers.append((key, adapter, self._tiers.get(key, {}).get(adapter)))
+                routes.tiers.append((key, digest, self._tiers.get(key, {}).get(digest)))
             elif kind == "load":
                 routes.loads[key] = self.loads.get(key)
             elif kind == "name":
-                routes.names[key] = self._told_of(key)
+                routes.names[key] = self._digests_of(key)
             else:
                 routes.placed[key] = self._placed.get(key, Placed())
         return routes
@@ -242,28 +242,28 @@ class Residency:
     def _everything(self) -> Routes:
         tiers: list[tuple[str, str, Tier | None]] = []
         for replica_id, held in self._tiers.items():
-            tiers += [(replica_id, adapter, tier) for adapter, tier in held.items()]
-        adapters = self._holders.keys() | self._placed.keys()
+            tiers += [(replica_id, digest, tier) for digest, tier in held.items()]
+        digests = self._holders.keys() | self._placed.keys()
         names: dict[str, tuple[str, ...]] = {}
         if self._names is not None:
-            names = {name: self._told_of(name) for adapter in adapters for name in self._names.names(adapter)}
-        return Routes(self.epoch, self.told, True, tiers, dict(self.loads), names, dict(self._placed))
+            names = {name: self._digests_of(name) for digest in digests for name in self._names.names_of(digest)}
+        return Routes(self.epoch, self.published, True, tiers, dict(self.loads), names, dict(self._placed))
 
     @property
-    def _num_tellable(self) -> int:
+    def _num_publishable(self) -> int:
         """About the number of items in _everything(), if each adapter has one name. More changes are not worth
         recording: most would concern adapters that are gone, and sending everything would be shorter."""
         return self._num_held + len(self.loads) + len(self._holders) + 2 * len(self._placed)
 
-    def _told_of(self, name: str) -> tuple[str, ...]:
-        adapters = self._names.adapters(name) if self._names is not None else ()
-        return tuple(adapter for adapter in adapters if self._matters(adapter))
+    def _digests_of(self, name: str) -> tuple[str, ...]:
+        digests = self._names.digests_of(name) if self._names is not None else ()
+        return tuple(digest for digest in digests if self._matters(digest))
 
-    def _note(self, kind: str, key: str, adapter: str = "") -> None:
+    def _record(self, kind: str, key: str, digest: str = "") -> None:
         self._version += 1
         if kind != "load" or key not in self.loads:
-            self._moved_at = self._version
-        self._untold[kind, key, adapter] = None
+            self._urgent_version = self._version
+        self._unpublished[kind, key, digest] = None
 
 
 class RouteView:
@@ -283,49 +283,66 @@ class RouteView:
         self._owned: dict[str, str] = {}  # Bare name -> the full name of a tenant's adapter that was published last.
 
     def apply(self, routes: Routes) -> None:
-        chooser = self.chooser
+        """Applies an answer of the directory. The order matters: what is gone goes before what has come."""
         if routes.full:
-            if routes.epoch != self.epoch:
-                self._carried = chooser.holding
-            chooser.clear_homes()
-            for replica_id in self._held.keys() - self._carried:
-                self._drop_held(replica_id)
-                if replica_id not in routes.loads:
-                    chooser.forget(replica_id)
+            self._begin_table(routes)
         for replica_id in self._carried & routes.loads.keys():
             self._carried.discard(replica_id)
             self._drop_held(replica_id)
-        for replica_id, adapter, tier in routes.tiers:
-            chooser.set_tier(replica_id, adapter, tier)
-            held = self._held.setdefault(replica_id, set())
-            if tier is None:
-                held.discard(adapter)
-            else:
-                held.add(adapter)
+        for replica_id, digest, tier in routes.tiers:
+            self._apply_tier(replica_id, digest, tier)
         for replica_id, load in routes.loads.items():
-            if load is None:
-                chooser.forget(replica_id)
-            else:
-                chooser.set_load(replica_id, load)
-        for name, adapters in routes.names.items():
-            if adapters:
-                self._names[name] = adapters
-                if tenant_of(name) is not None:
-                    self._owned[bare_name(name)] = name
-            elif not (self._carried and self._is_held(name)):  # Otherwise its holder may not have reported yet.
-                self._names.pop(name, None)
+            self._apply_load(replica_id, load)
+        for name, digests in routes.names.items():
+            self._apply_name(name, digests)
         if routes.full:
-            self._names = {
-                name: adapters for name, adapters in self._names.items() if name in routes.names or self._is_held(name)
-            }
-            self._owned = {bare: name for bare, name in self._owned.items() if name in self._names}
-        for adapter, placed in routes.placed.items():
-            chooser.set_homes(adapter, placed.homes, placed.num_bytes)
+            self._drop_unknown_names(routes)
+        for digest, placed in routes.placed.items():
+            self.chooser.set_homes(digest, placed.homes, placed.num_bytes)
         self.epoch, self.version = routes.epoch, routes.version
 
+    def _begin_table(self, routes: Routes) -> None:
+        """Drops what a whole table replaces, but not what is carried over from an earlier epoch."""
+        if routes.epoch != self.epoch:
+            self._carried = self.chooser.holding
+        self.chooser.clear_homes()
+        for replica_id in self._held.keys() - self._carried:
+            self._drop_held(replica_id)
+            if replica_id not in routes.loads:
+                self.chooser.forget(replica_id)
+
+    def _apply_tier(self, replica_id: str, digest: str, tier: Tier | None) -> None:
+        self.chooser.set_tier(replica_id, digest, tier)
+        held = self._held.setdefault(replica_id, set())
+        if tier is None:
+            held.discard(digest)
+        else:
+            held.add(digest)
+
+    def _apply_load(self, replica_id: str, load: ReplicaLoad | None) -> None:
+        if load is None:
+            self.chooser.forget(replica_id)
+        else:
+            self.chooser.set_load(replica_id, load)
+
+    def _apply_name(self, name: str, digests: tuple[str, ...]) -> None:
+        if digests:
+            self._names[name] = digests
+            if tenant_of(name) is not None:
+                self._owned[bare_name(name)] = name
+        elif not (self._carried and self._is_held(name)):  # Otherwise its holder may not have reported yet.
+            self._names.pop(name, None)
+
+    def _drop_unknown_names(self, routes: Routes) -> None:
+        """Drops the names that a whole table lacks, unless their adapters are still held."""
+        self._names = {
+            name: digests for name, digests in self._names.items() if name in routes.names or self._is_held(name)
+        }
+        self._owned = {bare: name for bare, name in self._owned.items() if name in self._names}
+
     def _drop_held(self, replica_id: str) -> None:
-        for adapter in self._held.pop(replica_id, ()):
-            self.chooser.set_tier(replica_id, adapter, None)
+        for digest in self._held.pop(replica_id, ()):
+            self.chooser.set_tier(replica_id, digest, None)
 
     def _is_held(self, name: str) -> bool:
         return any(map(self.chooser.is_held, self._names.get(name, ())))

@@ -31,8 +31,8 @@ class Rendezvous:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.replicas = sorted(weights)
-        self._seed_R = np.array([key_of(one) for one in self.replicas], np.uint64)
-        self._scale_R = -1.0 / np.array([weights[one] for one in self.replicas], np.float64)
+        self._seed_R = np.array([key_of(replica_id) for replica_id in self.replicas], np.uint64)
+        self._scale_R = -1.0 / np.array([weights[replica_id] for replica_id in self.replicas], np.float64)
 
     def home(self, key: int) -> int:
         """Returns the winner's index in `replicas`, which must not be empty."""
@@ -43,12 +43,12 @@ class Rendezvous:
         drawn_R = self._draw(key)
         if count < len(drawn_R):
             first = np.argpartition(drawn_R, count)[:count]
-            return [int(one) for one in first[drawn_R[first].argsort(kind="stable")]]
-        return [int(one) for one in drawn_R.argsort(kind="stable")]
+            return [int(index) for index in first[drawn_R[first].argsort(kind="stable")]]
+        return [int(index) for index in drawn_R.argsort(kind="stable")]
 
     def first(self, key: int, count: int) -> list[str]:
         """Returns the ids of the first `count` replicas, best first."""
-        return [self.replicas[one] for one in self.order(key, count)]
+        return [self.replicas[index] for index in self.order(key, count)]
 
     def _draw(self, key: int) -> npt.NDArray[np.float64]:
         """Draws from an exponential distribution for each replica, with its weight as the rate. The smallest number

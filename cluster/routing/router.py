@@ -19,6 +19,7 @@ from starlette.datastructures import Headers
 from lorafleet.api.access.caller import sent_key
 from lorafleet.api.access.gate import Gate
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.cluster.directory.directory_calls import DrainCall, RoutesCall
 from lorafleet.cluster.directory.residency import RouteView
 from lorafleet.cluster.proxy import ingress
 from lorafleet.cluster.routing.route import NO_ROUTE, PREFIX_TOKENS, Route, route_of_session
@@ -41,8 +42,8 @@ class AffinityRouter(RequestRouter):
         self._view = RouteView(ReplicaChooser())
         self._by_id: dict[str, RunningReplica] = {}
         self._following: asyncio.Task[None] | None = None
-        self._heard_s = time.monotonic()  # Time of the directory's last answer.
-        self._telling: set[asyncio.Task[None]] = set()
+        self._answered_s = time.monotonic()  # Time of the directory's last answer.
+        self._drain_tasks: set[asyncio.Task[None]] = set()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -50,9 +51,9 @@ class AffinityRouter(RequestRouter):
         self._view.chooser.set_replicas(self._by_id)
         if self._following is not None:
             for replica_id in before.keys() - self._by_id.keys():
-                task = self._event_loop.create_task(self._say_that_it_goes(replica_id))
-                self._telling.add(task)
-                task.add_done_callback(self._telling.discard)
+                task = self._event_loop.create_task(self._drain_replica(replica_id))
+                self._drain_tasks.add(task)
+                task.add_done_callback(self._drain_tasks.discard)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -64,26 +65,26 @@ class AffinityRouter(RequestRouter):
         route = _route_of(pending_request) if pending_request is not None else NO_ROUTE
         adapter = "" if route.name in self._directory.base_names else self._view.adapter(route.name)
         chooser = self._view.chooser
-        is_heard = time.monotonic() - self._heard_s < SILENT_S
-        ranked = chooser.rank(adapter, route.prefix, PREFIX_TOKENS, by_load=is_heard)
+        is_current = time.monotonic() - self._answered_s < SILENT_S
+        ranked = chooser.rank(adapter, route.prefix, PREFIX_TOKENS, by_load=is_current)
         if ranked:
             chooser.sent(adapter, ranked[0], route.num_tokens, route.prefix)
         return [[self._by_id[replica_id]] for replica_id in ranked]
 
-    async def _say_that_it_goes(self, replica_id: str) -> None:
+    async def _drain_replica(self, replica_id: str) -> None:
         """Informs the directory that a replica stops, so that its adapters are elsewhere before requests for them
         are."""
         try:
-            await get_or_create(self._directory).drain(replica_id)
+            await get_or_create(self._directory).ask(DrainCall(replica_id))
         except Exception as error:  # The replica informs it again.
-            logger.warning("the directory does not hear that replica %s goes: %r", replica_id, error)
+            logger.warning("the directory does not know that replica %s goes: %r", replica_id, error)
 
     async def _follow_directory(self) -> None:
         directory = get_or_create(self._directory)
         while True:
             try:
-                self._view.apply(await directory.routes(self._view.epoch, self._view.version))
-                self._heard_s = time.monotonic()
+                self._view.apply(await directory.ask(RoutesCall(self._view.epoch, self._view.version)))
+                self._answered_s = time.monotonic()
             except ActorDiedError:  # It had ended because no replica was left.
                 directory = get_or_create(self._directory)
             except Exception as error:  # The directory is being restarted; the last routes still serve.

@@ -87,7 +87,7 @@ class ReplicaChooser:
         for replica in self._live:
             replica.index = -1
         self._rendezvous = Rendezvous(dict.fromkeys(replica_ids, 1.0))
-        self._live = [self._replica(one) for one in self._rendezvous.replicas]
+        self._live = [self._replica(replica_id) for replica_id in self._rendezvous.replicas]
         for index, replica in enumerate(self._live):
             replica.index = index
         self._wait_R, self._slot_R, self._cold_R = np.zeros((3, len(self._live)))
@@ -140,7 +140,7 @@ class ReplicaChooser:
     def holding(self) -> set[str]:
         """The replicas that hold an adapter and may be chosen."""
         held = {replica_id for holders in self._tiers.values() for replica_id in holders}
-        return {one.replica_id for one in self._live} & held
+        return {replica.replica_id for replica in self._live} & held
 
     # -- one request ----------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class ReplicaChooser:
         if seen_at is not None:
             ids.append(seen_at)
         known = self._known
-        found = [known[one] for one in ids if one in known and known[one].index >= 0]
+        found = [known[name] for name in ids if name in known and known[name].index >= 0]
         if adapter and not found:
             found.append(self._live[self._rendezvous.home(key_of(adapter))])
         if adapter and adapter not in self._tiers and adapter not in self._homes:

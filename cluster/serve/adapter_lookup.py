@@ -18,7 +18,7 @@ import msgspec
 
 from lorafleet.api.backend import StorageLimits
 from lorafleet.cluster.admin.pushing import AdapterAdmin
-from lorafleet.cluster.directory.directory import Order
+from lorafleet.cluster.directory.directory_messages import Order
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.protocol.errors import AdapterExists, InvalidAdapterName, ModelNotFound, QueueFull
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, adapter_number, turn_group

@@ -10,10 +10,13 @@ from typing import Any
 
 from lorafleet.cluster.catalogue.catalogue_store import open_store
 from lorafleet.cluster.catalogue.log_end import LogEnd
+from lorafleet.cluster.console.console_calls import ViewAdapterCall, ViewCall
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, Viewer, ViewQuery
 from lorafleet.cluster.directory import directory_metrics
-from lorafleet.cluster.directory.directory import HAND_OVER_S, Order
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.cluster.directory.directory_calls import CountsCall, DrainCall
+from lorafleet.cluster.directory.directory_messages import Order
+from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.directory.membership import CHANGE_S, READ_S, Membership
 from lorafleet.cluster.quality.monitor import TURN_S
 from lorafleet.protocol.lora_request import AdapterInfo
@@ -45,19 +48,19 @@ class DirectoryLink:
         return bool(await self.administer("take_turn", turn))
 
     async def view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
-        return await self.membership.call(lambda _: self._directory.view(query, viewer))
+        return await self.membership.call(lambda _: self._directory.look(ViewCall(query, viewer)))
 
     async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
-        return await self.membership.call(lambda _: self._directory.view_adapter(name, viewer))
+        return await self.membership.call(lambda _: self._directory.look(ViewAdapterCall(name, viewer)))
 
     async def render_metrics(self) -> bytes:
-        return directory_metrics.render(await self.membership.call(lambda _: self._directory.counts()))
+        return directory_metrics.render(await self.membership.call(lambda _: self._directory.ask(CountsCall())))
 
     async def hand_over(self) -> None:
-        """Makes other replicas load the requested adapters that only this one holds. Waits at most HAND_OVER_S
+        """Makes other replicas load the requested adapters that only this one holds. Waits at most hand_over_s
         seconds."""
         try:
-            await asyncio.wait_for(self._directory.drain(self._replica_id), HAND_OVER_S)
+            await asyncio.wait_for(self._directory.ask(DrainCall(self._replica_id)), TIMING.hand_over_s)
         except Exception as error:  # The replica stops all the same.
             logger.warning("replica %s leaves without handing over: %r", self._replica_id, error)
 

@@ -59,5 +59,5 @@ async def _read_module(
         entry = await catalog.read_at_start(module.name, module.path, module.base_model_name)
     except AdapterError as error:
         raise type(error)(f"adapter {module.name!r} cannot be served: {error.message}", error.param) from None
-    await membership.note(f"adapter {module.name} ready after {time.monotonic() - began_s:.2f} s")
+    await membership.publish_progress(f"adapter {module.name} ready after {time.monotonic() - began_s:.2f} s")
     return entry

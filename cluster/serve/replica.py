@@ -46,7 +46,7 @@ class EngineReplica:
             return await self._parts.start()
         except Exception as error:
             cause = error.message if isinstance(error, LorafleetError) else repr(error)
-            await membership.note(cause, failed=True)
+            await membership.publish_progress(cause, failed=True)
             await self._parts.close()
             raise StartFailed(cause) from None
 

@@ -28,8 +28,8 @@ from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console.replica_view import ask_all, replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import ReplicaView, Viewer
-from lorafleet.cluster.directory.directory import Order
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace
+from lorafleet.cluster.directory.directory_messages import Order
 from lorafleet.cluster.quality.book import QualityBook
 from lorafleet.cluster.quality.monitor import QualityMonitor
 from lorafleet.cluster.quality.probes import read_probes
@@ -96,7 +96,7 @@ class ReplicaParts:
         began_s = time.monotonic()
         membership = self.link.membership
         tenancy = self._tenancy = make_tenancy(self._args, self.replica_id, membership.admit)
-        await membership.note(f"loading {self.config.model} on {self.config.device}")
+        await membership.publish_progress(f"loading {self.config.model} on {self.config.device}")
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.from_folder, self._args.model))
         engine = self.engine = await self._start_engine()
         store = await asyncio.to_thread(open_store, self.link.place.uri)
@@ -106,7 +106,7 @@ class ReplicaParts:
         languages = AdapterLanguages(await tokenizer, engine, self._adapter_store.open)
         checking = self._checking = CheckingEngine(engine, languages)
         catalog = DirectoryCatalog(membership, admin, checking, base_names, resolver)
-        await membership.note(
+        await membership.publish_progress(
             f"engine ready after {time.monotonic() - began_s:.1f} s: context {engine.hello.max_model_len} tokens, "
             f"KV cache {engine.hello.kv_cache_tokens} tokens"
         )

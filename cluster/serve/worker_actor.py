@@ -15,8 +15,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from lorafleet.cluster.directory.directory import Progress
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
+from lorafleet.cluster.directory.directory_calls import ProgressCall
+from lorafleet.cluster.directory.directory_messages import Progress
 from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead
@@ -78,7 +79,7 @@ class _TellDirectory(logging.Handler):
         self._replica_id = replica_id
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._directory.note_soon(Progress(self._replica_id, record.getMessage()))
+        self._directory.ask_soon(ProgressCall(Progress(self._replica_id, record.getMessage())))
 
 
 class WorkerHandle:

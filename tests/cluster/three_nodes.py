@@ -42,6 +42,7 @@ def main(run_dir: str, port: int, arguments: str) -> None:
     from safetensors.torch import load_file
 
     from lorafleet.cluster.admin.admin_handle import get_directory
+    from lorafleet.cluster.directory.directory_calls import RoutesCall
 
     file = yaml.safe_load(FILE.read_text())
     shipped = file["applications"][0]["args"]
@@ -73,7 +74,7 @@ def main(run_dir: str, port: int, arguments: str) -> None:
                 replicas = DeploymentID("EngineReplica", "lorafleet")
                 ray.get(controller.update_deployment_replicas.remote(replicas, int(count)))
             case ["residency"]:
-                answer = ray.get(get_directory()._actor.call.remote("routes", "", -1)).tiers
+                answer = ray.get(get_directory()._actor.ask.remote(RoutesCall("", -1))).tiers
             case ["place", size]:
                 answer = place(shipped | {"tensor_parallel_size": int(size)})
         print(json.dumps(answer), file=answers, flush=True)

@@ -32,7 +32,8 @@ from lorafleet.cluster.admin.pushing import PUSHES
 from lorafleet.cluster.catalogue import catalogue, catalogue_records
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console import directory_view, state_api
-from lorafleet.cluster.directory import directory, directory_socket, membership
+from lorafleet.cluster.directory import adapter_names, directory_socket, membership, name_copies
+from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_sessions
 from lorafleet.cluster.serve import adapter_lookup, serve_environment
 from lorafleet.cluster.tenancy import audit_log, key_file, usage_log
@@ -195,11 +196,11 @@ QUEUES = [
     Limit("adapters' languages of one tenant that wait", languages.MAX_LANGUAGES_WAITING, "", BUSY),
     Limit(
         "wait for the quotas",
-        seconds(membership.ADMIT_S),
+        seconds(TIMING.admit_s),
         "",
         "the replica admits its own share of the limits; 503 where it does not know how many replicas share them",
     ),
-    Limit("wait for the directory", seconds(membership.PATIENCE_S), "", "503, with Retry-After"),
+    Limit("wait for the directory", seconds(TIMING.patience_s), "", "503, with Retry-After"),
     Limit(
         "requests and tokens a minute, requests at a time",
         "none",
@@ -362,8 +363,8 @@ SERVER = [
     Limit("verifications of one tenant that wait", administration.VERIFICATIONS.waiting, "", BUSY),
     Limit("load of an adapter on a replica", seconds(administration.ORDER_S), "", "503 `overloaded`"),
     Limit("administrative call that changes something", seconds(membership.CHANGE_S), "", "503, with Retry-After"),
-    Limit("names that resolvers have found, remembered by the directory", directory.MAX_FOUND, "", INTERNAL),
-    Limit("names that a replica has copies of", membership.MAX_COPIES, "", INTERNAL),
+    Limit("names that resolvers have found, remembered by the directory", adapter_names.MAX_FOUND, "", INTERNAL),
+    Limit("names that a replica has copies of", name_copies.MAX_COPIES, "", INTERNAL),
     Limit("each text in a line of the audit log", chars(audit.MAX_TEXT_CHARS), "", "cut"),
     Limit(
         "connection to the directory that has not shown the secret",

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,6 @@ from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_files import folder_digest
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.directory import directory as directory_module
-from lorafleet.cluster.directory import membership as membership_module
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
 from lorafleet.protocol.errors import (
@@ -34,18 +33,13 @@ from lorafleet.protocol.errors import (
 )
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from tests.cluster.directory import test_directory
-from tests.cluster.directory.test_directory import Engine, loaded, replica
+from tests.cluster.directory.test_directory import QUICK, Engine, loaded, replica
 
-pytestmark = pytest.mark.usefixtures("_patient")
 _quick, make = test_directory._quick, test_directory.make
 
 
-@pytest.fixture
-def _patient(_quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No replica here falls silent, and on a busy machine none may seem to."""
-    monkeypatch.setattr(membership_module, "LEASE_S", 4.0)
-    monkeypatch.setattr(directory_module, "ACKNOWLEDGE_S", 5.0)
-    monkeypatch.setattr(membership_module, "PATIENCE_S", 30.0)
+# No replica here falls silent, and on a busy machine none may seem to.
+PATIENT = replace(QUICK, lease_s=4.0, acknowledge_s=5.0, patience_s=30.0)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -68,7 +62,7 @@ class Cluster:
         await self.start()
 
     async def start(self) -> None:
-        self.directory = await loaded(AdapterDirectory(Catalogue(FolderStore(self.folder))))
+        self.directory = await loaded(AdapterDirectory(Catalogue(FolderStore(self.folder)), timing=PATIENT))
         self.admin = Administration(self.directory, ["base"])
         self.admin.resume()
 
@@ -180,7 +174,7 @@ async def test_pins_follow_the_alias_and_the_replicas(cluster: Cluster, make: An
         y = (await cluster.push("sql", make("y"))).versions[1].digest
         await until(lambda: home.pinned == {y} != {x})
         [other] = [engine for engine in engines if engine is not home]
-        await cluster.directory.leave(f"r{engines.index(home)}")
+        cluster.directory.replicas.forget(f"r{engines.index(home)}")
         await until(lambda: other.pinned == {y})
         await cluster.admin.unpin("sql")
         await until(lambda: not other.pinned)

@@ -25,7 +25,7 @@ from lorafleet.protocol.errors import AdapterMissing, LorafleetError, OutcomeUnk
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from memory_s3 import MemoryS3, lost_answer
 from tests.cluster.directory import test_directory
-from tests.cluster.directory.test_directory import Engine, Make, loaded, replica
+from tests.cluster.directory.test_directory import QUICK, Engine, Make, loaded, replica
 
 pytestmark = pytest.mark.usefixtures("_quick")
 _quick, make = test_directory._quick, test_directory.make
@@ -121,7 +121,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(store: Store, make: Make, settle_s: float = 0.05) -> AsyncIterator[Server]:
-    directory = await loaded(AdapterDirectory(Catalogue(store, settle_s)))
+    directory = await loaded(AdapterDirectory(Catalogue(store, settle_s), timing=QUICK))
     async with replica(directory, "r0", Reader()):
         await directory.wait_for_ready(1)
         yield Server(store, directory, make)

@@ -21,6 +21,7 @@ from lorafleet.cluster.console.replica_view import replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaView, Viewer, ViewQuery
 from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.directory_calls import DoneCall
 from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.routing.routing import ReplicaLoad
 from lorafleet.protocol.errors import AdapterMissing, to_wire
@@ -73,7 +74,7 @@ class Cluster:
             await self.directory.catalogue.change(one.name, lambda _, made=one: made)
 
     async def join(self) -> None:
-        await self.directory.join("r0", "", [], [], True)
+        self.directory.leases.join("r0", "", [], [], True)
 
     def hold(self, slots: list[str], in_cpu: list[str], waiting: list[str] | None = None) -> None:
         waiting = waiting or []
@@ -84,7 +85,7 @@ class Cluster:
         self.sequence += 1
         tiers: dict[str, Any] = dict.fromkeys(in_cpu, "cpu") | dict.fromkeys(waiting, "coming")
         tiers |= dict.fromkeys(filter(None, slots), "gpu")
-        self.directory.accept(Report("r0", self.sequence, True, tiers, ReplicaLoad(num_running=3)))
+        self.directory.routers.accept(Report("r0", self.sequence, True, tiers, ReplicaLoad(num_running=3)))
 
     async def get(self, path: str = "/v1/console/state", key: str | None = None, **query: Any) -> httpx.Response:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -182,8 +183,8 @@ async def test_orders_and_their_failures_are_told_with_their_replica(open_cluste
     answer = directory.order("r0", "pin", lora)
     [load] = (await open_cluster.state())["loads"]
     assert (load["replica"], load["adapter"], load["kind"]) == ("r0", "sql", "pin")
-    epoch = (await directory.join("r0", "", [], [], True)).epoch
-    await directory.done("r0", epoch, 1, None, to_wire(AdapterMissing("no files")))
+    epoch = directory.leases.join("r0", "", [], [], True).epoch
+    await directory.ask(DoneCall("r0", epoch, 1, None, to_wire(AdapterMissing("no files"))))
     assert isinstance(answer.exception(), AdapterMissing)
     state = await open_cluster.state()
     assert state["loads"] == []

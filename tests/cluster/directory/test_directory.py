@@ -7,6 +7,7 @@ import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -20,9 +21,11 @@ from lorafleet.cluster.catalogue.catalogue_files import folder_digest
 from lorafleet.cluster.catalogue.catalogue_log import CatalogueLog
 from lorafleet.cluster.catalogue.catalogue_records import RemovalRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
-from lorafleet.cluster.directory import directory as directory_module
-from lorafleet.cluster.directory import membership as membership_module
-from lorafleet.cluster.directory.directory import AdapterDirectory, Changes, Found
+from lorafleet.cluster.directory import adapter_names
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.directory_calls import Answer, DirectoryCall, LookupCall, WatchCall
+from lorafleet.cluster.directory.directory_messages import StaleEpoch
+from lorafleet.cluster.directory.directory_timing import DirectoryTiming
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.directory.residency import Report, RouteView
 from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad, Tier
@@ -41,16 +44,13 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.names import PAST_ALL, full_name, tenant_of
 
 Make = Callable[[str], str]
+# Leases end soon, but no replica seems to be silent where the machine is slow.
+QUICK = DirectoryTiming(hold_s=0.05, lease_s=0.6, acknowledge_s=0.9, patience_s=60.0, retry_s=0.01)
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases end soon, but no replica seems to be silent where the machine is slow."""
-    monkeypatch.setattr(directory_module, "HOLD_S", 0.05)
-    monkeypatch.setattr(membership_module, "LEASE_S", 0.6)
-    monkeypatch.setattr(directory_module, "ACKNOWLEDGE_S", 0.9)
-    monkeypatch.setattr(membership_module, "PATIENCE_S", 60.0)
-    monkeypatch.setattr(membership_module, "RETRY_S", 0.01)
+    """Removed adapters are dropped soon."""
     monkeypatch.setattr(catalog_module, "SETTLE_S", 0.01)
 
 
@@ -142,7 +142,7 @@ async def replica(
     async def administer(verb: str, arguments: dict[str, Any]) -> Any:
         return await getattr(Administration(directory, ["base"]), verb)(**arguments)
 
-    membership = Membership(directory, name, lambda order: obey(engine, order))
+    membership = Membership(directory, name, lambda order: obey(engine, order), timing=directory.timing)
     await membership.start()
     await membership.become_ready()
     admin = AdapterAdmin(administer, directory.catalogue.store, ["base"], "run", lambda path: nullcontext(Path(path)))
@@ -158,7 +158,7 @@ async def digests(catalog: DirectoryCatalog) -> list[str]:
 
 async def test_a_write_is_known_everywhere_when_it_returns(catalogue: Catalogue, make: Make) -> None:
     directory, old, new = (
-        await loaded(AdapterDirectory(catalogue)),
+        await loaded(AdapterDirectory(catalogue, timing=QUICK)),
         folder_digest(Path(make("old"))),
         folder_digest(Path(make("new"))),
     )
@@ -175,11 +175,11 @@ async def test_a_write_is_known_everywhere_when_it_returns(catalogue: Catalogue,
 
 async def test_nothing_is_kept_of_names_that_were_used_once(catalogue: Catalogue, make: Make) -> None:
     engine = Engine()
-    directory = await loaded(AdapterDirectory(catalogue))
+    directory = await loaded(AdapterDirectory(catalogue, timing=QUICK))
     async with replica(directory, "r1", engine) as one, replica(directory, "r2", engine) as two:
         digest = (await one.add("used-once", make("x"), load_inplace=False)).digest
         assert (await two.resolve("used-once")).digest == digest
-        await directory.routes("", -1)
+        await directory.routers.routes("", -1)
         await one.remove("used-once")
         engine.held.clear()  # as nobody reports it, it is not told to
         await until(  # its files are removed in the background
@@ -201,7 +201,7 @@ def containers(*roots: object) -> Iterator[dict[object, object] | set[object]]:
 
 
 async def test_a_name_is_taken_once(catalogue: Catalogue, make: Make) -> None:
-    directory, path = await loaded(AdapterDirectory(catalogue)), make("x")
+    directory, path = await loaded(AdapterDirectory(catalogue, timing=QUICK)), make("x")
     async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", Engine()) as two:
         results = await asyncio.gather(
             *(c.add("sql", path, load_inplace=False) for c in (one, two, one)), return_exceptions=True
@@ -210,7 +210,7 @@ async def test_a_name_is_taken_once(catalogue: Catalogue, make: Make) -> None:
 
 
 async def test_bad_files_and_names_register_nothing(catalogue: Catalogue, make: Make, tmp_path: Path) -> None:
-    directory = await loaded(AdapterDirectory(catalogue))
+    directory = await loaded(AdapterDirectory(catalogue, timing=QUICK))
     async with replica(directory, "r1", Engine()) as one:
         for path in (str(tmp_path / "nowhere"), make("bad")):
             with pytest.raises(AdapterMissing):
@@ -225,23 +225,23 @@ async def test_bad_files_and_names_register_nothing(catalogue: Catalogue, make: 
 async def test_a_name_that_changes_again_and_again_does_not_leave_replicas_behind(
     catalogue: Catalogue, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory_module, "MAX_CHANGES", 3)
-    directory = await loaded(AdapterDirectory(catalogue))
-    joined = await directory.join("r1", "", [], [], True)
+    monkeypatch.setattr(adapter_names, "MAX_CHANGES", 3)
+    directory = await loaded(AdapterDirectory(catalogue, timing=QUICK))
+    joined = directory.leases.join("r1", "", [], [], True)
 
     async def come_and_go(name: str) -> None:
-        await directory.found(joined.epoch, LoRARequest(name, 1, make(name), "d"))
+        await directory.names.record_found(joined.epoch, LoRARequest(name, 1, make(name), "d"))
         assert directory.forget_found(name)
 
     for _ in range(10):
         for name in ("a", "b", "c"):
             await come_and_go(name)
-    changes = await directory.watch("r1", joined.epoch, joined.version, 0)
+    changes = await directory.leases.watch("r1", joined.epoch, joined.version, 0)
     assert changes.served == {"a": None, "b": None, "c": None}
     await come_and_go("d")
-    with pytest.raises(directory_module.StaleEpoch):
-        await directory.watch("r1", joined.epoch, joined.version, 0)
-    assert list((await directory.watch("r1", joined.epoch, changes.version, 0)).served) == ["d"]
+    with pytest.raises(StaleEpoch):
+        await directory.leases.watch("r1", joined.epoch, joined.version, 0)
+    assert list((await directory.leases.watch("r1", joined.epoch, changes.version, 0)).served) == ["d"]
 
 
 class Silent(AdapterDirectory):
@@ -249,14 +249,14 @@ class Silent(AdapterDirectory):
 
     silent = ""
 
-    async def watch(self, replica_id: str, epoch: str, version: int, order: int) -> Changes:
-        if replica_id == self.silent:
+    async def ask(self, call: DirectoryCall[Answer]) -> Answer:
+        if isinstance(call, WatchCall) and call.replica_id == self.silent:
             await asyncio.Event().wait()
-        return await super().watch(replica_id, epoch, version, order)
+        return await super().ask(call)
 
 
 async def test_a_replica_that_hears_nothing_asks_before_it_answers(catalogue: Catalogue, make: Make) -> None:
-    directory = await loaded(Silent(catalogue))
+    directory = await loaded(Silent(catalogue, timing=QUICK))
     new = folder_digest(Path(make("new")))
     async with replica(directory, "r1", Engine()) as one:
         await one.add("sql", make("old"), load_inplace=False)
@@ -264,9 +264,9 @@ async def test_a_replica_that_hears_nothing_asks_before_it_answers(catalogue: Ca
             assert (await deaf.resolve("sql")).digest != new
             directory.silent = "r2"
             await asyncio.sleep(0.06)  # its last watch call has been answered
-            await directory.leave("r2")  # nothing is ordered of it
-            await directory.lookup(directory._epoch, "sql")
-            directory._seen("r2")
+            directory.replicas.forget("r2")  # nothing is ordered of it
+            await directory.names.lookup(directory.epoch.id, "sql")
+            directory.replicas.record_call("r2")
             await one.add("sql", make("new"), load_inplace=True)  # waits until the lease of r2 is over
             assert (await deaf.resolve("sql")).digest == new
             await one.remove("sql")
@@ -277,7 +277,7 @@ async def test_a_replica_that_hears_nothing_asks_before_it_answers(catalogue: Ca
 class Restartable(AdapterDirectory):
     async def restart(self, *, load: bool = True) -> None:
         """What a new process would do."""
-        self.__init__(Catalogue(self.catalogue.store))  # type: ignore[misc]  # on purpose
+        self.__init__(Catalogue(self.catalogue.store), timing=self.timing)  # type: ignore[misc]  # on purpose
         if load:
             await self.load()
 
@@ -285,7 +285,7 @@ class Restartable(AdapterDirectory):
 async def test_a_restarted_directory_has_the_catalogue_and_learns_from_replicas_what_resolvers_found(
     catalogue: Catalogue, make: Make
 ) -> None:
-    directory, folder = await loaded(Restartable(catalogue)), Folder(make, "cold")
+    directory, folder = await loaded(Restartable(catalogue, timing=QUICK)), Folder(make, "cold")
     async with replica(directory, "r1", Engine(), folder) as one, replica(directory, "r2", Engine(), folder) as two:
         await one.add("sql", make("x"), load_inplace=False)
         await one.add("gone", make("y"), load_inplace=False)
@@ -327,18 +327,18 @@ async def test_requests_do_not_wait_while_a_restarted_directory_reads_a_large_ca
     tmp_path: Path, make: Make
 ) -> None:
     store = SlowStore(tmp_path / "catalogue")
-    directory = await loaded(Restartable(Catalogue(store)))
+    directory = await loaded(Restartable(Catalogue(store), timing=QUICK))
     async with replica(directory, "r1", Engine()) as one:
         sql = await one.add("sql", make("x"), load_inplace=False)
         table = RouteView(ReplicaChooser())
         table.chooser.set_replicas(["r1"])
-        assert await directory.report(full_report("r1", {sql.digest: "gpu"}))
-        table.apply(await directory.routes("", -1))
+        assert directory.routers.accept(full_report("r1", {sql.digest: "gpu"}))
+        table.apply(await directory.routers.routes("", -1))
         loading = await restarted_before_its_log_can_be_read(directory, store)
-        await asyncio.sleep(2 * membership_module.LEASE_S)
+        await asyncio.sleep(2 * QUICK.lease_s)
         assert await asyncio.wait_for(one.resolve("sql"), 60) == sql
-        assert await directory.report(full_report("r1", {sql.digest: "cpu"}))
-        table.apply(await directory.routes(table.epoch, table.version))
+        assert directory.routers.accept(full_report("r1", {sql.digest: "cpu"}))
+        table.apply(await directory.routers.routes(table.epoch, table.version))
         assert table.chooser._tiers == {sql.digest: {"r1": "cpu"}}
         assert table.adapter("sql") == sql.digest, "names that a router has hold on"
         unknown = asyncio.create_task(one.resolve("other"))
@@ -348,7 +348,7 @@ async def test_requests_do_not_wait_while_a_restarted_directory_reads_a_large_ca
         await loading
         with pytest.raises(ModelNotFound):
             await unknown
-        routes = await directory.routes(table.epoch, table.version)
+        routes = await directory.routers.routes(table.epoch, table.version)
         assert (routes.full, routes.names) == (True, {"sql": (sql.digest,)})
 
 
@@ -356,7 +356,7 @@ async def test_copies_of_before_a_restart_are_compared_with_the_catalogue_once_i
     tmp_path: Path, make: Make
 ) -> None:
     store = SlowStore(tmp_path / "catalogue")
-    directory = await loaded(Restartable(Catalogue(store)))
+    directory = await loaded(Restartable(Catalogue(store), timing=QUICK))
     async with replica(directory, "r1", Engine()) as one:
         await one.add("sql", make("x"), load_inplace=False)
         loading = await restarted_before_its_log_can_be_read(directory, store)
@@ -374,7 +374,7 @@ async def test_copies_of_before_a_restart_are_compared_with_the_catalogue_once_i
 
 async def test_a_catalogue_that_cannot_be_read_is_said_to_all_who_need_it_until_it_can(tmp_path: Path) -> None:
     store = SlowStore(tmp_path / "catalogue")
-    directory = Restartable(Catalogue(store))
+    directory = Restartable(Catalogue(store), timing=QUICK)
     store.broken = True
     with pytest.raises(StoreError, match="away"):
         await directory.load()
@@ -388,31 +388,28 @@ async def test_a_catalogue_that_cannot_be_read_is_said_to_all_who_need_it_until_
 
 
 async def test_a_write_right_after_a_restart_waits_for_leases_of_before(catalogue: Catalogue, make: Make) -> None:
-    directory = await loaded(Restartable(catalogue))
+    directory = await loaded(Restartable(catalogue, timing=QUICK))
     async with replica(directory, "r1", Engine()) as one:
         await one.add("sql", make("x"), load_inplace=False)
         await directory.restart()
         started = asyncio.get_running_loop().time()
         await one.add("sql", make("y"), load_inplace=True)
-        assert asyncio.get_running_loop().time() - started > membership_module.LEASE_S
+        assert asyncio.get_running_loop().time() - started > QUICK.lease_s
 
 
 class Away(AdapterDirectory):
     away = False
 
-    async def lookup(self, epoch: str, name: str) -> Found:
-        if self.away:
+    async def ask(self, call: DirectoryCall[Answer]) -> Answer:
+        if self.away and isinstance(call, LookupCall):
             raise ConnectionError("away")
-        return await super().lookup(epoch, name)
+        return await super().ask(call)
 
 
-async def test_a_directory_that_is_away_is_an_error_in_the_end(
-    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = await loaded(Away(catalogue))
+async def test_a_directory_that_is_away_is_an_error_in_the_end(catalogue: Catalogue) -> None:
+    directory = await loaded(Away(catalogue, timing=replace(QUICK, patience_s=0.5)))
     async with replica(directory, "r1", Engine()) as one:
         directory.away = True
-        monkeypatch.setattr(membership_module, "PATIENCE_S", 0.5)
         with pytest.raises(Overloaded, match="directory"):
             await one.resolve("sql")
         directory.away = False
@@ -421,7 +418,7 @@ async def test_a_directory_that_is_away_is_an_error_in_the_end(
 async def test_concurrent_requests_share_one_resolution_and_misses_are_remembered(
     catalogue: Catalogue, make: Make
 ) -> None:
-    directory, engine, folder = await loaded(AdapterDirectory(catalogue)), Engine(), Folder(make, "cold")
+    directory, engine, folder = await loaded(AdapterDirectory(catalogue, timing=QUICK)), Engine(), Folder(make, "cold")
     async with replica(directory, "r1", engine, folder) as one, replica(directory, "r2", engine, folder) as two:
         found = await asyncio.gather(*(one.resolve("cold") for _ in range(10)))
         assert len({e.digest for e in found}) == 1
@@ -444,7 +441,7 @@ async def test_one_tenant_s_names_at_a_slow_source_leave_room_to_look_for_anothe
                 await released.wait()
             return await super().resolve_lora(base_model_name, lora_name)
 
-    directory = await loaded(AdapterDirectory(catalogue))
+    directory = await loaded(AdapterDirectory(catalogue, timing=QUICK))
     async with replica(directory, "r1", Engine(), Slow(make, "quick")) as one:
         num_loud = SEARCHES.running_of_one + SEARCHES.waiting + 2
         loud = [asyncio.create_task(one.resolve(f"slow-{i}", None, "loud")) for i in range(num_loud)]
@@ -467,7 +464,7 @@ async def test_one_tenant_s_loads_from_a_slow_source_leave_room_to_look_for_anot
                 await released.wait()
             return await super().load_adapter(lora)
 
-    directory = await loaded(AdapterDirectory(catalogue))
+    directory = await loaded(AdapterDirectory(catalogue, timing=QUICK))
     async with replica(directory, "r1", Slow(), Folder(make, "quick")) as one:
         loud = [
             asyncio.create_task(one.add(full_name("loud", f"a{i}"), make("a"), load_inplace=False))
@@ -482,18 +479,18 @@ async def test_one_tenant_s_loads_from_a_slow_source_leave_room_to_look_for_anot
 async def test_what_resolvers_found_is_remembered_in_bounds_and_found_again(
     catalogue: Catalogue, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory_module, "MAX_FOUND", 3)
+    monkeypatch.setattr(adapter_names, "MAX_FOUND", 3)
     names = [f"cold{number}" for number in range(5)]
-    directory, folder = await loaded(AdapterDirectory(catalogue)), Folder(make, *names)
+    directory, folder = await loaded(AdapterDirectory(catalogue, timing=QUICK)), Folder(make, *names)
     async with replica(directory, "r1", Engine(), folder) as one:
         first = [await one.resolve(name) for name in names]
         assert list(directory.resolved) == names[2:]
-        assert len(directory.resolved_names) == 3
+        assert len(directory.names.found) == 3
         assert [await one.resolve(name) for name in names] == first
 
 
 async def test_an_adapter_from_the_start_does_not_undo_what_was_done_since(catalogue: Catalogue, make: Make) -> None:
-    directory = await loaded(AdapterDirectory(catalogue))
+    directory = await loaded(AdapterDirectory(catalogue, timing=QUICK))
     async with replica(directory, "r1", Engine()) as one:
         await one.seed(*await one.read_at_start("sql", make("old"), None))
         await one.seed(*await one.read_at_start("gone", make("old"), None))
@@ -509,42 +506,42 @@ def full_report(replica_id: str, tiers: dict[str, Tier], tokens: dict[str, int] 
 
 
 async def test_routers_hear_who_holds_what_a_name_stands_for(catalogue: Catalogue, make: Make) -> None:
-    directory = await loaded(AdapterDirectory(catalogue))
+    directory = await loaded(AdapterDirectory(catalogue, timing=QUICK))
     async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", Engine()):
         digest = (await one.add("sql", make("x"), load_inplace=False)).digest
-        routes = await directory.routes("", -1)
-        waiting = asyncio.create_task(directory.routes(routes.epoch, routes.version))
+        routes = await directory.routers.routes("", -1)
+        waiting = asyncio.create_task(directory.routers.routes(routes.epoch, routes.version))
         await asyncio.sleep(0)
-        assert await directory.report(full_report("r1", {digest: "gpu"}))
+        assert directory.routers.accept(full_report("r1", {digest: "gpu"}))
         told = await waiting
         assert (told.full, told.tiers, told.names) == (False, [("r1", digest, "gpu")], {"sql": (digest,)})
-        await directory.leave("r1")
-        left = await directory.routes(told.epoch, told.version)
+        directory.replicas.forget("r1")
+        left = await directory.routers.routes(told.epoch, told.version)
         assert (left.tiers, left.loads, left.names) == ([("r1", digest, None)], {"r1": None}, {"sql": ()})
-        assert not await directory.report(full_report("r1", {digest: "gpu"})), "a report that was under way"
+        assert not directory.routers.accept(full_report("r1", {digest: "gpu"})), "a report that was under way"
 
 
 async def test_a_replica_is_ordered_to_read_an_adapter_that_needs_it_as_a_second_home(
     catalogue: Catalogue, make: Make
 ) -> None:
-    directory = await loaded(AdapterDirectory(catalogue))
+    directory = await loaded(AdapterDirectory(catalogue, timing=QUICK))
     first, second = Engine(), Engine()
     async with replica(directory, "r1", first) as one, replica(directory, "r2", second):
         hot = (await one.add("hot", make("x"), load_inplace=False)).digest
         read = len(second.reads)
-        await directory.report(full_report("r1", {hot: "gpu"}, {hot: 100_000}))
-        await directory.report(full_report("r2", {}))
-        await directory.place()
+        directory.routers.accept(full_report("r1", {hot: "gpu"}, {hot: 100_000}))
+        directory.routers.accept(full_report("r2", {}))
+        await directory.placement.place()
         await until(lambda: len(second.reads) > read)
         assert len(second.reads) == read + 1
-        placed = (await directory.routes("", -1)).placed[hot]
+        placed = (await directory.routers.routes("", -1)).placed[hot]
         assert placed.homes == ("r1", "r2")
 
 
 async def test_what_only_a_leaving_replica_holds_of_what_is_asked_for_is_read_elsewhere_before_it_goes(
     catalogue: Catalogue, make: Make
 ) -> None:
-    directory = await loaded(AdapterDirectory(catalogue))
+    directory = await loaded(AdapterDirectory(catalogue, timing=QUICK))
     engines = {name: Engine() for name in ("r1", "r2", "r3")}
     async with (
         replica(directory, "r1", engines["r1"]) as one,
@@ -555,30 +552,29 @@ async def test_what_only_a_leaving_replica_holds_of_what_is_asked_for_is_read_el
         lone, shared, cold, *busy = [(await one.add(name, make(name), load_inplace=False)).digest for name in names]
         everywhere = dict.fromkeys(busy, "gpu")
         asked = dict.fromkeys([lone, shared, *busy], 100)
-        await directory.report(full_report("r1", {lone: "gpu", shared: "gpu", cold: "cpu", **everywhere}, asked))
-        await directory.report(full_report("r2", {shared: "cpu", **everywhere}))
-        await directory.report(full_report("r3", everywhere))
-        await directory.place()
+        directory.routers.accept(full_report("r1", {lone: "gpu", shared: "gpu", cold: "cpu", **everywhere}, asked))
+        directory.routers.accept(full_report("r2", {shared: "cpu", **everywhere}))
+        directory.routers.accept(full_report("r3", everywhere))
+        await directory.placement.place()
         for engine in engines.values():
             engine.reads.clear()
-        await asyncio.gather(directory.drain("r1"), directory.drain("r1"))
+        await asyncio.gather(directory.placement.drain("r1"), directory.placement.drain("r1"))
         assert [Path(read).name for read in engines["r2"].reads + engines["r3"].reads] == [lone]
         assert engines["r1"].reads == []
-        [home] = (await directory.routes("", -1)).placed[lone].homes
+        [home] = (await directory.routers.routes("", -1)).placed[lone].homes
         assert engines[home].reads, "it is read where requests will be sent"
 
 
 async def test_a_leaving_replica_is_given_nothing_more_but_one_that_was_not_stopped_is(
-    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+    catalogue: Catalogue,
 ) -> None:
-    directory = await loaded(AdapterDirectory(catalogue))
+    directory = await loaded(AdapterDirectory(catalogue, timing=replace(QUICK, forget_s=0.5)))
     async with replica(directory, "r1", Engine()), replica(directory, "r2", Engine()):
-        await directory.drain("r1")
+        await directory.placement.drain("r1")
         assert directory.ready() == ["r2"]
         directory.tick()
         assert directory.ready() == ["r2"]
-        monkeypatch.setattr(directory_module, "FORGET_S", 0.0)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.6)
         directory.tick()
         assert directory.ready() == ["r1", "r2"]
 
@@ -586,13 +582,13 @@ async def test_a_leaving_replica_is_given_nothing_more_but_one_that_was_not_stop
 async def test_handing_over_is_bounded_in_time_and_by_the_room_of_those_that_stay(
     catalogue: Catalogue, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory_module, "HAND_OVER_S", 1.0)
-    directory, slow = await loaded(AdapterDirectory(catalogue)), Engine()
+    directory = await loaded(AdapterDirectory(catalogue, timing=replace(QUICK, hand_over_s=1.0)))
+    slow = Engine()
     async with replica(directory, "r1", Engine()) as one, replica(directory, "r2", slow):
         digests = [(await one.add(f"t{i}", make(f"t{i}"), load_inplace=False)).digest for i in range(12)]
         tokens = {digest: 1000 - i for i, digest in enumerate(digests)}
-        await directory.report(full_report("r1", dict.fromkeys(digests, "cpu"), tokens))
-        await directory.report(full_report("r2", {}))
+        directory.routers.accept(full_report("r1", dict.fromkeys(digests, "cpu"), tokens))
+        directory.routers.accept(full_report("r2", {}))
         slow.reads.clear()
         stuck = asyncio.Event()
 
@@ -602,32 +598,32 @@ async def test_handing_over_is_bounded_in_time_and_by_the_room_of_those_that_sta
             return AdapterInfo(lora.digest, 8, 1, [])
 
         monkeypatch.setattr(slow, "load_adapter", load_adapter)
-        await asyncio.wait_for(directory.drain("r1"), 60)
+        await asyncio.wait_for(directory.placement.drain("r1"), 60)
         assert [Path(read).name for read in slow.reads] == digests[:6], "the hottest, into four fifths of eight places"
         stuck.set()
 
 
 async def test_the_last_replica_goes_at_once(catalogue: Catalogue, make: Make) -> None:
-    directory = await loaded(AdapterDirectory(catalogue))
+    directory = await loaded(AdapterDirectory(catalogue, timing=QUICK))
     async with replica(directory, "r1", Engine()) as one:
         digest = (await one.add("x", make("x"), load_inplace=False)).digest
-        await directory.report(full_report("r1", {digest: "gpu"}, {digest: 1000}))
-        await asyncio.wait_for(directory.drain("r1"), 60)
-        await asyncio.wait_for(directory.drain("nobody"), 60)
+        directory.routers.accept(full_report("r1", {digest: "gpu"}, {digest: 1000}))
+        await asyncio.wait_for(directory.placement.drain("r1"), 60)
+        await asyncio.wait_for(directory.placement.drain("nobody"), 60)
 
 
 @pytest.mark.parametrize("fill_cpu_loras", [True, False])
 async def test_what_nobody_has_asked_for_is_read_ahead_where_that_is_switched_on(
     catalogue: Catalogue, make: Make, fill_cpu_loras: bool
 ) -> None:
-    directory, engine = await loaded(AdapterDirectory(catalogue, fill_cpu_loras=fill_cpu_loras)), Engine()
+    directory, engine = await loaded(AdapterDirectory(catalogue, fill_cpu_loras=fill_cpu_loras, timing=QUICK)), Engine()
     async with replica(directory, "r1", Engine()) as one:
         await one.add("sql", make("x"), load_inplace=False)
     async with replica(directory, "r2", engine):
-        await directory.report(full_report("r2", {}))
+        directory.routers.accept(full_report("r2", {}))
         for _ in range(3):
-            await directory.place()
+            await directory.placement.place()
         await until(lambda: len(engine.reads) >= fill_cpu_loras)
         await asyncio.sleep(0.05)
         assert len(engine.reads) == fill_cpu_loras
-        assert (await directory.counts()).reads_ahead == fill_cpu_loras
+        assert directory.counts().reads_ahead == fill_cpu_loras

@@ -17,9 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.log_end import LogEnd
-from lorafleet.cluster.directory import membership as membership_module
-from lorafleet.cluster.directory.directory import Order
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace, RemoteDirectory, _rather_on_head, get_or_create
+from lorafleet.cluster.directory.directory_calls import Answer, CountsCall, DirectoryCall, LookupCall, RoutesCall
+from lorafleet.cluster.directory.directory_messages import Order
+from lorafleet.cluster.directory.directory_timing import DirectoryTiming
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.directory.residency import RouteView
 from lorafleet.cluster.routing.routing import ReplicaChooser, Tier
@@ -71,7 +72,7 @@ async def follow(view: RouteView, directory: RemoteDirectory) -> None:
     """As cluster/routing/router.py does."""
     while True:
         with contextlib.suppress(OSError, ray.exceptions.RayError):
-            view.apply(await directory.routes(view.epoch, view.version))
+            view.apply(await directory.ask(RoutesCall(view.epoch, view.version)))
             continue
         await asyncio.sleep(0.05)
 
@@ -94,7 +95,9 @@ async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency
 ) -> None:
     place = DirectoryPlace("test", "/model", str(tmp_path), ("base",), fill_cpu_loras=False)
     engines = [Engine(f"own{i}", "shared") for i in range(NUM_REPLICAS)]
-    members = [Membership(get_or_create(place), f"r{i}", obey) for i in range(NUM_REPLICAS)]
+    # However slow this machine is to start a process, copies are used.
+    timing = DirectoryTiming(lease_s=2 * PATIENCE_S)
+    members = [Membership(get_or_create(place), f"r{i}", obey, timing=timing) for i in range(NUM_REPLICAS)]
     router, view = get_or_create(place), RouteView(ReplicaChooser())
     view.chooser.set_replicas([one.replica_id for one in members])
     tasks = [asyncio.create_task(follow(view, router))]
@@ -119,10 +122,13 @@ async def test_a_killed_directory_is_back_with_the_catalogue_and_right_residency
 
     await until(lambda: table() == truth())
     epoch = view.epoch
-    # However slow this machine is to start a process, copies are used.
-    monkeypatch.setattr(membership_module, "LEASE_S", 2 * PATIENCE_S)
-    monkeypatch.setattr(RemoteDirectory, "lookup", None)
-    await until(lambda: all(one._lease_until > time.monotonic() + PATIENCE_S for one in members))
+    ask_directory = RemoteDirectory.ask
+
+    async def ask_no_names(directory: RemoteDirectory, call: DirectoryCall[Answer]) -> Answer:
+        assert not isinstance(call, LookupCall)
+        return await ask_directory(directory, call)
+
+    monkeypatch.setattr(RemoteDirectory, "ask", ask_no_names)
     for one in directory_processes():
         one.kill()
     engines[0].in_slots.append("new")  # nobody hears of it
@@ -165,19 +171,17 @@ async def test_two_directories_of_one_catalogue_soon_see_what_the_other_has_writ
         await asyncio.sleep(0.1)
 
 
-async def test_a_stopped_directory_keeps_nobody_waiting_and_known_names_are_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stopped_directory_keeps_nobody_waiting_and_known_names_are_served(tmp_path: Path) -> None:
     others = {one.pid for one in directory_processes()}
     place = DirectoryPlace("stopped", "/model", str(tmp_path), ("base",), fill_cpu_loras=False)
     directory = get_or_create(place)
-    member = Membership(directory, "r0", obey, log_end=LogEnd(lambda: FolderStore(tmp_path)))
+    timing = DirectoryTiming(patience_s=6.0)  # more than a call is held, as it is without this
+    member = Membership(directory, "r0", obey, log_end=LogEnd(lambda: FolderStore(tmp_path)), timing=timing)
     await member.start()
     lora = LoRARequest("sql", 1, "/sql", "digest")
     await directory.administer("seed", {"lora": lora, "info": AdapterInfo("digest", 8, 1, []), "application": "run"})
     known = await member.lookup("sql")
     [process] = [one for one in directory_processes() if one.pid not in others]
-    monkeypatch.setattr(membership_module, "PATIENCE_S", 6.0)  # more than a call is held, as it is without this
     process.suspend()
     try:
         with pytest.raises(DirectoryUnavailable):
@@ -200,7 +204,7 @@ async def test_ray_s_head_does_not_remember_the_directory_s_calls(tmp_path: Path
     """It would keep 100 000 of them, 2 KB each. What is called after them is there once they would be."""
     directory = get_or_create(DirectoryPlace("calls", "/model", str(tmp_path), ("base",), fill_cpu_loras=False))
     await directory.administer("list_adapters", {})  # may take as long as a process takes to start
-    await directory.counts()
+    await directory.ask(CountsCall())
     ray.get(ray.remote(remembered).remote())
     deadline = time.monotonic() + PATIENCE_S
     names = ""

@@ -13,7 +13,9 @@ import pytest
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory import directory_socket as socket_module
-from lorafleet.cluster.directory.directory import AdapterDirectory, Changes, StaleEpoch
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.directory_calls import JoinCall, ReportCall, RoutesCall, WatchCall
+from lorafleet.cluster.directory.directory_messages import Changes, StaleEpoch
 from lorafleet.cluster.directory.directory_socket import DirectoryConnection, DirectoryServer
 from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.routing.routing import ReplicaLoad
@@ -38,8 +40,8 @@ async def stopped(server: DirectoryServer) -> None:
     await asyncio.sleep(0.01)  # until the transports have noticed
 
 
-def report(sequence: int, full: bool = False, **tiers: str | None) -> Report:
-    return msgspec.convert(
+def report_call(sequence: int, full: bool = False, **tiers: str | None) -> ReportCall:
+    report = msgspec.convert(
         {
             "replica_id": "r1",
             "sequence": sequence,
@@ -49,37 +51,38 @@ def report(sequence: int, full: bool = False, **tiers: str | None) -> Report:
         },
         Report,
     )
+    return ReportCall(report)
 
 
 async def test_a_report_becomes_the_answer_of_a_poll_that_waits(server: DirectoryServer) -> None:
     replica, router = await DirectoryConnection.open(server.address), await DirectoryConnection.open(server.address)
-    assert not await replica.report(report(1, full=True)), "who has not joined is not known"
-    await replica.join("r1", "", [], [], True)
-    assert await replica.report(report(1, full=True, x="gpu"))
-    table = await router.routes("", -1)
+    assert not await replica.ask(report_call(1, full=True)), "who has not joined is not known"
+    await replica.ask(JoinCall("r1", "", [], [], True))
+    assert await replica.ask(report_call(1, full=True, x="gpu"))
+    table = await router.ask(RoutesCall("", -1))
     assert (table.full, table.tiers) == (True, [("r1", "x", "gpu")])
-    table = await router.routes(table.epoch, table.version)  # what was on its way to be told
-    waiting = asyncio.create_task(router.routes(table.epoch, table.version))
+    table = await router.ask(RoutesCall(table.epoch, table.version))  # what was on its way to be told
+    waiting = asyncio.create_task(router.ask(RoutesCall(table.epoch, table.version)))
     await asyncio.sleep(0.02)
     assert not waiting.done()
-    assert await replica.report(report(2, x=None, y="cpu"))
+    assert await replica.ask(report_call(2, x=None, y="cpu"))
     assert sorted((await waiting).tiers) == [("r1", "x", None), ("r1", "y", "cpu")]
 
 
 async def test_calls_wait_side_by_side_and_hear_of_names_and_of_another_epoch(server: DirectoryServer) -> None:
     directory = server.directory
-    joined = await directory.join("r1", "", [], [], ready=True)
+    joined = directory.leases.join("r1", "", [], [], ready=True)
     connection = await DirectoryConnection.open(server.address)
-    table = await connection.routes("", -1)
-    polls = [asyncio.create_task(connection.routes(table.epoch, table.version)) for _ in range(3)]
-    watch = asyncio.create_task(connection.watch("r1", joined.epoch, joined.version, 0))
+    table = await connection.ask(RoutesCall("", -1))
+    polls = [asyncio.create_task(connection.ask(RoutesCall(table.epoch, table.version))) for _ in range(3)]
+    watch = asyncio.create_task(connection.ask(WatchCall("r1", joined.epoch, joined.version, 0)))
     await asyncio.sleep(0.02)
-    found = await directory.found(joined.epoch, LoRARequest("sql", 1, "/sql", "digest"))
+    found = await directory.names.record_found(joined.epoch, LoRARequest("sql", 1, "/sql", "digest"))
     changes = await watch
     assert changes == Changes(joined.epoch, found.version, {"sql": found.served}, log=joined.log)
     assert [one.version for one in await asyncio.gather(*polls)] == [table.version + 1] * 3
     with pytest.raises(StaleEpoch, match="before"):
-        await connection.watch("r1", "before", 0, 0)
+        await connection.ask(WatchCall("r1", "before", 0, 0))
 
 
 async def test_a_stranger_can_make_the_directory_keep_a_few_hundred_bytes_and_for_a_while_only(tmp_path: Path) -> None:
@@ -97,9 +100,9 @@ async def test_a_stranger_can_make_the_directory_keep_a_few_hundred_bytes_and_fo
     its_writer.close()
     assert server.num_strangers == 0
     friend = await DirectoryConnection.open(server.address)
-    assert (await friend.routes("", -1)).full
+    assert (await friend.ask(RoutesCall("", -1))).full
     await asyncio.sleep(1.2)
-    assert (await friend.routes("", -1)).full, "who has shown it stays"
+    assert (await friend.ask(RoutesCall("", -1))).full, "who has shown it stays"
     friend.close()
     await stopped(server)
 
@@ -123,37 +126,36 @@ async def test_who_does_not_know_the_secret_or_sends_rubbish_is_cut_off(server: 
     for guess in ("guessed", "gue\u00dfed", ""):
         stranger = await DirectoryConnection.open(msgspec.structs.replace(server.address, secret=guess))
         with pytest.raises(ConnectionResetError):
-            await stranger.routes("", -1)
+            await stranger.ask(RoutesCall("", -1))
     assert not faults
     connection = await DirectoryConnection.open(server.address)
     connection._transport.write(b"\x03\0\0\0abc")
     with pytest.raises(ConnectionResetError):
-        await connection.routes("", -1)
+        await connection.ask(RoutesCall("", -1))
     friend = await DirectoryConnection.open(server.address)
-    assert (await friend.routes("", -1)).full
+    assert (await friend.ask(RoutesCall("", -1))).full
 
 
 async def test_calls_end_when_the_directory_goes(server: DirectoryServer) -> None:
     connection = await DirectoryConnection.open(server.address)
-    table = await connection.routes("", -1)
-    waiting = asyncio.create_task(connection.routes(table.epoch, table.version))
+    table = await connection.ask(RoutesCall("", -1))
+    waiting = asyncio.create_task(connection.ask(RoutesCall(table.epoch, table.version)))
     await asyncio.sleep(0.02)
     await stopped(server)
     with pytest.raises(ConnectionResetError):
         await waiting
     assert connection.closed
     with pytest.raises(ConnectionResetError):
-        await connection.report(report(1))
+        await connection.ask(report_call(1))
     with pytest.raises(ConnectionRefusedError):
         await DirectoryConnection.open(server.address)
 
 
-async def test_a_directory_that_is_silent_has_gone(server: DirectoryServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_module, "ANSWER_S", 0.05)
-    connection = await DirectoryConnection.open(server.address)
-    table = await connection.routes("", -1)
+async def test_a_directory_that_is_silent_has_gone(server: DirectoryServer) -> None:
+    connection = await DirectoryConnection.open(server.address, answer_s=0.05)
+    table = await connection.ask(RoutesCall("", -1))
     with pytest.raises(ConnectionAbortedError, match="silent"):
-        await connection.routes(table.epoch, table.version)
+        await connection.ask(RoutesCall(table.epoch, table.version))
     assert connection.closed
 
 

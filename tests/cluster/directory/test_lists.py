@@ -16,7 +16,8 @@ from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.packed import pack
 from lorafleet.cluster.console.directory_view import SEARCHES, DirectoryWindow
 from lorafleet.cluster.console.view import DirectoryView, Viewer, ViewQuery
-from lorafleet.cluster.directory.directory import MAX_NAMES_LISTED, AdapterDirectory
+from lorafleet.cluster.directory.adapter_names import MAX_NAMES_LISTED
+from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.protocol.errors import QueueFull
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.names import PAST_ALL, full_name
@@ -52,7 +53,7 @@ class View:
 
     async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
         self.num_calls += 1
-        return await self.directory.listed(self.directory._epoch, after, end, limit)
+        return await self.directory.names.list_loras(self.directory.epoch.id, after, end, limit)
 
 
 async def test_a_tenant_s_page_costs_two_lookups_however_many_adapters_others_have(directory: AdapterDirectory) -> None:
@@ -66,7 +67,7 @@ async def test_a_tenant_s_page_costs_two_lookups_however_many_adapters_others_ha
 
 async def test_the_directory_goes_on_while_it_lists(directory: AdapterDirectory) -> None:
     lists = [
-        asyncio.create_task(directory.listed(directory._epoch, "", PAST_ALL, MAX_NAMES_LISTED)),
+        asyncio.create_task(directory.names.list_loras(directory.epoch.id, "", PAST_ALL, MAX_NAMES_LISTED)),
         asyncio.create_task(Administration(directory, ["base"]).list_adapters("", 1000)),
         asyncio.create_task(DirectoryWindow(directory).view(ViewQuery(search="29999"), Viewer("acme", sees_all=False))),
     ]

@@ -6,7 +6,7 @@ from lorafleet.cluster.directory.recent_changes import RecentChanges
 def noted(*keys: str) -> RecentChanges[str]:
     changes = RecentChanges[str]()
     for version, key in enumerate(keys, 1):
-        changes.note(key, version)
+        changes.record(key, version)
     return changes
 
 

@@ -33,10 +33,10 @@ class NameTable:
     def __init__(self, **stands_for: tuple[str, ...]) -> None:
         self.stands_for = stands_for
 
-    def names(self, adapter: str) -> list[str]:
+    def names_of(self, adapter: str) -> list[str]:
         return [name for name, adapters in self.stands_for.items() if adapter in adapters]
 
-    def adapters(self, name: str) -> tuple[str, ...]:
+    def digests_of(self, name: str) -> tuple[str, ...]:
         return self.stands_for.get(name, ())
 
 
@@ -47,7 +47,7 @@ class Router:
         self.view.chooser.set_replicas(replicas)
 
     def poll(self) -> Router:
-        self.residency.tell()
+        self.residency.publish()
         self.view.apply(self.residency.since(self.view.epoch, self.view.version))
         return self
 
@@ -63,7 +63,7 @@ def test_a_change_reaches_a_router_as_a_delta() -> None:
     assert router.poll().holds("a") == {"x": "gpu", "y": "cpu"}
     residency.accept(change("a", 2, x="cpu", y=None, z="coming"))
     assert residency.since("e", router.view.version).tiers == [], "not told yet"
-    residency.tell()
+    residency.publish()
     routes = residency.since("e", router.view.version)
     assert not routes.full
     assert len(routes.tiers) == 3
@@ -76,17 +76,17 @@ def test_what_changes_while_routers_are_told_comes_with_the_next_telling() -> No
     behind, abreast = Router(residency, "a"), Router(residency, "a")
     residency.accept(full("a", 1, {"x": "gpu"}))
     abreast.poll()
-    assert not residency.untold
+    assert not residency.has_unpublished
     residency.accept(change("a", 2, x="cpu"))
-    assert residency.moved
-    residency.tell()
+    assert residency.is_urgent
+    residency.publish()
     residency.accept(change("a", 3, x="gpu", y="cpu"))
     told = residency.since("e", abreast.view.version)
     assert residency.since("e", abreast.view.version) is told, "for all who are as far"
     assert told.tiers == [("a", "x", "gpu")]
     assert (behind.poll().holds("a"), abreast.poll().holds("a")) == ({"x": "gpu", "y": "cpu"},) * 2
     residency.accept(Report("a", 4, False, {}, ReplicaLoad(num_running=9)))
-    assert (residency.untold, residency.moved) == (True, False), "how busy it is can wait"
+    assert (residency.has_unpublished, residency.is_urgent) == (True, False), "how busy it is can wait"
 
 
 def test_a_repeated_or_late_report_changes_nothing() -> None:
@@ -94,10 +94,10 @@ def test_a_repeated_or_late_report_changes_nothing() -> None:
     residency.accept(full("a", 1, {"x": "gpu"}))
     second = Report("a", 2, False, {"x": None, "y": "gpu"}, LOAD, {"y": 100})
     assert residency.accept(second)
-    residency.tell()
+    residency.publish()
     assert residency.accept(second)
     assert residency.accept(full("a", 1, {"x": "gpu"}))
-    assert not residency.untold
+    assert not residency.has_unpublished
     assert residency.take_tokens() == {"y": 100}
     assert residency.take_tokens() == {}
 
@@ -153,7 +153,7 @@ def test_a_router_that_fell_behind_gets_everything(monkeypatch: pytest.MonkeyPat
     for i in range(10):
         residency.accept(change("a", 2 + 2 * i, y="gpu", gone=None, **{f"other{i}": "gpu"}))
         residency.accept(change("a", 3 + 2 * i, y="cpu", **{f"other{i}": None}))
-        residency.tell()
+        residency.publish()
     assert residency.since("e", router.view.version).full
     assert router.poll().holds("a") == {"x": "gpu", "y": "cpu"}
 
@@ -166,7 +166,7 @@ def test_what_changes_again_and_again_is_remembered_once(monkeypatch: pytest.Mon
     router.poll()
     for i in range(100):
         residency.accept(Report("a", 2 + i, False, {"y": "gpu" if i % 2 else "cpu"}, ReplicaLoad(num_running=i)))
-        residency.tell()
+        residency.publish()
         abreast.poll()
     routes = residency.since("e", router.view.version)
     assert (routes.full, routes.tiers) == (False, [("a", "y", "gpu")])
@@ -185,7 +185,7 @@ def test_no_more_is_remembered_than_there_is_to_tell(monkeypatch: pytest.MonkeyP
         residency.accept(change("a", 2 + i, **{f"new{i}": "gpu", f"new{i - 1}": None}))
         residency.set_placed(f"new{i}", Placed(("a",), 1))
         residency.set_placed(f"new{i - 1}", Placed())
-        residency.tell()
+        residency.publish()
         assert not residency.since("e", abreast.view.version).full
         abreast.poll()
     assert len(residency._changes) < 20
@@ -199,13 +199,13 @@ def test_of_much_that_is_held_as_much_is_remembered(monkeypatch: pytest.MonkeyPa
     held: Tiers = {f"x{i}": "cpu" for i in range(50)}
     residency.accept(full("a", 1, held))
     residency.accept(full("b", 1, held))
-    residency.tell()
+    residency.publish()
     assert not residency.since("e", router.view.version).full
     assert (router.poll().holds("a"), router.holds("b")) == (held, held)
     residency.forget("b")
     residency.accept(full("a", 2, {}))
-    residency.tell()
-    assert residency._num_tellable == 1, "how busy a is"
+    residency.publish()
+    assert residency._num_publishable == 1, "how busy a is"
     assert (router.poll().holds("a"), router.holds("b")) == ({}, {})
 
 
@@ -222,7 +222,7 @@ def test_what_a_restarted_directory_has_not_heard_of_goes_on_counting_for_a_rout
     router.poll()
     for i in range(10):
         restarted.accept(full("a", 2 + i, {f"x{i}": "gpu"}))
-        restarted.tell()
+        restarted.publish()
     assert restarted.since("e2", router.view.version).full
     assert (router.poll().holds("a"), router.holds("b")) == ({"x9": "gpu"}, {"y": "gpu"})
     restarted.accept(full("b", 2, {"z": "gpu"}))
@@ -267,7 +267,7 @@ def test_names_are_told_of_what_is_held_or_placed_and_of_nothing_else() -> None:
     router = Router(residency, "a")
     residency.accept(full("a", 1, {"d1": "gpu"}))
     residency.set_placed("d2", Placed(("a",), 5))
-    residency.tell()
+    residency.publish()
     assert residency.since("", -1).names == {"n1": ("d1",), "n2": ("d2",)}
     router.poll()
     assert (router.view.adapter("n1"), router.view.adapter("n3")) == ("d1", "n3")

@@ -7,7 +7,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,19 @@ from lorafleet.cluster.catalogue.catalogue_log import MAX_CHANGES, CatalogueLog
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, AliasMove, RemovalRecord, Share, VersionRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.log_end import LogEnd, LogPosition, read_store_id
-from lorafleet.cluster.directory import membership as membership_module
 from lorafleet.cluster.directory.directory import AdapterDirectory
-from lorafleet.cluster.directory.membership import Membership
+from lorafleet.cluster.directory.directory_calls import Answer, DirectoryCall, JoinCall, WatchCall
+from lorafleet.cluster.directory.membership import CHANGE_S, Membership
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
 from lorafleet.cluster.tenancy.quota_book import Ask, Limits
 from lorafleet.protocol.errors import DirectoryUnavailable
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.names import full_name
 from tests.cluster.directory import test_directory
-from tests.cluster.directory.test_directory import Engine, loaded
+from tests.cluster.directory.test_directory import QUICK, Engine, loaded
 
-pytestmark = pytest.mark.usefixtures("_hasty")
 _quick = test_directory._quick
+HASTY = replace(QUICK, patience_s=1.5)  # Nobody waits for a silent directory for long.
 SQL = AdapterRecord(
     "sql",
     (VersionRecord(1, "digest of it", "", 8, 1, 0.0),),
@@ -41,41 +41,21 @@ SQL = AdapterRecord(
 LATE_S = 60.0  # of a call that should have ended long ago, however slow the machine is
 
 
-@pytest.fixture
-def _hasty(_quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a silent directory for long."""
-    monkeypatch.setattr(membership_module, "PATIENCE_S", 1.5)
-
-
 class Stoppable(AdapterDirectory):
     """Answers nothing while `goes` is not set, as a process that is stopped."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        super().__init__(catalogue)
+        super().__init__(catalogue, timing=HASTY)
         self.goes = asyncio.Event()
         self.goes.set()
+        self.slow: Callable[[DirectoryCall[Any]], float] = lambda _: 0.0  # Seconds until a call is answered.
 
-    async def _when_it_goes(self, name: str, *arguments: Any) -> Any:
-        await self.goes.wait()
-        return await getattr(AdapterDirectory, name)(self, *arguments)
-
-    async def watch(self, *arguments: Any) -> Any:
-        return await asyncio.wait_for(self._when_it_goes("watch", *arguments), 0.2)  # as directory_socket.ANSWER_S
-
-    async def join(self, *arguments: Any) -> Any:
-        return await asyncio.wait_for(self._when_it_goes("join", *arguments), 0.2)
-
-    async def lookup(self, *arguments: Any) -> Any:
-        return await self._when_it_goes("lookup", *arguments)
-
-    async def found(self, *arguments: Any) -> Any:
-        return await self._when_it_goes("found", *arguments)
-
-    async def listed(self, *arguments: Any) -> Any:
-        return await self._when_it_goes("listed", *arguments)
-
-    async def admit(self, *arguments: Any) -> Any:
-        return await self._when_it_goes("admit", *arguments)
+    async def ask(self, call: DirectoryCall[Answer]) -> Answer:
+        limit_s = 0.2 if isinstance(call, WatchCall | JoinCall) else None  # As directory_calls.ANSWER_S.
+        async with asyncio.timeout(limit_s):
+            await asyncio.sleep(self.slow(call))
+            await self.goes.wait()
+            return await super().ask(call)
 
 
 @dataclass
@@ -108,7 +88,7 @@ async def serving(folder: Path, store_of_replica: Path | None = None) -> AsyncIt
     directory = await loaded(Stoppable(Catalogue(store)))
     engine = Engine()
     log_end = LogEnd(lambda: FolderStore(store_of_replica or folder), LATE_S)
-    membership = Membership(directory, "r0", lambda order: obey(engine, order), log_end=log_end)
+    membership = Membership(directory, "r0", lambda order: obey(engine, order), log_end=log_end, timing=HASTY)
     await membership.start()
     catalog = DirectoryCatalog(membership, None, engine, ["base"], None)  # type: ignore[arg-type]  # nothing is changed here
     try:
@@ -151,7 +131,7 @@ async def test_every_kind_of_call_ends_in_time(tmp_path: Path) -> None:
             lambda: membership.found(LoRARequest("x", 1, "/x", "x")),
             lambda: membership.listed("", "~", 10),
             lambda: membership.admit([Ask({"tenant": Limits(1, 1, 1)}, 1)], {}, {}),
-            lambda: membership.call(lambda _: asyncio.sleep(3600), membership_module.CHANGE_S),
+            lambda: membership.call(lambda _: asyncio.sleep(3600), CHANGE_S),
         ]
         for call in calls:
             with pytest.raises(DirectoryUnavailable):
@@ -230,23 +210,16 @@ async def test_an_empty_folder_of_the_same_name_on_another_node_vouches_for_noth
             await replica.catalog.resolve("sql")
 
 
-async def test_a_slow_directory_does_not_slow_the_names_that_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_directory_does_not_slow_the_names_that_are_known(tmp_path: Path) -> None:
     async with serving(tmp_path) as replica:
         known = await replica.catalog.resolve("sql")
-        waits = replica.directory._when_it_goes
-
-        async def late(name: str, *arguments: Any) -> Any:
-            await asyncio.sleep(0.1 if name in ("watch", "join") else 3600)
-            return await waits(name, *arguments)
-
-        monkeypatch.setattr(replica.directory, "_when_it_goes", late)
+        replica.directory.slow = lambda call: 0.1 if isinstance(call, WatchCall | JoinCall) else 3600
         for _ in range(20):
             assert await replica.catalog.resolve("sql") == known
             await asyncio.sleep(0.02)
         with pytest.raises(DirectoryUnavailable):
             await asyncio.wait_for(replica.catalog.resolve("other"), LATE_S)
+        replica.directory.slow = lambda _: 0.0
 
 
 async def test_the_log_is_read_once_for_all_who_ask_together_and_after_they_asked(tmp_path: Path) -> None:

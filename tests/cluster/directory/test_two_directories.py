@@ -19,12 +19,11 @@ from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
 from lorafleet.protocol.errors import ModelNotFound, Overloaded
-from tests.cluster.admin import test_administration
+from tests.cluster.admin.test_administration import PATIENT
 from tests.cluster.directory import test_directory
 from tests.cluster.directory.test_directory import Engine, Make, loaded, replica
 
-pytestmark = pytest.mark.usefixtures("_patient")
-_quick, _patient, make = test_directory._quick, test_administration._patient, test_directory.make
+_quick, make = test_directory._quick, test_directory.make
 DEADLINE_S = 60.0
 
 
@@ -62,7 +61,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[Server]:
-    directory = await loaded(AdapterDirectory(Catalogue(FolderStore(folder))))
+    directory = await loaded(AdapterDirectory(Catalogue(FolderStore(folder)), timing=PATIENT))
     reading = asyncio.get_running_loop().create_task(keep_reading(directory.catalogue, 0.05))
     engine = Engine()
     async with replica(directory, "r0", engine) as view:

@@ -6,14 +6,8 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster.directory import directory as directory_module
 from lorafleet.protocol.lora_config import LoRAConfig
 from tests.cluster.tenancy.house import House, running_engine
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_module, "HOLD_S", 0.05)
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster.directory import directory as directory_module
-from lorafleet.cluster.directory import membership as membership_module
 from lorafleet.cluster.serve import adapter_lookup as catalog_module
 from lorafleet.protocol.lora_config import LoRAConfig
-from tests.cluster.tenancy.house import PATIENT_S, House, running_engine
+from tests.cluster.tenancy.house import House, running_engine
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here needs these waits. How long a silent replica counts as there stays as it is: machines are slow."""
-    monkeypatch.setattr(directory_module, "HOLD_S", 0.05)
+    """Nothing here needs this wait."""
     monkeypatch.setattr(catalog_module, "SETTLE_S", 0.01)
-    monkeypatch.setattr(membership_module, "ADMIT_S", PATIENT_S)
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.directory_timing import DirectoryTiming
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
 from lorafleet.cluster.tenancy.key_file import HASH_PREFIX
@@ -44,6 +45,8 @@ KEYS = {
     "public": (None, ["infer"]),
 }
 PATIENT_S = 60.0  # for the directory's verdicts: on a slow machine it must not seem to be silent
+# Watch calls end soon. The wait after which a silent replica counts as gone stays as it is: machines are slow.
+TIMING = DirectoryTiming(hold_s=0.05, admit_s=PATIENT_S)
 PROMPT = [7, 8, 9, 10, 11, 12, 13, 14] * 5
 
 
@@ -82,10 +85,10 @@ class House:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[House]:
         engine = self.engine = await EngineClient.connect(self._address, self._worker.hello())
-        self.directory = AdapterDirectory(Catalogue(FolderStore(self.folder / "catalogue")))
+        self.directory = AdapterDirectory(Catalogue(FolderStore(self.folder / "catalogue")), timing=TIMING)
         await self.directory.load()
         self.administration = Administration(self.directory, ["base"])
-        membership = Membership(self.directory, "r", lambda order: obey(engine, order))
+        membership = Membership(self.directory, "r", lambda order: obey(engine, order), timing=TIMING)
         await membership.start()
         await membership.become_ready()
         store = self.directory.catalogue.store

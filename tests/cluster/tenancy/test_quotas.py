@@ -137,7 +137,7 @@ async def test_over_http_the_answer_says_what_is_left_and_a_refusal_which_bound_
     house.tenants = {"acme": {"limits": {"requests_per_minute": 3, "tokens_per_minute": 1000}}}
     house.limits = {"acme": {"tokens_per_minute": 900}, "public": {"tokens_per_minute": len(PROMPT) - 1}}
     async with house.open():
-        house.directory._quotas._clock = lambda: 0.0  # however long the requests take
+        house.directory.quotas._clock = lambda: 0.0  # however long the requests take
         first = await house.complete("acme", "base")
         assert first.headers["x-ratelimit-limit-requests"] == "3"
         assert first.headers["x-ratelimit-remaining-requests"] == "2"
@@ -178,7 +178,7 @@ async def test_a_request_that_goes_to_another_replica_is_charged_once_whether_th
 ) -> None:
     house.tenants = {"acme": {"limits": {"requests_per_minute": 4, "tokens_per_minute": 4000, "max_concurrent": 3}}}
     async with house.open():
-        house.directory._quotas._clock = lambda: 0.0
+        house.directory.quotas._clock = lambda: 0.0
         generate = house.engine.generate
 
         async def full(_: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
@@ -266,7 +266,7 @@ async def test_every_route_that_works_for_a_tenant_counts_and_a_loop_of_bad_requ
         ("POST", "/tokenize", {"oops": 7}, 1),
     ]
     async with house.open():
-        house.directory._quotas._clock = lambda: 0.0
+        house.directory.quotas._clock = lambda: 0.0
         left = 40
         for method, path, body, cost in calls:
             answer = await house.ask("acme", method, path, body)
@@ -287,7 +287,7 @@ async def test_who_has_used_all_up_is_refused_without_asking_the_directory_or_re
     async with house.open():
         quotas = house.tenancy.quotas
         assert quotas is not None
-        now_s = house.directory._quotas._clock = quotas._clock = lambda: 0.0
+        now_s = house.directory.quotas._clock = quotas._clock = lambda: 0.0
         admit, num_asked = quotas._admit, 0
 
         async def counted(asks: Any, totals: Any, running: Any) -> list[Verdict]:
@@ -307,7 +307,7 @@ async def test_who_has_used_all_up_is_refused_without_asking_the_directory_or_re
         assert num_asked == 2, "one was admitted, one was refused"
         assert len(read) == 1, "that which was admitted"
         later = lambda: now_s() + 61  # noqa: E731
-        house.directory._quotas._clock = quotas._clock = later
+        house.directory.quotas._clock = quotas._clock = later
         assert (await house.ask("acme", "POST", "/tokenize", {"prompt": "hi"})).status_code == 200
 
 
@@ -318,7 +318,7 @@ async def test_tokens_that_are_only_counted_are_charged_where_the_limits_say_so(
         "rival": {"limits": limits},
     }
     async with house.open():
-        house.directory._quotas._clock = lambda: 0.0
+        house.directory.quotas._clock = lambda: 0.0
 
         async def ask(caller: str, num_tokens: int) -> int:
             return (await house.ask(caller, "POST", "/detokenize", {"tokens": [5] * num_tokens})).status_code
