@@ -37,7 +37,6 @@ MAX_CLASS_LINES = 250
 # Classes that are still larger, with their lines: they may shrink, and leave this list, but not grow.
 LARGE_CLASSES = {
     "AdapterDirectory": 500,
-    "Administration": 485,
     "AppArgs": 350,  # A declaration of options.
     "Engine": 405,
     "EngineClient": 255,

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, REMOVE_S, URL_VARIABLE, AdminClient
-from lorafleet.client.calls import PushOptions
+from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, AdminClient, PushOptions
 from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
 from lorafleet.cluster.cli.answer_tables import in_words
 from lorafleet.cluster.cli.cli_tools import fail
+from lorafleet.protocol.admin_verbs import REMOVE_S
 
 adapters = typer.Typer(help="Administer the adapters of a running server.", no_args_is_help=True)
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI
 from ray import serve
@@ -57,6 +57,7 @@ from lorafleet.cluster.serve.state_folder import state_folder
 from lorafleet.cluster.serve.worker_actor import StartOrder
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.addresses import RankAddresses
+from lorafleet.protocol.admin_verbs import TakeLease, Verb
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import AdapterError, EngineDead, LorafleetError
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
@@ -67,9 +68,10 @@ from lorafleet.resolvers.store import AdapterStore
 if TYPE_CHECKING:
     from lorafleet.api.telemetry.tracing import Tracing
 
-READING_VERBS = {"list_adapters", "show", "take_turn"}  # Administration calls that answer at once.
 WATCH_S = 0.5  # Seconds between two checks that the workers are alive.
 SILENT_S = 2.0  # An engine that has sent nothing for this long gets no new requests. It sends something every second.
+
+AnswerT = TypeVar("AnswerT")
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -235,8 +237,7 @@ class EngineReplica:
         return QualityApi(monitor)
 
     async def _take_quality_turn(self) -> bool:
-        turn = {"task": "quality", "replica_id": self._replica_id, "for_s": TURN_S}
-        return bool(await self._administer("take_turn", turn))
+        return await self._administer(TakeLease("quality", self._replica_id, TURN_S))
 
     @property
     def _cpu_loras(self) -> int:
@@ -287,9 +288,10 @@ class EngineReplica:
             await asyncio.to_thread(self._adapter_store.forget, order.lora.digest)
         return info
 
-    async def _administer(self, verb: str, arguments: dict[str, Any]) -> Any:
-        limit_s = READ_S if verb in READING_VERBS else CHANGE_S
-        return await self._membership.call(lambda _: self._directory.administer(verb, arguments), limit_s)
+    async def _administer(self, verb: Verb[AnswerT]) -> AnswerT:
+        limit_s = READ_S if verb.quick else CHANGE_S
+        arguments = {"verb": verb}
+        return await self._membership.call(lambda _: self._directory.administer("carry_out", arguments), limit_s)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs the coroutine beside the requests. The task is stored, since the event loop has only weak references
