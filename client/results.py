@@ -6,32 +6,16 @@ from typing import Literal
 
 import msgspec
 
-from lorafleet.protocol.admin_answers import (
-    Adapter,
-    AdapterPage,
-    Alias,
-    Move,
-    Prefetched,
-    Removed,
-    Split,
-    Verified,
-    Version,
-)
-
-__all__ = [
-    "Adapter",
-    "AdapterPage",
-    "Alias",
-    "Move",
-    "Prefetched",
-    "Quality",
-    "QualityList",
-    "QualityMeasures",
-    "Removed",
-    "Split",
-    "Verified",
-    "Version",
-]
+# These answers are the client's public names, too.
+from lorafleet.protocol.admin_answers import Adapter as Adapter
+from lorafleet.protocol.admin_answers import AdapterPage as AdapterPage
+from lorafleet.protocol.admin_answers import Alias as Alias
+from lorafleet.protocol.admin_answers import Move as Move
+from lorafleet.protocol.admin_answers import Prefetched as Prefetched
+from lorafleet.protocol.admin_answers import Removed as Removed
+from lorafleet.protocol.admin_answers import Split as Split
+from lorafleet.protocol.admin_answers import Verified as Verified
+from lorafleet.protocol.admin_answers import Version as Version
 
 
 class QualityMeasures(msgspec.Struct, frozen=True):

@@ -39,26 +39,10 @@ from lorafleet.api.routes.build_api import Handler, Route
 from lorafleet.api.routes.operations import TarFile, describe
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.upload_tar import unpacked
+from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol import limits
 from lorafleet.protocol.admin_answers import Adapter, AdapterPage, Alias, Move, Prefetched, Removed, Verified, Version
-from lorafleet.protocol.admin_verbs import (
-    REMOVE_S,
-    HttpVerb,
-    ListAdapters,
-    ListOwned,
-    MoveAlias,
-    PinAdapter,
-    PushAdapter,
-    PushOptions,
-    PushTerms,
-    RemoveAdapter,
-    RemoveAlias,
-    RollBackAlias,
-    UnpinAdapter,
-    UploadAdapter,
-    Verb,
-    route_of,
-)
+from lorafleet.protocol.admin_verbs import REMOVE_S, HttpVerb, PushAdapter, Verb, route_of
 from lorafleet.protocol.errors import Forbidden
 from lorafleet.protocol.names import bare_name, check_adapter_name, check_tenant, full_name, tenant_of
 
@@ -80,16 +64,20 @@ class RemoveQuery(Strict):
 
 # The names of these answers' schemas in /openapi.json, from which clients are generated.
 ANSWERS = AnswerModels({Adapter: "ShownAdapter", Version: "ShownVersion", Alias: "ShownAlias", Move: "ShownMove"})
-PUSH_OPTIONS = request_model(PushOptions, "PushOptions")
+PUSH_OPTIONS = request_model(verbs.PushOptions, "PushOptions")
 PUSH_REQUEST = request_model(PushAdapter, "PushRequest")
 
 
 def admin_routes(admin: AdapterAdmin) -> list[Route]:
     api = _AdminApi(admin)
-    special: dict[object, Administer] = {PushAdapter: api.push, UploadAdapter: api.upload, RemoveAdapter: api.remove}
+    special: dict[object, Administer] = {
+        PushAdapter: api.push,
+        verbs.UploadAdapter: api.upload,
+        verbs.RemoveAdapter: api.remove,
+    }
     routes: list[Route] = []
     for kind in get_args(HttpVerb):
-        if kind is not RemoveAlias:  # RemoveAdapter's route is also that of RemoveAlias.
+        if kind is not verbs.RemoveAlias:  # RemoveAdapter's route is also that of RemoveAlias.
             route, handler = route_of(kind), special.get(kind) or api.handler(kind)
             routes.append((route.method, route.path.replace("{name}", "{name:path}"), "admin", _logged(handler)))
     # The first route that matches the path answers a wrong method with a 405, and `{name}` alone matches every path.
@@ -139,7 +127,7 @@ class _AdminApi:
                 checked = parse_query(request, model) if in_query else await read_body(front, request, model)
                 fields = checked.model_dump()
             verb = msgspec.convert(fields | request.path_params, kind)
-            if isinstance(verb, PinAdapter | UnpinAdapter):
+            if isinstance(verb, verbs.PinAdapter | verbs.UnpinAdapter):
                 _check_may_pin(request)
             verb = _with_full_names(front, request, verb)
             verb.check()
@@ -155,7 +143,7 @@ class _AdminApi:
         within = await check_source(front.tenants, caller_of(request), verb.source)
         return await self._push(front, request, verb, verb.source, within)
 
-    @_describe(UploadAdapter, body=TarFile, query=UploadQuery)
+    @_describe(verbs.UploadAdapter, body=TarFile, query=UploadQuery)
     async def upload(self, front: Front, request: Request) -> Adapter:
         query, name = parse_query(request, UploadQuery), str(request.path_params["name"])
         options = parse_object(parse_json(query.options.encode()), PUSH_OPTIONS, "options.").model_dump()
@@ -165,14 +153,14 @@ class _AdminApi:
         async with unpacked(request, self._admin, full) as folder:
             return await self._push(front, request, verb, str(folder))
 
-    @_describe(RemoveAdapter, query=RemoveQuery, answer=ANSWERS.model(Adapter) | ANSWERS.model(Removed))
+    @_describe(verbs.RemoveAdapter, query=RemoveQuery, answer=ANSWERS.model(Adapter) | ANSWERS.model(Removed))
     async def remove(self, front: Front, request: Request) -> Adapter | Removed:
         query, name = parse_query(request, RemoveQuery), _name(front, request)
         await begin(request)
         if query.alias is None:
-            return await self._admin.administer(RemoveAdapter(name, query.wait_s))
+            return await self._admin.administer(verbs.RemoveAdapter(name, query.wait_s))
         alias = _alias_name(front, request, query.alias)
-        return await self._admin.administer(RemoveAlias(name, alias))
+        return await self._admin.administer(verbs.RemoveAlias(name, alias))
 
     async def _push(
         self, front: Front, request: Request, verb: PushAdapter, path: str, within: str | None = None
@@ -182,7 +170,7 @@ class _AdminApi:
             _check_may_pin(request)
         full = _pushed_name(front, request, verb.name, verb.tenant)
         limits = front.tenants.storage_limits(tenant_of(full))
-        terms = PushTerms(
+        terms = verbs.PushTerms(
             verb.source,
             activate=verb.activate,
             num_replicas=verb.replicas,
@@ -192,16 +180,16 @@ class _AdminApi:
             max_bytes=limits.num_bytes,
         )
         adapter = await self._admin.push_folder(full, path, terms, within)
-        return adapter if verb.pin is None else await self._admin.administer(PinAdapter(full, verb.pin))
+        return adapter if verb.pin is None else await self._admin.administer(verbs.PinAdapter(full, verb.pin))
 
 
 def _with_full_names(front: Front, request: Request, verb: Verb[msgspec.Struct]) -> Verb[msgspec.Struct]:
     """Returns the message with full names in place of the caller's own names."""
     match verb:
-        case ListAdapters(after, limit):
+        case verbs.ListAdapters(after, limit):
             tenant = caller_of(request).tenant
-            return verb if tenant is None else ListOwned(full_name(tenant, after), limit, tenant)
-        case MoveAlias(alias=str(alias)) | RollBackAlias(alias=str(alias)):
+            return verb if tenant is None else verbs.ListOwned(full_name(tenant, after), limit, tenant)
+        case verbs.MoveAlias(alias=str(alias)) | verbs.RollBackAlias(alias=str(alias)):
             alias = _alias_name(front, request, alias)
             return msgspec.structs.replace(verb, name=_name(front, request), alias=alias)
         case _:

@@ -16,24 +16,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lorafleet.cluster.directory.directory_actor import NAMESPACE
+from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol.admin_answers import Adapter, Version
-from lorafleet.protocol.admin_verbs import (
-    REMOVE_S,
-    ListAdapters,
-    MoveAlias,
-    PinAdapter,
-    PrefetchAdapter,
-    PushBytes,
-    PushFolder,
-    PushTerms,
-    RemoveAdapter,
-    RemoveAlias,
-    RollBackAlias,
-    ShowAdapter,
-    UnpinAdapter,
-    Verb,
-    VerifyAdapter,
-)
+from lorafleet.protocol.admin_verbs import REMOVE_S, PushTerms, Verb
 from lorafleet.protocol.errors import ConfigError, DirectoryUnavailable, Overloaded
 
 CALL_S = 600.0
@@ -90,42 +75,42 @@ class DirectoryHandle:
         weights = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
         # PEFT's to_dict() contains sets and enums. Any other value that JSON cannot hold is a TypeError that names it.
         plain = json.dumps(dict(config), default=_sorted)
-        return self._call(PushBytes(name, weights, plain, _terms("memory", options)))
+        return self._call(verbs.PushBytes(name, weights, plain, _terms("memory", options)))
 
     def push_folder(self, name: str, path: str, **options: Unpack[TermOptions]) -> Adapter:
         """Pushes an adapter from a folder that the directory's process can read, normally on the head node."""
-        return self._call(PushFolder(name, path, _terms(path, options)))
+        return self._call(verbs.PushFolder(name, path, _terms(path, options)))
 
     def list_adapters(self, after: str = "", limit: int = 100) -> list[Adapter]:
-        return self._call(ListAdapters(after, limit)).data
+        return self._call(verbs.ListAdapters(after, limit)).data
 
     def show(self, name: str) -> Adapter:
-        return self._call(ShowAdapter(name))
+        return self._call(verbs.ShowAdapter(name))
 
     def alias(self, name: str, split: Mapping[int, float] | int, alias: str | None = None) -> Adapter:
         """Moves the alias, by default the adapter's own name. `split` is one version, or maps versions to weights."""
-        return self._call(MoveAlias.to(name, split, alias))
+        return self._call(verbs.MoveAlias.to(name, split, alias))
 
     def unalias(self, name: str, alias: str) -> Adapter:
-        return self._call(RemoveAlias(name, alias))
+        return self._call(verbs.RemoveAlias(name, alias))
 
     def rollback(self, name: str, alias: str | None = None) -> Adapter:
-        return self._call(RollBackAlias(name, alias))
+        return self._call(verbs.RollBackAlias(name, alias))
 
     def pin(self, name: str, num_replicas: int = 1) -> Adapter:
-        return self._call(PinAdapter(name, num_replicas))
+        return self._call(verbs.PinAdapter(name, num_replicas))
 
     def unpin(self, name: str) -> Adapter:
-        return self._call(UnpinAdapter(name))
+        return self._call(verbs.UnpinAdapter(name))
 
     def prefetch(self, name: str, num_replicas: int = 1) -> list[str]:
-        return self._call(PrefetchAdapter(name, num_replicas)).replicas
+        return self._call(verbs.PrefetchAdapter(name, num_replicas)).replicas
 
     def remove(self, name: str, wait_s: float = REMOVE_S) -> None:
-        self._call(RemoveAdapter(name, wait_s))
+        self._call(verbs.RemoveAdapter(name, wait_s))
 
     def verify(self, name: str) -> list[Version]:
-        verified = self._call(VerifyAdapter(name)).verified
+        verified = self._call(verbs.VerifyAdapter(name)).verified
         return [version for version in self.show(name).versions if version.number in verified]
 
     def _call(self, verb: Verb[AnswerT]) -> AnswerT:

@@ -30,29 +30,9 @@ from lorafleet.cluster.catalogue.stored_files import StoredFiles
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.directory.slices import in_slices
 from lorafleet.cluster.directory.task_leases import TaskLeases
+from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol.admin_answers import Prefetched, Removed, Verified
-from lorafleet.protocol.admin_verbs import (
-    REMOVE_S,
-    DirectoryVerb,
-    ListAdapters,
-    ListOwned,
-    MoveAlias,
-    PinAdapter,
-    PrefetchAdapter,
-    PushBytes,
-    PushFolder,
-    RegisterAdapter,
-    RemoveAdapter,
-    RemoveAlias,
-    RollBackAlias,
-    SeedAdapter,
-    Seeded,
-    ShowAdapter,
-    TakeLease,
-    UnpinAdapter,
-    Verb,
-    VerifyAdapter,
-)
+from lorafleet.protocol.admin_verbs import REMOVE_S, DirectoryVerb, RegisterAdapter, Verb
 from lorafleet.protocol.errors import InvalidRequest, LorafleetError, ModelNotFound
 from lorafleet.protocol.limits import MAX_ADAPTERS_LISTED
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
@@ -88,39 +68,39 @@ class Administration:
 
     async def _answer(self, verb: DirectoryVerb) -> object:
         match verb:
-            case ListAdapters(after, limit):
+            case verbs.ListAdapters(after, limit):
                 return shown_page(await self.list_adapters(after, limit), limit)
-            case ListOwned(after, limit, tenant):
+            case verbs.ListOwned(after, limit, tenant):
                 return shown_page(await self.list_adapters(after, limit, tenant), limit)
-            case ShowAdapter(name):
+            case verbs.ShowAdapter(name):
                 return shown(await self.show(name))
             case RegisterAdapter():
                 return shown(await self.push(verb))
-            case PushBytes(name, weights, config, terms):
+            case verbs.PushBytes(name, weights, config, terms):
                 return shown(await self._registration.push_bytes(name, weights, config, terms))
-            case PushFolder(name, path, terms):
+            case verbs.PushFolder(name, path, terms):
                 return shown(await self._registration.push_folder(name, path, terms))
-            case MoveAlias(name, alias):
+            case verbs.MoveAlias(name, alias):
                 shares = [Share(version, weight) for version, weight in verb.weights().items()]
                 return shown(await self.alias(name, shares, alias))
-            case RemoveAlias(name, alias):
+            case verbs.RemoveAlias(name, alias):
                 return shown(await self.unalias(name, alias))
-            case RollBackAlias(name, alias):
+            case verbs.RollBackAlias(name, alias):
                 return shown(await self.rollback(name, alias))
-            case PinAdapter(name, replicas):
+            case verbs.PinAdapter(name, replicas):
                 return shown(await self.pin(name, replicas))
-            case UnpinAdapter(name):
+            case verbs.UnpinAdapter(name):
                 return shown(await self.unpin(name))
-            case PrefetchAdapter(name, replicas):
+            case verbs.PrefetchAdapter(name, replicas):
                 return Prefetched(name, await self.prefetch(name, replicas))
-            case VerifyAdapter(name):
+            case verbs.VerifyAdapter(name):
                 return Verified(name, [version.number for version in await self.verify(name)])
-            case RemoveAdapter(name, wait_s):
+            case verbs.RemoveAdapter(name, wait_s):
                 await self.remove(name, wait_s)
                 return Removed("adapter", name, True)
-            case SeedAdapter(lora, info, application):
-                return Seeded(await self.seed(lora, info, application))
-            case TakeLease(task, replica_id, for_s):
+            case verbs.SeedAdapter(lora, info, application):
+                return verbs.Seeded(await self.seed(lora, info, application))
+            case verbs.TakeLease(task, replica_id, for_s):
                 return await self.take_turn(task, replica_id, for_s)
             case _:
                 assert_never(verb)
