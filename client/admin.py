@@ -34,6 +34,8 @@ TIMEOUT_S = 600.0  # A push waits until replicas have loaded the adapter.
 PAGE = 100
 CHUNK_BYTES = 1 << 20
 
+OnUpload = Callable[[int, int], None]  # Gets the number of bytes sent, and of all bytes.
+
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
 
@@ -58,6 +60,7 @@ class AdminClient:
         url: Defaults to LORAFLEET_URL.
         key: Defaults to LORAFLEET_ADMIN_KEY.
         transport: A transport of httpx, for proxies or certificates.
+        on_upload: Called while `push` uploads files.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class AdminClient:
         *,
         timeout_s: float = TIMEOUT_S,
         transport: httpx.BaseTransport | None = None,
+        on_upload: OnUpload | None = None,
     ) -> None:
         self._http = httpx.Client(**_settings(url, key, timeout_s), transport=transport)
+        self._on_upload = on_upload
 
     def __enter__(self) -> Self:
         return self
@@ -149,10 +154,11 @@ class AdminClient:
 
     def _upload(self, verb: verbs.UploadAdapter, folder: Path) -> Adapter:
         with tempfile.TemporaryFile() as packed:
-            call = call_of(verb).with_tar(pack(folder, packed))
-            return answer_of(verb, self._request(call, packed))
+            num_bytes = pack(folder, packed)
+            call = call_of(verb).with_tar(num_bytes)
+            return answer_of(verb, self._request(call, _counted(packed, num_bytes, self._on_upload)))
 
-    def _request(self, call: HttpCall, content: bytes | IO[bytes] | None) -> httpx.Response:
+    def _request(self, call: HttpCall, content: bytes | Iterator[bytes] | None) -> httpx.Response:
         with reaching(self._http.base_url):
             return self._http.request(call.method, call.path, params=call.query, headers=call.headers, content=content)
 
@@ -246,6 +252,13 @@ def _settings(url: str | None, key: str | None, timeout_s: float) -> dict[str, A
     except httpx.InvalidURL as error:
         raise APIError(f"{url!r} is no URL: {error}. Give one such as {DEFAULT_URL}.") from error
     return {"base_url": url, "headers": headers, "timeout": timeout_s}
+
+
+def _counted(packed: IO[bytes], num_bytes: int, on_upload: OnUpload | None) -> Iterator[bytes]:
+    while chunk := packed.read(CHUNK_BYTES):
+        yield chunk
+        if on_upload is not None:
+            on_upload(packed.tell(), num_bytes)
 
 
 async def _chunks(packed: IO[bytes]) -> AsyncIterator[bytes]:

@@ -13,6 +13,7 @@ from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, Admi
 from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
 from lorafleet.cluster.cli.answer_tables import in_words
 from lorafleet.cluster.cli.cli_tools import fail
+from lorafleet.cluster.cli.upload_progress import upload_progress
 from lorafleet.protocol.admin_verbs import REMOVE_S
 
 adapters = typer.Typer(help="Administer the adapters of a running server.", no_args_is_help=True)
@@ -166,7 +167,7 @@ def print_answer(url: str, key: str, output: str, call: Callable[[AdminClient], 
     output: "table" for the text of answer_tables, "json" for all fields.
     """
     try:
-        with AdminClient(url, key) as client:
+        with upload_progress(output) as on_upload, AdminClient(url, key, on_upload=on_upload) as client:
             answer = call(client)
     except APIStatusError as error:
         fail(f"{error.status_code}: {error.message}")
