@@ -22,6 +22,7 @@ import httpx
 from lorafleet.client.client_errors import APIError
 from lorafleet.client.http_calls import HttpCall, answer_of, call_of, reaching
 from lorafleet.client.packing import pack
+from lorafleet.client.places import AdapterPlaces, ShowPlaces
 from lorafleet.client.quality_verbs import AcceptQuality, ListQuality, RunQuality
 from lorafleet.client.results import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
 from lorafleet.protocol import admin_verbs as verbs
@@ -136,6 +137,10 @@ class AdminClient:
     def remove(self, name: str, wait_s: float = REMOVE_S) -> Removed:
         return self._send(verbs.RemoveAdapter(name, wait_s))
 
+    def places(self, name: str) -> AdapterPlaces:
+        """Returns the replicas where an adapter is resident. The key must also have the scope infer."""
+        return self._send(ShowPlaces(name))
+
     def quality(self) -> QualityList:
         """Returns the last run of every set of quality probes."""
         return self._send(ListQuality())
@@ -223,6 +228,7 @@ class AsyncAdminClient:
     prefetch = _awaited(AdminClient.prefetch)
     verify = _awaited(AdminClient.verify)
     remove = _awaited(AdminClient.remove)
+    places = _awaited(AdminClient.places)
     quality = _awaited(AdminClient.quality)
     run_quality = _awaited(AdminClient.run_quality)
     accept_quality = _awaited(AdminClient.accept_quality)
