@@ -9,31 +9,47 @@ It needs neither Ray nor torch. docs/adapters.md describes each call.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, TypeVar, Unpack
+from typing import IO, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast
 
 import httpx
-import msgspec
 
-from lorafleet.client import calls
-from lorafleet.client.calls import AdminCall, PushOptions
-from lorafleet.client.client_errors import APIConnectionError, APIError, status_error
+from lorafleet.client.client_errors import APIError
+from lorafleet.client.http_calls import HttpCall, answer_of, call_of, reaching
 from lorafleet.client.packing import pack
+from lorafleet.client.places import AdapterPlaces, ShowPlaces
+from lorafleet.client.quality_verbs import AcceptQuality, ListQuality, RunQuality
 from lorafleet.client.results import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
+from lorafleet.protocol import admin_verbs as verbs
+from lorafleet.protocol.admin_verbs import REMOVE_S, Verb
 
 URL_VARIABLE = "LORAFLEET_URL"
 KEY_VARIABLE = "LORAFLEET_ADMIN_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0  # A push waits until replicas have loaded the adapter.
-REMOVE_S = 60.0  # Time that `remove` waits for requests in flight.
 PAGE = 100
 CHUNK_BYTES = 1 << 20
 
+OnUpload = Callable[[int, int], None]  # Gets the number of bytes sent, and of all bytes.
+
+P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
+
+
+class PushOptions(TypedDict, total=False):
+    """Options for adding an adapter or a version."""
+
+    replicas: int  # Number of replicas that must load the adapter before the call returns. Default: 1.
+    activate: bool  # Whether the name's requests use this version from now on. Default: True.
+    pin: int | None  # Number of replicas that pin the adapter in a slot.
+    tenant: str | None  # Tenant that will own the adapter, if the operator pushes it.
+    base_model_name: str | None
+    metadata: dict[str, str]  # Stored with the version.
 
 
 class AdminClient:
@@ -45,6 +61,7 @@ class AdminClient:
         url: Defaults to LORAFLEET_URL.
         key: Defaults to LORAFLEET_ADMIN_KEY.
         transport: A transport of httpx, for proxies or certificates.
+        on_upload: Called while `push` uploads files.
     """
 
     def __init__(
@@ -54,8 +71,10 @@ class AdminClient:
         *,
         timeout_s: float = TIMEOUT_S,
         transport: httpx.BaseTransport | None = None,
+        on_upload: OnUpload | None = None,
     ) -> None:
         self._http = httpx.Client(**_settings(url, key, timeout_s), transport=transport)
+        self._on_upload = on_upload
 
     def __enter__(self) -> Self:
         return self
@@ -78,69 +97,89 @@ class AdminClient:
             after = page.last_id
 
     def page(self, after: str = "", limit: int = PAGE) -> AdapterPage:
-        return self._send(calls.page(after, limit))
+        return self._send(verbs.ListAdapters(after, limit))
 
     def show(self, name: str) -> Adapter:
-        return self._send(calls.show(name))
+        return self._send(verbs.ShowAdapter(name))
 
     def push(self, name: str, folder: str | os.PathLike[str], **options: Unpack[PushOptions]) -> Adapter:
         """Uploads a new adapter, or a new version of an adapter, from a folder of this machine."""
-        return self._send(calls.upload(name, Path(folder), options))
+        message = verbs.UploadAdapter(name, str(Path(folder).absolute()), verbs.PushOptions(**options))
+        return self._upload(message, Path(folder))
 
     def push_from(self, name: str, source: str, **options: Unpack[PushOptions]) -> Adapter:
         """Adds a new adapter, or a new version of an adapter, from a path or URI that the server reads."""
-        return self._send(calls.push(name, source, options))
+        return self._send(verbs.PushAdapter(name, source, **options))
 
     def alias(self, name: str, to: int | Mapping[int, float], alias: str | None = None) -> Adapter:
         """Points an alias to a version, or to several versions with weights. `alias` defaults to the adapter's own
         name."""
-        return self._send(calls.alias(name, to, alias))
+        return self._send(verbs.MoveAlias.to(name, to, alias))
 
     def unalias(self, name: str, alias: str) -> Adapter:
-        return self._send(calls.unalias(name, alias))
+        return self._send(verbs.RemoveAlias(name, alias))
 
     def rollback(self, name: str, alias: str | None = None) -> Adapter:
-        return self._send(calls.rollback(name, alias))
+        return self._send(verbs.RollBackAlias(name, alias))
 
     def pin(self, name: str, replicas: int = 1) -> Adapter:
-        return self._send(calls.pin(name, replicas))
+        return self._send(verbs.PinAdapter(name, replicas))
 
     def unpin(self, name: str) -> Adapter:
-        return self._send(calls.unpin(name))
+        return self._send(verbs.UnpinAdapter(name))
 
     def prefetch(self, name: str, replicas: int = 1) -> Prefetched:
-        return self._send(calls.prefetch(name, replicas))
+        return self._send(verbs.PrefetchAdapter(name, replicas))
 
     def verify(self, name: str) -> Verified:
-        return self._send(calls.verify(name))
+        return self._send(verbs.VerifyAdapter(name))
 
     def remove(self, name: str, wait_s: float = REMOVE_S) -> Removed:
-        return self._send(calls.remove(name, wait_s))
+        return self._send(verbs.RemoveAdapter(name, wait_s))
+
+    def places(self, name: str) -> AdapterPlaces:
+        """Returns the replicas where an adapter is resident. The key must also have the scope infer."""
+        return self._send(ShowPlaces(name))
 
     def quality(self) -> QualityList:
         """Returns the last run of every set of quality probes."""
-        return self._send(calls.quality())
+        return self._send(ListQuality())
 
     def run_quality(self, model: str) -> Quality:
         """Runs a model's quality probes now."""
-        return self._send(calls.run_quality(model, accept=False))
+        return self._send(RunQuality(model))
 
     def accept_quality(self, model: str) -> Quality:
         """Runs a model's quality probes now and makes the result the new baseline."""
-        return self._send(calls.run_quality(model, accept=True))
+        return self._send(AcceptQuality(model))
 
-    def _send(self, call: AdminCall[AnswerT]) -> AnswerT:
-        if call.folder is None:
-            return self._sent(call, _json(call))
+    def _send(self, verb: Verb[AnswerT]) -> AnswerT:
+        call = call_of(verb)
+        return answer_of(verb, self._request(call, call.body))
+
+    def _upload(self, verb: verbs.UploadAdapter, folder: Path) -> Adapter:
         with tempfile.TemporaryFile() as packed:
-            return self._sent(call, {"content": packed, "headers": _tar(pack(call.folder, packed))})
+            num_bytes = pack(folder, packed)
+            call = call_of(verb).with_tar(num_bytes)
+            return answer_of(verb, self._request(call, _counted(packed, num_bytes, self._on_upload)))
 
-    def _sent(self, call: AdminCall[AnswerT], body: dict[str, Any]) -> AnswerT:
-        try:
-            response = self._http.request(call.method, _path(call), params=call.query, **body)
-        except httpx.TransportError as error:
-            raise _unreached(self._http.base_url, error) from error
-        return _answer(call, response)
+    def _request(self, call: HttpCall, content: bytes | Iterator[bytes] | None) -> httpx.Response:
+        with reaching(self._http.base_url):
+            return self._http.request(call.method, call.path, params=call.query, headers=call.headers, content=content)
+
+
+def _awaited(
+    method: Callable[Concatenate[AdminClient, P], AnswerT],
+) -> Callable[Concatenate[AsyncAdminClient, P], Coroutine[Any, Any, AnswerT]]:
+    """Makes the asyncio version of a method of AdminClient. The method only makes a message and returns what `_send` or
+    `_upload` returns for it, and those of AsyncAdminClient return an awaitable."""
+
+    @functools.wraps(method)
+    async def awaited(client: AsyncAdminClient, /, *args: P.args, **kwargs: P.kwargs) -> AnswerT:
+        sent = method(cast(AdminClient, client), *args, **kwargs)
+        return await cast(Awaitable[AnswerT], sent)
+
+    return awaited
 
 
 class AsyncAdminClient:
@@ -168,6 +207,7 @@ class AsyncAdminClient:
         await self._http.aclose()
 
     async def list(self, after: str = "") -> AsyncIterator[Adapter]:
+        """Yields all adapters after `after` in the order of their names; requests the next page when it is needed."""
         while True:
             page = await self.page(after, PAGE)
             for adapter in page.data:
@@ -176,64 +216,37 @@ class AsyncAdminClient:
                 return
             after = page.last_id
 
-    async def page(self, after: str = "", limit: int = PAGE) -> AdapterPage:
-        return await self._send(calls.page(after, limit))
+    page = _awaited(AdminClient.page)
+    show = _awaited(AdminClient.show)
+    push = _awaited(AdminClient.push)
+    push_from = _awaited(AdminClient.push_from)
+    alias = _awaited(AdminClient.alias)
+    unalias = _awaited(AdminClient.unalias)
+    rollback = _awaited(AdminClient.rollback)
+    pin = _awaited(AdminClient.pin)
+    unpin = _awaited(AdminClient.unpin)
+    prefetch = _awaited(AdminClient.prefetch)
+    verify = _awaited(AdminClient.verify)
+    remove = _awaited(AdminClient.remove)
+    places = _awaited(AdminClient.places)
+    quality = _awaited(AdminClient.quality)
+    run_quality = _awaited(AdminClient.run_quality)
+    accept_quality = _awaited(AdminClient.accept_quality)
 
-    async def show(self, name: str) -> Adapter:
-        return await self._send(calls.show(name))
+    async def _send(self, verb: Verb[AnswerT]) -> AnswerT:
+        call = call_of(verb)
+        return answer_of(verb, await self._request(call, call.body))
 
-    async def push(self, name: str, folder: str | os.PathLike[str], **options: Unpack[PushOptions]) -> Adapter:
-        return await self._send(calls.upload(name, Path(folder), options))
-
-    async def push_from(self, name: str, source: str, **options: Unpack[PushOptions]) -> Adapter:
-        return await self._send(calls.push(name, source, options))
-
-    async def alias(self, name: str, to: int | Mapping[int, float], alias: str | None = None) -> Adapter:
-        return await self._send(calls.alias(name, to, alias))
-
-    async def unalias(self, name: str, alias: str) -> Adapter:
-        return await self._send(calls.unalias(name, alias))
-
-    async def rollback(self, name: str, alias: str | None = None) -> Adapter:
-        return await self._send(calls.rollback(name, alias))
-
-    async def pin(self, name: str, replicas: int = 1) -> Adapter:
-        return await self._send(calls.pin(name, replicas))
-
-    async def unpin(self, name: str) -> Adapter:
-        return await self._send(calls.unpin(name))
-
-    async def prefetch(self, name: str, replicas: int = 1) -> Prefetched:
-        return await self._send(calls.prefetch(name, replicas))
-
-    async def verify(self, name: str) -> Verified:
-        return await self._send(calls.verify(name))
-
-    async def remove(self, name: str, wait_s: float = REMOVE_S) -> Removed:
-        return await self._send(calls.remove(name, wait_s))
-
-    async def quality(self) -> QualityList:
-        return await self._send(calls.quality())
-
-    async def run_quality(self, model: str) -> Quality:
-        return await self._send(calls.run_quality(model, accept=False))
-
-    async def accept_quality(self, model: str) -> Quality:
-        return await self._send(calls.run_quality(model, accept=True))
-
-    async def _send(self, call: AdminCall[AnswerT]) -> AnswerT:
-        if call.folder is None:
-            return await self._sent(call, _json(call))
+    async def _upload(self, verb: verbs.UploadAdapter, folder: Path) -> Adapter:
         with tempfile.TemporaryFile() as packed:
-            headers = _tar(await asyncio.to_thread(pack, call.folder, packed))
-            return await self._sent(call, {"content": _chunks(packed), "headers": headers})
+            call = call_of(verb).with_tar(await asyncio.to_thread(pack, folder, packed))
+            return answer_of(verb, await self._request(call, _chunks(packed)))
 
-    async def _sent(self, call: AdminCall[AnswerT], body: dict[str, Any]) -> AnswerT:
-        try:
-            response = await self._http.request(call.method, _path(call), params=call.query, **body)
-        except httpx.TransportError as error:
-            raise _unreached(self._http.base_url, error) from error
-        return _answer(call, response)
+    async def _request(self, call: HttpCall, content: bytes | AsyncIterator[bytes] | None) -> httpx.Response:
+        with reaching(self._http.base_url):
+            return await self._http.request(
+                call.method, call.path, params=call.query, headers=call.headers, content=content
+            )
 
 
 def _settings(url: str | None, key: str | None, timeout_s: float) -> dict[str, Any]:
@@ -247,34 +260,13 @@ def _settings(url: str | None, key: str | None, timeout_s: float) -> dict[str, A
     return {"base_url": url, "headers": headers, "timeout": timeout_s}
 
 
-def _path(call: AdminCall[Any]) -> str:
-    return f"/v1/{call.of}/{call.path}" if call.path else f"/v1/{call.of}"
-
-
-def _json(call: AdminCall[Any]) -> dict[str, Any]:
-    """Returns the body as JSON, without values that are None."""
-    if call.body is None:
-        return {}
-    return {"json": {name: value for name, value in call.body.items() if value is not None}}
-
-
-def _tar(num_bytes: int) -> dict[str, str]:
-    return {"content-type": "application/x-tar", "content-length": str(num_bytes)}
+def _counted(packed: IO[bytes], num_bytes: int, on_upload: OnUpload | None) -> Iterator[bytes]:
+    while chunk := packed.read(CHUNK_BYTES):
+        yield chunk
+        if on_upload is not None:
+            on_upload(packed.tell(), num_bytes)
 
 
 async def _chunks(packed: IO[bytes]) -> AsyncIterator[bytes]:
     while chunk := await asyncio.to_thread(packed.read, CHUNK_BYTES):
         yield chunk
-
-
-def _unreached(url: httpx.URL, error: httpx.TransportError) -> APIConnectionError:
-    return APIConnectionError(f"{url} does not answer: {error or type(error).__name__}.")
-
-
-def _answer(call: AdminCall[AnswerT], response: httpx.Response) -> AnswerT:
-    if not response.is_success:
-        raise status_error(response)
-    try:
-        return msgspec.json.decode(response.content, type=call.answer)
-    except msgspec.DecodeError as error:
-        raise APIConnectionError(f"{response.url} answers what no lorafleet does: {error}.") from error

@@ -148,6 +148,7 @@ QUEUE_TIMEOUT_S = Range(0.0, 86_400.0)  # Value of X-Queue-Timeout-Seconds.
 
 # -- administration ---------------------------------------------------------------------------------------------------
 
+MAX_ADAPTERS_LISTED = 1000  # Adapters on one page of /v1/adapters.
 MAX_OPTIONS_CHARS = 32 << 10  # Options of an upload, which are part of its URL.
 MAX_TENANT_CHARS = 64
 MAX_SPLIT = 64  # Versions in the split of an alias.

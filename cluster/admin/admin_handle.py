@@ -8,20 +8,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from safetensors.torch import save
 from torch import Tensor
 
-from lorafleet.cluster.admin.administration import REMOVE_S
-from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share, VersionRecord
 from lorafleet.cluster.directory.directory_actor import NAMESPACE
+from lorafleet.protocol import admin_verbs as verbs
+from lorafleet.protocol.admin_answers import Adapter, Version
+from lorafleet.protocol.admin_verbs import REMOVE_S, PushTerms, Verb
 from lorafleet.protocol.errors import ConfigError, DirectoryUnavailable, Overloaded
 
 CALL_S = 600.0
 ALIVE_S = 10.0  # Seconds in which the directory must answer a harmless call before the actual call is sent.
+
+AnswerT = TypeVar("AnswerT")
+
+
+class TermOptions(TypedDict, total=False):
+    """The options of a push from Python: fields of PushTerms."""
+
+    source: str
+    replace: bool
+    activate: bool
+    num_replicas: int
+    base_model_name: str | None
+    metadata: dict[str, str]
+    max_adapters: int | None
+    max_bytes: int | None
 
 
 def get_directory(app_name: str = "lorafleet") -> DirectoryHandle:
@@ -47,87 +63,77 @@ class DirectoryHandle:
         self._actor = actor
 
     def push_tensors(
-        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], **options: Any
-    ) -> AdapterRecord:
+        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], **options: Unpack[TermOptions]
+    ) -> Adapter:
         """Pushes a new version from memory.
 
         Args:
             tensors: weights by PEFT's names, as get_peft_model_state_dict returns them.
             config: content of adapter_config.json, as LoraConfig.to_dict() returns it.
-            options: further fields of administration.Pushed.
+            options: fields of PushTerms (protocol/admin_verbs.py).
         """
         weights = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
-        adapter: AdapterRecord = self._call(
-            "push_bytes", name=name, weights=weights, config=_plain(config), options=options
-        )
-        return adapter
+        # PEFT's to_dict() contains sets and enums. Any other value that JSON cannot hold is a TypeError that names it.
+        plain = json.dumps(dict(config), default=_sorted)
+        return self._call(verbs.PushBytes(name, weights, plain, _terms("memory", options)))
 
-    def push_folder(self, name: str, path: str, **options: Any) -> AdapterRecord:
+    def push_folder(self, name: str, path: str, **options: Unpack[TermOptions]) -> Adapter:
         """Pushes an adapter from a folder that the directory's process can read, normally on the head node."""
-        adapter: AdapterRecord = self._call("push_folder", name=name, path=path, options=options)
-        return adapter
+        return self._call(verbs.PushFolder(name, path, _terms(path, options)))
 
-    def list_adapters(self, after: str = "", limit: int = 100) -> list[AdapterRecord]:
-        adapters: list[AdapterRecord] = self._call("list_adapters", after=after, limit=limit)
-        return adapters
+    def list_adapters(self, after: str = "", limit: int = 100) -> list[Adapter]:
+        return self._call(verbs.ListAdapters(after, limit)).data
 
-    def show(self, name: str) -> AdapterRecord:
-        return self._adapter("show", name)
+    def show(self, name: str) -> Adapter:
+        return self._call(verbs.ShowAdapter(name))
 
-    def alias(self, name: str, split: Mapping[int, float] | int, alias: str | None = None) -> AdapterRecord:
+    def alias(self, name: str, split: Mapping[int, float] | int, alias: str | None = None) -> Adapter:
         """Moves the alias, by default the adapter's own name. `split` is one version, or maps versions to weights."""
-        weights = {split: 1.0} if isinstance(split, int) else split
-        shares = [Share(version, weight) for version, weight in weights.items()]
-        return self._adapter("alias", name, shares=shares, alias=alias)
+        return self._call(verbs.MoveAlias.to(name, split, alias))
 
-    def unalias(self, name: str, alias: str) -> AdapterRecord:
-        return self._adapter("unalias", name, alias=alias)
+    def unalias(self, name: str, alias: str) -> Adapter:
+        return self._call(verbs.RemoveAlias(name, alias))
 
-    def rollback(self, name: str, alias: str | None = None) -> AdapterRecord:
-        return self._adapter("rollback", name, alias=alias)
+    def rollback(self, name: str, alias: str | None = None) -> Adapter:
+        return self._call(verbs.RollBackAlias(name, alias))
 
-    def pin(self, name: str, num_replicas: int = 1) -> AdapterRecord:
-        return self._adapter("pin", name, num_replicas=num_replicas)
+    def pin(self, name: str, num_replicas: int = 1) -> Adapter:
+        return self._call(verbs.PinAdapter(name, num_replicas))
 
-    def unpin(self, name: str) -> AdapterRecord:
-        return self._adapter("unpin", name)
+    def unpin(self, name: str) -> Adapter:
+        return self._call(verbs.UnpinAdapter(name))
 
     def prefetch(self, name: str, num_replicas: int = 1) -> list[str]:
-        replicas: list[str] = self._call("prefetch", name=name, num_replicas=num_replicas)
-        return replicas
+        return self._call(verbs.PrefetchAdapter(name, num_replicas)).replicas
 
     def remove(self, name: str, wait_s: float = REMOVE_S) -> None:
-        self._call("remove", name=name, wait_s=wait_s)
+        self._call(verbs.RemoveAdapter(name, wait_s))
 
-    def verify(self, name: str) -> list[VersionRecord]:
-        versions: list[VersionRecord] = self._call("verify", name=name)
-        return versions
+    def verify(self, name: str) -> list[Version]:
+        verified = self._call(verbs.VerifyAdapter(name)).verified
+        return [version for version in self.show(name).versions if version.number in verified]
 
-    def _adapter(self, verb: str, name: str, **arguments: Any) -> AdapterRecord:
-        adapter: AdapterRecord = self._call(verb, name=name, **arguments)
-        return adapter
-
-    def _call(self, verb: str, **arguments: Any) -> Any:
+    def _call(self, verb: Verb[AnswerT]) -> AnswerT:
+        said = type(verb).__name__
         try:
             ray.get(self._actor.address.remote(), timeout=ALIVE_S)
-            return ray.get(self._actor.administer.remote(verb, arguments), timeout=CALL_S)
+            answer: AnswerT = ray.get(self._actor.administer.remote(verb), timeout=CALL_S)
         except GetTimeoutError as error:
             raise DirectoryUnavailable(
-                f"{verb}: the adapter directory does not answer. Look with show() before you repeat it."
+                f"{said}: the adapter directory does not answer. Look with show() before you repeat it."
             ) from error
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
             raise Overloaded(
-                f"{verb}: the adapter directory is being restarted. Look with show(), and repeat."
+                f"{said}: the adapter directory is being restarted. Look with show(), and repeat."
             ) from error
+        return answer
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the config to plain JSON data, since PEFT's to_dict() contains sets and enums. Raises TypeError, which
-    names the value, for anything else that JSON cannot hold."""
-    plain: dict[str, Any] = json.loads(json.dumps(dict(config), default=_sorted))
-    return plain
+def _terms(source: str, options: TermOptions) -> PushTerms:
+    options.setdefault("source", source)
+    return PushTerms(**options)
 
 
 def _sorted(value: object) -> list[Any]:

@@ -6,17 +6,17 @@ The files go straight from here to the store. The directory receives only their 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from lorafleet.api.access.fair_threads import FairThreads
-from lorafleet.cluster.admin.administration import REMOVE_S, Pushed
 from lorafleet.cluster.catalogue.catalogue_files import stage
-from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share, VersionRecord
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.protocol.adapter_files import AdapterFolder
+from lorafleet.protocol.admin_answers import Adapter
+from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter, SeedAdapter, Verb
 from lorafleet.protocol.errors import StoreRefused
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import check_full_name, tenant_of
@@ -26,19 +26,24 @@ from lorafleet.sandbox.job_turns import TurnLimits
 # `waiting` those of one tenant.
 PUSHES = TurnLimits(running=4, waiting=128)
 
-Administer = Callable[[str, dict[str, Any]], Awaitable[Any]]
 OpenSource = Callable[[str], AbstractContextManager[Path]]
 
 T = TypeVar("T")
 
 
+class Administer(Protocol):
+    """Has Administration carry out a verb, in whichever process it runs."""
+
+    async def __call__(self, verb: Verb[T], /) -> T: ...
+
+
 class AdapterAdmin:
-    """The administration calls of a replica.
+    """The administration of a replica.
 
     Args:
-        administer: calls a method of Administration by name, in whichever process it runs.
-        application: identifies this deployment; see Administration.seed.
-        open_source: opens the folder of a path or URI, which exists until the end of the block.
+        administer: Sends a verb to Administration. Names in it are full names.
+        application: Identifies this deployment; see SeedAdapter.
+        open_source: Opens the folder of a path or URI, which exists until the end of the block.
     """
 
     def __init__(
@@ -49,7 +54,7 @@ class AdapterAdmin:
         application: str,
         open_source: OpenSource,
     ) -> None:
-        self._administer = administer
+        self.administer = administer
         self._store = store
         self._base_names = base_names
         self._application = application
@@ -70,14 +75,12 @@ class AdapterAdmin:
     def close(self) -> None:
         self._threads.close()
 
-    async def push_folder(self, name: str, path: str, *, within: str | None = None, **options: Any) -> AdapterRecord:
+    async def push_folder(self, name: str, path: str, terms: PushTerms, within: str | None = None) -> Adapter:
         """Pushes an adapter from a URI or from a folder that this process can read. If `within` is given, the folder
-        must lie in it. `options` are further fields of Pushed. Raises AdapterError."""
+        must lie in it. Raises AdapterError."""
         check_full_name(name, self._base_names)
         digest = await self.run_in_turn(name, lambda: self._put_files(path, within))
-        pushed = Pushed(name, digest, **{"source": path, **options})
-        adapter: AdapterRecord = await self._administer("push", {"pushed": pushed})
-        return adapter
+        return await self.administer(RegisterAdapter(name, digest, terms))
 
     def _put_files(self, path: str, within: str | None) -> str:
         with self._open_source(path) as source, tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
@@ -86,48 +89,7 @@ class AdapterAdmin:
             return digest
 
     async def seed(self, lora: LoRARequest, info: AdapterInfo) -> LoRARequest | None:
-        seeded: LoRARequest | None = await self._administer(
-            "seed", {"lora": lora, "info": info, "application": self._application}
-        )
-        return seeded
-
-    async def list_adapters(self, after: str, limit: int, tenant: str | None) -> list[AdapterRecord]:
-        arguments = {"after": after, "limit": limit, "tenant": tenant}
-        adapters: list[AdapterRecord] = await self._administer("list_adapters", arguments)
-        return adapters
-
-    async def show(self, name: str) -> AdapterRecord:
-        return await self._adapter("show", name)
-
-    async def verify(self, name: str) -> list[VersionRecord]:
-        versions: list[VersionRecord] = await self._administer("verify", {"name": name})
-        return versions
-
-    async def alias(self, name: str, shares: list[Share], alias: str | None) -> AdapterRecord:
-        return await self._adapter("alias", name, shares=shares, alias=alias)
-
-    async def unalias(self, name: str, alias: str) -> AdapterRecord:
-        return await self._adapter("unalias", name, alias=alias)
-
-    async def rollback(self, name: str, alias: str | None) -> AdapterRecord:
-        return await self._adapter("rollback", name, alias=alias)
-
-    async def pin(self, name: str, num_replicas: int) -> AdapterRecord:
-        return await self._adapter("pin", name, num_replicas=num_replicas)
-
-    async def unpin(self, name: str) -> AdapterRecord:
-        return await self._adapter("unpin", name)
-
-    async def prefetch(self, name: str, num_replicas: int) -> list[str]:
-        replicas: list[str] = await self._administer("prefetch", {"name": name, "num_replicas": num_replicas})
-        return replicas
-
-    async def remove(self, name: str, wait_s: float = REMOVE_S) -> None:
-        await self._administer("remove", {"name": name, "wait_s": wait_s})
-
-    async def _adapter(self, verb: str, name: str, **arguments: Any) -> AdapterRecord:
-        adapter: AdapterRecord = await self._administer(verb, {"name": name, **arguments})
-        return adapter
+        return (await self.administer(SeedAdapter(lora, info, self._application))).lora
 
 
 @contextmanager

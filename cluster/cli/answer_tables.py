@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from lorafleet.client.places import AdapterPlaces
 from lorafleet.client.results import Adapter, AdapterPage, Prefetched, Removed, Split, Verified
 
-Answer = Adapter | AdapterPage | Prefetched | Removed | Verified
+_TIERS = {"gpu": "GPU", "cpu": "host memory", "coming": "on its way to the GPU"}
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "m"))  # Seconds in a unit, and its letter.
 _SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedAdapter:
+    """An adapter with the replicas where it is resident."""
+
+    adapter: Adapter
+    places: AdapterPlaces | None  # None: unknown.
+
+
+Answer = Adapter | AdapterPage | PlacedAdapter | Prefetched | Removed | Verified
 
 
 def in_words(answer: Answer, now_s: float | None = None) -> str:
@@ -18,6 +31,8 @@ def in_words(answer: Answer, now_s: float | None = None) -> str:
     match answer:
         case Adapter():
             return _one_adapter(answer, now_s)
+        case PlacedAdapter():
+            return _one_adapter(answer.adapter, now_s) + ("" if answer.places is None else _resident(answer.places))
         case AdapterPage():
             return _page(answer, now_s)
         case Removed():
@@ -75,6 +90,17 @@ def _one_adapter(adapter: Adapter, now_s: float) -> str:
         ),
     )
     return f"{adapter.id}{owner}{pinned}{removing}\n\n{versions}\n\n{aliases}"
+
+
+def _resident(places: AdapterPlaces) -> str:
+    rows = [
+        (replica, str(version.number), _TIERS.get(tier, tier))
+        for version in places.versions
+        for replica, tier in sorted(version.tiers.items())
+    ]
+    if not rows:
+        return "\n\nNo replica has it in memory; it is loaded with its next request."
+    return "\n\n" + _table(("REPLICA", "VERSION", "RESIDENT IN"), rows)
 
 
 def _split(split: Split) -> str:

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, REMOVE_S, URL_VARIABLE, AdminClient
-from lorafleet.client.calls import PushOptions
+from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, AdminClient, PushOptions
 from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
-from lorafleet.cluster.cli.answer_tables import in_words
+from lorafleet.client.places import AdapterPlaces
+from lorafleet.cluster.cli.answer_tables import PlacedAdapter, in_words
 from lorafleet.cluster.cli.cli_tools import fail
+from lorafleet.cluster.cli.upload_progress import upload_progress
+from lorafleet.protocol.admin_verbs import REMOVE_S
 
 adapters = typer.Typer(help="Administer the adapters of a running server.", no_args_is_help=True)
 
@@ -66,8 +68,19 @@ def list_adapters(
 
 @adapters.command("show")
 def show(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "", output: Output = "table") -> None:
-    """Shows an adapter's versions, its aliases with their history, and its pins."""
-    print_answer(url, admin_key, output, lambda client: client.show(name))
+    """Shows an adapter's versions, its aliases with their history, its pins, and the replicas where it is resident."""
+    if output == "json":
+        print_answer(url, admin_key, output, lambda client: client.show(name))
+    else:
+        print_answer(url, admin_key, output, lambda client: PlacedAdapter(client.show(name), _places(client, name)))
+
+
+def _places(client: AdminClient, name: str) -> AdapterPlaces | None:
+    """Returns where the adapter is, or None if the server does not say it, as for a key without the scope infer."""
+    try:
+        return client.places(name)
+    except APIError:
+        return None
 
 
 @adapters.command("alias")
@@ -166,7 +179,7 @@ def print_answer(url: str, key: str, output: str, call: Callable[[AdminClient], 
     output: "table" for the text of answer_tables, "json" for all fields.
     """
     try:
-        with AdminClient(url, key) as client:
+        with upload_progress(output) as on_upload, AdminClient(url, key, on_upload=on_upload) as client:
             answer = call(client)
     except APIStatusError as error:
         fail(f"{error.status_code}: {error.message}")

@@ -33,6 +33,7 @@ from lorafleet.cluster.directory.directory_messages import Progress
 from lorafleet.cluster.directory.directory_socket import Address, DirectoryConnection, DirectoryServer
 from lorafleet.cluster.directory.placer import ROUND_S
 from lorafleet.cluster.serve.state_folder import state_folder
+from lorafleet.protocol.admin_verbs import Verb
 from lorafleet.protocol.errors import LorafleetError
 
 NAMESPACE = "lorafleet"
@@ -100,11 +101,10 @@ class DirectoryActor:
     async def ask(self, call: DirectoryCall[T]) -> T:
         return await call.answered_by(self._directory)
 
-    async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
-        """Calls a public method of Administration, once the catalogue is loaded."""
-        assert not verb.startswith("_"), verb
+    async def administer(self, verb: Verb[T]) -> T:
+        """Carries out a verb of administration, once the catalogue is loaded."""
         await self._directory.until_loaded()
-        return await getattr(self._administration, verb)(**arguments)
+        return await self._administration.carry_out(verb)
 
     async def look(self, call: ConsoleCall[T]) -> T:
         await self._directory.until_loaded()
@@ -221,8 +221,8 @@ class RemoteDirectory:
     async def look(self, call: ConsoleCall[T]) -> T:
         return await _result(self._actor.look.remote(call))
 
-    async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
-        return await _result(self._actor.administer.remote(verb, arguments), ADMINISTER_S)
+    async def administer(self, verb: Verb[T]) -> T:
+        return await _result(self._actor.administer.remote(verb), ADMINISTER_S)
 
     def close(self) -> None:
         if self._connection is not None:

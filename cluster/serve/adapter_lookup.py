@@ -20,6 +20,7 @@ from lorafleet.api.backend import StorageLimits
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.directory.directory_messages import Order
 from lorafleet.cluster.directory.membership import Membership
+from lorafleet.protocol.admin_verbs import PushTerms, RemoveAdapter
 from lorafleet.protocol.errors import AdapterExists, InvalidAdapterName, ModelNotFound, QueueFull
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, adapter_number, turn_group
 from lorafleet.protocol.names import check_adapter_name, check_full_name, tenant_of
@@ -133,14 +134,8 @@ class DirectoryCatalog:
         # Loading rejects an unusable adapter by its header, before its files, however large, are copied into the store.
         async with self._turn(name, turn_group(tenant_of(name), None)):
             await self._engine.load_adapter(LoRARequest(name, adapter_number(name), path, within=within))
-        await self._admin.push_folder(
-            name,
-            path,
-            within=within,
-            replace=load_inplace,
-            max_adapters=limits.adapters,
-            max_bytes=limits.num_bytes,
-        )
+        terms = PushTerms(path, load_inplace, max_adapters=limits.adapters, max_bytes=limits.num_bytes)
+        await self._admin.push_folder(name, path, terms, within)
         return await self.resolve(name)
 
     async def read_at_start(self, name: str, path: str, base_model_name: str | None) -> tuple[LoRARequest, AdapterInfo]:
@@ -157,7 +152,7 @@ class DirectoryCatalog:
         """Removes the adapter from every replica. Its bytes are freed when its requests have ended."""
         if await self.known(name) is None:
             raise _not_found(name)
-        await self._admin.remove(name, wait_s=0)
+        await self._admin.administer(RemoveAdapter(name, wait_s=0))
 
     def _is_missing(self, name: str) -> bool:
         return self._clock() - self._missed_at.get(name, -MISS_S) < MISS_S

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TypeVar
 
 from lorafleet.cluster.catalogue.catalogue_store import open_store
 from lorafleet.cluster.catalogue.log_end import LogEnd
@@ -19,9 +19,10 @@ from lorafleet.cluster.directory.directory_messages import Order
 from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.directory.membership import CHANGE_S, READ_S, Membership
 from lorafleet.cluster.quality.monitor import TURN_S
+from lorafleet.protocol.admin_verbs import TakeLease, Verb
 from lorafleet.protocol.lora_request import AdapterInfo
 
-READING_VERBS = {"list_adapters", "show", "take_turn"}  # Administration calls that answer at once.
+AnswerT = TypeVar("AnswerT")
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -38,14 +39,13 @@ class DirectoryLink:
         log_end = LogEnd(lambda: open_store(place.uri))
         self.membership = Membership(self._directory, replica_id, execute, log_end=log_end)
 
-    async def administer(self, verb: str, arguments: dict[str, Any]) -> Any:
-        limit_s = READ_S if verb in READING_VERBS else CHANGE_S
-        return await self.membership.call(lambda _: self._directory.administer(verb, arguments), limit_s)
+    async def administer(self, verb: Verb[AnswerT]) -> AnswerT:
+        limit_s = READ_S if verb.quick else CHANGE_S
+        return await self.membership.call(lambda _: self._directory.administer(verb), limit_s)
 
     async def take_quality_turn(self) -> bool:
         """Takes or renews the lease of the replica that runs the quality probes."""
-        turn = {"task": "quality", "replica_id": self._replica_id, "for_s": TURN_S}
-        return bool(await self.administer("take_turn", turn))
+        return await self.administer(TakeLease("quality", self._replica_id, TURN_S))
 
     async def view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
         return await self.membership.call(lambda _: self._directory.look(ViewCall(query, viewer)))

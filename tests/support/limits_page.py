@@ -26,9 +26,11 @@ from lorafleet.api.text import (
     tokenizers,
     tokenizing,
 )
-from lorafleet.cluster.admin import administration
-from lorafleet.cluster.admin.admin_api import MAX_TAR_HEADERS, MAX_UPLOAD_BYTES, admin_routes
+from lorafleet.cluster.admin import removals, replica_orders
+from lorafleet.cluster.admin.admin_api import admin_routes
 from lorafleet.cluster.admin.pushing import PUSHES
+from lorafleet.cluster.admin.upload_tar import MAX_TAR_HEADERS, MAX_UPLOAD_BYTES
+from lorafleet.cluster.admin.verification import VERIFICATIONS
 from lorafleet.cluster.catalogue import catalogue, catalogue_records
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console import directory_view, state_api
@@ -337,7 +339,7 @@ ADAPTERS = [
         flag("lora_cache_bytes"),
         "the one used longest ago goes",
     ),
-    Limit("versions of an adapter", administration.MAX_VERSIONS, "", "the oldest that no alias stands for goes"),
+    Limit("versions of an adapter", removals.MAX_VERSIONS, "", "the oldest that no alias stands for goes"),
     Limit("aliases of an adapter, its own name among them", catalogue_records.MAX_ALIASES, "", "400, names the field"),
     Limit(
         "record of an adapter: versions with their metadata, aliases with their moves",
@@ -351,7 +353,7 @@ ADAPTERS = [
     ),
 ]
 SERVER = [
-    Limit("adapters on a page of `/v1/adapters`", administration.MAX_ADAPTERS_LISTED, "", REFUSED),
+    Limit("adapters on a page of `/v1/adapters`", limits.MAX_ADAPTERS_LISTED, "", REFUSED),
     Limit("adapters on a page of the console", state_api.MAX_ADAPTERS, "", REFUSED),
     Limit("text that the console searches for", chars(state_api.MAX_SEARCH_CHARS), "", REFUSED),
     Limit("searches of the console at a time", directory_view.SEARCHES.running, "", "they wait"),
@@ -359,9 +361,9 @@ SERVER = [
     Limit("uploads of one tenant at a time", request_admission.MAX_UPLOADS, "", BUSY),
     Limit("pushes that a replica copies at a time", PUSHES.running, "", "they wait"),
     Limit("pushes of one tenant that wait", PUSHES.waiting, "", BUSY),
-    Limit("versions that are verified at a time", administration.VERIFICATIONS.running, "", "they wait"),
-    Limit("verifications of one tenant that wait", administration.VERIFICATIONS.waiting, "", BUSY),
-    Limit("load of an adapter on a replica", seconds(administration.ORDER_S), "", "503 `overloaded`"),
+    Limit("versions that are verified at a time", VERIFICATIONS.running, "", "they wait"),
+    Limit("verifications of one tenant that wait", VERIFICATIONS.waiting, "", BUSY),
+    Limit("load of an adapter on a replica", seconds(replica_orders.ORDER_S), "", "503 `overloaded`"),
     Limit("administrative call that changes something", seconds(membership.CHANGE_S), "", "503, with Retry-After"),
     Limit("names that resolvers have found, remembered by the directory", adapter_names.MAX_FOUND, "", INTERNAL),
     Limit("names that a replica has copies of", name_copies.MAX_COPIES, "", INTERNAL),

@@ -149,13 +149,11 @@ async def _catalogue(
     administration = Administration(directory, [BASE])
     administration.resume()
 
-    async def administer(verb: str, arguments: dict[str, Any]) -> Any:
-        return await getattr(administration, verb)(**arguments)
-
     membership = Membership(directory, "r0", lambda order: obey(engine, order))
     await membership.start()
     await membership.become_ready()
-    admin = AdapterAdmin(administer, directory.catalogue.store, [BASE], "tests", lambda path: nullcontext(Path(path)))
+    store = directory.catalogue.store
+    admin = AdapterAdmin(administration.carry_out, store, [BASE], "tests", lambda path: nullcontext(Path(path)))
     try:
         yield directory, membership, admin
     finally:

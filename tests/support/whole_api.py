@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -43,14 +42,11 @@ async def serving(front: AppState, folder: Path) -> AsyncIterator[WholeApi]:
     await directory.load()
     administration = Administration(directory, ["llama"])
 
-    async def administer(verb: str, arguments: dict[str, Any]) -> Any:
-        return await getattr(administration, verb)(**arguments)
-
     async def take_turn() -> bool:
         return False
 
     store = directory.catalogue.store
-    admin = AdapterAdmin(administer, store, ["llama"], "run", lambda path: nullcontext(Path(path)))
+    admin = AdapterAdmin(administration.carry_out, store, ["llama"], "run", lambda path: nullcontext(Path(path)))
     quality = QualityMonitor(front, QualityProbes(100.0, ()), QualityBook(store), take_turn)
     front.access = Access(Gate(OPERATOR))
     api = build_api(lambda: front, [*admin_routes(admin), *QualityApi(quality).routes()])

@@ -1,130 +1,70 @@
-"""What an upload may hold: an uncompressed tar of an adapter's two files; nothing in it costs more than its bytes."""
+"""The HTTP routes of administration are derived from its verbs, and each route's schema has the verb's fields."""
 
 from __future__ import annotations
 
-import gzip
-import io
-import tarfile
-import tracemalloc
-from collections.abc import Callable
-from pathlib import Path
+from typing import Any, get_args
 
+import httpx
+import msgspec
 import pytest
 
-from lorafleet.cluster.admin.admin_api import _unpack
-from lorafleet.protocol.errors import AdapterMalformed
+from lorafleet.api.routes.operations import TarFile, operation_of
+from lorafleet.client.http_calls import call_of
+from lorafleet.cluster.admin.admin_api import admin_routes
+from lorafleet.protocol import admin_verbs as verbs
+from lorafleet.protocol.admin_verbs import DirectoryVerb, HttpVerb, PassedOnVerb, Verb, route_of
 
-
-def tar_of(fill: Callable[[tarfile.TarFile], object], form: int = tarfile.PAX_FORMAT) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
-        fill(tar)
-    return buffer.getvalue()
-
-
-def put(tar: tarfile.TarFile, name: str, data: bytes = b"{}", **fields: object) -> None:
-    entry = tarfile.TarInfo(name)
-    entry.size = len(data)
-    for field, value in fields.items():
-        setattr(entry, field, value)
-    tar.addfile(entry, io.BytesIO(data))
-
-
-def both(tar: tarfile.TarFile) -> None:
-    put(tar, "adapter_config.json", mtime=1.5)  # a time that takes a description of its own
-    put(tar, "adapter_model.safetensors", b"weights")
-
-
-def sparse_tar() -> bytes:
-    """GNU's old sparse format: one header that stands for a terabyte of zeros."""
-    header = bytearray(tarfile.TarInfo("adapter_config.json").tobuf(tarfile.GNU_FORMAT))
-    header[156:157] = tarfile.GNUTYPE_SPARSE
-    header[386:398] = header[398:410] = b"00000000000\0"
-    header[483:495] = tarfile.itn(1 << 40, 12, tarfile.GNU_FORMAT)  # type: ignore[attr-defined]
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header) + bytes(1024)
-
-
-HOSTILE: dict[str, Callable[[], bytes]] = {
-    "no tar": lambda: b"x" * 2000,
-    "nothing": lambda: b"",
-    "compressed": lambda: gzip.compress(tar_of(both)),
-    "a bomb, compressed": lambda: gzip.compress(bytes(50 << 20)),
-    "a path that climbs": lambda: tar_of(lambda tar: put(tar, "../adapter_config.json")),
-    "an absolute path": lambda: tar_of(lambda tar: put(tar, "/etc/adapter_config.json")),
-    "a folder": lambda: tar_of(lambda tar: put(tar, "adapter_config.json", b"", type=tarfile.DIRTYPE)),
-    "a symlink": lambda: tar_of(
-        lambda tar: put(tar, "adapter_config.json", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd")
-    ),
-    "a hard link": lambda: tar_of(
-        lambda tar: put(tar, "adapter_config.json", b"", type=tarfile.LNKTYPE, linkname="/etc/passwd")
-    ),
-    "a device": lambda: tar_of(lambda tar: put(tar, "adapter_config.json", b"", type=tarfile.CHRTYPE)),
-    "a FIFO": lambda: tar_of(lambda tar: put(tar, "adapter_config.json", b"", type=tarfile.FIFOTYPE)),
-    "code": lambda: tar_of(lambda tar: put(tar, "evil.py")),
-    "one file twice": lambda: tar_of(lambda tar: [put(tar, "adapter_config.json") for _ in range(2)]),
-    "a terabyte of holes": sparse_tar,
-    "holes by description": lambda: tar_of(
-        lambda tar: put(
-            tar, "adapter_config.json", pax_headers={"GNU.sparse.map": "0,1", "GNU.sparse.size": str(1 << 40)}
-        )
-    ),
-    "a long description": lambda: tar_of(
-        lambda tar: put(tar, "adapter_config.json", pax_headers={"comment": "x" * (32 << 20)})
-    ),
-    "a long name": lambda: tar_of(lambda tar: put(tar, "a" * (1 << 20)), tarfile.GNU_FORMAT),
-    "a million entries": lambda: bytes(tarfile.TarInfo("adapter_config.json").tobuf()) * 1000,
-    "a number that is none": lambda: tar_of(
-        lambda tar: put(tar, "adapter_config.json", pax_headers={"GNU.sparse.size": "many", "size": "many"})
-    ),
-    "a sparse map of what is no number": lambda: tar_of(
-        lambda tar: put(tar, "adapter_config.json", pax_headers={"GNU.sparse.map": "a,b", "GNU.sparse.size": "1"})
-    ),
-    "a name that is no text": lambda: tar_of(lambda tar: put(tar, "\udcff" * 90), tarfile.USTAR_FORMAT),
-    "a negative size": lambda: tarfile.TarInfo("adapter_config.json").tobuf(tarfile.GNU_FORMAT)[:124] + b"\xff" * 388,
+ROUTES = {
+    (method, path.replace(":path", "")): operation_of(handler)
+    for method, path, _, handler in admin_routes(None)  # type: ignore[arg-type]  # only described here
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_upload_is_refused_and_costs_no_more_than_its_bytes(tmp_path: Path, case: str) -> None:
-    packed = io.BytesIO(HOSTILE[case]())
-    target = tmp_path / "unpacked"
-    target.mkdir()
-    tracemalloc.start()
-    try:
-        with pytest.raises(AdapterMalformed, match="upload") as refused:
-            _unpack(packed, target)
-        assert len(refused.value.message.encode()) < 600 and str(tmp_path) not in refused.value.message
-        assert tracemalloc.get_traced_memory()[1] < 4 << 20
-    finally:
-        tracemalloc.stop()
-    assert sum(file.stat().st_size for file in target.iterdir()) < 100
-    assert [file.name for file in tmp_path.iterdir()] == ["unpacked"]
+@pytest.mark.parametrize("kind", get_args(HttpVerb))
+def test_a_verb_has_a_route_that_takes_its_fields(kind: type[Verb[Any]]) -> None:
+    route = route_of(kind)
+    operation = ROUTES[route.method, route.path]
+    assert operation is not None and operation.summary == route.summary
+    model = operation.query if operation.body in (None, TarFile) else operation.body
+    fields = set() if model is None else set(model.model_fields)  # type: ignore[union-attr]
+    own = {field.name for field in msgspec.structs.fields(kind)} - set(route.in_path)
+    assert own <= fields, route
+    assert own == fields or route.method == "DELETE", route  # two verbs share it
 
 
-@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
-def test_the_two_files_of_an_adapter_are_unpacked(tmp_path: Path, form: int) -> None:
-    _unpack(io.BytesIO(tar_of(both, form)), tmp_path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {
-        "adapter_config.json": b"{}",
-        "adapter_model.safetensors": b"weights",
-    }
+def test_no_route_is_anything_else_than_a_verb() -> None:
+    assert set(ROUTES) == {(route_of(kind).method, route_of(kind).path) for kind in get_args(HttpVerb)}
 
 
-def test_a_tar_is_read_no_further_than_its_entries_may_go(tmp_path: Path) -> None:
-    packed = io.BytesIO(HOSTILE["a million entries"]())
-    with pytest.raises(AdapterMalformed, match="more than 36 entries"):
-        _unpack(packed, tmp_path)
-    assert packed.tell() < 40 * tarfile.BLOCKSIZE
+@pytest.mark.parametrize("kind", get_args(DirectoryVerb))
+def test_a_verb_that_is_not_passed_on_is_not_reachable_over_http(kind: type[Verb[Any]]) -> None:
+    assert (kind.http is None) == (kind not in get_args(PassedOnVerb))
 
 
-def test_the_files_of_an_adapters_language_come_along(tmp_path: Path) -> None:
-    def with_language(tar: tarfile.TarFile) -> None:
-        both(tar)
-        put(tar, "tokenizer.json")
-        put(tar, "chat_template.jinja", b"{{ messages }}")
-
-    _unpack(io.BytesIO(tar_of(with_language)), tmp_path)
-    assert (tmp_path / "chat_template.jinja").read_bytes() == b"{{ messages }}"
-    assert (tmp_path / "tokenizer.json").read_bytes() == b"{}"
+@pytest.mark.parametrize(
+    ("verb", "method", "url", "body"),
+    [
+        (verbs.ListAdapters("a", 5), "GET", "/v1/adapters?after=a&limit=5", None),
+        (verbs.ShowAdapter("org/sql 1"), "GET", "/v1/adapters/org/sql%201", None),
+        (verbs.RollBackAlias("sql"), "POST", "/v1/adapters/sql/rollback", b"{}"),
+        (verbs.PinAdapter("sql", 2), "POST", "/v1/adapters/sql/pin", b'{"replicas":2}'),
+        (
+            verbs.MoveAlias.to("sql", {1: 9.0}, "b"),
+            "POST",
+            "/v1/adapters/sql/alias",
+            b'{"alias":"b","split":{"1":9.0}}',
+        ),
+        (verbs.PushAdapter("sql", "/x", pin=1), "POST", "/v1/adapters", b'{"name":"sql","source":"/x","pin":1}'),
+        (verbs.RemoveAdapter("sql", 2.5), "DELETE", "/v1/adapters/sql?wait_s=2.5", None),
+        (
+            verbs.UploadAdapter("sql", "/x", verbs.PushOptions(replicas=2)),
+            "PUT",
+            "/v1/adapters/sql/files?source=%2Fx&options=%7B%22replicas%22%3A2%7D",
+            None,
+        ),
+    ],
+)
+def test_a_client_sends_a_verb_as_it_is(verb: Verb[object], method: str, url: str, body: bytes | None) -> None:
+    call = call_of(verb)
+    assert (call.method, call.body) == (method, body)
+    assert httpx.URL(call.path, params=call.query) == httpx.URL(url)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster.admin import administration as administration_module
-from lorafleet.cluster.admin.administration import Administration, Pushed
+from lorafleet.cluster.admin import removals as removals_module
+from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.catalogue import catalogue as catalogue_module
 from lorafleet.cluster.catalogue import catalogue_records as records_module
 from lorafleet.cluster.catalogue.catalogue import Catalogue
@@ -23,6 +23,7 @@ from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
+from lorafleet.protocol.admin_verbs import PushBytes, PushTerms, RegisterAdapter, VerifyAdapter
 from lorafleet.protocol.errors import (
     AdapterChanged,
     AdapterError,
@@ -57,8 +58,9 @@ class Cluster:
 
     async def restart(self) -> None:
         """What the process was at dies with it."""
-        for task in list(self.admin._freeing.values()):
-            task.cancel()
+        for task in asyncio.all_tasks():
+            if task.get_name().startswith("removal of"):
+                task.cancel()
         await self.start()
 
     async def start(self) -> None:
@@ -69,7 +71,7 @@ class Cluster:
     async def push(self, name: str, path: str, **options: Any) -> AdapterRecord:
         digest = folder_digest(Path(path))
         self.directory.catalogue.store.put_files(digest, Path(path))
-        return await self.admin.push(Pushed(name, digest, path, **options))
+        return await self.admin.push(RegisterAdapter(name, digest, PushTerms(path, **options)))
 
     @property
     def stored(self) -> set[str]:
@@ -246,7 +248,7 @@ async def test_bytes_that_another_adapter_has_too_stay(cluster: Cluster, make: A
 async def test_old_versions_go_when_there_are_too_many_but_never_served_ones(
     cluster: Cluster, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(administration_module, "MAX_VERSIONS", 3)
+    monkeypatch.setattr(removals_module, "MAX_VERSIONS", 3)
     async with cluster.replicas(Engine()):
         await cluster.push("sql", make("v1"))
         await cluster.admin.alias("sql", [Share(1, 1.0)], "stable")
@@ -300,8 +302,9 @@ async def test_a_name_cannot_be_two_adapters(cluster: Cluster, make: Any) -> Non
 
 async def test_weights_from_memory_are_stored_and_served_as_a_folders_are(cluster: Cluster) -> None:
     async with cluster.replicas(Engine()) as view:
-        pushed = await cluster.admin.push_bytes("sql", b"weights", {"r": 8}, {"metadata": {"step": "100"}})
+        terms = PushTerms("memory", metadata={"step": "100"})
+        pushed = await cluster.admin.carry_out(PushBytes("sql", b"weights", '{"r": 8}', terms))
         [version] = pushed.versions
         assert (version.source, version.metadata, cluster.stored) == ("memory", {"step": "100"}, {version.digest})
         assert (await view.resolve("sql")).digest == version.digest
-        assert await cluster.admin.verify("sql") == [version]
+        assert (await cluster.admin.carry_out(VerifyAdapter("sql"))).verified == [1]

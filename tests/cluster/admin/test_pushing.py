@@ -17,6 +17,8 @@ from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, VersionRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.protocol.adapter_files import folder_digest
+from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter, Verb
 from lorafleet.protocol.errors import QueueFull, StoreRefused
 from lorafleet.protocol.names import full_name
 
@@ -36,8 +38,9 @@ class SlowSource:
         yield self._folder
 
 
-async def administered(_: str, arguments: dict[str, Any]) -> Any:
-    return arguments["pushed"].name
+async def administered(verb: Verb[Any]) -> Any:
+    assert isinstance(verb, RegisterAdapter)
+    return verb.name
 
 
 @pytest.fixture
@@ -62,10 +65,11 @@ async def test_one_tenant_s_slow_pushes_keep_neither_another_s_nor_other_work_wa
     admin: AdapterAdmin, source: SlowSource
 ) -> None:
     loud = [
-        asyncio.create_task(admin.push_folder(full_name("loud", f"a{number}"), "/slow"))
+        asyncio.create_task(admin.push_folder(full_name("loud", f"a{number}"), "/slow", PushTerms("/slow")))
         for number in range(PUSHES.running_of_one + PUSHES.waiting + 2)
     ]
-    assert await admin.push_folder(full_name("quiet", "a"), "/fast") == full_name("quiet", "a")
+    quiet: object = await admin.push_folder(full_name("quiet", "a"), "/fast", PushTerms("/fast"))
+    assert quiet == full_name("quiet", "a")
     assert await asyncio.to_thread(lambda: "the replica's own threads are free")
     refused = [one for one in loud if one.done()]
     assert len(refused) == 2 and all(isinstance(one.exception(), QueueFull) for one in refused)
@@ -82,32 +86,45 @@ async def test_a_full_temporary_folder_refuses_the_push_and_says_so(
 
     monkeypatch.setattr("lorafleet.cluster.admin.pushing.stage", fail)
     with pytest.raises(StoreRefused, match="temporary folder: No space left"):
-        await admin.push_folder("a", "/fast")
+        await admin.push_folder("a", "/fast", PushTerms("/fast"))
 
 
-async def test_one_tenant_s_verifications_keep_nobody_else_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    catalogue = Catalogue(FolderStore(tmp_path))
+class SlowStore(FolderStore):
+    """Files with the digest `slow` do not arrive before `released` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.slow = ""
+        self.released = threading.Event()
+
+    def fetch_files(self, digest: str, target: Path) -> None:
+        if digest == self.slow:
+            self.released.wait()
+        super().fetch_files(digest, target)
+
+
+async def test_one_tenant_s_verifications_keep_nobody_else_waiting(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path / "store")
+    catalogue = Catalogue(store)
     directory = AdapterDirectory(catalogue)
     await directory.load()
     for tenant in ("loud", "quiet"):
+        folder = tmp_path / tenant
+        folder.mkdir()
+        for file_name in ("adapter_config.json", "adapter_model.safetensors"):
+            (folder / file_name).write_text(tenant)
+        digest = folder_digest(folder)
+        store.put_files(digest, folder)
         name = full_name(tenant, "a")
-        made = AdapterRecord(name, (VersionRecord(1, f"{tenant}'s", "upload", 8, 10, 1.0),), tenant=tenant)
+        made = AdapterRecord(name, (VersionRecord(1, digest, "upload", 8, 10, 1.0),), tenant=tenant)
         await catalogue.change(name, lambda _, made=made: made)
-    released = threading.Event()
-
-    def read(_: Administration, version: VersionRecord) -> str:
-        if version.digest == "loud's":
-            released.wait()
-        return version.digest
-
-    monkeypatch.setattr(Administration, "_read_again", read)
+        if tenant == "loud":
+            store.slow = digest
     admin = Administration(directory, ["base"])
     try:
         loud = [asyncio.create_task(admin.verify(full_name("loud", "a"))) for _ in range(8)]
-        assert [one.number for one in await admin.verify(full_name("quiet", "a"))] == [1]
-        assert not any(one.done() for one in loud)
+        assert [version.number for version in await admin.verify(full_name("quiet", "a"))] == [1]
+        assert not any(task.done() for task in loud)
     finally:
-        released.set()
+        store.released.set()
     await asyncio.gather(*loud)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster.admin.administration import Administration, Pushed
+from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.catalogue import stored_files as stored_files_module
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_files import folder_digest
@@ -21,6 +21,7 @@ from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.s3_store import S3Store
 from lorafleet.cluster.catalogue.stored_files import StoredFiles
 from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter
 from lorafleet.protocol.errors import AdapterMissing, LorafleetError, OutcomeUnknown, StoreError
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from memory_s3 import MemoryS3, lost_answer
@@ -116,7 +117,7 @@ class Server:
     async def push(self, name: str, weights: str) -> AdapterRecord:
         digest = folder_digest(Path(self.make(weights)))
         await asyncio.to_thread(self.store.put_files, digest, Path(self.make(weights)))
-        return await self.admin.push(Pushed(name, digest, "here"))
+        return await self.admin.push(RegisterAdapter(name, digest, PushTerms("here")))
 
 
 @asynccontextmanager
@@ -271,7 +272,7 @@ async def test_files_stay_while_another_server_is_about_to_register_them(
             assert store.has_files(digest)
         assert await StoredFiles(one.directory.catalogue).delete_unless_named(digest)
         with pytest.raises(AdapterMissing):
-            await two.admin.push(Pushed("yours", digest, "here"))
+            await two.admin.push(RegisterAdapter("yours", digest, PushTerms("here")))
 
 
 async def test_files_without_a_name_are_collected_when_they_are_old_and_no_others(

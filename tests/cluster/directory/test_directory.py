@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -31,6 +31,7 @@ from lorafleet.cluster.directory.residency import Report, RouteView
 from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad, Tier
 from lorafleet.cluster.serve import adapter_lookup as catalog_module
 from lorafleet.cluster.serve.adapter_lookup import SEARCHES, DirectoryCatalog, obey
+from lorafleet.protocol.admin_verbs import Verb
 from lorafleet.protocol.errors import (
     AdapterExists,
     AdapterMissing,
@@ -81,6 +82,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 D = TypeVar("D", bound=AdapterDirectory)
+T = TypeVar("T")
 
 
 async def loaded(directory: D) -> D:
@@ -139,8 +141,8 @@ class Folder:
 async def replica(
     directory: AdapterDirectory, name: str, engine: Engine, folder: Folder | None = None
 ) -> AsyncIterator[DirectoryCatalog]:
-    async def administer(verb: str, arguments: dict[str, Any]) -> Any:
-        return await getattr(Administration(directory, ["base"]), verb)(**arguments)
+    async def administer(verb: Verb[T]) -> T:
+        return await Administration(directory, ["base"]).carry_out(verb)
 
     membership = Membership(directory, name, lambda order: obey(engine, order), timing=directory.timing)
     await membership.start()

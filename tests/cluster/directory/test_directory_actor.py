@@ -25,6 +25,7 @@ from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.directory.residency import RouteView
 from lorafleet.cluster.routing.routing import ReplicaChooser, Tier
 from lorafleet.cluster.serve.reporting import keep_reporting
+from lorafleet.protocol.admin_verbs import ListAdapters, RemoveAdapter, SeedAdapter
 from lorafleet.protocol.errors import DirectoryUnavailable
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import EngineStats
@@ -160,13 +161,13 @@ async def test_two_directories_of_one_catalogue_soon_see_what_the_other_has_writ
     places = [DirectoryPlace(app, "/model", str(tmp_path), ("base",), fill_cpu_loras=False) for app in ("one", "two")]
     one, two = [get_or_create(place) for place in places]
     lora = LoRARequest("sql", 1, "/sql", "digest")
-    await one.administer("seed", {"lora": lora, "info": AdapterInfo("digest", 8, 1, []), "application": "run"})
+    await one.administer(SeedAdapter(lora, AdapterInfo("digest", 8, 1, []), "run"))
     deadline = time.monotonic() + PATIENCE_S
-    while not await two.administer("list_adapters", {}):
+    while not (await two.administer(ListAdapters())).data:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
-    await one.administer("remove", {"name": "sql"})
-    while await two.administer("list_adapters", {}):
+    await one.administer(RemoveAdapter("sql"))
+    while (await two.administer(ListAdapters())).data:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
 
@@ -179,7 +180,7 @@ async def test_a_stopped_directory_keeps_nobody_waiting_and_known_names_are_serv
     member = Membership(directory, "r0", obey, log_end=LogEnd(lambda: FolderStore(tmp_path)), timing=timing)
     await member.start()
     lora = LoRARequest("sql", 1, "/sql", "digest")
-    await directory.administer("seed", {"lora": lora, "info": AdapterInfo("digest", 8, 1, []), "application": "run"})
+    await directory.administer(SeedAdapter(lora, AdapterInfo("digest", 8, 1, []), "run"))
     known = await member.lookup("sql")
     [process] = [one for one in directory_processes() if one.pid not in others]
     process.suspend()
@@ -203,7 +204,7 @@ async def test_a_stopped_directory_keeps_nobody_waiting_and_known_names_are_serv
 async def test_ray_s_head_does_not_remember_the_directory_s_calls(tmp_path: Path) -> None:
     """It would keep 100 000 of them, 2 KB each. What is called after them is there once they would be."""
     directory = get_or_create(DirectoryPlace("calls", "/model", str(tmp_path), ("base",), fill_cpu_loras=False))
-    await directory.administer("list_adapters", {})  # may take as long as a process takes to start
+    await directory.administer(ListAdapters())  # may take as long as a process takes to start
     await directory.ask(CountsCall())
     ray.get(ray.remote(remembered).remote())
     deadline = time.monotonic() + PATIENCE_S

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.cluster.admin.administration import Administration, Pushed
+from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.catalogue.catalogue import Catalogue, keep_reading
 from lorafleet.cluster.catalogue.catalogue_files import folder_digest
 from lorafleet.cluster.catalogue.catalogue_records import Share
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
+from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter
 from lorafleet.protocol.errors import ModelNotFound, Overloaded
 from tests.cluster.admin.test_administration import PATIENT
 from tests.cluster.directory import test_directory
@@ -37,7 +38,7 @@ class Server:
     async def push(self, name: str, path: str) -> str:
         digest = folder_digest(Path(path))
         await asyncio.to_thread(self.directory.catalogue.store.put_files, digest, Path(path))
-        await self.admin.push(Pushed(name, digest, path))
+        await self.admin.push(RegisterAdapter(name, digest, PushTerms(path)))
         return digest
 
     async def served(self, name: str) -> str | None:

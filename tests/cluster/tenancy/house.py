@@ -92,7 +92,8 @@ class House:
         await membership.start()
         await membership.become_ready()
         store = self.directory.catalogue.store
-        admin = AdapterAdmin(self._administer, store, ["base"], "run", lambda path: nullcontext(Path(path)))
+        carry_out = self.administration.carry_out
+        admin = AdapterAdmin(carry_out, store, ["base"], "run", lambda path: nullcontext(Path(path)))
         catalog = DirectoryCatalog(membership, admin, engine, ["base"], self.resolver)
         self.tenancy = tenancy = Tenancy(
             OPERATOR, self.key_file, self.folder / "usage", self.folder / "audit", "r", membership.admit
@@ -119,9 +120,6 @@ class House:
             self.front.close()
             tenancy.close()
             await engine.close()
-
-    async def _administer(self, verb: str, arguments: dict[str, Any]) -> Any:
-        return await getattr(self.administration, verb)(**arguments)
 
     async def ask(self, caller: str | None, method: str, path: str, body: Any = None, **more: Any) -> httpx.Response:
         headers = {} if caller is None else {"authorization": f"Bearer {self.keys[caller]}"}

@@ -176,8 +176,8 @@ async def test_an_outcome_that_cannot_be_written_is_no_success(house: House, fle
         assert (await house.push("acme", "sql", fleet("llama3").adapters["qv"])).status_code == 200
         remove = house.administration.remove
 
-        async def removing(**arguments: Any) -> None:
-            await remove(**arguments)
+        async def removing(name: str, wait_s: float) -> None:
+            await remove(name, wait_s)
             filled.enter_context(full_disk(house.folder / "audit"))
 
         house.administration.remove = removing  # type: ignore[method-assign]

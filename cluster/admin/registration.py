@@ -1,0 +1,216 @@
+"""Registers adapters that were pushed. A version is loaded on some replicas before any request may use it. Then it is
+written to the catalogue, and the adapter's name moves to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import msgspec
+
+from lorafleet.cluster.admin.adapter_changes import AdapterChanges
+from lorafleet.cluster.admin.removals import Removals
+from lorafleet.cluster.admin.replica_orders import ReplicaOrders
+from lorafleet.cluster.admin.storage_quota import StorageQuota
+from lorafleet.cluster.catalogue.catalogue_files import stage, stage_tensors
+from lorafleet.cluster.catalogue.catalogue_records import (
+    AdapterRecord,
+    Share,
+    VersionRecord,
+    moved,
+    next_number,
+    taken,
+    with_version,
+)
+from lorafleet.cluster.catalogue.stored_files import FileLock, StoredFiles
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter
+from lorafleet.protocol.errors import AdapterExists, AdapterMissing, LorafleetError, OutcomeUnknown, Overloaded
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.protocol.names import check_full_name, tenant_of
+
+logger = logging.getLogger("lorafleet.cluster")
+
+
+class Registration:
+    def __init__(
+        self,
+        directory: AdapterDirectory,
+        base_names: Collection[str],
+        changes: AdapterChanges,
+        replicas: ReplicaOrders,
+        files: StoredFiles,
+        removals: Removals,
+    ) -> None:
+        self._directory = directory
+        self._catalogue = directory.catalogue
+        self._base_names = base_names
+        self._changes = changes
+        self._replicas = replicas
+        self._files = files
+        self._removals = removals
+        self._quota = StorageQuota(directory.catalogue)
+
+    async def push_bytes(self, name: str, weights: bytes, config: str, terms: PushTerms) -> AdapterRecord:
+        """Pushes an adapter from memory.
+
+        Args:
+            weights: Content of a safetensors file.
+            config: Content of adapter_config.json.
+        """
+        return await self._stage_and_push(
+            name, lambda folder: stage_tensors(weights, json.loads(config), folder), terms
+        )
+
+    async def push_folder(self, name: str, path: str, terms: PushTerms) -> AdapterRecord:
+        """Pushes an adapter from a folder that this process can read."""
+        return await self._stage_and_push(name, lambda folder: stage(Path(path), folder), terms)
+
+    async def _stage_and_push(self, name: str, fill: Callable[[Path], str], terms: PushTerms) -> AdapterRecord:
+        def put_files() -> str:
+            with tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
+                digest = fill(Path(folder))
+                self._catalogue.store.put_files(digest, Path(folder))
+                return digest
+
+        check_full_name(name, self._base_names)
+        return await self.push(RegisterAdapter(name, await asyncio.to_thread(put_files), terms))
+
+    async def push(self, pushed: RegisterAdapter) -> AdapterRecord:
+        """Loads the adapter on some replicas, then registers it and moves its alias. A repeated push changes
+        nothing."""
+        check_full_name(pushed.name, self._base_names)
+        await self._removals.wait_until_freed(pushed.name)
+        try:
+            async with self._files.in_use(pushed.digest) as lock:
+                adapter = await self._load_and_register(pushed, lock)
+        except OutcomeUnknown:
+            raise  # The log may name the files, so they must stay.
+        except LorafleetError:
+            await self._removals.forget_files(pushed.digest)
+            raise
+        await self._removals.prune(adapter)
+        logger.info("adapter %s: %s pushed from %s", pushed.name, pushed.digest[:12], pushed.terms.source)
+        return self._changes.find(pushed.name)
+
+    async def _load_and_register(self, pushed: RegisterAdapter, lock: FileLock) -> AdapterRecord:
+        self._check_free(pushed)
+        if not await asyncio.to_thread(self._catalogue.store.has_files, pushed.digest):
+            raise AdapterMissing(f"the catalogue has no files with digest {pushed.digest[:12]}…; push them first.")
+        version = await self._load(pushed)
+
+        def decide(present: AdapterRecord | None) -> AdapterRecord | None:
+            lock.check()
+            self._check_free(pushed)
+            if present is not None and present.removing:
+                raise Overloaded(f"adapter {pushed.name!r} is being removed by another server. Try again in a moment.")
+            adapter = _registered(present or self._new(pushed.name), version, pushed.terms.activate)
+            if adapter == present:
+                return None
+            self._quota.check(adapter, pushed.terms)
+            return adapter
+
+        return await self._changes.change(pushed.name, decide)
+
+    async def _load(self, pushed: RegisterAdapter) -> VersionRecord:
+        """Loads the version on the replicas that the push names, and returns its record, which has no number yet."""
+        terms = pushed.terms
+        version = VersionRecord(
+            0,
+            pushed.digest,
+            terms.source,
+            0,
+            0,
+            time.time(),
+            base_model_name=terms.base_model_name,
+            metadata=terms.metadata,
+        )
+        lora = self._catalogue.state.request(pushed.name, version)
+        homes = await self._replicas.homes(pushed.name, terms.num_replicas)
+        [info, *_] = await self._replicas.order_all("load", lora, homes)
+        assert info is not None
+        return msgspec.structs.replace(version, rank=info.rank, num_bytes=info.num_bytes)
+
+    def _new(self, name: str) -> AdapterRecord:
+        removed = self._catalogue.state.removed(name)
+        return AdapterRecord(name, tenant=tenant_of(name), seeded_by=removed.seeded_by if removed else None)
+
+    def _check_free(self, pushed: RegisterAdapter) -> None:
+        self._check_owner(pushed.name)
+        if not pushed.terms.replace and self._directory.served(pushed.name) is not None:
+            raise AdapterExists(
+                f"There is an adapter {pushed.name!r} already; allow `replace` for a new version.", "name"
+            )
+
+    def _check_owner(self, name: str) -> None:
+        owner = self._catalogue.state.owner(name)
+        if owner is not None and owner.name != name:
+            raise taken(name, owner.name)
+
+    async def seed(self, lora: LoRARequest, info: AdapterInfo, application: str) -> LoRARequest | None:
+        """Registers an adapter of lora_modules that a replica has read from its own path. Known bytes add no version,
+        and new ones become a new version. Returns what its name stands for, or None if it was removed since the
+        application started."""
+
+        def decide(present: AdapterRecord | None) -> AdapterRecord | None:
+            if present is None:
+                self._check_owner(lora.lora_name)
+            elif present.seeded_by == application or present.removing:
+                return None
+            removed = self._catalogue.state.removed(lora.lora_name)
+            if removed is not None and removed.seeded_by == application:
+                return None
+            adapter = msgspec.structs.replace(present or AdapterRecord(lora.lora_name), seeded_by=application)
+            return _seeded(adapter, lora, info)
+
+        await self._catalogue.change(lora.lora_name, decide)
+        served = self._catalogue.state.served(lora.lora_name, 0)
+        return served.loras[0] if served is not None else None
+
+
+def _registered(adapter: AdapterRecord, version: VersionRecord, activate: bool) -> AdapterRecord:
+    """Returns the adapter with the version, and with its own name moved to the version if `activate` is set or the name
+    stands for nothing yet. Bytes that the adapter has already keep their number."""
+    known = _version_of(adapter, version.digest)
+    if known is None:
+        known = msgspec.structs.replace(version, number=next_number(adapter))
+        adapter = with_version(adapter, known)
+    if activate or adapter.name not in adapter.aliases:
+        return moved_unless_there(adapter, adapter.name, (Share(known.number, 1.0),))
+    return adapter
+
+
+def _seeded(adapter: AdapterRecord, lora: LoRARequest, info: AdapterInfo) -> AdapterRecord:
+    """Returns the adapter with the version that a replica has read from its own path."""
+    known = _version_of(adapter, lora.digest)
+    version = VersionRecord(
+        known.number if known else next_number(adapter),
+        lora.digest,
+        lora.lora_path,
+        info.rank,
+        info.num_bytes,
+        known.created_s if known else time.time(),
+        location=lora.lora_path,
+        base_model_name=lora.base_model_name,
+    )
+    if known is None:
+        return moved(with_version(adapter, version), lora.lora_name, (Share(version.number, 1.0),), time.time())
+    if not known.location:  # The catalogue has its files.
+        return adapter
+    versions = tuple(version if present is known else present for present in adapter.versions)
+    return msgspec.structs.replace(adapter, versions=versions)  # Its path may have changed.
+
+
+def _version_of(adapter: AdapterRecord, digest: str) -> VersionRecord | None:
+    return next((version for version in adapter.versions if version.digest == digest), None)
+
+
+def moved_unless_there(adapter: AdapterRecord, alias: str, shares: tuple[Share, ...]) -> AdapterRecord:
+    if alias in adapter.aliases and adapter.shares(alias) == shares:
+        return adapter
+    return moved(adapter, alias, shares, time.time())

@@ -1,0 +1,55 @@
+"""Chooses the replicas that load an adapter, sends them orders, and waits for their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.directory.directory_messages import OrderKind
+from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
+from lorafleet.protocol.errors import InvalidRequest, LorafleetError, Overloaded
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+
+ORDER_S = 300.0  # Seconds that a replica may take to load an adapter.
+
+
+class ReplicaOrders:
+    def __init__(self, directory: AdapterDirectory) -> None:
+        self._directory = directory
+
+    async def homes(self, name: str, count: int) -> list[str]:
+        """Returns the `count` replicas that should have the adapter. Raises InvalidRequest if there are fewer."""
+        live = await self._directory.wait_for_ready(count)
+        if not 1 <= count <= len(live):
+            raise InvalidRequest(
+                f"replicas is {count}; this cluster has {len(live)} now. Ask for 1 to {len(live)}, or add replicas.",
+                "replicas",
+            )
+        return ring_of(live).first(key_of(name), count)
+
+    async def order_all(self, kind: OrderKind, lora: LoRARequest, replicas: Iterable[str]) -> list[AdapterInfo | None]:
+        """Sends the order to the replicas and returns their answers. Raises the first error, with its replica's id, and
+        Overloaded if a replica does not answer within ORDER_S seconds."""
+        orders = {replica: self._directory.order(replica, kind, lora) for replica in replicas}
+        await asyncio.wait(orders.values(), timeout=ORDER_S)
+        for replica, answer in orders.items():
+            if not answer.done():
+                raise Overloaded(f"replica {replica} did not {kind} adapter {lora.lora_name!r} in {ORDER_S:.0f} s.")
+            error = answer.exception()
+            if isinstance(error, LorafleetError):
+                raise type(error)(f"replica {replica}: {error.message}", error.param)
+        return [answer.result() for answer in orders.values()]
+
+    async def drop_everywhere(self, lora: LoRARequest) -> None:
+        """Drops the adapter on every live replica, and waits for as long as requests use it. A replica that leaves
+        takes its copy with it."""
+        orders = [self._directory.order(replica, "drop", lora) for replica in self._directory.live()]
+        if orders:
+            await asyncio.wait(orders)
+
+
+def ring_of(replicas: Iterable[str]) -> Rendezvous:
+    """Returns a ring with equal weights, like the routers' own, so that adapters are where routers look for them
+    first."""
+    return Rendezvous(dict.fromkeys(replicas, 1.0))

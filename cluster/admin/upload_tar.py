@@ -1,0 +1,90 @@
+"""Unpacks the body of an upload: an uncompressed tar of an adapter's files, which costs no more than its bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import shutil
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO
+
+from starlette.requests import Request
+
+from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
+from lorafleet.protocol.adapter_files import (
+    BIN_NAME,
+    CONFIG_NAME,
+    LANGUAGE_NAMES,
+    MAX_CONFIG_BYTES,
+    MAX_WEIGHTS_BYTES,
+    SAFETENSORS_NAME,
+)
+from lorafleet.protocol.errors import AdapterMalformed, BodyTooLarge
+from lorafleet.protocol.limits import cut
+from lorafleet.protocol.strict_json import shown
+
+MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES + sum(LANGUAGE_NAMES.values())
+UPLOADED_NAMES = frozenset((CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *LANGUAGE_NAMES))
+
+MAX_DESCRIPTION_BYTES = 64 << 10  # Largest pax header of a file in an uploaded tar: its times and owner.
+MAX_TAR_HEADERS = 4 * len(UPLOADED_NAMES)  # A file may have several pax headers, and each of them counts.
+
+
+@asynccontextmanager
+async def unpacked(request: Request, admin: AdapterAdmin, name: str) -> AsyncIterator[Path]:
+    """Unpacks the body, a tar, into a temporary folder, and yields the folder. Only the files that stage() may read are
+    unpacked. `name` is the full name of the adapter that they belong to."""
+    with tempfile.TemporaryDirectory(prefix="lorafleet-upload-") as folder:
+        size = 0
+        with tempfile.TemporaryFile(dir=folder) as packed:
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_UPLOAD_BYTES:
+                    raise BodyTooLarge(f"The upload has more than {MAX_UPLOAD_BYTES} bytes; no adapter is that large.")
+                with as_store_error():
+                    await asyncio.to_thread(packed.write, part)
+            packed.seek(0)
+            await admin.run_in_turn(name, lambda: unpack(packed, Path(folder)))
+        yield Path(folder)
+
+
+def _check_headers(packed: IO[bytes]) -> None:
+    """Raises TarError if the tar has too many headers, or headers that are unsafe to read. tarfile reads a pax header
+    whole into memory, and fills the holes of a sparse file with as many zeros as its header of 512 bytes asks for."""
+    num_headers = 0
+    while len(block := packed.read(tarfile.BLOCKSIZE)) == tarfile.BLOCKSIZE and any(block):
+        num_headers += 1
+        if num_headers > MAX_TAR_HEADERS:
+            raise tarfile.TarError(f"it has more than {MAX_TAR_HEADERS} entries")
+        size = tarfile.nti(block[124:136])  # type: ignore[attr-defined]  # its own reader of numbers, not in the stubs
+        described = block[156:157] in (tarfile.XHDTYPE, tarfile.XGLTYPE) and 0 <= size <= MAX_DESCRIPTION_BYTES
+        if not described and (block[156:157] not in (tarfile.REGTYPE, tarfile.AREGTYPE) or size < 0):
+            raise tarfile.TarError("it has something else than files, or long descriptions of them")
+        packed.seek(-(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE, io.SEEK_CUR)
+    packed.seek(0)
+
+
+def unpack(packed: IO[bytes], folder: Path) -> None:
+    try:
+        _check_headers(packed)
+        with tarfile.open(fileobj=packed, mode="r:") as tar:
+            for member in tar:
+                content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
+                if content is None or member.name not in UPLOADED_NAMES:
+                    raise AdapterMalformed(
+                        f"the upload holds {shown(member.name)}; it must be an uncompressed tar of {CONFIG_NAME} "
+                        f"and {SAFETENSORS_NAME} (or {BIN_NAME}), and where it has them {', '.join(LANGUAGE_NAMES)}, "
+                        "without folders."
+                    )
+                if (folder / member.name).exists():
+                    raise AdapterMalformed(f"the upload holds {member.name} twice.")
+                with (folder / member.name).open("xb") as file:
+                    shutil.copyfileobj(content, file)
+    except (tarfile.TarError, ValueError) as error:  # ValueError: a malformed number in a pax header.
+        raise AdapterMalformed(
+            f"the upload is no uncompressed tar of an adapter's files: {cut(str(error))}."
+        ) from error
