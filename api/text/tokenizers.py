@@ -13,7 +13,6 @@ import tempfile
 import threading
 import weakref
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -23,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from lorafleet.api.text.token_table import TokenFacts, TokenTable
 from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
+from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.sandbox.process import SandboxEnded, SandboxLimits, SandboxProcess, command_of
 from lorafleet.sandbox.shunned import Shunned
 
@@ -149,9 +149,8 @@ class Encoders:
 
     def __init__(self, limits: TokenizerLimits | None = None, max_processes: int = MAX_ENCODERS) -> None:
         self._limits = limits or TokenizerLimits()
-        self._max_processes = max_processes
         self._lock = threading.Lock()
-        self._encoders: OrderedDict[str, _Encoder] = OrderedDict()
+        self._encoders: LRUCache[str, _Encoder] = LRUCache(max_processes, lambda _, encoder: not encoder.num_users)
         self._shunned = Shunned()
 
     def encode(self, digest: str, file: IO[bytes], text: str, add_special_tokens: bool, group: str) -> list[int]:
@@ -173,7 +172,8 @@ class Encoders:
     def close(self) -> None:
         """Ends the processes; a text that is being encoded fails."""
         with self._lock:
-            encoders, self._encoders = list(self._encoders.values()), OrderedDict()
+            encoders = [encoder for _, encoder in self._encoders.items()]
+            self._encoders.clear()
         for encoder in encoders:
             _end(encoder)
 
@@ -189,13 +189,11 @@ class Encoders:
 
     def _enter(self, digest: str) -> _Encoder:
         with self._lock:
-            encoder = self._encoders.setdefault(digest, _Encoder())
-            self._encoders.move_to_end(digest)
+            encoder = self._encoders.get(digest) or _Encoder()
             encoder.num_users += 1
-            idle = [key for key, one in self._encoders.items() if not one.num_users]
-            ended = [self._encoders.pop(key) for key in idle[: max(0, len(self._encoders) - self._max_processes)]]
-        for one in ended:
-            _end(one)
+            evicted = self._encoders.put(digest, encoder)
+        for idle in evicted:
+            _end(idle)
         return encoder
 
     def _leave(self, encoder: _Encoder) -> None:

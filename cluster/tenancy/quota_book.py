@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from lorafleet.protocol.lru_cache import LRUCache
+
 MAX_COUNTED = 10_000  # Stored `once` texts, which are of requests that two replicas reject.
 
 
@@ -84,7 +86,7 @@ class QuotaBook:
         self._requests: dict[str, _Bucket] = {}
         self._tokens: dict[str, _Bucket] = {}
         self._running: dict[str, dict[str, int]] = {}  # By replica and subject.
-        self._counted: dict[str, None] = {}  # The latest `once` texts, in order.
+        self._counted: LRUCache[str, None] = LRUCache(MAX_COUNTED)  # The latest `once` texts.
         self._charged: dict[str, dict[str, int]] = {}  # The totals that each replica sent last, by subject.
 
     def admit(
@@ -137,9 +139,7 @@ class QuotaBook:
     def _is_first(self, once: str) -> bool:
         if once in self._counted:
             return False
-        self._counted[once] = None
-        if len(self._counted) > MAX_COUNTED:
-            del self._counted[next(iter(self._counted))]
+        self._counted.put(once, None)
         return True
 
     def _fill(self, buckets: dict[str, _Bucket], subject: str, limit: int | None, now_s: float) -> None:
