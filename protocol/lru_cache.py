@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[K, V]):
-    """Values by key. put() evicts the least recently used entries beyond max_entries, but never the newest.
+    """A mapping of bounded size. put() evicts the least recently used entries beyond max_entries, but never the newest.
 
     Args:
         may_evict: Returns whether an entry may be evicted. The cache grows beyond max_entries if none may.

@@ -41,7 +41,6 @@ LARGE_CLASSES = {
     "AppArgs": 350,  # A declaration of options.
     "Engine": 405,
     "EngineClient": 255,
-    "EngineReplica": 255,
     "LoRAModelManager": 295,
     "Scheduler": 340,
     "WorkerLoRAManager": 355,

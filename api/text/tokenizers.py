@@ -143,6 +143,10 @@ class _Encoder:
     process: SandboxProcess | None = None
     num_users: int = 0
 
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.end()
+
 
 class Encoders:
     """Processes that encode texts, one for each recently used tokenizer."""
@@ -175,17 +179,14 @@ class Encoders:
             encoders = [encoder for _, encoder in self._encoders.items()]
             self._encoders.clear()
         for encoder in encoders:
-            _end(encoder)
+            encoder.end()
 
     def _ask(self, encoder: _Encoder, file: IO[bytes], job: bytes) -> bytearray:
-        if encoder.process is None:
+        process = encoder.process
+        if process is None or process.has_ended:
             settings, fd = {"tokenizer_fd": file.fileno(), "tables_bytes": self._limits.tables_bytes}, file.fileno()
-            encoder.process = SandboxProcess(command_of(PROGRAM), self._limits.encode, settings, (fd,))
-        try:
-            return encoder.process.ask(job)
-        except BaseException:
-            _end(encoder)
-            raise
+            process = encoder.process = SandboxProcess(command_of(PROGRAM), self._limits.encode, settings, (fd,))
+        return process.ask(job)
 
     def _enter(self, digest: str) -> _Encoder:
         with self._lock:
@@ -193,18 +194,12 @@ class Encoders:
             encoder.num_users += 1
             evicted = self._encoders.put(digest, encoder)
         for idle in evicted:
-            _end(idle)
+            idle.end()
         return encoder
 
     def _leave(self, encoder: _Encoder) -> None:
         with self._lock:
             encoder.num_users -= 1
-
-
-def _end(encoder: _Encoder) -> None:
-    process, encoder.process = encoder.process, None
-    if process is not None:
-        process.end()
 
 
 def _message(text: str, add_special_tokens: bool) -> bytes:

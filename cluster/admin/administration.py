@@ -12,7 +12,7 @@ import functools
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from lorafleet.cluster.directory.directory import AdapterDirectory, OrderKind
 from lorafleet.cluster.directory.slices import in_slices
 from lorafleet.cluster.directory.task_leases import TaskLeases
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
+from lorafleet.cluster.task_set import TaskSet
 from lorafleet.protocol.adapter_files import folder_digest
 from lorafleet.protocol.errors import (
     AdapterChanged,
@@ -88,7 +89,7 @@ class Administration:
         self._base_names = base_names
         self._pins: dict[tuple[str, str], LoRARequest] = {}  # Ordered pins, by replica and digest.
         self._freeing: dict[str, asyncio.Task[None]] = {}  # Removals in progress, by adapter.
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._files = StoredFiles(directory.catalogue)
         self._turns = TaskLeases()
         self._verifications = FairThreads("verifications", VERIFICATIONS)
@@ -437,7 +438,7 @@ class Administration:
         await self._change(
             adapter.name, lambda present: without_versions(self._present(adapter.name, present), numbers)
         )
-        self._keep(self._free(adapter.name, gone))
+        self._tasks.start(self._free(adapter.name, gone))
 
     # -- on replicas ----------------------------------------------------------------------------------------------
 
@@ -552,7 +553,7 @@ class Administration:
         for adapter in before:
             for version in [] if adapter.removing else adapter.versions:
                 if not self._catalogue.state.versions(version.digest):
-                    self._keep(self._drop_unless_used(adapter.name, version))
+                    self._tasks.start(self._drop_unless_used(adapter.name, version))
 
     async def _drop_everywhere(self, lora: LoRARequest) -> None:
         """Drops the adapter on every live replica, and waits for as long as requests use it. A replica that leaves
@@ -560,11 +561,6 @@ class Administration:
         asked = [self._directory.order(replica, "drop", lora) for replica in self._directory.live()]
         if asked:
             await asyncio.wait(asked)
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _moved_unless_there(adapter: AdapterRecord, alias: str, shares: tuple[Share, ...]) -> AdapterRecord:

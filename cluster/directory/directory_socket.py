@@ -14,13 +14,15 @@ import logging
 import secrets
 import socket
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from lorafleet.cluster.directory.directory import AdapterDirectory, Changes, StaleEpoch
 from lorafleet.cluster.directory.residency import Report, Routes
+from lorafleet.cluster.task_set import TaskSet
+from lorafleet.protocol.framing import FrameCutter, FrameTooLarge, framed
 from lorafleet.protocol.lora_request import LoRARequest
 
 PORTS = range(20_000, 32_000)  # Between the ports of Ray's workers and those that the system assigns.
@@ -32,8 +34,6 @@ ANSWER_S = 5.0  # Longer than any call is held: a peer that is silent for so lon
 MAX_HELLO_BYTES = 256  # Size of a frame on a connection that has not shown the secret.
 HELLO_S = 5.0  # Seconds in which a connection must show the secret.
 MAX_STRANGERS = 1024  # Connections that have not shown the secret yet; a thousand replicas may connect together.
-
-_SIZE_BYTES = 4
 
 T = TypeVar("T")
 logger = logging.getLogger("lorafleet.cluster")
@@ -128,10 +128,10 @@ class _ServerConnection(asyncio.Protocol):
         self._server = server
         self._directory = server.directory
         self._open = open_connections
-        self._frames = _Frames(MAX_HELLO_BYTES)
+        self._frames = FrameCutter(MAX_HELLO_BYTES)
         self._known = False
         self._patience: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -145,8 +145,7 @@ class _ServerConnection(asyncio.Protocol):
     def connection_lost(self, _: Exception | None) -> None:
         self._open.discard(self)
         self._is_stranger_no_more()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     def abort(self) -> None:
         self._transport.abort()
@@ -164,7 +163,7 @@ class _ServerConnection(asyncio.Protocol):
         try:
             for frame in self._frames.cut(data):
                 self._take(frame)
-        except (msgspec.MsgspecError, _BadFrame) as error:
+        except (msgspec.MsgspecError, FrameTooLarge, _UnknownSecret) as error:
             logger.warning("the adapter directory cuts a connection off: %s", error)
             self.abort()
 
@@ -173,17 +172,15 @@ class _ServerConnection(asyncio.Protocol):
             shown = _hello_decoder.decode(frame).secret.encode()  # compare_digest needs ASCII text, or bytes.
             self._known = secrets.compare_digest(shown, self._server.address.secret.encode())
             if not self._known:
-                raise _BadFrame("it does not know the secret")
+                raise _UnknownSecret("it does not know the secret")
             self._is_stranger_no_more()
-            self._frames.limit = MAX_CALL_BYTES
+            self._frames.max_bytes = MAX_CALL_BYTES
             return
         call = _call_decoder.decode(frame)
         if isinstance(call, _Report):  # A report is answered at once, since there are ten thousand a second.
             self._answer(_Answer(call.number, _raw(self._directory.accept(call.report))))
             return
-        task = asyncio.get_running_loop().create_task(self._serve(call))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._serve(call))
 
     async def _serve(self, call: _Routes | _Watch | _Join) -> None:
         directory = self._directory
@@ -205,14 +202,14 @@ class _ServerConnection(asyncio.Protocol):
 
     def _answer(self, answer: _Answer) -> None:
         if not self._transport.is_closing():
-            self._transport.write(_framed(answer))
+            self._transport.write(framed(_encoder.encode(answer)))
 
 
 class DirectoryConnection(asyncio.Protocol):
     """A connection to the directory. Its calls raise StaleEpoch, or ConnectionError if the directory is gone."""
 
     def __init__(self) -> None:
-        self._frames = _Frames(MAX_ANSWER_BYTES)
+        self._frames = FrameCutter(MAX_ANSWER_BYTES)
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[_Answer]] = {}
         self._transport: asyncio.Transport
@@ -222,7 +219,7 @@ class DirectoryConnection(asyncio.Protocol):
     async def open(cls, address: Address) -> DirectoryConnection:
         connecting = asyncio.get_running_loop().create_connection(cls, address.host, address.port)
         _, connection = await asyncio.wait_for(connecting, CONNECT_S)
-        connection._transport.write(_framed(_Hello(address.secret)))
+        connection._transport.write(framed(_encoder.encode(_Hello(address.secret))))
         return connection
 
     async def report(self, report: Report) -> bool:
@@ -265,7 +262,7 @@ class DirectoryConnection(asyncio.Protocol):
         number = next(self._numbers)
         waiting: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         self._calls[number] = waiting
-        self._transport.write(_framed(call(number)))
+        self._transport.write(framed(_encoder.encode(call(number))))
         try:
             answer = await asyncio.wait_for(waiting, ANSWER_S)
         except TimeoutError:
@@ -286,33 +283,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, 0), backlog=4096)
 
 
-class _BadFrame(Exception):
+class _UnknownSecret(Exception):
     pass
-
-
-class _Frames:
-    """Cuts a stream into frames. A frame is its length in four bytes, followed by as many bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit  # Bytes of a frame; may be changed between two frames.
-        self._buffer = bytearray()
-
-    def cut(self, data: bytes) -> Iterator[bytes]:
-        """Yields the complete frames. The iterator must be exhausted before the next call."""
-        buffer = self._buffer
-        buffer += data
-        at = 0
-        while len(buffer) >= at + _SIZE_BYTES:
-            begin = at + _SIZE_BYTES
-            end = begin + int.from_bytes(buffer[at:begin], "little")
-            if end - begin > self.limit:
-                raise _BadFrame(f"a frame of {end - begin} bytes; {self.limit} are allowed")
-            if len(buffer) < end:
-                break
-            frame = bytes(buffer[begin:end])
-            at = end
-            yield frame
-        del buffer[:at]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -326,8 +298,3 @@ _changes_decoder = msgspec.msgpack.Decoder(Changes)
 
 def _raw(value: Any) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(value))
-
-
-def _framed(message: _Hello | _Call | _Answer) -> bytes:
-    payload = _encoder.encode(message)
-    return len(payload).to_bytes(_SIZE_BYTES, "little") + payload

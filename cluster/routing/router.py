@@ -24,6 +24,7 @@ from lorafleet.cluster.proxy import ingress
 from lorafleet.cluster.routing.route import NO_ROUTE, PREFIX_TOKENS, Route, route_of_session
 from lorafleet.cluster.routing.route_app import RouteApp
 from lorafleet.cluster.routing.routing import ReplicaChooser
+from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.protocol.errors import Forbidden, Unauthorized
 
@@ -42,7 +43,7 @@ class AffinityRouter(RequestRouter):
         self._by_id: dict[str, RunningReplica] = {}
         self._following: asyncio.Task[None] | None = None
         self._heard_s = time.monotonic()  # Time of the directory's last answer.
-        self._telling: set[asyncio.Task[None]] = set()
+        self._draining = TaskSet()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -50,9 +51,7 @@ class AffinityRouter(RequestRouter):
         self._view.chooser.set_replicas(self._by_id)
         if self._following is not None:
             for replica_id in before.keys() - self._by_id.keys():
-                task = self._event_loop.create_task(self._say_that_it_goes(replica_id))
-                self._telling.add(task)
-                task.add_done_callback(self._telling.discard)
+                self._draining.start(self._say_that_it_goes(replica_id))
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -15,7 +15,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,7 @@ from lorafleet.cluster.quality.quality_metrics import QualityMetrics
 from lorafleet.cluster.quality.routes import QualityApi
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
 from lorafleet.cluster.serve.api_routes import routes_beside
-from lorafleet.cluster.serve.autoscaling import load_of
+from lorafleet.cluster.serve.autoscaling import autoscaling_metrics
 from lorafleet.cluster.serve.loading import CheckingEngine
 from lorafleet.cluster.serve.ranks import ReplicaRanks
 from lorafleet.cluster.serve.replica_front import make_front, make_resolver, start_tracing
@@ -55,6 +54,7 @@ from lorafleet.cluster.serve.resources import with_cpu_threads
 from lorafleet.cluster.serve.scraping import scrape_all
 from lorafleet.cluster.serve.state_folder import state_folder
 from lorafleet.cluster.serve.worker_actor import StartOrder
+from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.engine_config import EngineConfig
@@ -96,7 +96,7 @@ class EngineReplica:
         self._front: Front | None = None
         self._admin: AdapterAdmin | None = None
         self._tracing: Tracing | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()  # They run beside the requests.
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
@@ -135,7 +135,7 @@ class EngineReplica:
         """Returns the replica's load. Serve calls this if the number of replicas follows the load."""
         if self._engine is None:
             return {}
-        return load_of(self._engine.stats, self._config.max_num_seqs, self._engine.hello.kv_cache_tokens)
+        return autoscaling_metrics(self._engine.stats, self._config.max_num_seqs, self._engine.hello.kv_cache_tokens)
 
     async def render_metrics(self) -> bytes:
         """Returns the metrics of this replica alone. Other replicas call it."""
@@ -202,10 +202,10 @@ class EngineReplica:
             f"engine ready after {time.monotonic() - started:.1f} s: context {hello.max_model_len} tokens, "
             f"KV cache {hello.kv_cache_tokens} tokens"
         )
-        self._keep(self._watch_ranks(engine))
+        self._tasks.start(self._watch_ranks(engine))
         await self._load_adapters(catalog)
         await self._membership.become_ready()
-        self._keep(keep_reporting(engine, self._membership, self._cpu_loras, self._config.max_num_seqs))
+        self._tasks.start(keep_reporting(engine, self._membership, self._cpu_loras, self._config.max_num_seqs))
         self._front = make_front(
             self._args,
             self._replica_id,
@@ -219,7 +219,7 @@ class EngineReplica:
             tenancy,
         )
         for work in tenancy.work:
-            self._keep(work)
+            self._tasks.start(work)
         self._tracing = start_tracing(self._args, self._replica_id)
         console = StateApi(self._view, self._view_adapter, self._look_at_all)
         routes = routes_beside(admin, console, self._start_quality(self._front, store))
@@ -231,7 +231,7 @@ class EngineReplica:
         probes = read_probes(self._args.quality_probes)
         monitor = QualityMonitor(front, probes, QualityBook(store), self._take_quality_turn)
         front.metrics.add(QualityMetrics(monitor))
-        self._keep(monitor.keep_running())
+        self._tasks.start(monitor.keep_running())
         return QualityApi(monitor)
 
     async def _take_quality_turn(self) -> bool:
@@ -291,13 +291,6 @@ class EngineReplica:
         limit_s = READ_S if verb in READING_VERBS else CHANGE_S
         return await self._membership.call(lambda _: self._directory.administer(verb, arguments), limit_s)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs the coroutine beside the requests. The task is stored, since the event loop has only weak references
-        to tasks."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _watch_ranks(self, engine: EngineClient) -> None:
         """Ends the requests in flight and all ranks when a rank has ended or the connection to rank 0 has failed.
 
@@ -315,8 +308,7 @@ class EngineReplica:
                 return
 
     async def _stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
         await self._ranks.stop()
         if self._front is not None:
             self._front.close()

@@ -41,9 +41,9 @@ import msgspec
 import numpy as np
 import tokenizers
 
+from lorafleet.protocol.framing import receive, send
 from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.sandbox.confinement import bound_memory, cpu_limit
-from lorafleet.sandbox.framing import receive, send
 from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, TurnQueue
 from lorafleet.sandbox.program import settings as given_settings
 
