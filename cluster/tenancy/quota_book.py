@@ -55,20 +55,21 @@ class Verdict(msgspec.Struct, frozen=True):
     requests: LimitMeter | None = None  # For the subject that has the least left.
     tokens: LimitMeter | None = None
     num_replicas: int = 0  # Including the replica that asks.
+    replica_index: int = 0  # Index of the replica that asks among them, in the order of their ids.
 
 
 class _Bucket:
     def __init__(self, limit: int, now_s: float) -> None:
         self.limit = limit
         self.level = float(limit)
-        self._at_s = now_s
+        self._filled_s = now_s
 
     def fill(self, limit: int, now_s: float) -> None:
         if limit != self.limit:  # The operator has changed it; what was used stays used.
             self.level += limit - self.limit
             self.limit = limit
-        self.level = min(limit, self.level + (now_s - self._at_s) * limit / 60)
-        self._at_s = now_s
+        self.level = min(limit, self.level + (now_s - self._filled_s) * limit / 60)
+        self._filled_s = now_s
 
     def wait_s(self, level: float) -> float:
         return max(0.0, (level - self.level) * 60 / self.limit)
@@ -109,20 +110,25 @@ class QuotaBook:
             # Tokens that a replica charged before this process knew of it are not charged here.
             self.charge(subject, total - charged.get(subject, total))
             charged[subject] = total
-        return [msgspec.structs.replace(self._admit_one(replica_id, ask), num_replicas=len(alive)) for ask in asks]
+        index = sum(other < replica_id for other in alive)
+        return [
+            msgspec.structs.replace(self._verdict(replica_id, ask), num_replicas=len(alive), replica_index=index)
+            for ask in asks
+        ]
 
     def charge(self, subject: str, num_tokens: int) -> None:
         if subject in self._tokens:
             self._tokens[subject].level -= num_tokens
 
-    def _admit_one(self, replica_id: str, ask: Ask) -> Verdict:
+    def _verdict(self, replica_id: str, ask: Ask) -> Verdict:
         if ask.once and not self._is_first(ask.once):
             return Verdict()
         now_s = self._clock()
         for subject, limits in ask.subjects.items():
             self._fill(self._requests, subject, limits.requests_per_minute, now_s)
             self._fill(self._tokens, subject, limits.tokens_per_minute, now_s)
-        refused = [one for subject, limits in ask.subjects.items() if (one := self._refusal(subject, limits, ask))]
+        refusals = (self._refusal(subject, limits, ask) for subject, limits in ask.subjects.items())
+        refused = [refusal for refusal in refusals if refusal]
         if not refused:
             mine = self._running[replica_id]
             for subject in ask.subjects:

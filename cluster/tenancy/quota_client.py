@@ -66,6 +66,36 @@ class _Spent:
         return msgspec.structs.replace(self.verdict, retry_after_s=wait_s, requests=requests, tokens=None)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """The place of a replica among those that share limits while the directory does not answer."""
+
+    num_replicas: int
+    index: int
+
+    def share(self, subject: str, limits: Limits) -> Limits:
+        """Returns this replica's share of the limits. All replicas' shares together are the limits. Raises
+        DirectoryUnavailable if the share of a limit is nothing."""
+        return Limits(
+            self._part(subject, limits.requests_per_minute),
+            self._part(subject, limits.tokens_per_minute),
+            self._part(subject, limits.max_concurrent),
+        )
+
+    def _part(self, subject: str, limit: int | None) -> int | None:
+        if limit is None:
+            return None
+        part, rest = divmod(limit, self.num_replicas)
+        part += self.index < rest
+        if not part:
+            raise DirectoryUnavailable(
+                f"The adapter directory, which counts for the limits of {subject}, does not answer. Its limit of "
+                f"{limit} is shared by {self.num_replicas} replicas meanwhile, and this one has no share of it. Try "
+                "again in a moment."
+            )
+        return part
+
+
 class QuotaClient:
     """The quotas of one replica. `admit` calls QuotaBook.admit for this replica, wherever the book is."""
 
@@ -89,7 +119,7 @@ class QuotaClient:
         self._asked = asyncio.Event()  # Set while a request waits for an answer.
         self._asking: asyncio.Task[None] | None = None
         self._spent: dict[str, _Spent] = {}
-        self._num_replicas = 0  # As the directory last reported.
+        self._place: ReplicaPlace | None = None  # As the directory last reported.
         self._is_alone = False  # True while the directory does not answer.
         self._own_book = QuotaBook(lambda: (), clock)  # Used while this replica is alone.
 
@@ -191,13 +221,13 @@ class QuotaClient:
 
     def _decide_alone(self, ask: Ask) -> Verdict:
         """Decides with this replica's share of each limit, so that all replicas together admit no more than the
-        limit, or one each if it is below their number. Raises DirectoryUnavailable if that number is not known."""
-        if not self._num_replicas:
+        limit. Raises DirectoryUnavailable if the share is not known, or is nothing."""
+        if self._place is None:
             raise DirectoryUnavailable(
                 "The adapter directory, which counts for the limits of your key and tenant, does not answer, and this "
                 "replica has not heard from it how many replicas share them. Try again in a moment."
             )
-        shares = {subject: _share(limits, self._num_replicas) for subject, limits in ask.subjects.items()}
+        shares = {subject: self._place.share(subject, limits) for subject, limits in ask.subjects.items()}
         [verdict] = self._own_book.admit(
             "", [msgspec.structs.replace(ask, subjects=shares)], {}, {name: self._running[name] for name in shares}
         )
@@ -248,7 +278,7 @@ class QuotaClient:
                 logger.info("quotas: the directory answers again")
             self._is_alone = False
             for (ask, answer), verdict in zip(asks, verdicts, strict=True):
-                self._num_replicas = verdict.num_replicas
+                self._place = ReplicaPlace(verdict.num_replicas, verdict.replica_index)
                 self._deliver(ask, answer, verdict)
 
     def _go_on_alone(self, asks: list[tuple[Ask, asyncio.Future[Verdict]]], untold: set[str], error: Exception) -> None:
@@ -276,15 +306,6 @@ class QuotaClient:
             return
         for subject in ask.subjects:
             self._charge(subject, -ask.num_tokens)
-
-
-def _share(limits: Limits, num_replicas: int) -> Limits:
-    return Limits(
-        *(
-            None if limit is None else max(1, limit // num_replicas)
-            for limit in (limits.requests_per_minute, limits.tokens_per_minute, limits.max_concurrent)
-        )
-    )
 
 
 def _accepted(verdict: Verdict) -> dict[str, str]:
