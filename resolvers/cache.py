@@ -138,7 +138,7 @@ class AdapterCache:
 
     def counts(self) -> CacheCounts:
         adapters = [_bytes_in(folder) for folder in _folders(self._adapters)]
-        return CacheCounts(len(adapters), sum(adapters) + sum(_bytes_in(one) for one in _folders(self._drafts)))
+        return CacheCounts(len(adapters), sum(adapters) + sum(_bytes_in(draft) for draft in _folders(self._drafts)))
 
     def _make_room(self, wanted: int) -> None:
         """Evicts adapters until `wanted` bytes fit. The caller holds the lock of the room."""

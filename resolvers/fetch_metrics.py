@@ -62,8 +62,8 @@ class FetchMetrics(Collector):
         for metric in (self._bytes, self._retries, self._seconds):
             metric.labels(source)
 
-    def told(self, source: str) -> ToldOfSource:
-        return ToldOfSource(self._bytes.labels(source), self._retries.labels(source))
+    def progress_of(self, source: str) -> SourceProgress:
+        return SourceProgress(self._bytes.labels(source), self._retries.labels(source))
 
     def fetched_since(self, digest: str, since_s: float) -> bool:
         """Returns whether the adapter was fetched since since_s, a time of time.monotonic.
@@ -104,7 +104,7 @@ class FetchMetrics(Collector):
         )
 
 
-class ToldOfSource:
+class SourceProgress:
     """Counts the progress of downloads from one source."""
 
     def __init__(self, num_bytes: Counter, retries: Counter) -> None:

@@ -234,7 +234,7 @@ class _Fetch:
         logger.info("fetching %s: %d bytes", self._uri, num_bytes)
         with self._cache.draft({file.name: file.size for file in files}, self._deadline) as draft:
             for file in files:
-                download(self._source, file, draft / file.name, self._deadline, self._metrics.told(self._scheme))
+                download(self._source, file, draft / file.name, self._deadline, self._metrics.progress_of(self._scheme))
                 if file.name == CONFIG_NAME and not accept((draft / CONFIG_NAME).read_bytes()):
                     self._outcome = "absent"
                     return None

@@ -113,7 +113,7 @@ class QuotaClient:
         self._answer_s, self._probe_s = answer_s, probe_s
         self._asks: list[tuple[Ask, asyncio.Future[Verdict]]] = []
         self._totals: Counter[str] = Counter()  # Tokens charged to each subject that ever existed.
-        self._untold: set[str] = set()  # Subjects whose totals the directory does not know.
+        self._unreported: set[str] = set()  # Subjects whose totals the directory does not know.
         self._running: Counter[str] = Counter()
         self._has_news = False
         self._asked = asyncio.Event()  # Set while a request waits for an answer.
@@ -169,7 +169,7 @@ class QuotaClient:
             self._own_book.charge(subject, num_tokens)
             return
         self._totals[subject] += num_tokens
-        self._untold.add(subject)
+        self._unreported.add(subject)
         self._ask_soon()
 
     def _subjects(self, caller: Caller, kind: Kind = "generation") -> dict[str, Limits]:
@@ -180,14 +180,14 @@ class QuotaClient:
         }
         if kind == "administration":
             return {
-                f"administration of {subject}": Limits(one.requests_per_minute)
-                for subject, one in found.items()
-                if one.requests_per_minute is not None
+                f"administration of {subject}": Limits(limits.requests_per_minute)
+                for subject, limits in found.items()
+                if limits.requests_per_minute is not None
             }
         return {
-            subject: Limits(one.requests_per_minute, one.tokens_per_minute, one.max_concurrent)
-            for subject, one in found.items()
-            if one.limits_anything
+            subject: Limits(limits.requests_per_minute, limits.tokens_per_minute, limits.max_concurrent)
+            for subject, limits in found.items()
+            if limits.limits_anything
         }
 
     def _counts_auxiliary(self, caller: Caller) -> bool:
@@ -262,17 +262,19 @@ class QuotaClient:
             self._asked.clear()
             self._has_news = False
             asks, self._asks = self._asks, []
-            untold, self._untold = self._untold, set()
-            told = untold.union(*(ask.subjects for ask, _ in asks))
+            unreported, self._unreported = self._unreported, set()
+            subjects = unreported.union(*(ask.subjects for ask, _ in asks))
             try:
                 verdicts = await asyncio.wait_for(
                     self._admit(
-                        [ask for ask, _ in asks], {one: self._totals[one] for one in told}, dict(self._running)
+                        [ask for ask, _ in asks],
+                        {subject: self._totals[subject] for subject in subjects},
+                        dict(self._running),
                     ),
                     self._answer_s,
                 )
             except Exception as error:
-                self._go_on_alone(asks, untold, error)
+                self._go_on_alone(asks, unreported, error)
                 continue
             if self._is_alone:
                 logger.info("quotas: the directory answers again")
@@ -281,11 +283,13 @@ class QuotaClient:
                 self._place = ReplicaPlace(verdict.num_replicas, verdict.replica_index)
                 self._deliver(ask, answer, verdict)
 
-    def _go_on_alone(self, asks: list[tuple[Ask, asyncio.Future[Verdict]]], untold: set[str], error: Exception) -> None:
+    def _go_on_alone(
+        self, asks: list[tuple[Ask, asyncio.Future[Verdict]]], unreported: set[str], error: Exception
+    ) -> None:
         if not self._is_alone:
             logger.warning("quotas: the directory does not answer, this replica goes on with its share: %r", error)
         self._is_alone, self._has_news = True, True
-        self._untold |= untold
+        self._unreported |= unreported
         waiting, self._asks = [*asks, *self._asks], []
         for ask, answer in waiting:
             if answer.done():

@@ -271,6 +271,7 @@ class Server:
     trying: dict[int, Spec] = field(default_factory=dict)  # By the number that first requested it.
     opening: dict[int, tuple[Spec, str]] = field(default_factory=dict)  # Spec and group, by every number that waits.
     done: deque[tuple[Spec, Any]] = field(default_factory=deque)  # Compiled in a thread.
+    alone_s: float = ALONE_S
 
     def __post_init__(self) -> None:
         words = -(-self.settings.vocab_size // 32)
@@ -398,7 +399,7 @@ class Server:
                 if not answer.over:
                     answer.matcher.consume_token(token)
                     answer.over = answer.matcher.is_stopped() and not answer.matcher.is_error()
-            if time.perf_counter() - began < ALONE_S:
+            if time.perf_counter() - began < self.alone_s:
                 llguidance.numpy.fill_next_token_bitmask(answer.matcher, self.mask_BW, row)
             else:
                 left.append((answer.matcher, row))
