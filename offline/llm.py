@@ -157,8 +157,8 @@ class LLM:
         Raises InvalidRequest or AdapterError before anything runs, and the engine's own errors while it runs.
         """
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        params = _one_each(sampling_params or SamplingParams(), len(prompts), "sampling_params")
-        loras = _one_each(lora_request, len(prompts), "lora_request")
+        params = _entry_each(sampling_params or SamplingParams(), len(prompts), "sampling_params")
+        loras = _entry_each(lora_request, len(prompts), "lora_request")
         resolved = [None if lora is None else self._resolve(lora) for lora in loras]
         pending: dict[str, _Pending] = {}
         results = [
@@ -244,21 +244,21 @@ class LLM:
         result = RequestOutput(str(number), text, ids, [], lora_request=lora)
         vocabulary = None if language is None else language.vocabulary
         for i in range(params.n):
-            one = params.of_sample(i)
+            sample_params = params.of_sample(i)
             request_id = f"{number}-{i}"
             self._engine.add(
                 EngineRequest(
                     request_id=request_id,
                     prompt_token_ids=ids,
-                    params=one,
+                    params=sample_params,
                     lora=lora,
                     vocabulary=vocabulary,
                     language="" if language is None else language.digest,
-                    tokenizer=None if one.structured_outputs is None else self._tokenizer_files.of(tokenizer),
+                    tokenizer=None if sample_params.structured_outputs is None else self._tokenizer_files.of(tokenizer),
                 )
             )
             result.outputs.append(CompletionOutput(i))
-            pending[request_id] = _Pending(result, result.outputs[-1], OutputProcessor(tokenizer, ids, one))
+            pending[request_id] = _Pending(result, result.outputs[-1], OutputProcessor(tokenizer, ids, sample_params))
         return result
 
     def _deliver(self, output: TokenOutput, pending: dict[str, _Pending]) -> None:
@@ -297,7 +297,7 @@ def _lora_config(options: LLMOptions, given: Mapping[str, Any]) -> LoRAConfig | 
     return LoRAConfig(**fields)
 
 
-def _one_each(value: Any, count: int, name: str) -> list[Any]:
+def _entry_each(value: Any, count: int, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:

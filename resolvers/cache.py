@@ -121,15 +121,12 @@ class AdapterCache:
         return digest
 
     def discard_if_rotten(self, digest: str) -> bool:
-        """Returns whether an adapter's bytes differ from the ones that were written; if so, tries to remove it."""
-        folder = self._adapters / digest
-        try:
-            if folder_digest(folder) == digest:
-                return False
-        except AdapterError:
-            pass
-        self._remove(folder)
-        return True
+        """Removes an adapter whose bytes differ from the ones that were written. Returns False if such an adapter is
+        still in the cache, because it is being read."""
+        with self.reading(digest) as folder:
+            if folder is None or not is_rotten(folder, digest):
+                return True
+        return self._remove(self._adapters / digest)
 
     def remove(self, digest: str) -> None:
         """Removes an adapter that is no longer served.
@@ -141,7 +138,7 @@ class AdapterCache:
 
     def counts(self) -> CacheCounts:
         adapters = [_bytes_in(folder) for folder in _folders(self._adapters)]
-        return CacheCounts(len(adapters), sum(adapters) + sum(_bytes_in(one) for one in _folders(self._drafts)))
+        return CacheCounts(len(adapters), sum(adapters) + sum(_bytes_in(draft) for draft in _folders(self._drafts)))
 
     def _make_room(self, wanted: int) -> None:
         """Evicts adapters until `wanted` bytes fit. The caller holds the lock of the room."""
@@ -182,6 +179,14 @@ class AdapterCache:
         for link in self._sources.iterdir():
             if not link.exists():
                 link.unlink(missing_ok=True)
+
+
+def is_rotten(folder: Path, digest: str) -> bool:
+    """Returns whether the bytes in an adapter's folder differ from the ones that were written."""
+    try:
+        return folder_digest(folder) != digest
+    except AdapterError:
+        return True
 
 
 def _name(text: str) -> str:

@@ -47,11 +47,11 @@ class Checker:
                 self._hashes.extend(_Multipart(part_bytes) for part_bytes in checksum.part_bytes)
 
     def update(self, data: memoryview) -> None:
-        for one in self._hashes:
-            one.update(data)
+        for hasher in self._hashes:
+            hasher.update(data)
 
     def matches(self) -> bool:
-        return any(one.hexdigest() == self._wanted for one in self._hashes)
+        return any(hasher.hexdigest() == self._wanted for hasher in self._hashes)
 
 
 class _Multipart:

@@ -30,14 +30,16 @@ LOG_S = 5.0
 logger = logging.getLogger("lorafleet.resolvers")
 
 
-class Told(Protocol):
+class ProgressCounters(Protocol):
     """Receives a download's progress and counts it. fetch_metrics.py implements it."""
 
     def received(self, num_bytes: int) -> None: ...
     def retried(self) -> None: ...
 
 
-def download(source: Source, file: RemoteFile, target: Path, deadline: FetchDeadline, told: Told) -> None:
+def download(
+    source: Source, file: RemoteFile, target: Path, deadline: FetchDeadline, counters: ProgressCounters
+) -> None:
     """Fills `target`, which already has the file's size, and checks its content.
 
     Raises AdapterUnavailable, AdapterChanged or AdapterMalformed if that fails.
@@ -45,7 +47,7 @@ def download(source: Source, file: RemoteFile, target: Path, deadline: FetchDead
     step = PART_BYTES if file.in_ranges else max(file.size, 1)
     parts = [(start, min(start + step, file.size)) for start in range(0, file.size, step)]
     ended = threading.Event()
-    progress = _Progress(file, told)
+    progress = _Progress(file, counters)
     fd = os.open(target, os.O_RDWR | os.O_CLOEXEC)
     try:
         with ThreadPoolExecutor(min(PARALLEL_PARTS, max(len(parts), 1)), thread_name_prefix="fetch") as pool:
@@ -56,8 +58,8 @@ def download(source: Source, file: RemoteFile, target: Path, deadline: FetchDead
                 _await_all(work, deadline)
             finally:
                 ended.set()
-                for one in work:
-                    one.cancel()
+                for part in work:
+                    part.cancel()
     finally:
         os.close(fd)
     _verify(file, target)
@@ -68,8 +70,8 @@ def _await_all(work: list[Future[None]], deadline: FetchDeadline) -> None:
     left = set(work)
     while left:
         done, left = wait(left, timeout=min(0.2, deadline.left_s()), return_when=FIRST_EXCEPTION)
-        for one in done:
-            one.result()
+        for part in done:
+            part.result()
 
 
 def _download_part(
@@ -132,15 +134,15 @@ def _verify(file: RemoteFile, path: Path) -> None:
 class _Progress:
     """The progress of one file. The threads of its parts call it."""
 
-    def __init__(self, file: RemoteFile, told: Told) -> None:
+    def __init__(self, file: RemoteFile, counters: ProgressCounters) -> None:
         self._file = file
-        self._told = told
+        self._counters = counters
         self._lock = threading.Lock()
         self._num_bytes = 0
         self._logged_s = time.monotonic()
 
     def received(self, num_bytes: int) -> None:
-        self._told.received(num_bytes)
+        self._counters.received(num_bytes)
         with self._lock:
             self._num_bytes += num_bytes
             due = time.monotonic() - self._logged_s >= LOG_S
@@ -150,5 +152,5 @@ class _Progress:
             logger.info("%s: %d of %d bytes", self._file.location, self._num_bytes, self._file.size)
 
     def retried(self, error: Interrupted, position: int) -> None:
-        self._told.retried()
+        self._counters.retried()
         logger.warning("%s: %s; trying again from byte %d", self._file.location, error, position)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.resolvers.cache import AdapterCache
 
 REMEMBERED = 1000  # number of adapters whose fetch times are stored
@@ -31,7 +31,7 @@ class FetchMetrics(Collector):
 
     def __init__(self, cache: Callable[[], AdapterCache | None]) -> None:
         self.totals = FetchTotals()
-        self._fetched_s: dict[str, float] = {}  # time of the fetch by digest, the latest last
+        self._fetched_s: LRUCache[str, float] = LRUCache(REMEMBERED)  # time of the fetch by digest
         self._cache = cache
         self._lock = threading.Lock()
         self._registry = CollectorRegistry()
@@ -62,24 +62,23 @@ class FetchMetrics(Collector):
         for metric in (self._bytes, self._retries, self._seconds):
             metric.labels(source)
 
-    def told(self, source: str) -> ToldOfSource:
-        return ToldOfSource(self._bytes.labels(source), self._retries.labels(source))
+    def progress_of(self, source: str) -> SourceProgress:
+        return SourceProgress(self._bytes.labels(source), self._retries.labels(source))
 
     def fetched_since(self, digest: str, since_s: float) -> bool:
         """Returns whether the adapter was fetched since since_s, a time of time.monotonic.
 
         Only the last thousand adapters are known; for older ones the answer is False.
         """
-        return self._fetched_s.get(digest, -math.inf) >= since_s
+        with self._lock:
+            fetched_s = self._fetched_s.get(digest)
+        return fetched_s is not None and fetched_s >= since_s
 
     def ended(self, source: str, outcome: str, seconds: float, digest: str, num_bytes: int) -> None:
         """Counts the end of a fetch. digest and num_bytes describe the adapter if it was fetched."""
         with self._lock:
             if outcome == "fetched":
-                self._fetched_s.pop(digest, None)
-                self._fetched_s[digest] = time.monotonic()
-                if len(self._fetched_s) > REMEMBERED:
-                    del self._fetched_s[next(iter(self._fetched_s))]
+                self._fetched_s.put(digest, time.monotonic())
             fetched, failed, total = self.totals
             self.totals = FetchTotals(
                 fetched + (outcome == "fetched"), failed + (outcome == "failed"), total + num_bytes
@@ -105,7 +104,7 @@ class FetchMetrics(Collector):
         )
 
 
-class ToldOfSource:
+class SourceProgress:
     """Counts the progress of downloads from one source."""
 
     def __init__(self, num_bytes: Counter, retries: Counter) -> None:

@@ -45,7 +45,7 @@ class HubSource:
         api = HfApi(endpoint=self._config.endpoint)
         commit, files = _list(api, repo, revision or self._config.revision, deadline)
         prefix = f"{folder}/" if folder else ""
-        here = {one.rfilename.removeprefix(prefix): one for one in files if one.rfilename.startswith(prefix)}
+        here = {file.rfilename.removeprefix(prefix): file for file in files if file.rfilename.startswith(prefix)}
         found = []
         for name in wanted_names(list(here), uri):
             location = f"{api.endpoint}/{repo}/resolve/{commit}/{prefix}{name}"

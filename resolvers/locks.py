@@ -25,7 +25,7 @@ def holding_folder(path: Path, *, shared: bool) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _try_lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX) and _is_at(fd, path)
+        yield _try_lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX) and _is_same_file(fd, path)
     finally:
         os.close(fd)
 
@@ -36,9 +36,9 @@ def locked(path: Path, deadline: FetchDeadline) -> Iterator[None]:
     first."""
     fd = _open_lock(path)
     try:
-        while not (_try_lock(fd, fcntl.LOCK_EX) and _is_at(fd, path)):
+        while not (_try_lock(fd, fcntl.LOCK_EX) and _is_same_file(fd, path)):
             deadline.sleep(POLL_S)
-            if not _is_at(fd, path):  # its last holder has removed it
+            if not _is_same_file(fd, path):  # its last holder has removed it
                 os.close(fd)
                 fd = _open_lock(path)
         try:
@@ -61,7 +61,7 @@ def _try_lock(fd: int, operation: int) -> bool:
     return True
 
 
-def _is_at(fd: int, path: Path) -> bool:
+def _is_same_file(fd: int, path: Path) -> bool:
     """Returns whether the path still names the opened file: a lock on a removed file excludes no other process."""
     mine = os.fstat(fd)
     try:

@@ -1,14 +1,9 @@
-"""Adapters in an S3 bucket: s3fs lists them, and boto3 reads ranges of one version of an object.
-
-A server may reject us because our credentials have been replaced. So the clients are created anew after a rejection,
-and use what the profile or the environment says by then.
-"""
+"""Adapters in an S3 bucket: s3fs lists them, and boto3 reads ranges of one version of an object."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +14,12 @@ from lorafleet.resolvers import checksum
 from lorafleet.resolvers.checksum import Checksum
 from lorafleet.resolvers.deadline import SOCKET_S, FetchDeadline
 from lorafleet.resolvers.download import PARALLEL_PARTS
+from lorafleet.resolvers.s3_client import RenewedClient, boto_client, error_code, http_status, rejects_credentials
 from lorafleet.resolvers.source import Interrupted, RemoteFile, wanted_names
 
 CONNECT_S = 5.0
 CHUNK_BYTES = 1 << 17  # the most that a broken connection loses
 BUSY = {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "ServiceUnavailable", "InternalError", "Throttling"}
-REFUSED = {401, 403}
 _BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[^/]+")  # The library accepts these, and the ARN of an access point.
 
 
@@ -38,13 +33,11 @@ class S3Source:
     def __init__(self, config: S3Config) -> None:
         self.timeout_s = config.timeout_s
         self.max_bytes = config.max_bytes
-        self._config = config
-        self._made: _Clients | None = None
-        self._lock = threading.Lock()
+        self._clients = RenewedClient(lambda: _make_clients(config))
 
     def find(self, uri: str, deadline: FetchDeadline) -> list[RemoteFile]:
         bucket, prefix = split(uri)
-        listed = {one["name"].rpartition("/")[2]: one for one in self._list(uri, bucket, prefix, deadline)}
+        listed = {entry["name"].rpartition("/")[2]: entry for entry in self._list(uri, bucket, prefix, deadline)}
         found = []
         for name in wanted_names(list(listed), uri):
             key, etag, size = f"{prefix}/{name}", listed[name]["ETag"].strip('"'), int(listed[name]["size"])
@@ -55,21 +48,21 @@ class S3Source:
     def read(self, file: RemoteFile, start: int, end: int, deadline: FetchDeadline) -> Generator[bytes, None, None]:
         bucket, key = split(file.location)
         with self._errors(file.location, deadline):
-            answer = self._clients().boto.get_object(
+            answer = self._clients.get().boto.get_object(
                 Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", IfMatch=f'"{file.version}"'
             )
             with contextlib.closing(answer["Body"]) as body:
                 yield from body.iter_chunks(CHUNK_BYTES)
 
     def close(self) -> None:
-        with self._lock:
-            if self._made is not None:
-                self._made.boto.close()
+        clients = self._clients.drop()
+        if clients is not None:
+            clients.boto.close()
 
     def _list(self, uri: str, bucket: str, prefix: str, deadline: FetchDeadline) -> list[dict[str, Any]]:
         from fsspec.asyn import sync
 
-        fs = self._clients().fs
+        fs = self._clients.get().fs
         with self._errors(uri, deadline):
             try:
                 # This is fs.ls with a time limit, which fs.ls itself does not have.
@@ -77,10 +70,10 @@ class S3Source:
                     fs.loop, fs._ls, f"{bucket}/{prefix}", detail=True, refresh=True, timeout=deadline.left_s()
                 )
             except FileNotFoundError as error:
-                if error.__cause__ is not None and _code(error.__cause__) == "NoSuchBucket":
+                if error_code(error.__cause__) == "NoSuchBucket":
                     raise AdapterUnavailable(f"there is no bucket {bucket!r}. Create it, or correct the URI.") from None
                 return []
-        return [one for one in listed if one["type"] == "file"]
+        return [entry for entry in listed if entry["type"] == "file"]
 
     def _checksum(self, bucket: str, key: str, etag: str, size: int, deadline: FetchDeadline) -> Checksum | None:
         """Returns the best checksum that the server knows, or None if it has none.
@@ -90,7 +83,7 @@ class S3Source:
         location = f"s3://{bucket}/{key}"
         asked = {"Bucket": bucket, "Key": key, "IfMatch": f'"{etag}"'}
         with self._errors(location, deadline):
-            head = self._clients().boto.head_object(**asked, ChecksumMode="ENABLED")
+            head = self._clients.get().boto.head_object(**asked, ChecksumMode="ENABLED")
             given = head.get("ChecksumSHA256")
             if given and "-" not in given:
                 return Checksum("sha256", _hex(given))
@@ -98,14 +91,8 @@ class S3Source:
                 return Checksum("sha256", head["Metadata"]["sha256"].lower())
             if head.get("ServerSideEncryption", "AES256") != "AES256":
                 return None  # then the ETag is not an md5
-            first = self._clients().boto.head_object(**asked, PartNumber=1) if "-" in etag else {}
+            first = self._clients.get().boto.head_object(**asked, PartNumber=1) if "-" in etag else {}
             return checksum.of_etag(etag, size, first["ContentLength"] if "PartsCount" in first else None)
-
-    def _clients(self) -> _Clients:
-        with self._lock:
-            if self._made is None:
-                self._made = _make_clients(self._config)
-            return self._made
 
     @contextlib.contextmanager
     def _errors(self, what: str, deadline: FetchDeadline) -> Iterator[None]:
@@ -120,10 +107,10 @@ class S3Source:
             deadline.left_s()
             raise Interrupted("no answer in time") from None
         except (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound) as error:
-            self._made = None
+            self._clients.drop()
             raise AdapterUnavailable(f"{what}: {error} Set credentials, or anonymous for a public bucket.") from None
         except boto.TokenRetrievalError as error:
-            self._made = None
+            self._clients.drop()
             raise AdapterUnavailable(f"{what}: {error}") from None
         except (boto.ClientError, OSError) as error:
             cause = error if isinstance(error, boto.ClientError) else error.__cause__
@@ -136,14 +123,13 @@ class S3Source:
             raise AdapterUnavailable(f"{what}: {_first_line(error)}.") from None
 
     def _refused(self, what: str, error: Any) -> None:
-        status = error.response["ResponseMetadata"].get("HTTPStatusCode", 0)
-        code = _code(error)
+        status, code = http_status(error), error_code(error)
         if status == 412 or code in ("NoSuchKey", "404"):
             raise AdapterChanged(f"{what} changed while it was read.")
         if status >= 500 or status == 429 or code in BUSY:
             raise Interrupted(f"{code} (HTTP {status})")
-        self._made = None
-        if status in REFUSED or "Token" in code:
+        self._clients.drop()
+        if rejects_credentials(error):
             raise AdapterUnavailable(
                 f"{what}: the server refuses this cluster's credentials: {code} (HTTP {status}). Renew them, or grant "
                 "them s3:ListBucket and s3:GetObject there; no restart is needed."
@@ -161,8 +147,7 @@ def split(uri: str) -> tuple[str, str]:
 
 
 def _make_clients(config: S3Config) -> _Clients:
-    import boto3  # imported here, so that only users of S3 pay half a second for it
-    import s3fs
+    import s3fs  # imported here, so that only users of S3 pay half a second for it
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.exceptions import ProfileNotFound
@@ -173,15 +158,11 @@ def _make_clients(config: S3Config) -> _Clients:
         "retries": {"total_max_attempts": 1},  # download.py retries from where the read stopped
     }
     signature = {"signature_version": UNSIGNED} if config.anonymous else {}
+    options = Config(**timeouts, **signature, max_pool_connections=4 * PARALLEL_PARTS)
     try:
-        session = boto3.Session(profile_name=config.profile, region_name=config.region)
+        boto = boto_client(options, config.profile, config.region, config.endpoint_url)
     except ProfileNotFound as error:
         raise AdapterUnavailable(f"S3: {error}. Add it to the AWS configuration, or name another.") from None
-    boto = session.client(
-        "s3",
-        endpoint_url=config.endpoint_url,
-        config=Config(**timeouts, **signature, max_pool_connections=4 * PARALLEL_PARTS),
-    )
     fs = s3fs.S3FileSystem(
         anon=config.anonymous,
         profile=config.profile,
@@ -193,11 +174,6 @@ def _make_clients(config: S3Config) -> _Clients:
     )
     fs.retries = 1
     return _Clients(boto, fs)
-
-
-def _code(error: BaseException) -> str:
-    response: dict[str, Any] = getattr(error, "response", {})
-    return str(response.get("Error", {}).get("Code", ""))
 
 
 def _hex(base64: str) -> str:

@@ -32,12 +32,13 @@ from lorafleet.protocol.errors import (
 )
 from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.protocol.strict_json import shown
-from lorafleet.resolvers.cache import AdapterCache
+from lorafleet.resolvers.cache import AdapterCache, is_rotten
 from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.download import ATTEMPTS, FIRST_BACKOFF_S, download
 from lorafleet.resolvers.fetch_metrics import FetchMetrics
 from lorafleet.resolvers.http import HTTPSource
 from lorafleet.resolvers.hub import HubSource
+from lorafleet.resolvers.locks import POLL_S
 from lorafleet.resolvers.s3 import S3Source
 from lorafleet.resolvers.source import Interrupted, RemoteFile, Source, is_uri
 
@@ -125,14 +126,15 @@ class AdapterStore:
 
         Bytes that rotted on this node's disk are fetched again, once.
         """
-        try:
-            with self.open(uri, digest) as folder:
+        with self.open(uri, digest) as folder:
+            try:
                 return use(folder)
-        except AdapterError:
-            if not is_uri(uri) or not digest or not self.cache.holds(digest):
-                raise
-            if not self.cache.discard_if_rotten(digest):
-                raise
+            except AdapterError:
+                if not is_uri(uri) or not digest or not is_rotten(folder, digest):
+                    raise
+        deadline = FetchDeadline(self._source(uri)[1].timeout_s, f"removing the damaged copy of {uri}", self._stop)
+        while not self.cache.discard_if_rotten(digest):  # Its other readers soon find the same, and leave it.
+            deadline.sleep(POLL_S)
         logger.warning("adapter %s was damaged on this node's disk and is fetched again from %s", digest[:12], uri)
         with self.open(uri, digest) as folder:
             return use(folder)
@@ -232,7 +234,7 @@ class _Fetch:
         logger.info("fetching %s: %d bytes", self._uri, num_bytes)
         with self._cache.draft({file.name: file.size for file in files}, self._deadline) as draft:
             for file in files:
-                download(self._source, file, draft / file.name, self._deadline, self._metrics.told(self._scheme))
+                download(self._source, file, draft / file.name, self._deadline, self._metrics.progress_of(self._scheme))
                 if file.name == CONFIG_NAME and not accept((draft / CONFIG_NAME).read_bytes()):
                     self._outcome = "absent"
                     return None

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections import deque
 
-from lorafleet.sandbox.framing import framed
+from lorafleet.protocol.framing import framed
 
 
 class Outbox:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import lorafleet
-from lorafleet.sandbox.framing import LENGTH
+from lorafleet.protocol.framing import FrameTooLarge, receive, send
 from lorafleet.sandbox.program import SETTINGS
 
 # -I excludes the server's folder, environment and user site; this adds the folder of lorafleet again.
@@ -36,8 +36,7 @@ class SandboxLimits:
 
 
 class SandboxEnded(Exception):
-    """An error that means that the process has ended or must be ended. The message gives the reason, in words for the
-    client."""
+    """An error that means that the process has ended. The message gives the reason, in words for the client."""
 
 
 def command_of(program: str) -> list[str]:
@@ -45,13 +44,35 @@ def command_of(program: str) -> list[str]:
     return [sys.executable, "-I", "-c", _RUN, str(Path(lorafleet.__file__).parents[1]), program]
 
 
+@dataclass(frozen=True, slots=True)
+class RunningProgram:
+    """A sandboxed process, and the socket whose other end is its standard input."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+
+    def stop(self, patience_s: float = 0.0) -> None:
+        """Shuts down the socket, and kills the process if it has not exited after patience_s. Leaves no zombie."""
+        with contextlib.suppress(OSError):  # the process may have closed its end
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.wait(patience_s)
+        self.process.kill()
+        self.process.wait()
+
+    def wait(self, most_s: float) -> int | None:
+        """Waits for the process. Returns its exit status, or None if it still runs after most_s."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(most_s)
+        return self.process.returncode
+
+
 def start_program(
     command: Sequence[str],
     settings: Mapping[str, object],
     pass_fds: Sequence[int] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts the program in a process. Returns it with the socket whose other end is its standard input.
+) -> RunningProgram:
+    """Starts the program in a process.
 
     The process gets nothing of this process's environment, which may hold keys.
     """
@@ -71,63 +92,62 @@ def start_program(
             },
             cwd="/",
         )
-    return process, ours
+    return RunningProgram(process, ours)
 
 
 @dataclass(slots=True)
 class SandboxProcess:
-    """One process and its socket. Threads must not share it."""
+    """One process that does one job after another. Threads must not share it. Only end() may be called from another
+    thread; the job that it interrupts fails."""
 
     command: Sequence[str]
     limits: SandboxLimits
     settings: Mapping[str, object] = field(default_factory=dict)  # Settings of the program besides its limits.
     pass_fds: Sequence[int] = ()
     num_jobs: int = field(default=0, init=False)
-    _socket: socket.socket = field(init=False)
-    _process: subprocess.Popen[bytes] = field(init=False)
+    has_ended: bool = field(default=False, init=False)  # The caller must start another one.
+    _program: RunningProgram = field(init=False)
 
     def __post_init__(self) -> None:
-        settings = {"cpu_s": self.limits.cpu_s, "memory_bytes": self.limits.memory_bytes, **self.settings}
-        self._process, self._socket = start_program(self.command, settings, self.pass_fds)
+        limits = {"cpu_s": self.limits.cpu_s, "memory_bytes": self.limits.memory_bytes}
+        self._program = start_program(self.command, {**limits, **self.settings}, self.pass_fds)
 
     def ask(self, message: bytes) -> bytearray:
-        """Sends one job and waits for its answer. Raises SandboxEnded; the caller must then call end()."""
+        """Sends one job and waits for its answer. If anything is raised, which is SandboxEnded as a rule, the process
+        has been ended."""
         self.num_jobs += 1
-        deadline_s = time.monotonic() + self.limits.wall_s
         try:
-            self._socket.settimeout(self.limits.wall_s)
-            self._socket.sendall(LENGTH.pack(len(message)))
-            self._socket.sendall(message)
-            (size,) = LENGTH.unpack(self._receive(LENGTH.size, deadline_s))
-            if size > self.limits.answer_bytes:
-                raise SandboxEnded("it answered with more than it may write")
-            return self._receive(size, deadline_s)
-        except TimeoutError:
-            raise SandboxEnded(f"it took longer than {self.limits.wall_s:g} s") from None
-        except OSError:
-            raise self._how_it_ended() from None
+            return self._answer(message)
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """Kills the process and leaves no zombie."""
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
+        self.has_ended = True
+        self._program.stop()
+        self._program.socket.close()
 
-    def _receive(self, size: int, deadline_s: float) -> bytearray:
-        data = bytearray()
-        while len(data) < size:
-            self._socket.settimeout(max(deadline_s - time.monotonic(), 1e-3))
-            part = self._socket.recv(min(size - len(data), 1 << 20))
-            if not part:
-                raise self._how_it_ended()
-            data += part
-        return data
+    def _answer(self, message: bytes) -> bytearray:
+        sock, deadline_s = self._program.socket, time.monotonic() + self.limits.wall_s
+        try:
+            sock.settimeout(self.limits.wall_s)
+            send(sock, message)
+            answer = receive(sock, self.limits.answer_bytes, deadline_s)
+        except TimeoutError:
+            raise SandboxEnded(f"it took longer than {self.limits.wall_s:g} s") from None
+        except FrameTooLarge:
+            raise SandboxEnded("it answered with more than it may write") from None
+        except OSError:
+            answer = None
+        if answer is None:
+            raise self._how_it_ended()
+        return answer
 
     def _how_it_ended(self) -> SandboxEnded:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        if self._process.returncode == -signal.SIGPROF:
+        status = self._program.wait(_END_S)
+        if status == -signal.SIGPROF:
             return SandboxEnded(f"it took more than {self.limits.cpu_s:g} s of processor time")
-        if self._process.returncode == -signal.SIGABRT:  # how Rust ends when it gets no memory
+        if status == -signal.SIGABRT:  # how Rust ends when it gets no memory
             return SandboxEnded(f"it needs more than {self.limits.memory_bytes >> 20} MiB of memory")
         return SandboxEnded("it ended the process that was to read it")

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from lorafleet.protocol.framing import receive, send
 from lorafleet.sandbox.confinement import confine, cpu_limit
-from lorafleet.sandbox.framing import receive, send
 
 SETTINGS = "LORAFLEET_SANDBOX"  # Environment variable with the program's settings as JSON.
 
@@ -20,7 +20,7 @@ def settings() -> dict[str, Any]:
     return found
 
 
-def serve(answer: Callable[[bytes], bytes]) -> None:
+def serve(answer: Callable[[bytearray], bytes]) -> None:
     """Answers the messages on standard input, a socket, until its other end is closed."""
     server, limits = socket.socket(fileno=0), settings()
     confine(limits["memory_bytes"])

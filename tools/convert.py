@@ -75,7 +75,7 @@ def convert(
     reduced = {}
     if rank is not None:
         reduced = {name: reduce_rank(pair, rank) for name, pair in plain.modules.items()}
-        plain = replace(plain, modules={name: one.pair for name, one in reduced.items()})
+        plain = replace(plain, modules={name: reduction.pair for name, reduction in reduced.items()})
     written = _write(plain.to_files(changes), target, dtype, "LoRA", source)
     return replace(written, max_rank=plain.max_rank, reduced=reduced)
 

@@ -64,12 +64,12 @@ class EngineRunner:
     def generate(self, name: str, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
         done = self._llm.generate([_tokens(ids) for ids in prompts], params, self._adapters.get(name))
-        return [one.outputs[0].token_ids for one in done]
+        return [output.outputs[0].token_ids for output in done]
 
     def score(self, name: str, sequences: Sequence[list[int]], top_k: int) -> list[list[TokenLogprobs | None]]:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=top_k)
         done = self._llm.generate([_tokens(ids) for ids in sequences], params, self._adapters.get(name))
-        return [one.prompt_logprobs or [] for one in done]
+        return [output.prompt_logprobs or [] for output in done]
 
     def close(self) -> None:
         self._llm.close()

@@ -57,7 +57,7 @@ def _example(line: str, place: str) -> Example:
         case {"prompt": str(prompt), **rest} if prompt and (not rest or rest.keys() == {"answer"}):
             return Example(prompt=prompt, answer=_answer(fields, place))
         case {"messages": [*messages], **rest} if messages and (not rest or rest.keys() == {"answer"}):
-            return Example(messages=tuple(_message(one, place) for one in messages), answer=_answer(fields, place))
+            return Example(messages=tuple(_message(entry, place) for entry in messages), answer=_answer(fields, place))
     raise InvalidRequest(
         f'{place}: give {{"prompt": "…"}} or {{"messages": [{{"role": "…", "content": "…"}}]}}, with an "answer" where '
         'there is one, or {"text": "…"}.'

@@ -201,7 +201,7 @@ def _tensors(held: object) -> list[Tensor]:
     elif isinstance(held, list | tuple):
         parts = [*held]
     elif dataclasses.is_dataclass(held) and not isinstance(held, type):
-        parts = [getattr(held, one.name) for one in dataclasses.fields(held)]
+        parts = [getattr(held, field.name) for field in dataclasses.fields(held)]
     else:
         return []
     return [tensor for part in parts for tensor in _tensors(part)]

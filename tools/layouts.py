@@ -102,9 +102,9 @@ def _of_the_decoder(config: Mapping[str, object], names: Iterable[str]) -> dict[
     for key in _NAMES_OF_MODULES:
         value = today.get(key)
         if isinstance(value, list):
-            today[key] = [one.replace(_MULTIMODAL, "") if isinstance(one, str) else one for one in value]
+            today[key] = [name.replace(_MULTIMODAL, "") if isinstance(name, str) else name for name in value]
         elif isinstance(value, dict):
-            today[key] = {name.replace(_MULTIMODAL, ""): one for name, one in value.items()}
+            today[key] = {name.replace(_MULTIMODAL, ""): entry for name, entry in value.items()}
     if isinstance(config.get("target_modules"), str) and config["target_modules"] != "all-linear":
         matches = map(_TARGET.fullmatch, names)
         today["target_modules"] = sorted({match["module"] for match in matches if match is not None})

@@ -86,10 +86,10 @@ def frobenius(pair: LowRank) -> float:
     return abs(pair.scaling) * math.sqrt(max(square, 0.0))
 
 
-def difference(one: LowRank | None, other: LowRank | None) -> LowRank:
-    """Returns one - other by stacking ranks. None stands for no change."""
-    parts = [(pair, sign) for pair, sign in ((one, 1.0), (other, -1.0)) if pair is not None]
-    return stacked([LowRank(pair.a_RD, pair.b_OR, sign * pair.scaling) for pair, sign in parts])
+def difference(pair: LowRank | None, other: LowRank | None) -> LowRank:
+    """Returns pair - other by stacking ranks. None stands for no change."""
+    parts = [(part, sign) for part, sign in ((pair, 1.0), (other, -1.0)) if part is not None]
+    return stacked([LowRank(part.a_RD, part.b_OR, sign * part.scaling) for part, sign in parts])
 
 
 def stacked(pairs: Sequence[LowRank]) -> LowRank:
@@ -99,8 +99,8 @@ def stacked(pairs: Sequence[LowRank]) -> LowRank:
 
 
 def total_error(reduced: Sequence[Reduced]) -> float:
-    norm = math.hypot(*(one.norm for one in reduced))
-    return math.hypot(*(one.lost for one in reduced)) / norm if norm else 0.0
+    norm = math.hypot(*(reduction.norm for reduction in reduced))
+    return math.hypot(*(reduction.lost for reduction in reduced)) / norm if norm else 0.0
 
 
 def _balanced(u_ON: Tensor, s_N: Tensor, v_ND: Tensor) -> LowRank:

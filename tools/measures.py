@@ -31,13 +31,13 @@ class Score:
     num_tokens: int  # Tokens that have a logprob.
 
 
-def equal_share(one: Sequence[int], other: Sequence[int]) -> float:
+def equal_share(answer: Sequence[int], other: Sequence[int]) -> float:
     """Returns the number of equal tokens before the first difference, divided by the length of the longer answer."""
-    longest = max(len(one), len(other))
+    longest = max(len(answer), len(other))
     if longest == 0:
         return 1.0
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other))) / longest
+    pairs = enumerate(zip(answer, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(answer), len(other))) / longest
 
 
 def compare_places(baseline: Sequence[TokenLogprobs], other: Sequence[TokenLogprobs]) -> list[TokenPlace]:
@@ -70,8 +70,8 @@ def score(places: Sequence[TokenLogprobs | None]) -> Score:
 
 def perplexity(scores: Sequence[Score]) -> float | None:
     """Returns exp of the mean negative logprob of all tokens together, or None if there are no tokens."""
-    num_tokens = sum(one.num_tokens for one in scores)
-    return math.exp(-sum(one.logprob for one in scores) / num_tokens) if num_tokens else None
+    num_tokens = sum(score.num_tokens for score in scores)
+    return math.exp(-sum(score.logprob for score in scores) / num_tokens) if num_tokens else None
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -159,8 +159,10 @@ def _weight(weight_OD: Tensor, form: LinearForm) -> Tensor:
         pair = form.low_rank
         weight_OD = torch.addmm(weight_OD, pair.b_OR.float(), pair.a_RD.float(), alpha=pair.scaling)
     if form.kronecker is not None:
-        one = form.kronecker
-        weight_OD = weight_OD + one.scaling * torch.kron(one.w1.float().contiguous(), one.w2.float().contiguous())
+        product = form.kronecker
+        weight_OD = weight_OD + product.scaling * torch.kron(
+            product.w1.float().contiguous(), product.w2.float().contiguous()
+        )
     return weight_OD if form.out_scale_O is None else weight_OD * form.out_scale_O.float().unsqueeze(1)
 
 

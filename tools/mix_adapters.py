@@ -119,8 +119,9 @@ def _on_factors(name: str, pairs: Sequence[LowRank], weights: Sequence[float], h
             f"Use cat or {'svd' if how.method == 'linear' else f'{how.method}_svd'}."
         )
     scaled = [weight * pair.scaling for pair, weight in zip(pairs, weights, strict=True)]
-    roots = torch.tensor([math.sqrt(abs(one)) for one in scaled])
-    signs = torch.tensor([1.0 if one >= 0 else -1.0 for one in scaled])  # On A only, since two signs would cancel.
+    roots = torch.tensor([math.sqrt(abs(weight)) for weight in scaled])
+    # On A only, since two signs would cancel.
+    signs = torch.tensor([1.0 if weight >= 0 else -1.0 for weight in scaled])
     draw = _generator(how.seed, name)
     a_RD = _combine([pair.a_RD.float() for pair in pairs], roots * signs, how, draw)
     b_OR = _combine([pair.b_OR.float() for pair in pairs], roots, how, draw)

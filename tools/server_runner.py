@@ -30,13 +30,20 @@ class ServerRunner:
         models: The server's names for the models, by their names in the comparison.
     """
 
-    def __init__(self, url: str, models: Mapping[str, str], api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        models: Mapping[str, str],
+        api_key: str | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._models = models
         self._client = httpx.Client(
             base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT_S, trust_env=False
         )
         self._pool = ThreadPoolExecutor(AT_A_TIME)
+        self._sleep = sleep
 
     def encode(self, example: Example) -> list[int]:
         asked: dict[str, Any] = {"messages": [*example.messages]} if example.messages else {"prompt": example.prompt}
@@ -85,21 +92,21 @@ class ServerRunner:
         return choice[field]
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        for _ in range(ATTEMPTS):
+        for attempts_left in reversed(range(ATTEMPTS)):
             try:
                 reply = self._client.post(path, json=body)
             except httpx.HTTPError as error:
                 raise LorafleetError(f"{self._client.base_url} does not answer: {error!r}.") from None
-            if reply.status_code != httpx.codes.TOO_MANY_REQUESTS:
+            if reply.status_code != httpx.codes.TOO_MANY_REQUESTS or not attempts_left:
                 break
-            _sleep(reply.headers.get("retry-after", "1"))
+            self._sleep(_wait_s(reply.headers.get("retry-after", "1")))
         if reply.status_code != httpx.codes.OK:
             raise InvalidRequest(f"{path}: {reply.status_code}: {_words(reply)}")
         return reply.json()
 
 
-def _sleep(seconds: str) -> None:
-    time.sleep(min(float(seconds) if seconds.isdecimal() else 1.0, 30.0))
+def _wait_s(retry_after: str) -> float:
+    return min(float(retry_after) if retry_after.isdecimal() else 1.0, 30.0)
 
 
 def _words(reply: httpx.Response) -> str:

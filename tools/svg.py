@@ -95,9 +95,9 @@ def _axes(x_end: float, y_end: float, x_name: str, y_name: str) -> list[str]:
     parts = []
     for i in range(5):
         y = y_end * i / 4
-        at = _y(y, y_end)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="value" x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{number(y)}</text>')
+        line_y = _y(y, y_end)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{line_y:.1f}" y2="{line_y:.1f}"/>')
+        parts.append(f'<text class="value" x="{LEFT - 8}" y="{line_y + 4:.1f}" text-anchor="end">{number(y)}</text>')
     parts += [
         f'<text class="value" x="{_x(x, x_end):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>'
         for x in (0.0, x_end / 2, x_end)

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from lorafleet.protocol.lru_cache import LRUCache
+
 MAX_PAGES = 64  # Rendered pages in the cache; the largest have 0.3 MB.
 MAX_AGE_S = 5.0  # Reserved names of tenants may change while the list does not.
 MAX_AT_ONCE = 4  # Pages rendered at the same time.
@@ -27,7 +29,7 @@ class ModelPages:
     def __init__(self, max_age_s: float = MAX_AGE_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_age_s = max_age_s
         self._clock = clock
-        self._pages: dict[Hashable, _Page] = {}
+        self._pages: LRUCache[Hashable, _Page] = LRUCache(MAX_PAGES)
         self._making = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def get(self, key: Hashable, version: object | None, make: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
@@ -46,7 +48,7 @@ class ModelPages:
             return await asyncio.shield(page.content)
         except Exception:
             if self._pages.get(key) is page:
-                del self._pages[key]
+                self._pages.pop(key)
             raise
 
     async def _make(self, make: Callable[[], Awaitable[bytes]]) -> bytes:
@@ -54,9 +56,6 @@ class ModelPages:
             return await make()
 
     def _keep(self, key: Hashable, page: _Page) -> None:
-        self._pages.pop(key, None)
-        self._pages[key] = page
+        self._pages.put(key, page)
         # Retrieves the exception, because all clients that asked may have disconnected.
         page.content.add_done_callback(lambda done: done.cancelled() or done.exception())
-        if len(self._pages) > MAX_PAGES:
-            del self._pages[next(iter(self._pages))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -26,6 +26,7 @@ from lorafleet.api.telemetry.adapter_labels import MAX_LABELS, OTHER, AdapterLab
 from lorafleet.api.telemetry.engine_metrics import collect_engine
 from lorafleet.protocol.histogram import Bounds, Histogram, buckets, distribution_of
 from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.messages import AdapterMove, EngineStats, FinishReason
 
 NO_MODEL = ""  # The request named no model, or one that does not exist.
@@ -162,7 +163,7 @@ class Metrics:
         self._stats = stats
         self._base = base
         self._replica = replica
-        self._series: OrderedDict[str, _Series] = OrderedDict()
+        self._series: LRUCache[str, _Series] = LRUCache(_KEPT_SERIES, lambda label, _: not self._is_shown(label))
         self._others: list[Collector] = []
         self._ranks: dict[int, _OfRank] = {0: _OfRank()}  # by rank_class
         self._moves = {move: Histogram(_MOVE_S) for move in _MOVES}
@@ -246,10 +247,8 @@ class Metrics:
         recently used are dropped."""
         series = self._series.get(label)
         if series is None:
-            series = self._series[label] = _Series()
-            while len(self._series) > _KEPT_SERIES:
-                self._series.pop(next(name for name in self._series if not self._is_shown(name)))
-        self._series.move_to_end(label)
+            series = _Series()
+            self._series.put(label, series)
         return series
 
     def _is_shown(self, label: str) -> bool:

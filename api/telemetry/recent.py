@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -25,6 +25,7 @@ from lorafleet.protocol.errors import (
     Overloaded,
     StoreError,
 )
+from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.names import MAX_NAME_CHARS
 
 WINDOW_S = 300.0
@@ -178,7 +179,7 @@ class RecentFailures:
         """Failures are attributed to `replica` unless record() names another."""
         self._replica = replica
         self._clock = clock
-        self._failures: OrderedDict[tuple[str | None, str, str, str], Failure] = OrderedDict()
+        self._failures: LRUCache[tuple[str | None, str, str, str], Failure] = LRUCache(MAX_FAILURES)
 
     def record(self, error: Exception, adapter: str = "", tenant: str | None = None, replica: str = "") -> None:
         if not isinstance(error, LorafleetError):
@@ -193,14 +194,12 @@ class RecentFailures:
         not displace the others."""
         adapter, replica, message = adapter[:MAX_NAME_CHARS], replica or self._replica, message[:MAX_MESSAGE_CHARS]
         key = (tenant, adapter, code, replica)
-        before = self._failures.pop(key, None)
+        before = self._failures.get(key)
         count = 1 if before is None else before.count + 1
-        self._failures[key] = Failure(self._clock(), replica, adapter, tenant, code, message, count)
-        if len(self._failures) > MAX_FAILURES:
-            self._failures.popitem(last=False)
+        self._failures.put(key, Failure(self._clock(), replica, adapter, tenant, code, message, count))
 
     def of(self, tenant: str | None, *, of_all: bool) -> list[Failure]:
         """Returns the failures, latest first. A tenant gets only its own; failures without a tenant are for the
         operator."""
-        shown = reversed(self._failures.values())
-        return [failure for failure in shown if of_all or (tenant is not None and failure.tenant == tenant)]
+        latest_first = (failure for _, failure in reversed(self._failures.items()))
+        return [failure for failure in latest_first if of_all or (tenant is not None and failure.tenant == tenant)]

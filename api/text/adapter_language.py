@@ -13,7 +13,6 @@ import os
 import re
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +36,7 @@ from lorafleet.protocol.adapter_files import (
     read_language,
 )
 from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
+from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.messages import Vocabulary
 from lorafleet.protocol.safetensors_header import TensorInfo, parse_header, read_header
 from lorafleet.protocol.strict_json import read_json_object, shown
@@ -106,7 +106,7 @@ class LanguageReader:
         self._lock = threading.Lock()
         # By their files' digest. A tokenizer lives as long as it is used.
         self._tokenizers: weakref.WeakValueDictionary[str, AdapterTokenizer] = weakref.WeakValueDictionary()
-        self._like_base: OrderedDict[str, None] = OrderedDict()
+        self._like_base: LRUCache[str, None] = LRUCache(MAX_TOKENIZERS_LIKE_BASE)
         self._base_digests: frozenset[str] | None = None
 
     def read(self, path: str | os.PathLike[str]) -> Language:
@@ -134,9 +134,7 @@ class LanguageReader:
         made = self._read_tokenizer(files, read_special_tokens(files))
         with self._lock:
             if made is None:
-                self._like_base[key] = None
-                while len(self._like_base) > MAX_TOKENIZERS_LIKE_BASE:
-                    self._like_base.popitem(last=False)
+                self._like_base.put(key, None)
                 return base
             return self._tokenizers.setdefault(key, made)
 

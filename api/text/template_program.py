@@ -45,7 +45,7 @@ def warm_up() -> None:
         template.render()
 
 
-def respond(message: bytes, output_chars: int) -> bytes:
+def respond(message: bytearray, output_chars: int) -> bytes:
     """Renders the template of a job; only compiles it if the job has no messages."""
     try:
         job = json.loads(message)

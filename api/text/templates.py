@@ -144,27 +144,17 @@ class TemplateSandbox:
     def _ask(self, job: Mapping[str, object]) -> dict[str, str]:
         """Runs a job in a process. If it runs out of memory in a used process, it is retried in a new one, because an
         earlier template may have left little memory."""
-        process = self._take()
-        try:
-            answer = self._decoded(process.ask(json.dumps(job).encode()))
-            if "out_of_memory" in answer and process.num_jobs > 1:
-                process.end()
-                process = self._start()
-                answer = self._decoded(process.ask(json.dumps(job).encode()))
-        except BaseException:
+        process, message = self._take(), json.dumps(job).encode()
+        answer = _answer(process, message)
+        if "out_of_memory" in answer and process.num_jobs > 1:
             process.end()
-            raise
+            process = self._start()
+            answer = _answer(process, message)
         if "out_of_memory" in answer:
             process.end()
             return {"error": answer["out_of_memory"]}
         self._give_back(process)
         return answer
-
-    def _decoded(self, answer: bytearray) -> dict[str, str]:
-        try:
-            return msgspec.json.decode(answer, type=dict[str, str])
-        except msgspec.MsgspecError:
-            raise SandboxEnded("it answered with something else than a text") from None
 
     def _take(self) -> SandboxProcess:
         with self._lock:
@@ -181,6 +171,15 @@ class TemplateSandbox:
                 self._idle.append(process)
                 return
         process.end()
+
+
+def _answer(process: SandboxProcess, message: bytes) -> dict[str, str]:
+    answer = process.ask(message)
+    try:
+        return msgspec.json.decode(answer, type=dict[str, str])
+    except msgspec.MsgspecError:
+        process.end()
+        raise SandboxEnded("it answered with something else than a text") from None
 
 
 def _refusal(why: str) -> InvalidRequest:

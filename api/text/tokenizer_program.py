@@ -37,7 +37,7 @@ def main() -> None:
     serve(Encoder(document).answer)
 
 
-def read(message: bytes) -> bytes:
+def read(message: bytearray) -> bytes:
     """Answers a job of tokenizers.ReadJob with a tokenizers.ReadTokenizer, or with an error."""
     return answered(lambda: tables_of(msgspec.msgpack.decode(message)))
 
@@ -48,7 +48,7 @@ class Encoder:
         self._memory = MemoryBound()
         self._tokenizer: Tokenizer | None = None
 
-    def answer(self, message: bytes) -> bytes:
+    def answer(self, message: bytearray) -> bytes:
         """Answers a job, which is [text, whether to add special tokens], with the ids as uint32."""
         text, add_special_tokens = msgspec.msgpack.decode(message)
         return answered(lambda: {"ids": self._encode(text, add_special_tokens)})

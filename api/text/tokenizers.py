@@ -13,7 +13,6 @@ import tempfile
 import threading
 import weakref
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -23,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from lorafleet.api.text.token_table import TokenFacts, TokenTable
 from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
+from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.sandbox.process import SandboxEnded, SandboxLimits, SandboxProcess, command_of
 from lorafleet.sandbox.shunned import Shunned
 
@@ -143,15 +143,18 @@ class _Encoder:
     process: SandboxProcess | None = None
     num_users: int = 0
 
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.end()
+
 
 class Encoders:
     """Processes that encode texts, one for each recently used tokenizer."""
 
     def __init__(self, limits: TokenizerLimits | None = None, max_processes: int = MAX_ENCODERS) -> None:
         self._limits = limits or TokenizerLimits()
-        self._max_processes = max_processes
         self._lock = threading.Lock()
-        self._encoders: OrderedDict[str, _Encoder] = OrderedDict()
+        self._encoders: LRUCache[str, _Encoder] = LRUCache(max_processes, lambda _, encoder: not encoder.num_users)
         self._shunned = Shunned()
 
     def encode(self, digest: str, file: IO[bytes], text: str, add_special_tokens: bool, group: str) -> list[int]:
@@ -173,40 +176,30 @@ class Encoders:
     def close(self) -> None:
         """Ends the processes; a text that is being encoded fails."""
         with self._lock:
-            encoders, self._encoders = list(self._encoders.values()), OrderedDict()
+            encoders = [encoder for _, encoder in self._encoders.items()]
+            self._encoders.clear()
         for encoder in encoders:
-            _end(encoder)
+            encoder.end()
 
     def _ask(self, encoder: _Encoder, file: IO[bytes], job: bytes) -> bytearray:
-        if encoder.process is None:
+        process = encoder.process
+        if process is None or process.has_ended:
             settings, fd = {"tokenizer_fd": file.fileno(), "tables_bytes": self._limits.tables_bytes}, file.fileno()
-            encoder.process = SandboxProcess(command_of(PROGRAM), self._limits.encode, settings, (fd,))
-        try:
-            return encoder.process.ask(job)
-        except BaseException:
-            _end(encoder)
-            raise
+            process = encoder.process = SandboxProcess(command_of(PROGRAM), self._limits.encode, settings, (fd,))
+        return process.ask(job)
 
     def _enter(self, digest: str) -> _Encoder:
         with self._lock:
-            encoder = self._encoders.setdefault(digest, _Encoder())
-            self._encoders.move_to_end(digest)
+            encoder = self._encoders.get(digest) or _Encoder()
             encoder.num_users += 1
-            idle = [key for key, known in self._encoders.items() if not known.num_users]
-            ended = [self._encoders.pop(key) for key in idle[: max(0, len(self._encoders) - self._max_processes)]]
-        for idle_encoder in ended:
-            _end(idle_encoder)
+            evicted = self._encoders.put(digest, encoder)
+        for idle in evicted:
+            idle.end()
         return encoder
 
     def _leave(self, encoder: _Encoder) -> None:
         with self._lock:
             encoder.num_users -= 1
-
-
-def _end(encoder: _Encoder) -> None:
-    process, encoder.process = encoder.process, None
-    if process is not None:
-        process.end()
 
 
 def _message(text: str, add_special_tokens: bool) -> bytes:

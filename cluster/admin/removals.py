@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 
@@ -19,6 +18,7 @@ from lorafleet.cluster.catalogue.catalogue_records import (
 )
 from lorafleet.cluster.catalogue.stored_files import StoredFiles
 from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.task_set import TaskSet
 from lorafleet.protocol.admin_verbs import REMOVE_S
 from lorafleet.protocol.errors import LorafleetError, Overloaded
 
@@ -37,7 +37,7 @@ class Removals:
         self._replicas = replicas
         self._files = files
         self._freeing: dict[str, asyncio.Task[None]] = {}  # Removals in progress, by adapter.
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def resume(self) -> None:
         """Continues the removals that had begun before a restart."""
@@ -78,7 +78,7 @@ class Removals:
         if dropped:
             numbers = {version.number for version in dropped}
             await self._changes.edit(adapter.name, lambda present: without_versions(present, numbers))
-            self._keep(self._free(adapter.name, dropped))
+            self._tasks.start(self._free(adapter.name, dropped))
 
     async def forget_files(self, digest: str) -> None:
         """Deletes the files of a push that changed nothing. If that fails, they are collected later."""
@@ -94,7 +94,7 @@ class Removals:
         for adapter in before:
             for version in [] if adapter.removing else adapter.versions:
                 if not self._catalogue.state.versions(version.digest):
-                    self._keep(self._drop_unless_used(adapter.name, version))
+                    self._tasks.start(self._drop_unless_used(adapter.name, version))
 
     async def _forget_found(self, name: str) -> None:
         """Removes a name that only resolvers know. The removal is also written to the log, for replicas that check
@@ -128,11 +128,6 @@ class Removals:
     async def _drop_unless_used(self, name: str, version: VersionRecord) -> None:
         if not self._catalogue.state.versions(version.digest):
             await self._replicas.drop_everywhere(self._catalogue.state.request(name, version))
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _without_names(adapter: AdapterRecord) -> AdapterRecord:

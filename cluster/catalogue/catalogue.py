@@ -112,7 +112,7 @@ class Catalogue:
         self._has_read()
         adapters = [before.adapters[name] for name in changed if name in before.adapters]
         now = [after.adapters[name] for name in changed if name in after.adapters]
-        self.on_change({alias for one in (*adapters, *now) for alias in one.aliases})
+        self.on_change({alias for adapter in (*adapters, *now) for alias in adapter.aliases})
         self.on_others(adapters)
 
     def _load(self) -> CatalogueState:

@@ -269,7 +269,7 @@ class CatalogueLog:
         after: int | None = None
         last, entries, writers = -1, dict[str, msgspec.Raw](), list[str]()
         with ThreadPoolExecutor(READ_THREADS) as pool:
-            for span, content in zip(pieces, pool.map(lambda one: self._store.read(one.key), pieces), strict=True):
+            for span, content in zip(pieces, pool.map(lambda span: self._store.read(span.key), pieces), strict=True):
                 if content is None:
                     raise _Vanished(span.key)
                 payload = _unframe(content)
@@ -283,8 +283,8 @@ class CatalogueLog:
         if after is None:
             raise _Vanished(whole.key)
         kept = entries.values() if whole.start else (e for e in entries.values() if not _is_forgettable(e))
-        told = writers if whole.end - whole.start == MERGE else []
-        self._store.create(whole.key, _frame(_Run(after, last, list(kept), told)))
+        named_writers = writers if whole.end - whole.start == MERGE else []
+        self._store.create(whole.key, _frame(_Run(after, last, list(kept), named_writers)))
         written = self._store.read(whole.key)
         if written is None or _unframe(written) is None:
             raise StoreError(f"{whole.key} cannot be read back; its parts are kept.")
@@ -301,10 +301,10 @@ def changed_names(store: Store, number: int) -> frozenset[str] | None:
     Returns None if there are more than MAX_CHANGES, or if the store lacks one of them.
     """
     names = set[str]()
-    for one in range(number, number + MAX_CHANGES + 1):
-        content = store.read(_change_key(one))
+    for position in range(number, number + MAX_CHANGES + 1):
+        content = store.read(_change_key(position))
         if content is None:
-            return None if any(_bounds(key)[1] > one for key in store.keys("runs/")) else frozenset(names)
+            return None if any(_bounds(key)[1] > position for key in store.keys("runs/")) else frozenset(names)
         payload = _unframe(content)
         if payload is None:
             return None
@@ -320,8 +320,8 @@ def _as_run(span: _Span, payload: memoryview) -> _Run:
 
 def _is_forgettable(entry: msgspec.Raw) -> bool:
     """Returns whether the first run can omit the entry, since nothing is left before it that a removal would remove."""
-    one = head(entry)
-    return one.type == "removed" and one.seeded_by is None
+    entry_head = head(entry)
+    return entry_head.type == "removed" and entry_head.seeded_by is None
 
 
 def _cover(runs: Iterable[_Span], changes: dict[int, _Span]) -> list[_Span]:

@@ -54,10 +54,10 @@ class AdapterRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, t
     removing: bool = False  # No name stands for it any more, and replicas are freeing it.
 
     def version(self, number: int) -> VersionRecord:
-        for one in self.versions:
-            if one.number == number:
-                return one
-        there = ", ".join(str(one.number) for one in self.versions)
+        for version in self.versions:
+            if version.number == number:
+                return version
+        there = ", ".join(str(version.number) for version in self.versions)
         raise InvalidRequest(f"adapter {self.name!r} has no version {number}; it has {there}.", "version")
 
     def shares(self, alias: str) -> tuple[Share, ...]:

@@ -72,7 +72,7 @@ class CatalogueState:
             del self._owner[alias]
         self._index(before, entry)
         for digest in _digests(before):
-            self._set_users(digest, tuple(one for one in self.users(digest) if one != name))
+            self._set_users(digest, tuple(user for user in self.users(digest) if user != name))
         self.pinned.discard(name)
         self.removing.discard(name)
         self._removed.pop(name, None)

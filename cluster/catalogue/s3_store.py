@@ -7,29 +7,26 @@ other than Amazon's). They are read again after the server has rejected them, so
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import boto3
 from boto3.exceptions import Boto3Error
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
 from lorafleet.protocol.adapter_files import CONFIG_NAME
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
+from lorafleet.resolvers.s3_client import RenewedClient, boto_client, error_code, rejects_credentials
 
 TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 ABSENT = {"NoSuchKey", "404", "NotFound"}
-REFUSED = {401, 403}
 NAMES_FIELD = "lorafleet-files"  # Metadata field of an adapter's config: the names of its files.
 
 
 def _make_client() -> Any:
-    config = Config(retries={"mode": "standard", "max_attempts": 5}, connect_timeout=5, read_timeout=30)
-    return boto3.Session().client("s3", config=config)
+    return boto_client(Config(retries={"mode": "standard", "max_attempts": 5}, connect_timeout=5, read_timeout=30))
 
 
 class S3Store:
@@ -41,9 +38,7 @@ class S3Store:
             raise ConfigError(f"catalog_uri={uri!r} names no bucket; give s3://bucket/prefix.")
         self._bucket = bucket
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
-        self._make_client = make_client
-        self._made: Any = None
-        self._lock = threading.Lock()
+        self._renewed = RenewedClient(make_client)
 
     @property
     def uri(self) -> str:
@@ -54,7 +49,7 @@ class S3Store:
             try:
                 self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=content, IfNoneMatch="*")
             except ClientError as error:
-                if _code(error) in TAKEN:
+                if error_code(error) in TAKEN:
                     return False
                 raise
         return True
@@ -64,7 +59,7 @@ class S3Store:
             try:
                 answer = self._client.get_object(Bucket=self._bucket, Key=self._key(key))
             except ClientError as error:
-                if _code(error) in ABSENT:
+                if error_code(error) in ABSENT:
                     return None
                 raise
             content: bytes = answer["Body"].read()
@@ -75,7 +70,7 @@ class S3Store:
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._key(prefix)
             )
-            return sorted(one["Key"].removeprefix(self._prefix) for page in pages for one in page.get("Contents", ()))
+            return sorted(item["Key"].removeprefix(self._prefix) for page in pages for item in page.get("Contents", ()))
 
     def delete(self, key: str) -> None:
         with self._errors(f"{key} cannot be deleted"):
@@ -106,7 +101,7 @@ class S3Store:
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=prefix, Delimiter="/"
             )
-            folders = [one["Prefix"] for page in pages for one in page.get("CommonPrefixes", ())]
+            folders = [item["Prefix"] for page in pages for item in page.get("CommonPrefixes", ())]
         return [folder.removeprefix(prefix).rstrip("/") for folder in folders]
 
     def fetch_files(self, digest: str, folder: Path) -> None:
@@ -125,9 +120,7 @@ class S3Store:
 
     @property
     def _client(self) -> Any:
-        with self._lock:
-            self._made = self._made or self._make_client()
-            return self._made
+        return self._renewed.get()
 
     def _key(self, key: str) -> str:
         return self._prefix + key
@@ -141,7 +134,7 @@ class S3Store:
             key = self._key(f"adapters/{digest}/{CONFIG_NAME}")
             answer = self._client.head_object(Bucket=self._bucket, Key=key)
         except ClientError as error:
-            if _code(error) in ABSENT:
+            if error_code(error) in ABSENT:
                 return None
             raise
         return {CONFIG_NAME, *filter(None, answer["Metadata"].get(NAMES_FIELD, "").split(","))}
@@ -153,9 +146,8 @@ class S3Store:
         except (ClientError, BotoCoreError, Boto3Error) as error:
             cause = error if isinstance(error, ClientError) else error.__context__  # boto3's transfers hide it.
             kind = StoreRefused if isinstance(cause, ClientError) and _is_certain(cause) else StoreError
-            status = cause.response["ResponseMetadata"].get("HTTPStatusCode") if isinstance(cause, ClientError) else 0
-            if status in REFUSED or isinstance(error, NoCredentialsError | PartialCredentialsError):
-                self._made = None
+            if rejects_credentials(cause) or isinstance(error, NoCredentialsError | PartialCredentialsError):
+                self._renewed.drop()
                 raise kind(
                     f"catalogue {self.uri}: {what}: the server refuses this cluster's credentials: {error}. Renew "
                     "them; no restart is needed. Look whether it was done before you repeat it."
@@ -169,7 +161,3 @@ def _is_certain(error: ClientError) -> bool:
     """Returns whether the first and only attempt was rejected; boto3 repeats attempts that were not answered."""
     answer: dict[str, int] = error.response.get("ResponseMetadata", {})
     return 400 <= answer.get("HTTPStatusCode", 0) < 500 and answer.get("RetryAttempts", 0) == 0
-
-
-def _code(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))

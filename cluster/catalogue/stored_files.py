@@ -102,7 +102,7 @@ class StoredFiles:
     def _is_named(self, digest: str, removed: str | None = None) -> bool:
         state = self._catalogue.state
         leaving = [state.adapters[name] for name in state.removing if name != removed]
-        versions = [*state.versions(digest), *(version for one in leaving for version in one.versions)]
+        versions = [*state.versions(digest), *(version for adapter in leaving for version in adapter.versions)]
         return any(version.digest == digest and not version.location for version in versions)
 
     # -- locks --------------------------------------------------------------------------------------------------------

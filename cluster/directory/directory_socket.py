@@ -15,7 +15,6 @@ import logging
 import secrets
 import socket
 import zlib
-from collections.abc import Iterator
 from typing import TypeVar, cast, get_args
 
 import msgspec
@@ -24,6 +23,8 @@ from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.directory.directory_calls import ANSWER_S, AnySocketCall, ReportCall, SocketCall
 from lorafleet.cluster.directory.directory_messages import Changes, StaleEpoch
 from lorafleet.cluster.directory.residency import Routes
+from lorafleet.cluster.task_set import TaskSet
+from lorafleet.protocol.framing import FrameCutter, FrameTooLarge, framed
 
 PORTS = range(20_000, 32_000)  # Between the ports of Ray's workers and those that the system assigns.
 MAX_CALL_BYTES = 64 << 20  # A full report has 100 bytes for each adapter that the replica holds.
@@ -33,8 +34,6 @@ CONNECT_S = 2.0
 MAX_HELLO_BYTES = 256  # Size of a frame on a connection that has not shown the secret.
 HELLO_S = 5.0  # Seconds in which a connection must show the secret.
 MAX_STRANGERS = 1024  # Connections that have not shown the secret yet; a thousand replicas may connect together.
-
-_SIZE_BYTES = 4
 
 T = TypeVar("T")
 logger = logging.getLogger("lorafleet.cluster")
@@ -108,10 +107,10 @@ class _ServerConnection(asyncio.Protocol):
         self._server = server
         self._directory = server.directory
         self._open = open_connections
-        self._frames = _Frames(MAX_HELLO_BYTES)
+        self._frames = FrameCutter(MAX_HELLO_BYTES)
         self._known = False
         self._patience: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -125,8 +124,7 @@ class _ServerConnection(asyncio.Protocol):
     def connection_lost(self, _: Exception | None) -> None:
         self._open.discard(self)
         self._is_stranger_no_more()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     def abort(self) -> None:
         self._transport.abort()
@@ -144,7 +142,7 @@ class _ServerConnection(asyncio.Protocol):
         try:
             for frame in self._frames.cut(data):
                 self._take(frame)
-        except (msgspec.MsgspecError, _BadFrame) as error:
+        except (msgspec.MsgspecError, FrameTooLarge, _UnknownSecret) as error:
             logger.warning("the adapter directory cuts a connection off: %s", error)
             self.abort()
 
@@ -153,17 +151,15 @@ class _ServerConnection(asyncio.Protocol):
             shown = _hello_decoder.decode(frame).secret.encode()  # compare_digest needs ASCII text, or bytes.
             self._known = secrets.compare_digest(shown, self._server.address.secret.encode())
             if not self._known:
-                raise _BadFrame("it does not know the secret")
+                raise _UnknownSecret("it does not know the secret")
             self._is_stranger_no_more()
-            self._frames.limit = MAX_CALL_BYTES
+            self._frames.max_bytes = MAX_CALL_BYTES
             return
         request = _request_decoder.decode(frame)
         if isinstance(request.call, ReportCall):  # Answered without a task, since there are ten thousand a second.
             self._answer(_Answer(request.number, _raw(self._directory.routers.accept(request.call.report))))
             return
-        task = asyncio.get_running_loop().create_task(self._serve(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._serve(request))
 
     async def _serve(self, request: _Request) -> None:
         try:
@@ -177,7 +173,7 @@ class _ServerConnection(asyncio.Protocol):
 
     def _answer(self, answer: _Answer) -> None:
         if not self._transport.is_closing():
-            self._transport.write(_framed(answer))
+            self._transport.write(framed(_encoder.encode(answer)))
 
 
 class DirectoryConnection(asyncio.Protocol):
@@ -186,7 +182,7 @@ class DirectoryConnection(asyncio.Protocol):
     def __init__(self, answer_s: float) -> None:
         self.closed = False
         self._answer_s = answer_s
-        self._frames = _Frames(MAX_ANSWER_BYTES)
+        self._frames = FrameCutter(MAX_ANSWER_BYTES)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[_Answer]] = {}  # By the call's number.
         self._transport: asyncio.Transport
@@ -196,7 +192,7 @@ class DirectoryConnection(asyncio.Protocol):
         """Connects to the directory, whose silence for `answer_s` seconds ends the connection."""
         connecting = asyncio.get_running_loop().create_connection(lambda: cls(answer_s), address.host, address.port)
         _, connection = await asyncio.wait_for(connecting, CONNECT_S)
-        connection._transport.write(_framed(_Hello(address.secret)))
+        connection._transport.write(framed(_encoder.encode(_Hello(address.secret))))
         return connection
 
     async def ask(self, call: SocketCall[T]) -> T:
@@ -206,7 +202,7 @@ class DirectoryConnection(asyncio.Protocol):
         number = next(self._numbers)
         waiting: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = waiting
-        self._transport.write(_framed(_Request(number, cast(AnySocketCall, call))))
+        self._transport.write(framed(_encoder.encode(_Request(number, cast(AnySocketCall, call)))))
         try:
             answer = await asyncio.wait_for(waiting, self._answer_s)
         except TimeoutError:
@@ -248,33 +244,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, 0), backlog=4096)
 
 
-class _BadFrame(Exception):
+class _UnknownSecret(Exception):
     pass
-
-
-class _Frames:
-    """Cuts a stream into frames. A frame is its length in four bytes, followed by as many bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit  # Bytes of a frame; may be changed between two frames.
-        self._buffer = bytearray()
-
-    def cut(self, data: bytes) -> Iterator[bytes]:
-        """Yields the complete frames. The iterator must be exhausted before the next call."""
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        while len(buffer) >= start + _SIZE_BYTES:
-            begin = start + _SIZE_BYTES
-            end = begin + int.from_bytes(buffer[start:begin], "little")
-            if end - begin > self.limit:
-                raise _BadFrame(f"a frame of {end - begin} bytes; {self.limit} are allowed")
-            if len(buffer) < end:
-                break
-            frame = bytes(buffer[begin:end])
-            start = end
-            yield frame
-        del buffer[:start]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -292,8 +263,3 @@ def _decoder_of(call: type[SocketCall[T]]) -> msgspec.msgpack.Decoder[T]:
 
 def _raw(value: object) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(value))
-
-
-def _framed(message: _Hello | _Request | _Answer) -> bytes:
-    payload = _encoder.encode(message)
-    return len(payload).to_bytes(_SIZE_BYTES, "little") + payload

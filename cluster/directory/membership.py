@@ -33,6 +33,7 @@ from lorafleet.cluster.directory.directory_messages import Changes, Order, Progr
 from lorafleet.cluster.directory.directory_timing import TIMING, DirectoryTiming
 from lorafleet.cluster.directory.name_copies import NameCopies
 from lorafleet.cluster.directory.residency import Report
+from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
 from lorafleet.protocol.errors import DirectoryUnavailable, LorafleetError, to_wire
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
@@ -77,7 +78,7 @@ class Membership:
         self._copies = NameCopies()
         self._lease_until = 0.0
         self._following: asyncio.Task[None] | None = None
-        self._obeying: set[asyncio.Task[None]] = set()
+        self._obeying = TaskSet()
 
     @property
     def epoch(self) -> str:
@@ -94,9 +95,9 @@ class Membership:
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def stop(self) -> None:
-        for task in (self._following, *self._obeying):
-            if task is not None:
-                task.cancel()
+        if self._following is not None:
+            self._following.cancel()
+        self._obeying.cancel()
         await self.directory.ask(LeaveCall(self.replica_id))
 
     async def become_ready(self) -> None:
@@ -228,9 +229,7 @@ class Membership:
         for order in changes.orders:
             if order.number > self._order:
                 self._order = order.number
-                task = asyncio.get_running_loop().create_task(self._answer(order, self._epoch))
-                self._obeying.add(task)
-                task.add_done_callback(self._obeying.discard)
+                self._obeying.start(self._answer(order, self._epoch))
 
     async def _answer(self, order: Order, epoch: str) -> None:
         info, error = None, None

@@ -92,12 +92,12 @@ def files_from_environment(environment: Mapping[str, str]) -> TLSFiles | None:
     return tls_files(*(environment.get(name) for name in (CERT_VARIABLE, KEY_VARIABLE, CA_VARIABLE)))
 
 
-async def keep_renewing(files: TLSFiles, admin_socket: str, name: str) -> None:
+async def keep_renewing(files: TLSFiles, admin_socket: str, name: str, watch_s: float = WATCH_S) -> None:
     """Gives HAProxy the certificate again whenever its files change. `name` is the file from which HAProxy read it.
     Never returns."""
     known = _stamp(files)
     while True:
-        await asyncio.sleep(WATCH_S)
+        await asyncio.sleep(watch_s)
         stamp = _stamp(files)
         if stamp == known:
             continue

@@ -28,26 +28,26 @@ class QualityBook:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def baseline(self, one: ProbeSet) -> Baseline | None:
-        content = self._newest(one, "baseline")
+    def baseline(self, probe_set: ProbeSet) -> Baseline | None:
+        content = self._newest(probe_set, "baseline")
         return None if content is None else msgspec.msgpack.decode(content, type=Baseline)
 
-    def standing(self, one: ProbeSet) -> Standing | None:
-        content = self._newest(one, "standing")
+    def standing(self, probe_set: ProbeSet) -> Standing | None:
+        content = self._newest(probe_set, "standing")
         return None if content is None else msgspec.msgpack.decode(content, type=Standing)
 
-    def add_baseline(self, one: ProbeSet, baseline: Baseline) -> None:
-        self._add(one, "baseline", msgspec.msgpack.encode(baseline))
+    def add_baseline(self, probe_set: ProbeSet, baseline: Baseline) -> None:
+        self._add(probe_set, "baseline", msgspec.msgpack.encode(baseline))
 
-    def add_standing(self, one: ProbeSet, standing: Standing) -> None:
-        self._add(one, "standing", msgspec.msgpack.encode(standing))
+    def add_standing(self, probe_set: ProbeSet, standing: Standing) -> None:
+        self._add(probe_set, "standing", msgspec.msgpack.encode(standing))
 
-    def _newest(self, one: ProbeSet, kind: Kind) -> bytes | None:
-        keys = self._store.keys(_prefix(one, kind))
+    def _newest(self, probe_set: ProbeSet, kind: Kind) -> bytes | None:
+        keys = self._store.keys(_prefix(probe_set, kind))
         return self._store.read(keys[-1]) if keys else None
 
-    def _add(self, one: ProbeSet, kind: Kind, content: bytes) -> None:
-        prefix = _prefix(one, kind)
+    def _add(self, probe_set: ProbeSet, kind: Kind, content: bytes) -> None:
+        prefix = _prefix(probe_set, kind)
         for _ in range(MAX_OVERTAKEN):
             keys = self._store.keys(prefix)
             number = int(keys[-1].removeprefix(prefix)) + 1 if keys else 1
@@ -55,8 +55,10 @@ class QualityBook:
                 for key in keys[: 1 - KEPT]:
                     self._store.delete(key)
                 return
-        raise StoreError(f"catalogue {self._store.uri}: others wrote the {kind} of {one.model!r} first; run it again.")
+        raise StoreError(
+            f"catalogue {self._store.uri}: others wrote the {kind} of {probe_set.model!r} first; run it again."
+        )
 
 
-def _prefix(one: ProbeSet, kind: Kind) -> str:
-    return f"quality/{one.digest}/{kind}/"
+def _prefix(probe_set: ProbeSet, kind: Kind) -> str:
+    return f"quality/{probe_set.digest}/{kind}/"

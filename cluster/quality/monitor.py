@@ -48,8 +48,9 @@ class QualityMonitor:
     ) -> None:
         self.has_turn = False
         self.standings: dict[str, Standing] = {}  # By model, as far as this replica knows.
-        self.runs: Counter[str] = Counter({one.model: 0 for one in probes.sets})  # On this replica, by model.
-        self.failures: Counter[str] = Counter({one.model: 0 for one in probes.sets})
+        models = [probe_set.model for probe_set in probes.sets]
+        self.runs: Counter[str] = Counter(dict.fromkeys(models, 0))  # On this replica, by model.
+        self.failures: Counter[str] = Counter(dict.fromkeys(models, 0))
         self._probes = probes
         self._book = book
         self._prober = Prober(state)
@@ -69,65 +70,65 @@ class QualityMonitor:
     async def look(self) -> None:
         """Runs the sets that are due, if this replica holds the lease."""
         self.has_turn = await self._take_turn()
-        for one in self._probes.sets:
+        for probe_set in self._probes.sets:
             if not self.has_turn:
                 return
             async with self._running:
-                standing = await self._standing(one)
+                standing = await self._standing(probe_set)
                 if standing is None or self._clock() - standing.tried_s >= self._probes.interval_s:
                     try:
-                        await self._run(one, accept=False)
+                        await self._run(probe_set, accept=False)
                     except LorafleetError as error:
-                        logger.warning("quality probes of %s failed: %s", one.model, error.message)
+                        logger.warning("quality probes of %s failed: %s", probe_set.model, error.message)
 
     async def run(self, model: str, *, accept: bool) -> Standing:
         """Runs a model's probes now. With `accept`, the result becomes the new baseline. Raises LorafleetError if the
         run fails."""
-        one = next((one for one in self._probes.sets if one.model == model), None)
-        if one is None:
-            known = ", ".join(repr(one.model) for one in self._probes.sets)
+        probe_set = next((probe_set for probe_set in self._probes.sets if probe_set.model == model), None)
+        if probe_set is None:
+            known = ", ".join(repr(probe_set.model) for probe_set in self._probes.sets)
             raise ModelNotFound(f"There are no quality probes of `{model}`; there are of {known}.", "name")
         async with self._running:
-            return await self._run(one, accept=accept)
+            return await self._run(probe_set, accept=accept)
 
     async def show(self) -> list[Standing]:
         """Returns the standings of all sets that have run, on whichever replica."""
-        found = [await self._standing(one) for one in self._probes.sets]
+        found = [await self._standing(probe_set) for probe_set in self._probes.sets]
         return [standing for standing in found if standing is not None]
 
-    async def _standing(self, one: ProbeSet) -> Standing | None:
-        standing = await asyncio.to_thread(self._book.standing, one)
+    async def _standing(self, probe_set: ProbeSet) -> Standing | None:
+        standing = await asyncio.to_thread(self._book.standing, probe_set)
         if standing is not None:
-            self.standings[one.model] = standing
+            self.standings[probe_set.model] = standing
         return standing
 
-    async def _run(self, one: ProbeSet, *, accept: bool) -> Standing:
+    async def _run(self, probe_set: ProbeSet, *, accept: bool) -> Standing:
         tried_s = self._clock()
-        self.runs[one.model] += 1
+        self.runs[probe_set.model] += 1
         try:
-            standing = await self._measured(one, tried_s, accept)
+            standing = await self._measured(probe_set, tried_s, accept)
         except LorafleetError as error:
-            self.failures[one.model] += 1
-            before = await self._standing(one) or Standing(one.model, tried_s)
-            await self._keep(one, msgspec.structs.replace(before, tried_s=tried_s, error=error.message))
+            self.failures[probe_set.model] += 1
+            before = await self._standing(probe_set) or Standing(probe_set.model, tried_s)
+            await self._keep(probe_set, msgspec.structs.replace(before, tried_s=tried_s, error=error.message))
             raise
-        await self._keep(one, standing)
+        await self._keep(probe_set, standing)
         return standing
 
-    async def _keep(self, one: ProbeSet, standing: Standing) -> None:
-        self.standings[one.model] = standing
-        await asyncio.to_thread(self._book.add_standing, one, standing)
+    async def _keep(self, probe_set: ProbeSet, standing: Standing) -> None:
+        self.standings[probe_set.model] = standing
+        await asyncio.to_thread(self._book.add_standing, probe_set, standing)
 
-    async def _measured(self, one: ProbeSet, tried_s: float, accept: bool) -> Standing:
-        model = await self._prober.model(one.model)
+    async def _measured(self, probe_set: ProbeSet, tried_s: float, accept: bool) -> Standing:
+        model = await self._prober.model(probe_set.model)
         digest = "" if model.lora is None else model.lora.digest
-        baseline = None if accept else await asyncio.to_thread(self._book.baseline, one)
-        observed = await self._observe(one, model, baseline)
+        baseline = None if accept else await asyncio.to_thread(self._book.baseline, probe_set)
+        observed = await self._observe(probe_set, model, baseline)
         if baseline is None:
             baseline = Baseline(digest, tried_s, observed)
-            await asyncio.to_thread(self._book.add_baseline, one, baseline)
+            await asyncio.to_thread(self._book.add_baseline, probe_set, baseline)
         return Standing(
-            one.model,
+            probe_set.model,
             tried_s,
             at_s=self._clock(),
             digest=digest,
@@ -136,11 +137,11 @@ class QualityMonitor:
             measures=measure(baseline.observed, observed),
         )
 
-    async def _observe(self, one: ProbeSet, model: ServedModel, baseline: Baseline | None) -> list[Observed]:
+    async def _observe(self, probe_set: ProbeSet, model: ServedModel, baseline: Baseline | None) -> list[Observed]:
         observed = []
-        for at, probe in enumerate(one.probes):
+        for index, probe in enumerate(probe_set.probes):
             if self.has_turn:  # A long run renews the lease.
                 self.has_turn = await self._take_turn()
-            along = None if baseline is None else baseline.observed[at].answer
-            observed.append(await self._prober.observe(model, probe, one.max_tokens, along))
+            along = None if baseline is None else baseline.observed[index].answer
+            observed.append(await self._prober.observe(model, probe, probe_set.max_tokens, along))
         return observed

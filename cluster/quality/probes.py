@@ -61,7 +61,7 @@ class ProbeSet:
     @functools.cached_property
     def digest(self) -> str:
         """The digest of the model and its probes. If either changes, a new baseline is needed."""
-        content = [self.model, self.max_tokens, [[one.prompt, one.completion] for one in self.probes]]
+        content = [self.model, self.max_tokens, [[probe.prompt, probe.completion] for probe in self.probes]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -85,13 +85,13 @@ def read_probes(path: str | Path) -> QualityProbes:
     except yaml.YAMLError as error:
         raise ConfigError(f"quality_probes {str(path)!r} is neither YAML nor JSON: {error}") from None
     file = _parse(_ProbesFile, content, f"quality_probes {str(path)!r}")
-    models = [one.model for one in file.sets]
+    models = [entry.model for entry in file.sets]
     for model in models:
         if models.count(model) > 1:
             raise ConfigError(
                 f"quality_probes {str(path)!r} has two sets of {model!r}; put their prompts into one file."
             )
-    sets = [ProbeSet(one.model, one.max_tokens, _read_prompts(path.parent / one.prompts)) for one in file.sets]
+    sets = [ProbeSet(entry.model, entry.max_tokens, _read_prompts(path.parent / entry.prompts)) for entry in file.sets]
     return QualityProbes(file.interval_s, tuple(sets))
 
 
@@ -115,7 +115,7 @@ def _parse(kind: type[M], content: Any, place: str) -> M:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise ConfigError("; ".join(f"{place}: {in_words(one)}" for one in error.errors())) from None
+        raise ConfigError("; ".join(f"{place}: {in_words(fault)}" for fault in error.errors())) from None
 
 
 def _text(path: Path) -> str:

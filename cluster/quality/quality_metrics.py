@@ -27,19 +27,19 @@ class QualityMetrics(Collector):
         shown = list(self._monitor.standings.values()) if self._monitor.has_turn else []
         for name, text in _MEASURES.items():
             gauge = GaugeMetricFamily(f"lorafleet_quality_{name}", text, labels=labels)
-            for one in shown:
-                value = None if one.measures is None else getattr(one.measures, name)
+            for standing in shown:
+                value = None if standing.measures is None else getattr(standing.measures, name)
                 if value is not None:
-                    gauge.add_metric([one.model], value)
+                    gauge.add_metric([standing.model], value)
             yield gauge
         last = GaugeMetricFamily(
             "lorafleet_quality_last_run_timestamp_seconds",
             "When the last run that did not fail ended, since 1970.",
             labels=labels,
         )
-        for one in shown:
-            if one.at_s is not None:
-                last.add_metric([one.model], one.at_s)
+        for standing in shown:
+            if standing.at_s is not None:
+                last.add_metric([standing.model], standing.at_s)
         yield last
         runs = CounterMetricFamily("lorafleet_quality_runs", "Runs of a model's quality probes.", labels=labels)
         failures = CounterMetricFamily("lorafleet_quality_failures", "Those of them that failed.", labels=labels)

@@ -54,9 +54,9 @@ class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
 def measure(baseline: Sequence[Observed], now: Sequence[Observed]) -> Measures:
     """Compares two results of the same probes. The places of `now` must be along the baseline's answers."""
     pairs = list(zip(baseline, now, strict=True))
-    places = [place for then, one in pairs for place in compare_places(then.places, one.places)]
+    places = [place for before, after in pairs for place in compare_places(before.places, after.places)]
     return Measures(
-        agreement=_mean([equal_share(then.answer, one.answer) for then, one in pairs]),
+        agreement=_mean([equal_share(before.answer, after.answer) for before, after in pairs]),
         drift=_mean([abs(place.logprob_change) for place in places]),
         kl=_mean([place.kl for place in places]),
         perplexity=_perplexity(now),
@@ -71,4 +71,4 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _perplexity(observed: Sequence[Observed]) -> float | None:
-    return perplexity([one.completion for one in observed if one.completion is not None])
+    return perplexity([observation.completion for observation in observed if observation.completion is not None])

@@ -80,7 +80,7 @@ class QualityApi:
     @describe("How models stand beside their baselines", answer=StandingList)
     async def show(self, _: AppState, request: Request) -> Response:
         _check_operator(request)
-        return json_response({"object": "list", "data": [_shown(one) for one in await self._monitor.show()]})
+        return json_response({"object": "list", "data": [_shown(standing) for standing in await self._monitor.show()]})
 
     @describe("Run a model's quality probes", body=EmptyRequest, answer=ShownStanding)
     async def run(self, state: AppState, request: Request) -> Response:
@@ -103,7 +103,7 @@ def _check_operator(request: Request) -> None:
         raise Forbidden("Quality probes need the operator's key, one of the scope admin and of no tenant.")
 
 
-def _shown(one: Standing) -> dict[str, object]:
-    values = {name: getattr(one, name) for name in one.__struct_fields__ if name not in ("model", "measures")}
-    measures = None if one.measures is None else msgspec.to_builtins(one.measures)
-    return {"id": one.model, "object": "quality", **values, "measures": measures}
+def _shown(standing: Standing) -> dict[str, object]:
+    values = {name: getattr(standing, name) for name in standing.__struct_fields__ if name not in ("model", "measures")}
+    measures = None if standing.measures is None else msgspec.to_builtins(standing.measures)
+    return {"id": standing.model, "object": "quality", **values, "measures": measures}

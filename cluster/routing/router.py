@@ -25,6 +25,7 @@ from lorafleet.cluster.proxy import ingress
 from lorafleet.cluster.routing.route import NO_ROUTE, PREFIX_TOKENS, Route, route_of_session
 from lorafleet.cluster.routing.route_app import RouteApp
 from lorafleet.cluster.routing.routing import ReplicaChooser
+from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.protocol.errors import Forbidden, Unauthorized
 
@@ -43,7 +44,7 @@ class AffinityRouter(RequestRouter):
         self._by_id: dict[str, RunningReplica] = {}
         self._following: asyncio.Task[None] | None = None
         self._answered_s = time.monotonic()  # Time of the directory's last answer.
-        self._drain_tasks: set[asyncio.Task[None]] = set()
+        self._drain_tasks = TaskSet()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -51,9 +52,7 @@ class AffinityRouter(RequestRouter):
         self._view.chooser.set_replicas(self._by_id)
         if self._following is not None:
             for replica_id in before.keys() - self._by_id.keys():
-                task = self._event_loop.create_task(self._drain_replica(replica_id))
-                self._drain_tasks.add(task)
-                task.add_done_callback(self._drain_tasks.discard)
+                self._drain_tasks.start(self._drain_replica(replica_id))
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

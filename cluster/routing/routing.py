@@ -9,7 +9,6 @@ has sent there since, and where placement wants each adapter. benchmarks/placeme
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
+from lorafleet.protocol.lru_cache import LRUCache
 
 Tier = Literal["gpu", "coming", "cpu"]  # coming: requests there wait for it, so it gets a slot next.
 MAX_HOLDERS = 8  # Considered for one request, at random if more replicas hold its adapter.
@@ -78,7 +78,7 @@ class ReplicaChooser:
         self._homes: dict[str, tuple[str, ...]] = {}
         self._num_bytes: dict[str, int] = {}
         self._sent_to: dict[str, list[str]] = {}  # By adapter: the replicas that have it in `coming`.
-        self._prefixes: OrderedDict[tuple[str, int], str] = OrderedDict()
+        self._prefixes: LRUCache[tuple[str, int], str] = LRUCache(MAX_PREFIXES)
 
     # -- updates from the directory and Serve ---------------------------------------------------------------------
 
@@ -179,10 +179,7 @@ class ReplicaChooser:
         replica.batch_s += num_tokens * costs.token_s + costs.request_s
         self._set_wait(replica)
         if prefix is not None:
-            self._prefixes[adapter, prefix] = replica_id
-            self._prefixes.move_to_end((adapter, prefix))
-            if len(self._prefixes) > MAX_PREFIXES:
-                self._prefixes.popitem(last=False)
+            self._prefixes.put((adapter, prefix), replica_id)
 
     def _candidates(self, adapter: str, seen_at: str | None) -> list[_Replica]:
         """Returns the replicas that are worth comparing:

@@ -16,7 +16,7 @@ from lorafleet.protocol.messages import EngineStats
 Wish = tuple[float, dict[str, Any]]  # Number of replicas, and state for the next call, which stays empty.
 
 
-def load_of(stats: EngineStats, max_num_seqs: int, kv_tokens: int) -> dict[str, float]:
+def autoscaling_metrics(stats: EngineStats, max_num_seqs: int, kv_tokens: int) -> dict[str, float]:
     """Returns the load that a replica reports: `busy`, where 1 is full, and `adapters`, the number of adapters that
     running and waiting requests use, divided by the replica's slots."""
     sequences = (stats.num_running + stats.num_waiting) / max_num_seqs
@@ -26,8 +26,8 @@ def load_of(stats: EngineStats, max_num_seqs: int, kv_tokens: int) -> dict[str, 
 
 
 def wanted_replicas(busy: Collection[float], adapters: Collection[float], target: float) -> float:
-    """Returns how many replicas there should be. `busy` and `adapters` hold the values of load_of() of each replica,
-    and `target` is how busy each should be."""
+    """Returns how many replicas there should be. `busy` and `adapters` hold the metrics of each
+    replica, and `target` is how busy each should be."""
     return max(sum(busy) / target, sum(adapters), 1.0)
 
 

@@ -15,7 +15,7 @@ from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console.view import ReplicaView, Viewer
 from lorafleet.cluster.directory.directory_actor import SWITCH_S
 from lorafleet.cluster.proxy import ingress
-from lorafleet.cluster.serve.autoscaling import load_of
+from lorafleet.cluster.serve.autoscaling import autoscaling_metrics
 from lorafleet.cluster.serve.replica_parts import ReplicaParts
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import LorafleetError
@@ -59,7 +59,7 @@ class EngineReplica:
         engine = self._parts.engine
         if engine is None:
             return {}
-        return load_of(engine.stats, self._parts.config.max_num_seqs, engine.hello.kv_cache_tokens)
+        return autoscaling_metrics(engine.stats, self._parts.config.max_num_seqs, engine.hello.kv_cache_tokens)
 
     async def render_metrics(self) -> bytes:
         """Returns the metrics of this replica alone. Other replicas call it."""

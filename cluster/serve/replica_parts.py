@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,7 @@ from lorafleet.cluster.serve.reporting import keep_reporting
 from lorafleet.cluster.serve.resources import with_cpu_threads
 from lorafleet.cluster.serve.scraping import scrape_all
 from lorafleet.cluster.serve.worker_actor import StartOrder
+from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.engine_config import EngineConfig
@@ -80,7 +80,7 @@ class ReplicaParts:
         self._admin: AdapterAdmin | None = None
         self._tenancy: Tenancy | None = None
         self._tracing: Tracing | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._adapter_store = AdapterStore(args.sources)
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
         self.link = DirectoryLink(DirectoryPlace(context.app_name, **args.directory_place()), replica_id, self._obey)
@@ -110,10 +110,10 @@ class ReplicaParts:
             f"engine ready after {time.monotonic() - began_s:.1f} s: context {engine.hello.max_model_len} tokens, "
             f"KV cache {engine.hello.kv_cache_tokens} tokens"
         )
-        self._run_beside(self._watch_ranks(engine))
+        self._tasks.start(self._watch_ranks(engine))
         await load_modules(catalog, self._args.lora_modules, membership)
         await membership.become_ready()
-        self._run_beside(keep_reporting(engine, membership, self._cpu_loras, self.config.max_num_seqs))
+        self._tasks.start(keep_reporting(engine, membership, self._cpu_loras, self.config.max_num_seqs))
         state = self.state = make_front(
             self._args,
             self.replica_id,
@@ -127,7 +127,7 @@ class ReplicaParts:
             tenancy,
         )
         for work in tenancy.work:
-            self._run_beside(work)
+            self._tasks.start(work)
         self._tracing = start_tracing(self._args, self.replica_id)
         console = StateApi(self.link.view, self.link.view_adapter, self._look_at_all)
         routes = routes_beside(admin, console, self._start_quality(state, store))
@@ -151,8 +151,7 @@ class ReplicaParts:
     async def close(self) -> None:
         """Closes whatever has been built: first the workers, and the link to the directory after everything that
         may call it."""
-        for task in list(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
         await self._ranks.stop()
         if self.state is not None:
             self.state.close()
@@ -185,7 +184,7 @@ class ReplicaParts:
         probes = read_probes(self._args.quality_probes)
         monitor = QualityMonitor(state, probes, QualityBook(store), self.link.take_quality_turn)
         state.telemetry.metrics.add(QualityMetrics(monitor))
-        self._run_beside(monitor.keep_running())
+        self._tasks.start(monitor.keep_running())
         return QualityApi(monitor)
 
     async def _scrape(self) -> bytes:
@@ -201,13 +200,6 @@ class ReplicaParts:
         if order.kind == "drop":
             await asyncio.to_thread(self._adapter_store.forget, order.lora.digest)
         return info
-
-    def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs the coroutine beside the requests. The task is stored, since the event loop has only weak references
-        to tasks."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _watch_ranks(self, engine: EngineClient) -> None:
         """Ends the requests in flight and all ranks when a rank has ended or the connection to rank 0 has failed.

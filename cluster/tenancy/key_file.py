@@ -159,10 +159,10 @@ class KeyFile(_Strict):
 
 def _check_ids(ids: Iterable[str]) -> None:
     seen: set[str] = set()
-    for one in ids:
-        if one in seen:
-            raise ValueError(f"two keys have the id {one!r}; give each its own")
-        seen.add(one)
+    for key_id in ids:
+        if key_id in seen:
+            raise ValueError(f"two keys have the id {key_id!r}; give each its own")
+        seen.add(key_id)
 
 
 def _check_hashes(keys: Iterable[KeyEntry]) -> None:
@@ -207,7 +207,7 @@ def parse(text: str, where: str) -> KeyFile:
         return KeyFile.model_validate(content)
     except ValidationError as error:
         found = error.errors(include_input=False)
-        faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found[:MAX_FAULTS])
+        faults = "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in found[:MAX_FAULTS])
         if len(found) > MAX_FAULTS:
             faults += f"; and {len(found) - MAX_FAULTS} more faults"
         raise ConfigError(f"{where}: {faults}") from None

@@ -72,8 +72,8 @@ class KeyRing(Collector):
         """Returns the prefix that the name begins with and the tenant that owns it, or ("", None)."""
         lowered = name.lower()
         # No prefix lies within another, so only the last one that does not sort after the name can match.
-        at = bisect.bisect_right(self._owners, lowered, key=itemgetter(0))
-        prefix, tenant = self._owners[at - 1] if at else ("", None)
+        index = bisect.bisect_right(self._owners, lowered, key=itemgetter(0))
+        prefix, tenant = self._owners[index - 1] if index else ("", None)
         return (prefix, tenant) if prefix and lowered.startswith(prefix) else ("", None)
 
     def place_of(self, tenant: str, source: str) -> str | None:
@@ -83,11 +83,13 @@ class KeyRing(Collector):
         if "://" in source:
             if ".." in source or "%" in source:
                 return None
-            return next((one for one in places if "://" in one and source.startswith(one.rstrip("/") + "/")), None)
+            return next(
+                (place for place in places if "://" in place and source.startswith(place.rstrip("/") + "/")), None
+            )
         if "\0" in source:
             return None
         real = Path(os.path.realpath(source))
-        folders = (os.path.realpath(one) for one in places if "://" not in one)
+        folders = (os.path.realpath(place) for place in places if "://" not in place)
         return next((folder for folder in folders if real.is_relative_to(folder)), None)
 
     def storage_limits(self, tenant: str | None) -> StorageLimits:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from lorafleet.protocol.lru_cache import LRUCache
+
 MAX_COUNTED = 10_000  # Stored `once` texts, which are of requests that two replicas reject.
 
 
@@ -53,20 +55,21 @@ class Verdict(msgspec.Struct, frozen=True):
     requests: LimitMeter | None = None  # For the subject that has the least left.
     tokens: LimitMeter | None = None
     num_replicas: int = 0  # Including the replica that asks.
+    replica_index: int = 0  # Index of the replica that asks among them, in the order of their ids.
 
 
 class _Bucket:
     def __init__(self, limit: int, now_s: float) -> None:
         self.limit = limit
         self.level = float(limit)
-        self._at_s = now_s
+        self._filled_s = now_s
 
     def fill(self, limit: int, now_s: float) -> None:
         if limit != self.limit:  # The operator has changed it; what was used stays used.
             self.level += limit - self.limit
             self.limit = limit
-        self.level = min(limit, self.level + (now_s - self._at_s) * limit / 60)
-        self._at_s = now_s
+        self.level = min(limit, self.level + (now_s - self._filled_s) * limit / 60)
+        self._filled_s = now_s
 
     def wait_s(self, level: float) -> float:
         return max(0.0, (level - self.level) * 60 / self.limit)
@@ -84,7 +87,7 @@ class QuotaBook:
         self._requests: dict[str, _Bucket] = {}
         self._tokens: dict[str, _Bucket] = {}
         self._running: dict[str, dict[str, int]] = {}  # By replica and subject.
-        self._counted: dict[str, None] = {}  # The latest `once` texts, in order.
+        self._counted: LRUCache[str, None] = LRUCache(MAX_COUNTED)  # The latest `once` texts.
         self._charged: dict[str, dict[str, int]] = {}  # The totals that each replica sent last, by subject.
 
     def admit(
@@ -107,20 +110,25 @@ class QuotaBook:
             # Tokens that a replica charged before this process knew of it are not charged here.
             self.charge(subject, total - charged.get(subject, total))
             charged[subject] = total
-        return [msgspec.structs.replace(self._admit_one(replica_id, ask), num_replicas=len(alive)) for ask in asks]
+        index = sum(other < replica_id for other in alive)
+        return [
+            msgspec.structs.replace(self._verdict(replica_id, ask), num_replicas=len(alive), replica_index=index)
+            for ask in asks
+        ]
 
     def charge(self, subject: str, num_tokens: int) -> None:
         if subject in self._tokens:
             self._tokens[subject].level -= num_tokens
 
-    def _admit_one(self, replica_id: str, ask: Ask) -> Verdict:
+    def _verdict(self, replica_id: str, ask: Ask) -> Verdict:
         if ask.once and not self._is_first(ask.once):
             return Verdict()
         now_s = self._clock()
         for subject, limits in ask.subjects.items():
             self._fill(self._requests, subject, limits.requests_per_minute, now_s)
             self._fill(self._tokens, subject, limits.tokens_per_minute, now_s)
-        refused = [one for subject, limits in ask.subjects.items() if (one := self._refusal(subject, limits, ask))]
+        refusals = (self._refusal(subject, limits, ask) for subject, limits in ask.subjects.items())
+        refused = [refusal for refusal in refusals if refusal]
         if not refused:
             mine = self._running[replica_id]
             for subject in ask.subjects:
@@ -137,9 +145,7 @@ class QuotaBook:
     def _is_first(self, once: str) -> bool:
         if once in self._counted:
             return False
-        self._counted[once] = None
-        if len(self._counted) > MAX_COUNTED:
-            del self._counted[next(iter(self._counted))]
+        self._counted.put(once, None)
         return True
 
     def _fill(self, buckets: dict[str, _Bucket], subject: str, limit: int | None, now_s: float) -> None:

@@ -66,6 +66,36 @@ class _Spent:
         return msgspec.structs.replace(self.verdict, retry_after_s=wait_s, requests=requests, tokens=None)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """The place of a replica among those that share limits while the directory does not answer."""
+
+    num_replicas: int
+    index: int
+
+    def share(self, subject: str, limits: Limits) -> Limits:
+        """Returns this replica's share of the limits. All replicas' shares together are the limits. Raises
+        DirectoryUnavailable if the share of a limit is nothing."""
+        return Limits(
+            self._part(subject, limits.requests_per_minute),
+            self._part(subject, limits.tokens_per_minute),
+            self._part(subject, limits.max_concurrent),
+        )
+
+    def _part(self, subject: str, limit: int | None) -> int | None:
+        if limit is None:
+            return None
+        part, rest = divmod(limit, self.num_replicas)
+        part += self.index < rest
+        if not part:
+            raise DirectoryUnavailable(
+                f"The adapter directory, which counts for the limits of {subject}, does not answer. Its limit of "
+                f"{limit} is shared by {self.num_replicas} replicas meanwhile, and this one has no share of it. Try "
+                "again in a moment."
+            )
+        return part
+
+
 class QuotaClient:
     """The quotas of one replica. `admit` calls QuotaBook.admit for this replica, wherever the book is."""
 
@@ -83,13 +113,13 @@ class QuotaClient:
         self._answer_s, self._probe_s = answer_s, probe_s
         self._asks: list[tuple[Ask, asyncio.Future[Verdict]]] = []
         self._totals: Counter[str] = Counter()  # Tokens charged to each subject that ever existed.
-        self._untold: set[str] = set()  # Subjects whose totals the directory does not know.
+        self._unreported: set[str] = set()  # Subjects whose totals the directory does not know.
         self._running: Counter[str] = Counter()
         self._has_news = False
         self._asked = asyncio.Event()  # Set while a request waits for an answer.
         self._asking: asyncio.Task[None] | None = None
         self._spent: dict[str, _Spent] = {}
-        self._num_replicas = 0  # As the directory last reported.
+        self._place: ReplicaPlace | None = None  # As the directory last reported.
         self._is_alone = False  # True while the directory does not answer.
         self._own_book = QuotaBook(lambda: (), clock)  # Used while this replica is alone.
 
@@ -139,7 +169,7 @@ class QuotaClient:
             self._own_book.charge(subject, num_tokens)
             return
         self._totals[subject] += num_tokens
-        self._untold.add(subject)
+        self._unreported.add(subject)
         self._ask_soon()
 
     def _subjects(self, caller: Caller, kind: Kind = "generation") -> dict[str, Limits]:
@@ -150,14 +180,14 @@ class QuotaClient:
         }
         if kind == "administration":
             return {
-                f"administration of {subject}": Limits(one.requests_per_minute)
-                for subject, one in found.items()
-                if one.requests_per_minute is not None
+                f"administration of {subject}": Limits(limits.requests_per_minute)
+                for subject, limits in found.items()
+                if limits.requests_per_minute is not None
             }
         return {
-            subject: Limits(one.requests_per_minute, one.tokens_per_minute, one.max_concurrent)
-            for subject, one in found.items()
-            if one.limits_anything
+            subject: Limits(limits.requests_per_minute, limits.tokens_per_minute, limits.max_concurrent)
+            for subject, limits in found.items()
+            if limits.limits_anything
         }
 
     def _counts_auxiliary(self, caller: Caller) -> bool:
@@ -191,13 +221,13 @@ class QuotaClient:
 
     def _decide_alone(self, ask: Ask) -> Verdict:
         """Decides with this replica's share of each limit, so that all replicas together admit no more than the
-        limit, or one each if it is below their number. Raises DirectoryUnavailable if that number is not known."""
-        if not self._num_replicas:
+        limit. Raises DirectoryUnavailable if the share is not known, or is nothing."""
+        if self._place is None:
             raise DirectoryUnavailable(
                 "The adapter directory, which counts for the limits of your key and tenant, does not answer, and this "
                 "replica has not heard from it how many replicas share them. Try again in a moment."
             )
-        shares = {subject: _share(limits, self._num_replicas) for subject, limits in ask.subjects.items()}
+        shares = {subject: self._place.share(subject, limits) for subject, limits in ask.subjects.items()}
         [verdict] = self._own_book.admit(
             "", [msgspec.structs.replace(ask, subjects=shares)], {}, {name: self._running[name] for name in shares}
         )
@@ -232,30 +262,34 @@ class QuotaClient:
             self._asked.clear()
             self._has_news = False
             asks, self._asks = self._asks, []
-            untold, self._untold = self._untold, set()
-            told = untold.union(*(ask.subjects for ask, _ in asks))
+            unreported, self._unreported = self._unreported, set()
+            subjects = unreported.union(*(ask.subjects for ask, _ in asks))
             try:
                 verdicts = await asyncio.wait_for(
                     self._admit(
-                        [ask for ask, _ in asks], {one: self._totals[one] for one in told}, dict(self._running)
+                        [ask for ask, _ in asks],
+                        {subject: self._totals[subject] for subject in subjects},
+                        dict(self._running),
                     ),
                     self._answer_s,
                 )
             except Exception as error:
-                self._go_on_alone(asks, untold, error)
+                self._go_on_alone(asks, unreported, error)
                 continue
             if self._is_alone:
                 logger.info("quotas: the directory answers again")
             self._is_alone = False
             for (ask, answer), verdict in zip(asks, verdicts, strict=True):
-                self._num_replicas = verdict.num_replicas
+                self._place = ReplicaPlace(verdict.num_replicas, verdict.replica_index)
                 self._deliver(ask, answer, verdict)
 
-    def _go_on_alone(self, asks: list[tuple[Ask, asyncio.Future[Verdict]]], untold: set[str], error: Exception) -> None:
+    def _go_on_alone(
+        self, asks: list[tuple[Ask, asyncio.Future[Verdict]]], unreported: set[str], error: Exception
+    ) -> None:
         if not self._is_alone:
             logger.warning("quotas: the directory does not answer, this replica goes on with its share: %r", error)
         self._is_alone, self._has_news = True, True
-        self._untold |= untold
+        self._unreported |= unreported
         waiting, self._asks = [*asks, *self._asks], []
         for ask, answer in waiting:
             if answer.done():
@@ -276,15 +310,6 @@ class QuotaClient:
             return
         for subject in ask.subjects:
             self._charge(subject, -ask.num_tokens)
-
-
-def _share(limits: Limits, num_replicas: int) -> Limits:
-    return Limits(
-        *(
-            None if limit is None else max(1, limit // num_replicas)
-            for limit in (limits.requests_per_minute, limits.tokens_per_minute, limits.max_concurrent)
-        )
-    )
 
 
 def _accepted(verdict: Verdict) -> dict[str, str]:

@@ -51,7 +51,7 @@ class Tenancy:
 
     @property
     def collectors(self) -> Iterator[Collector]:
-        yield from (one for one in (self.keys, self.usage, self.audit) if one is not None)
+        yield from (collector for collector in (self.keys, self.usage, self.audit) if collector is not None)
 
     @property
     def work(self) -> Iterator[Coroutine[Any, Any, None]]:

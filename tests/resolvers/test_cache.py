@@ -123,9 +123,12 @@ def test_bytes_that_rotted_are_discarded(tmp_path: Path, make_files: Make) -> No
     sound, rotten = put(cache, make_files(0)), put(cache, make_files(1))
     with (tmp_path / "adapters" / rotten / "adapter_model.safetensors").open("r+b") as file:
         file.write(b"XX")
-    assert not cache.discard_if_rotten(sound)
-    assert cache.discard_if_rotten(rotten)
+    with cache.reading(rotten):
+        assert not cache.discard_if_rotten(rotten)
+        assert cache.holds(rotten), "it stays while it is read"
+    assert cache.discard_if_rotten(sound) and cache.discard_if_rotten(rotten)
     assert [cache.holds(sound), cache.holds(rotten)] == [True, False]
+    assert cache.discard_if_rotten(rotten), "it is gone already"
 
 
 def test_one_fetches_a_source_while_others_wait(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -241,3 +243,43 @@ async def test_the_resolver_takes_a_missing_file_for_no_adapter(
     assert found is not None
     assert found.lora_path == f"{server.url}/tiny/sql"
     assert await resolver.resolve_lora("tiny", "other") is None
+
+
+def test_a_copy_that_rotted_is_fetched_anew_once_its_other_readers_have_left_it(
+    server: FileServer, make_files: Make, tmp_path: Path
+) -> None:
+    files = make_files()
+    uri = server.put("/a", files)
+    store = make_store(tmp_path, f"{server.url}/")
+    digest = store.fetch(uri)
+    (tmp_path / "adapters" / digest / WEIGHTS).write_bytes(b"rotten")
+    other, seen = ExitStack(), list[bytes]()
+    other.enter_context(store.open(uri, digest))
+
+    def use(folder: Path) -> None:
+        seen.append((folder / WEIGHTS).read_bytes())
+        if seen[-1] == b"rotten":
+            Timer(0.2, other.close).start()
+            raise AdapterMalformed("what the loader says")
+
+    store.read(uri, digest, use)
+    assert seen == [b"rotten", files[WEIGHTS]]
+
+
+def test_a_copy_that_rotted_and_is_read_for_long_is_no_adapter_and_says_so(
+    server: FileServer, make_files: Make, tmp_path: Path
+) -> None:
+    def use(_: Path) -> None:
+        raise AdapterMalformed("what the loader says")
+
+    uri = server.put("/a", make_files())
+    digest = make_store(tmp_path, f"{server.url}/").fetch(uri)
+    store = make_store(tmp_path, f"{server.url}/", timeout_s=0.2)
+    with pytest.raises(AdapterMalformed, match="what the loader says"):
+        store.read(uri, digest, use)
+    (tmp_path / "adapters" / digest / WEIGHTS).write_bytes(b"rotten")
+    with (
+        store.open(uri, digest),
+        pytest.raises(AdapterUnavailable, match=r"removing the damaged copy of .*/a took longer than 0\.2 s"),
+    ):
+        store.read(uri, digest, use)

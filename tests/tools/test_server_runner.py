@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from lorafleet.protocol.errors import InvalidRequest, QueueFull
 from lorafleet.protocol.messages import TokenLogprobs
-from lorafleet.tools import server_runner
 from lorafleet.tools.examples import Example
-from lorafleet.tools.server_runner import ServerRunner
+from lorafleet.tools.server_runner import ATTEMPTS, ServerRunner
 from tests.api.conftest import base_url, catalog, config, engine, front, holder  # noqa: F401  fixtures
 
 
@@ -45,17 +46,28 @@ def test_scores_have_the_tokens_own_entry_and_the_best(runner):
     assert (second.logprob, second.top_ids) == (-0.5, [])
 
 
-def test_a_busy_server_is_asked_again(runner, engine, monkeypatch):  # noqa: F811  the fixture above
+def test_a_busy_server_is_asked_again(base_url, engine):  # noqa: F811  the fixtures above
     engine.fail_after, engine.failure = 0, QueueFull("come later", retry_after_s=2.0)
     waits = []
 
-    def wait(seconds: str) -> None:
+    def wait(seconds: float) -> None:
         waits.append(seconds)
         engine.fail_after = None
 
-    monkeypatch.setattr(server_runner, "_sleep", wait)
-    assert runner.generate("a", [[70]], 2)
-    assert waits == ["2"]
+    with closing(ServerRunner(base_url, {"a": "sql"}, sleep=wait)) as runner:
+        assert runner.generate("a", [[70]], 2)
+    assert waits == [2.0]
+
+
+def test_a_server_that_stays_busy_is_given_up_at_once_after_the_last_attempt(base_url, engine):  # noqa: F811
+    engine.fail_after, engine.failure = 0, QueueFull("come later", retry_after_s=2.0)
+    waits = []
+    with (
+        closing(ServerRunner(base_url, {"a": "sql"}, sleep=waits.append)) as runner,
+        pytest.raises(InvalidRequest, match="429: come later"),
+    ):
+        runner.generate("a", [[70]], 2)
+    assert waits == [2.0] * (ATTEMPTS - 1)
 
 
 def test_a_servers_refusal_comes_in_its_words(runner):

@@ -9,7 +9,6 @@ import mmap
 import os
 import queue
 import socket
-import subprocess
 import threading
 import time
 from collections import deque
@@ -20,9 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from lorafleet.protocol.framing import receive
 from lorafleet.protocol.messages import TokenizerFile
 from lorafleet.protocol.structured_spec import StructuredOutputs
-from lorafleet.sandbox.framing import receive
 from lorafleet.sandbox.outbox import Outbox
 from lorafleet.sandbox.process import command_of, start_program
 from lorafleet.workers.structured.grammar_program import STACK_BYTES, Settings
@@ -117,7 +116,7 @@ class GrammarProcess:
                 max_trials=MAX_TRIALS,
                 max_waiting=MAX_GRAMMARS_WAITING,
             )
-            self._process, self._socket = start_program(
+            self.program = start_program(
                 command_of(PROGRAM),
                 asdict(settings),
                 pass_fds=(memory,),
@@ -125,7 +124,7 @@ class GrammarProcess:
             )
         finally:
             os.close(memory)
-        self._outbox = Outbox(self._socket)
+        self._outbox = Outbox(self.program.socket)
         self._receiver = threading.Thread(target=self._receive, name="grammars", daemon=True)
         self._receiver.start()
 
@@ -194,7 +193,7 @@ class GrammarProcess:
         killed after a while."""
         self.dead = True
         with contextlib.suppress(OSError):  # it may have ended
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.program.socket.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
         """Waits until the process has ended."""
@@ -210,7 +209,7 @@ class GrammarProcess:
     def _receive(self) -> None:
         """Handles the process's messages, in a thread, until it ends."""
         with contextlib.suppress(OSError):
-            while (message := receive(self._socket)) is not None:
+            while (message := receive(self.program.socket)) is not None:
                 said: Any = msgspec.msgpack.decode(message)
                 if said[0] == "alive":
                     self._is_pinged = False
@@ -224,17 +223,9 @@ class GrammarProcess:
                 else:
                     self.failure = said[1]
                 self._wake()
-        self._reap()
+        self.program.stop(_END_S)  # a stuck process does not read the outbox
+        self._outbox.close()
+        self.program.socket.close()
         self.dead = True
         self._filled.put(None)
         self._wake()
-
-    def _reap(self) -> None:
-        with contextlib.suppress(OSError):  # a stuck process does not read the outbox
-            self._socket.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        self._process.kill()
-        self._process.wait()
-        self._outbox.close()
-        self._socket.close()

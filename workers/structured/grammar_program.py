@@ -30,7 +30,7 @@ import signal
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,8 +41,9 @@ import msgspec
 import numpy as np
 import tokenizers
 
+from lorafleet.protocol.framing import receive, send
+from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.sandbox.confinement import bound_memory, cpu_limit
-from lorafleet.sandbox.framing import receive, send
 from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, TurnQueue
 from lorafleet.sandbox.program import settings as given_settings
 
@@ -263,13 +264,14 @@ class Server:
     trials: Socket  # The other end of Trials' socket.
     settings: Settings
     tokenizer: Any
-    compiled: OrderedDict[Spec, Any] = field(default_factory=OrderedDict)
-    refused: OrderedDict[Spec, str] = field(default_factory=OrderedDict)
+    compiled: LRUCache[Spec, Any] = field(default_factory=lambda: LRUCache(MAX_GRAMMARS))
+    refused: LRUCache[Spec, str] = field(default_factory=lambda: LRUCache(MAX_REFUSED))
     waiting: dict[Spec, list[int]] = field(default_factory=dict)  # Numbers that wait until the spec is compiled.
     answers: dict[int, GrammarAnswer] = field(default_factory=dict)
     trying: dict[int, Spec] = field(default_factory=dict)  # By the number that first requested it.
     opening: dict[int, tuple[Spec, str]] = field(default_factory=dict)  # Spec and group, by every number that waits.
     done: deque[tuple[Spec, Any]] = field(default_factory=deque)  # Compiled in a thread.
+    alone_s: float = ALONE_S
 
     def __post_init__(self) -> None:
         words = -(-self.settings.vocab_size // 32)
@@ -309,12 +311,10 @@ class Server:
                     self.close(number)
 
     def open(self, number: int, spec: Spec, group: str) -> None:
-        if spec in self.refused:
-            self.refused.move_to_end(spec)
-            self.send_opened(number, self.refused[spec])
-        elif spec in self.compiled:
-            self.compiled.move_to_end(spec)
-            self.begin(number, self.compiled[spec])
+        if (error := self.refused.get(spec)) is not None:
+            self.send_opened(number, error)
+        elif (compiled := self.compiled.get(spec)) is not None:
+            self.begin(number, compiled)
         elif spec in self.waiting:
             self.waiting[spec].append(number)
             self.opening[number] = spec, group
@@ -377,16 +377,12 @@ class Server:
             if compiled.is_error():
                 self.refuse(spec, first_line(compiled.get_error()))
                 continue
-            self.compiled[spec] = compiled
-            while len(self.compiled) > MAX_GRAMMARS:
-                self.compiled.popitem(last=False)
+            self.compiled.put(spec, compiled)
             for number in self.waiting.pop(spec):
                 self.begin(number, compiled)
 
     def refuse(self, spec: Spec, error: str) -> None:
-        self.refused[spec] = error
-        while len(self.refused) > MAX_REFUSED:
-            self.refused.popitem(last=False)
+        self.refused.put(spec, error)
         for number in self.waiting.pop(spec):
             self.send_opened(number, error)
 
@@ -403,7 +399,7 @@ class Server:
                 if not answer.over:
                     answer.matcher.consume_token(token)
                     answer.over = answer.matcher.is_stopped() and not answer.matcher.is_error()
-            if time.perf_counter() - began < ALONE_S:
+            if time.perf_counter() - began < self.alone_s:
                 llguidance.numpy.fill_next_token_bitmask(answer.matcher, self.mask_BW, row)
             else:
                 left.append((answer.matcher, row))

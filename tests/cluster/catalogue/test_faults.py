@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.catalogue import stored_files as stored_files_module
@@ -294,3 +295,15 @@ async def test_files_without_a_name_are_collected_when_they_are_old_and_no_other
         await collector.collect()
         assert store.stored_digests() == [folder_digest(Path(make("x")))]
         assert store.keys("locks/") == []
+
+
+def test_a_session_that_has_expired_is_named_and_the_next_client_has_new_credentials() -> None:
+    def fail() -> None:
+        response = {"Error": {"Code": "ExpiredToken"}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+        raise ClientError(response, "PutObject")
+
+    clients = iter([MemoryS3(fail), MemoryS3()])
+    store = S3Store("s3://bucket/expired", lambda: next(clients))
+    with pytest.raises(StoreError, match=r"refuses this cluster's credentials.*ExpiredToken"):
+        store.create("log/1", b"first")
+    assert store.create("log/1", b"first")

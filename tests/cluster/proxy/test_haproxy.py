@@ -53,7 +53,8 @@ def backend() -> Iterator[int]:
 
 @contextlib.asynccontextmanager
 async def renewing(files: TLSFiles, folder: Path) -> AsyncIterator[None]:
-    task = asyncio.create_task(tls.keep_renewing(files, str(folder / "admin.sock"), str(folder / haproxy.PEM_NAME)))
+    paths = str(folder / "admin.sock"), str(folder / haproxy.PEM_NAME)
+    task = asyncio.create_task(tls.keep_renewing(files, *paths, watch_s=0.05))
     await asyncio.sleep(0)
     try:
         yield
@@ -122,9 +123,8 @@ def test_a_client_needs_a_certificate_where_issuers_are_given(
 
 
 async def test_a_renewed_certificate_is_served_without_a_restart(
-    backend: int, tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+    backend: int, tmp_path: Path, authority: Authority
 ) -> None:
-    monkeypatch.setattr(tls, "WATCH_S", 0.05)
     cert, key = authority.issue("server", "localhost")
     files = TLSFiles(str(cert), str(key))
     with running(tmp_path, [backend], files.environment()) as (_, port):

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from lorafleet.cluster.config import parse_args
-from lorafleet.cluster.serve.autoscaling import LoadPolicy, load_of, wanted_replicas
+from lorafleet.cluster.serve.autoscaling import LoadPolicy, autoscaling_metrics, wanted_replicas
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.messages import EngineStats
 from tests.cluster.harness import START_S, RunningServer, serving
@@ -17,15 +17,15 @@ from tests.cluster.harness import START_S, RunningServer, serving
 
 def test_a_replica_is_as_busy_as_the_fullest_of_what_it_can_run_out_of() -> None:
     by_sequences = EngineStats(num_running=60, num_waiting=4, running_tokens=1000, waiting_tokens=100)
-    assert load_of(by_sequences, 64, 100_000)["busy"] == 1.0
+    assert autoscaling_metrics(by_sequences, 64, 100_000)["busy"] == 1.0
     by_tokens = EngineStats(num_running=4, running_tokens=90_000, waiting_tokens=60_000)
-    assert load_of(by_tokens, 64, 100_000)["busy"] == 1.5
+    assert autoscaling_metrics(by_tokens, 64, 100_000)["busy"] == 1.5
 
 
 def test_adapters_are_counted_over_slots_and_a_base_without_adapters_has_none() -> None:
     stats = EngineStats(num_running=1, lora_slots_total=4, lora_adapters_wanted=6)
-    assert load_of(stats, 64, 1000)["adapters"] == 1.5
-    assert load_of(EngineStats(num_running=1), 64, 1000)["adapters"] == 0.0
+    assert autoscaling_metrics(stats, 64, 1000)["adapters"] == 1.5
+    assert autoscaling_metrics(EngineStats(num_running=1), 64, 1000)["adapters"] == 0.0
 
 
 @pytest.mark.parametrize(

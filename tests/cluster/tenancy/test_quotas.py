@@ -14,8 +14,8 @@ from lorafleet.api.access.caller_admission import MAX_AUXILIARY
 from lorafleet.api.answer.elsewhere import RETRY_HEADER, RETRY_STATUS
 from lorafleet.api.answer.shared_run import SharedRun
 from lorafleet.cluster.tenancy.quota_book import Ask, Limits, QuotaBook, Verdict
-from lorafleet.cluster.tenancy.quota_client import QuotaClient
-from lorafleet.protocol.errors import QueueFull
+from lorafleet.cluster.tenancy.quota_client import QuotaClient, ReplicaPlace
+from lorafleet.protocol.errors import DirectoryUnavailable, QueueFull
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
 from tests.cluster.tenancy.house import PATIENT_S, PROMPT, House
 
@@ -399,6 +399,24 @@ class Silent:
         return await self._admit(asks, totals, running)
 
 
+def test_each_replica_hears_its_place_among_those_that_share_the_limits() -> None:
+    book = Book(requests_per_minute=6)
+    places = [(verdict.num_replicas, verdict.replica_index) for verdict in map(book.ask, ("r1", "r2"))]
+    assert places == [(2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 9])
+def test_the_shares_of_all_replicas_together_are_the_limit(limit: int) -> None:
+    limits = Limits(limit, None, limit)
+    shares = [ReplicaPlace(3, index).share("tenant 'acme'", limits) for index in range(min(3, limit))]
+    assert sum(share.requests_per_minute or 0 for share in shares) == limit
+    assert sum(share.max_concurrent or 0 for share in shares) == limit
+    assert {share.tokens_per_minute for share in shares} == {None}
+    for index in range(limit, 3):
+        with pytest.raises(DirectoryUnavailable, match=f"limit of {limit} is shared by 3 replicas"):
+            ReplicaPlace(3, index).share("tenant 'acme'", limits)
+
+
 async def test_while_the_directory_is_silent_a_replica_goes_on_with_its_share_of_each_limit(house: House) -> None:
     house.tenants = {"acme": {"limits": {"requests_per_minute": 8, "max_concurrent": 6}}}
     async with house.open():
@@ -410,7 +428,7 @@ async def test_while_the_directory_is_silent_a_replica_goes_on_with_its_share_of
         assert unknown.status_code == 503 and "retry-after" in unknown.headers, "how many replicas there are is unknown"
         directory.go_on()
         await admitted_again(house)
-        quotas._num_replicas = 2
+        quotas._place = ReplicaPlace(num_replicas=2, index=0)
         quotas._own_book._clock = lambda: 0.0
         directory.stop()
         too_many = await house.complete("acme", "base", n=4, temperature=1.0)

@@ -235,7 +235,7 @@ def test_grammars_are_tried_in_forks_of_a_process_without_threads(played: Played
         played.open(structured_spec.regex("a{1000000}", "r")),
     )
     assert begun.grammar is not None
-    process = psutil.Process(begun.grammar.process._process.pid)
+    process = psutil.Process(begun.grammar.process.program.process.pid)
     played.woken.clear()
     forking = None
     while forking is None:
@@ -276,10 +276,10 @@ def test_when_the_process_ends_its_answers_end_with_it_and_the_next_are_served(p
     running = played.begin(structured_spec.choice(["left"], "c"))
     assert running.grammar is not None
     process = running.grammar.process
-    os.kill(process._process.pid, signal.SIGSTOP)
+    os.kill(process.program.process.pid, signal.SIGSTOP)
     opening = played.open(structured_spec.choice(["right"], "c"))
     played.decoding.start([running])
-    os.kill(process._process.pid, signal.SIGKILL)
+    os.kill(process.program.process.pid, signal.SIGKILL)
     masked = played.decoding.finish()
     [(failed, error)] = masked.faults
     assert masked.masks is None and failed is running and isinstance(error, Overloaded)
@@ -347,7 +347,7 @@ def test_a_late_mask_is_for_the_step_after_it_and_other_vocabularies_do_not_wait
     joins = played.open(structured_spec.choice(["right"], "c"))
     assert played.wait(other, joins) == [None, None]
     assert stopped.grammar is not None
-    pid = stopped.grammar.process._process.pid
+    pid = stopped.grammar.process.program.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         played.decoding.start([stopped])
@@ -370,14 +370,14 @@ def test_a_process_that_stays_stopped_is_ended_and_its_answers_refused(
     stopped = played.begin(structured_spec.choice(["left"], "c"))
     assert stopped.grammar is not None
     process = stopped.grammar.process
-    os.kill(process._process.pid, signal.SIGSTOP)
+    os.kill(process.program.process.pid, signal.SIGSTOP)
     played.decoding.start([stopped])
     assert played.decoding.finish().late == [stopped]
     assert isinstance(wait_refused(played, stopped), Overloaded)
     again = played.begin(structured_spec.choice(["left"], "c"))
     assert again.grammar is not None and again.grammar.process is not process
     process.join()
-    assert process._process.returncode == -signal.SIGKILL
+    assert process.program.process.returncode == -signal.SIGKILL
     played.decoding.close()
 
 
@@ -397,10 +397,10 @@ def test_a_process_that_is_stopped_while_it_only_compiles_is_ended_and_its_reque
     opening = played.open(structured_spec.choice(["left"], "c"))
     assert opening.grammar is not None
     process = opening.grammar.process
-    os.kill(process._process.pid, signal.SIGSTOP)
+    os.kill(process.program.process.pid, signal.SIGSTOP)
     assert isinstance(wait_refused(played, opening), Overloaded)
     process.join()
-    assert process._process.returncode == -signal.SIGKILL
+    assert process.program.process.returncode == -signal.SIGKILL
     played.decoding.close()
 
 
@@ -411,7 +411,8 @@ def test_a_process_whose_forks_are_made_by_a_stopped_one_is_ended_too(
     opening = played.open(HOSTILE["processor time"])
     assert opening.grammar is not None
     process = opening.grammar.process
-    while not (children := psutil.Process(process._process.pid).children()):  # nothing is asked before there is one
+    server = psutil.Process(process.program.process.pid)
+    while not (children := server.children()):  # nothing is asked before there is one
         pass
     children[0].suspend()
     assert isinstance(wait_refused(played, opening), Overloaded)
@@ -426,7 +427,7 @@ def test_a_process_that_goes_on_is_not_ended_however_long_its_grammars_compile(
     sequence = played.open(HOSTILE["processor time"])
     assert sequence.grammar is not None
     process = sequence.grammar.process
-    while len(below := psutil.Process(process._process.pid).children(recursive=True)) < 2:
+    while len(below := psutil.Process(process.program.process.pid).children(recursive=True)) < 2:
         pass
     below[1].suspend()  # The trial itself, which so lasts as long as this test.
     asked_s: set[float] = set()
@@ -455,7 +456,7 @@ def test_what_a_stopped_process_does_not_read_is_bounded_and_nobody_waits_for_it
     played = Played(file, tokenizer)
     running = played.begin(structured_spec.choice(["left"], "c"))
     assert running.grammar is not None
-    pid = running.grammar.process._process.pid
+    pid = running.grammar.process.program.process.pid
     os.kill(pid, signal.SIGSTOP)
     long = "a" * ((1 << 20) - 8)
     opened: list[Sequence] = []
@@ -495,7 +496,7 @@ def test_nothing_is_left_of_the_processes_when_they_are_ended(file: TokenizerFil
     begun = played.begin(structured_spec.regex("a", "r"))
     played.open(structured_spec.regex("(a|b){3,4000}(c|d){3,4000}", "r"))
     assert begun.grammar is not None
-    server = psutil.Process(begun.grammar.process._process.pid)
+    server = psutil.Process(begun.grammar.process.program.process.pid)
     below = server.children(recursive=True)
     assert below, "grammars are tried in a process of their own"
     played.decoding.close()

@@ -52,7 +52,7 @@ def finished(engine: Engine, name: str) -> TokenOutput:
 def test_others_run_while_a_grammar_is_compiled(engine: Engine, file, prompt):
     add(engine, file, "bound", prompt(5), structured_spec.choice(["ab"], "x"))
     [bound] = engine._preparing
-    pid = bound.grammar.process._process.pid
+    pid = bound.grammar.process.program.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         add(engine, file, "free", prompt(6), None)
@@ -104,7 +104,7 @@ def test_a_process_that_ends_amid_answers_ends_those_alone_whose_grammars_it_hel
                 ended[output.request_id] = output
         if len(tokens.get("left", [])) == 2 and engine._structured._vocabularies.processes:
             [process] = engine._structured._vocabularies.processes
-            process._process.kill()  # as often as it is met: it may be gone
+            process.program.process.kill()  # as often as it is met: it may be gone
     assert {ended[name].finish_reason for name in ("left", "right")} == {"error"}
     assert not engine.has_work and engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
     for name in free:
@@ -155,14 +155,14 @@ def test_a_stopped_process_holds_up_its_own_answers_alone_and_they_go_on_where_t
         begin(name)
     answers(engine, tokens, lambda _: len(tokens.get("left", [])) > 2 and len(tokens.get("right", [])) > 2)
     [process] = engine._structured._vocabularies.processes
-    os.kill(process._process.pid, signal.SIGSTOP)
+    os.kill(process.program.process.pid, signal.SIGSTOP)
     try:
         begin("free")
         answers(engine, tokens, lambda output: output.request_id == "free" and output.finish_reason is not None)
         assert engine.stats().num_waiting == 2 and not engine.has_work
         assert engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
     finally:
-        os.kill(process._process.pid, signal.SIGCONT)
+        os.kill(process.program.process.pid, signal.SIGCONT)
     ended: set[str] = set()
     while len(ended) < 2:
         answers(engine, tokens, lambda output: output.finish_reason is not None and not ended.add(output.request_id))
@@ -177,12 +177,12 @@ def test_an_answer_whose_process_is_stopped_can_be_given_up(fleet, file, prompt)
     tokens: dict[str, list[int]] = {}
     answers(engine, tokens, lambda output: bool(output.token_ids))
     [process] = engine._structured._vocabularies.processes
-    os.kill(process._process.pid, signal.SIGSTOP)
+    os.kill(process.program.process.pid, signal.SIGSTOP)
     while engine.has_work:
         engine.step()
     engine.abort("bound")
     assert engine.stats().num_waiting == 0 and engine.num_unfinished == 0
-    os.kill(process._process.pid, signal.SIGCONT)
+    os.kill(process.program.process.pid, signal.SIGCONT)
     add(engine, file, "next", prompt(5), structured_spec.choice(["ab"], "x"))
     assert finished(engine, "next").finish_reason == "stop"
     engine.close()

@@ -34,11 +34,11 @@ def server(tokenizer: Tokenizer) -> Iterator[program.Server]:
     files.close()
 
 
-def test_masks_of_the_executor_are_those_of_the_main_thread(server: program.Server, monkeypatch) -> None:
+def test_masks_of_the_executor_are_those_of_the_main_thread(server: program.Server) -> None:
     rows: list[tuple[int, int, list[int]]] = [(number, number, []) for number in range(len(REGEXES))]
     found = []
     for alone_s in (60.0, -1.0):
-        monkeypatch.setattr(program, "ALONE_S", alone_s)
+        server.alone_s = alone_s
         server.mask_BW[:] = 0
         assert server.fill(rows) == []
         found.append(server.mask_BW.copy())
