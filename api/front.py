@@ -28,6 +28,7 @@ from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.routes.model_pages import ModelPages
 from lorafleet.api.telemetry.http_metrics import Metrics
 from lorafleet.api.telemetry.recent import RecentFailures, RecentTraffic
+from lorafleet.api.telemetry.traffic_history import TrafficHistory
 from lorafleet.api.text.adapter_language import Language
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import AnyTokenizer, TokenizerFiles
@@ -37,7 +38,7 @@ from lorafleet.protocol import adapter_mix, limits
 from lorafleet.protocol.errors import AdapterError, ConfigError, InvalidRequest, LorafleetError, ModelNotFound
 from lorafleet.protocol.limits import MAX_BODIES_BYTES, MAX_BODY_BYTES, MAX_MODEL_CHARS, cut
 from lorafleet.protocol.lora_request import LoRARequest, turn_group
-from lorafleet.protocol.messages import Pooling, TokenizerFile
+from lorafleet.protocol.messages import AdapterMove, Pooling, TokenizerFile
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -119,6 +120,7 @@ class Front:
         self.catalog = catalog
         self.metrics = Metrics(lambda: engine.stats, config.base_id, config.replica_id)
         self.recent = RecentTraffic()
+        self.history = TrafficHistory()
         self.failures = RecentFailures(config.replica_id)
         self.scrape: Callable[[], Awaitable[bytes]] = SharedRun(self.metrics.render if scrape is None else scrape)
         self.gate = Gate() if gate is None else gate
@@ -135,7 +137,11 @@ class Front:
         self.tokenizing = Tokenizing()
         self._tokenizer_files = TokenizerFiles()
         self._fetched_since = fetched_since
-        engine.listen_to_moves(self.metrics.count_move)
+        engine.listen_to_moves(self._count_move)
+
+    def _count_move(self, move: AdapterMove) -> None:
+        self.metrics.count_move(move)
+        self.history.count_move(move)
 
     def shows_paths_to(self, caller: Caller) -> bool:
         """Returns whether the caller may see paths on the server. Without API keys, everyone may."""

@@ -188,6 +188,15 @@ class Sample:
             watch.first,
             failed=self._ended == "error",
         )
+        self._front.history.count(
+            self.model.caller.tenant,
+            self._adapter,
+            num_prompt,
+            self.num_tokens,
+            watch.first,
+            watch.last - watch.started,
+            failed=self._ended == "error",
+        )
         if self._deadline.trace is not None:
             self._deadline.trace.sequence_ended(self, watch, self._ended)
         num_unserved = num_prompt if watch.first is None else 0  # It was rejected or aborted before it started.

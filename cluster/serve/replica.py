@@ -33,7 +33,7 @@ from lorafleet.cluster.catalogue.log_end import LogEnd
 from lorafleet.cluster.config import AppArgs, LoRAModule
 from lorafleet.cluster.console.replica_view import ask_all, replica_view
 from lorafleet.cluster.console.state_api import StateApi
-from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaView, Viewer, ViewQuery
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaQuery, ReplicaView, Viewer, ViewQuery
 from lorafleet.cluster.directory import directory_metrics
 from lorafleet.cluster.directory.directory import HAND_OVER_S, Order
 from lorafleet.cluster.directory.directory_actor import SWITCH_S, DirectoryPlace, get_or_create
@@ -152,14 +152,14 @@ class EngineReplica:
     async def _render_directory(self) -> bytes:
         return directory_metrics.render(await self._membership.call(lambda _: self._directory.counts()))
 
-    async def look(self, names: list[str], viewer: Viewer) -> ReplicaView | None:
+    async def look(self, query: ReplicaQuery, viewer: Viewer) -> ReplicaView | None:
         """Returns the console's view of this replica, or None while it starts. Other replicas call it."""
         if self._front is None:
             return None
-        return replica_view(self._front, names, viewer, self._cpu_loras, self._config.max_num_seqs)
+        return replica_view(self._front, query, viewer, self._cpu_loras, self._config.max_num_seqs)
 
-    async def _look_at_all(self, names: list[str], viewer: Viewer) -> list[ReplicaView]:
-        return await ask_all(self._replicas(), names, viewer)
+    async def _look_at_all(self, query: ReplicaQuery, viewer: Viewer) -> list[ReplicaView]:
+        return await ask_all(self._replicas(), query, viewer)
 
     async def _view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
         return await self._membership.call(lambda _: self._directory.view(query, viewer))
