@@ -141,7 +141,8 @@ class TrafficHistory:
 
         Its tokens are spread over the time in which they were generated, so that a long answer is no peak at its end.
         """
-        newest = self._advance()
+        now_s = self._clock()
+        newest = self._advance(now_s)
         bucket = self._bucket(newest)
         bucket.count_name(tenant, name, generated_tokens)
         for traffic in bucket.series(tenant):
@@ -150,7 +151,7 @@ class TrafficHistory:
             traffic.prompt_tokens += prompt_tokens
         if first_token_s is not None:
             generating_s = max(0.0, duration_s - first_token_s)
-            first = max(int((self._clock() - generating_s) // BUCKET_S), newest - NUM_BUCKETS + 1)
+            first = max(int((now_s - generating_s) // BUCKET_S), newest - NUM_BUCKETS + 1)
             self._count_tokens(tenant, first, newest, generated_tokens, bin_of(first_token_s))
 
     def _count_tokens(self, tenant: str | None, first: int, last: int, num_tokens: int, latency_bin: int) -> None:
@@ -165,7 +166,7 @@ class TrafficHistory:
         """Counts an adapter that has come into a slot or into host memory."""
         if move.error:
             return
-        bucket = self._bucket(self._advance())
+        bucket = self._bucket(self._advance(self._clock()))
         bucket.slot_loads += move.target == "gpu"
         bucket.memory_loads += move.target == "cpu"
 
@@ -174,7 +175,7 @@ class TrafficHistory:
 
         A report is made once for each bucket. Until the next one, it is returned again.
         """
-        self._advance()
+        self._advance(self._clock())
         found = self._reports.get((tenant, of_all))
         if found is None:
             if len(self._reports) >= MAX_REPORTS:
@@ -204,9 +205,9 @@ class TrafficHistory:
             {number: bucket.memory_loads for number, bucket in complete.items() if of_all and bucket.memory_loads},
         )
 
-    def _advance(self) -> int:
+    def _advance(self, now_s: float) -> int:
         """Returns the number of the current bucket, and drops those that are outside the window."""
-        number = int(self._clock() // BUCKET_S)
+        number = int(now_s // BUCKET_S)
         if number != self._newest:
             self._newest = number
             self._reports.clear()

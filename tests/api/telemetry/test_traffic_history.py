@@ -79,6 +79,14 @@ def test_an_answer_longer_than_the_window_stays_in_the_window(history: TrafficHi
     assert min(history._buckets) == 1000 - NUM_BUCKETS + 1
 
 
+def test_time_may_pass_while_a_sequence_is_counted() -> None:
+    times = iter(range(START, START + 100 * BUCKET_S, BUCKET_S))
+    history = TrafficHistory(lambda: next(times))
+    count(history)
+    count(history)
+    assert sum(one.requests for one in history.report(None, of_all=True).traffic.values()) == 2
+
+
 def test_a_request_without_a_token_has_no_latency(history: TrafficHistory, clock: Clock) -> None:
     history.count(None, "sql", 10, 0, None, 3.0, failed=True)
     pass_buckets(clock)
