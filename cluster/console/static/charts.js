@@ -127,10 +127,10 @@ export class Chart {
   }
 }
 
-/** The next number above that is easy to read: 1, 2 or 5 with zeros. */
+/** The next number above whose half is easy to read, too. */
 function ceiling(value) {
   const zeros = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((one) => one * zeros).find((one) => one >= value * 0.999);
+  return [1, 2, 3, 4, 6, 8, 10].map((one) => one * zeros).find((one) => one >= value * 0.999);
 }
 
 /** Broken where a value is not known. A value alone is a dot, which the stroke's round ends make of a line of no length. */
