@@ -85,6 +85,10 @@ class SequenceObserver:
         self._telemetry.metrics.count_sequence(self._label, num_prompt, num_tokens, record.watch, reason)
         failed = reason == "error"
         self._telemetry.recent.count(caller.tenant, self._adapter, num_prompt, num_tokens, first_s, failed=failed)
+        duration_s = record.watch.last - record.watch.started
+        self._telemetry.history.count(
+            caller.tenant, self._adapter, num_prompt, num_tokens, first_s, duration_s, failed=failed
+        )
         self._trace.sequence_ended(record)
         num_unserved = num_prompt if first_s is None else 0  # It was rejected or aborted before it started.
         self._access.quotas.charge(caller, num_tokens - num_unserved)

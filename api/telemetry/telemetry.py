@@ -10,12 +10,15 @@ from lorafleet.api.backend import EngineBackend
 from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.telemetry.http_metrics import Metrics
 from lorafleet.api.telemetry.recent import RecentFailures, RecentTraffic
+from lorafleet.api.telemetry.traffic_history import TrafficHistory
+from lorafleet.protocol.messages import AdapterMove
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
     metrics: Metrics
     recent: RecentTraffic
+    history: TrafficHistory
     failures: RecentFailures
     scrape: SharedRun[bytes]  # Renders the metrics of all replicas.
 
@@ -25,5 +28,12 @@ class Telemetry:
     ) -> Telemetry:
         """Starts to count for a replica. Without `scrape`, its own metrics are all that there are."""
         metrics = Metrics(lambda: engine.stats, config.base_id, config.replica_id)
-        engine.listen_to_moves(metrics.count_move)
-        return cls(metrics, RecentTraffic(), RecentFailures(config.replica_id), SharedRun(scrape or metrics.render))
+        history = TrafficHistory()
+
+        def count_move(move: AdapterMove) -> None:
+            metrics.count_move(move)
+            history.count_move(move)
+
+        engine.listen_to_moves(count_move)
+        failures = RecentFailures(config.replica_id)
+        return cls(metrics, RecentTraffic(), history, failures, SharedRun(scrape or metrics.render))

@@ -42,7 +42,10 @@ class DirectoryWindow:
         adapters = [view for name in names if (view := self.adapter(name, viewer)) is not None]
         directory = self._directory
         known = sorted(directory.live())
-        shown = [one for one in known if one > query.replicas_after][: query.replica_limit]
+        if query.replica:
+            shown = [one for one in known if one == query.replica]
+        else:
+            shown = [one for one in known if one > query.replicas_after][: query.replica_limit]
         pinned = directory.pins()
         return DirectoryView(
             adapters=adapters,
@@ -50,16 +53,18 @@ class DirectoryWindow:
             num_adapters=len(directory.catalogue.state.adapters) + len(directory.resolved) if viewer.sees_all else None,
             replicas=[self._replica(one, pinned, viewer) for one in shown],
             num_replicas=len(known),
-            more_replicas=bool(shown) and shown[-1] != known[-1],
+            more_replicas=bool(shown) and not query.replica and shown[-1] != known[-1],
             names=self._names_held(shown, viewer),
             orders=self._orders(viewer),
             failures=directory.replicas.failures.of(viewer.tenant, of_all=viewer.sees_all),
         )
 
     def adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
-        """Returns an adapter, or None if there is none or the viewer may not see it."""
-        if not self._is_visible(name, viewer):
+        """Returns the adapter that has this name or alias, or None if there is none or the viewer may not see it."""
+        owner = self._owner(name)
+        if owner is None or not (self._is_visible(name, viewer) and self._is_visible(owner, viewer)):
             return None
+        name = owner
         adapter = self._directory.catalogue.state.adapters.get(name)
         if adapter is not None:
             return self._of_catalogue(adapter, viewer)

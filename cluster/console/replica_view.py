@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from lorafleet.api.app_state import AppState
-from lorafleet.cluster.console.view import ReplicaView, Viewer
+from lorafleet.cluster.console.view import ALL_REPLICAS, ReplicaQuery, ReplicaView, Viewer
 
 PATIENCE_S = 2.0  # A slower replica is shown without the data that only it has.
 BUSIEST = 50
@@ -14,9 +14,12 @@ BUSIEST = 50
 logger = logging.getLogger("lorafleet.cluster")
 
 
-def replica_view(front: AppState, names: list[str], viewer: Viewer, cpu_loras: int, max_num_seqs: int) -> ReplicaView:
+def replica_view(
+    front: AppState, query: ReplicaQuery, viewer: Viewer, cpu_loras: int, max_num_seqs: int
+) -> ReplicaView:
     stats, recent, whose = front.engine.stats, front.telemetry.recent, viewer.tenant
     of_all = viewer.sees_all
+    with_history = query.history_of in (ALL_REPLICAS, front.config.replica_id)
     return ReplicaView(
         replica=front.config.replica_id,
         slots=stats.resident_slots,
@@ -27,17 +30,18 @@ def replica_view(front: AppState, names: list[str], viewer: Viewer, cpu_loras: i
         num_waiting=stats.num_waiting,
         max_num_seqs=max_num_seqs,
         kv_used=1 - stats.kv_blocks_free / max(1, stats.kv_blocks_total),
-        traffic=recent.of_names(names, whose, of_all=of_all),
+        traffic=recent.of_names(query.names, whose, of_all=of_all),
         total=recent.total(whose, of_all=of_all),
         failures=front.telemetry.failures.of(whose, of_all=of_all),
         busiest=recent.busiest(BUSIEST, whose, of_all=of_all),
+        history=front.telemetry.history.report(whose, of_all=of_all) if with_history else None,
     )
 
 
-async def ask_all(replicas: Any, names: list[str], viewer: Viewer) -> list[ReplicaView]:
+async def ask_all(replicas: Any, query: ReplicaQuery, viewer: Viewer) -> list[ReplicaView]:
     """Returns the reports of the replicas that answer in time. `replicas` is a handle whose deployment has look()."""
     try:
-        answers = await replicas.broadcast("look", names, viewer).results_async(
+        answers = await replicas.broadcast("look", query, viewer).results_async(
             timeout_s=PATIENCE_S, return_exceptions=True
         )
     except TimeoutError:

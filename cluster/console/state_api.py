@@ -9,6 +9,7 @@ The page polls every few seconds, so an answer that it already has is a 304 with
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
@@ -26,7 +27,16 @@ from lorafleet.api.request.fields import Strict
 from lorafleet.api.request.parsing import parse_query
 from lorafleet.api.routes.build_api import Route
 from lorafleet.cluster.console.console_state import BASE, Views, names_of, state_of
-from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaView, Viewer, ViewQuery
+from lorafleet.cluster.console.history_state import history_state
+from lorafleet.cluster.console.view import (
+    ALL_REPLICAS,
+    AdapterView,
+    DirectoryView,
+    ReplicaQuery,
+    ReplicaView,
+    Viewer,
+    ViewQuery,
+)
 from lorafleet.protocol.errors import LorafleetError, ModelNotFound
 from lorafleet.protocol.names import full_name, tenant_of
 
@@ -37,7 +47,7 @@ MAX_LOOKS = 16  # Pages of the directory that one search may read, if most of it
 
 ViewDirectory = Callable[[ViewQuery, Viewer], Awaitable[DirectoryView]]
 ViewAdapter = Callable[[str, Viewer], Awaitable[AdapterView | None]]
-ViewReplicas = Callable[[list[str], Viewer], Awaitable[list[ReplicaView]]]
+ViewReplicas = Callable[[ReplicaQuery, Viewer], Awaitable[list[ReplicaView]]]
 
 
 class StateQuery(Strict):
@@ -49,6 +59,8 @@ class StateQuery(Strict):
     order: Literal["name", "busiest"] = "name"  # By name, or those with the most requests in the last minutes.
     replicas_after: Annotated[str, Field(max_length=MAX_SEARCH_CHARS)] = ""
     replica_limit: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 24
+    replica: Annotated[str, Field(max_length=MAX_SEARCH_CHARS)] = ""  # Shows this replica alone.
+    history: bool = False  # Adds time series, of the replica if one is named, and otherwise of the whole fleet.
 
 
 class StateApi:
@@ -65,14 +77,20 @@ class StateApi:
 
     async def state(self, front: AppState, request: Request) -> Response:
         asked, viewer = parse_query(request, StateQuery), viewer_of(front, request)
-        query = ViewQuery(asked.search, asked.after, asked.limit, asked.replicas_after, asked.replica_limit)
+        catalog = front.models.catalog_of(caller_of(request))
+        query = ViewQuery(
+            asked.search, asked.after, asked.limit, asked.replicas_after, asked.replica_limit, asked.replica
+        )
         if asked.order == "busiest" and not asked.search:
             query = msgspec.structs.replace(query, names=tuple(await self._busiest(viewer, asked.limit)))
-        directory = await self._page(query, viewer, front.models.catalog_of(caller_of(request)))
+        directory = await self._page(query, viewer, catalog)
         names = [name for adapter in directory.adapters for name in names_of(adapter)]
-        views = await self._view_replicas([BASE, *names], viewer)
+        history_of = (asked.replica or ALL_REPLICAS) if asked.history else ""
+        views = await self._view_replicas(ReplicaQuery([BASE, *names], history_of), viewer)
         state = state_of(front.config.served_model_names, viewer, directory, views)
-        return _unless_known({**state, "viewer": _rights(front, request, viewer)}, request)
+        reports = [view.history for view in views if view.history is not None]
+        history = history_state(reports, viewer, catalog.sees, time.time()) if reports else None
+        return _unless_known({**state, "history": history, "viewer": _rights(front, request, viewer)}, request)
 
     async def adapter(self, front: AppState, request: Request) -> Response:
         name, viewer = str(request.path_params["name"]), viewer_of(front, request)
@@ -82,7 +100,7 @@ class StateApi:
             adapter = await self._view_adapter(name, viewer)
         if adapter is None:
             raise ModelNotFound(f"There is no adapter `{name}` in the catalogue.", "name")
-        views = Views(await self._view_replicas(names_of(adapter), viewer), viewer)
+        views = Views(await self._view_replicas(ReplicaQuery(names_of(adapter)), viewer), viewer)
         return json_response({**views.adapter(adapter), "history": views.history(adapter)})
 
     async def _page(self, query: ViewQuery, viewer: Viewer, catalog: CallersCatalog) -> DirectoryView:
@@ -110,9 +128,9 @@ class StateApi:
 
     async def _busiest(self, viewer: Viewer, limit: int) -> list[str]:
         """Returns the names with the most requests over all replicas."""
-        views = await self._view_replicas([], viewer)
+        views = await self._view_replicas(ReplicaQuery([]), viewer)
         names = list({name for view in views for name in view.busiest})
-        counted = Views(await self._view_replicas(names, viewer), viewer)
+        counted = Views(await self._view_replicas(ReplicaQuery(names), viewer), viewer)
         return sorted(names, key=lambda name: (-counted.traffic((name,)).requests, name))[:limit]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from lorafleet.api.telemetry.recent import Failure, Traffic
+from lorafleet.api.telemetry.traffic_history import TrafficReport
 from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
 from lorafleet.protocol.names import bare_name, in_the_words_of, tenant_of
 
@@ -43,8 +44,19 @@ class ViewQuery(msgspec.Struct, frozen=True):
     limit: int = 50
     replicas_after: str = ""  # The page begins after this replica.
     replica_limit: int = 24
+    replica: str = ""  # Requests this replica alone, instead of a page.
     names: tuple[str, ...] | None = None  # Requests these adapters, in this order, instead of a page.
     public_after: str = ""  # Public names up to this one are left out as well.
+
+
+ALL_REPLICAS = "*"
+
+
+class ReplicaQuery(msgspec.Struct, frozen=True):
+    """A request for the replicas' reports about themselves."""
+
+    names: list[str]  # Adapters whose traffic is requested, by the names of their requests.
+    history_of: str = ""  # Replica whose traffic history is requested; ALL_REPLICAS: all of them; "": none.
 
 
 class VersionView(msgspec.Struct):
@@ -129,3 +141,4 @@ class ReplicaView(msgspec.Struct):
     total: Traffic
     failures: list[Failure]
     busiest: list[str]  # Names with the most requests.
+    history: TrafficReport | None = None  # None unless it is requested.

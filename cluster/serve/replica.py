@@ -12,7 +12,7 @@ import sys
 from fastapi import FastAPI
 
 from lorafleet.cluster.config import AppArgs
-from lorafleet.cluster.console.view import ReplicaView, Viewer
+from lorafleet.cluster.console.view import ReplicaQuery, ReplicaView, Viewer
 from lorafleet.cluster.directory.directory_actor import SWITCH_S
 from lorafleet.cluster.proxy import ingress
 from lorafleet.cluster.serve.autoscaling import autoscaling_metrics
@@ -65,9 +65,9 @@ class EngineReplica:
         """Returns the metrics of this replica alone. Other replicas call it."""
         return await self._parts.render_metrics()
 
-    async def look(self, names: list[str], viewer: Viewer) -> ReplicaView | None:
+    async def look(self, query: ReplicaQuery, viewer: Viewer) -> ReplicaView | None:
         """Returns the console's view of this replica, or None while it starts. Other replicas call it."""
-        return self._parts.look(names, viewer)
+        return self._parts.look(query, viewer)
 
     async def __del__(self) -> None:
         """Hands over to the other replicas, and stops. Serve calls this when the replica's requests have been

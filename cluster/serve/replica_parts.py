@@ -26,7 +26,7 @@ from lorafleet.cluster.catalogue.catalogue_store import Store, open_store
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console.replica_view import ask_all, replica_view
 from lorafleet.cluster.console.state_api import StateApi
-from lorafleet.cluster.console.view import ReplicaView, Viewer
+from lorafleet.cluster.console.view import ReplicaQuery, ReplicaView, Viewer
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace
 from lorafleet.cluster.directory.directory_messages import Order
 from lorafleet.cluster.quality.book import QualityBook
@@ -142,11 +142,11 @@ class ReplicaParts:
     async def render_metrics(self) -> bytes:
         return await self.state.telemetry.metrics.render() if self.state is not None else b""
 
-    def look(self, names: list[str], viewer: Viewer) -> ReplicaView | None:
+    def look(self, query: ReplicaQuery, viewer: Viewer) -> ReplicaView | None:
         """Returns the console's view of this replica, or None while it starts."""
         if self.state is None:
             return None
-        return replica_view(self.state, names, viewer, self._cpu_loras, self.config.max_num_seqs)
+        return replica_view(self.state, query, viewer, self._cpu_loras, self.config.max_num_seqs)
 
     async def close(self) -> None:
         """Closes whatever has been built: first the workers, and the link to the directory after everything that
@@ -190,8 +190,8 @@ class ReplicaParts:
     async def _scrape(self) -> bytes:
         return await scrape_all(all_replicas(), self.render_metrics, self.link.render_metrics)
 
-    async def _look_at_all(self, names: list[str], viewer: Viewer) -> list[ReplicaView]:
-        return await ask_all(all_replicas(), names, viewer)
+    async def _look_at_all(self, query: ReplicaQuery, viewer: Viewer) -> list[ReplicaView]:
+        return await ask_all(all_replicas(), query, viewer)
 
     async def _obey(self, order: Order) -> AdapterInfo | None:
         if self._checking is None:  # A replica that is starting only gets orders to drop adapters, and it has none.

@@ -16,7 +16,7 @@ from lorafleet.api.access.fair_threads import LONG_WORK
 from lorafleet.api.request import prompts
 from lorafleet.api.routes.build_api import ROUTES
 from lorafleet.api.routes.openapi import openapi
-from lorafleet.api.telemetry import recent
+from lorafleet.api.telemetry import recent, traffic_history
 from lorafleet.api.text import (
     adapter_language,
     language_cache,
@@ -211,6 +211,12 @@ QUEUES = [
     ),
     Limit("failures that the console remembers", recent.MAX_FAILURES, "", INTERNAL),
     Limit("adapters counted by name in a window", recent.MAX_NAMES, "", INTERNAL),
+    Limit(
+        f"tenants and adapters counted separately in {traffic_history.BUCKET_S} s of the console's charts",
+        f"{traffic_history.MAX_TENANTS}, {traffic_history.MAX_NAMES}",
+        "",
+        "others are in the totals alone; an adapter with more requests takes the place of a rarer one",
+    ),
 ]
 _SANDBOX = templates.TemplateLimits()
 _READ, _ENCODE = tokenizers.TokenizerLimits().read, tokenizers.TokenizerLimits().encode

@@ -25,7 +25,7 @@ from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.console.directory_view import DirectoryWindow
 from lorafleet.cluster.console.replica_view import replica_view
 from lorafleet.cluster.console.state_api import StateApi
-from lorafleet.cluster.console.view import AdapterView, ReplicaView, Viewer
+from lorafleet.cluster.console.view import AdapterView, ReplicaQuery, ReplicaView, Viewer
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
@@ -166,8 +166,8 @@ def _console(directory: AdapterDirectory, front: AppState, engine: EngineConfig,
     async def view_adapter(name: str, viewer: Viewer) -> AdapterView | None:
         return window.adapter(name, viewer)
 
-    async def view_replicas(names: list[str], viewer: Viewer) -> list[ReplicaView]:
-        return [replica_view(front, names, viewer, lora.cpu_loras, engine.max_num_seqs)]
+    async def view_replicas(query: ReplicaQuery, viewer: Viewer) -> list[ReplicaView]:
+        return [replica_view(front, query, viewer, lora.cpu_loras, engine.max_num_seqs)]
 
     return StateApi(window.view, view_adapter, view_replicas)
 

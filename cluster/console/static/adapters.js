@@ -1,50 +1,68 @@
 // The table of adapters: a page of them at a time, searched and ordered by the server.
 
+import { adapterLink } from "./addresses.js";
 import { byId, h, keyed, setAttribute, setText } from "./dom.js";
-import { Pager, link } from "./fleet.js";
 import { bytes, plural, rate, seconds, shortDigest, shortReplica, split, whole } from "./format.js";
+import { Pager } from "./pager.js";
 
 const TYPING_MS = 200;
+const BY_NAME = "name"; // the order that an address need not name
 const TIERS = [
   ["gpu", "slot"],
   ["coming", "coming"],
   ["cpu", "memory"],
 ];
 
-export function makeAdapters({ open, ask }) {
+export function makeAdapters({ ask, readdress }) {
   const pager = new Pager(byId("adapter-pager"), "adapters", (after) => ask({ after }));
   const search = byId("search");
+  const order = byId("order");
+  let wanted = { search: "", order: "" };
   let typing = 0;
   search.addEventListener("input", () => {
     clearTimeout(typing);
-    typing = setTimeout(() => {
-      pager.reset();
-      ask({ search: search.value.trim(), after: "" });
-    }, TYPING_MS);
+    typing = setTimeout(turn, TYPING_MS);
   });
-  byId("order").addEventListener("change", (event) => {
+  order.addEventListener("change", turn);
+
+  function turn() {
+    wanted = { search: search.value.trim(), order: order.value === BY_NAME ? "" : order.value };
     pager.reset();
-    ask({ order: event.target.value, after: "" });
-  });
+    readdress(Object.entries(wanted));
+    ask({ ...wanted, after: "" });
+  }
+
+  /** Takes what is searched for from an address. Returns what is to be asked for; the page stays where nothing changes. */
+  function choose(query) {
+    const orders = [...order.options].map((one) => one.value);
+    const given = { search: (query.get("search") ?? "").slice(0, search.maxLength), order: orders.includes(query.get("order")) && query.get("order") !== BY_NAME ? query.get("order") : "" };
+    if (given.search === wanted.search && given.order === wanted.order) return wanted;
+    clearTimeout(typing);
+    wanted = given;
+    search.value = wanted.search;
+    order.value = wanted.order || BY_NAME;
+    pager.reset();
+    return { ...wanted, after: "" };
+  }
 
   function draw(state) {
     pager.show(state.after, state.has_more);
     setText(byId("adapters-count"), state.num_adapters === null ? "" : whole(state.num_adapters));
-    keyed(byId("rows"), state.adapters, (one) => one.name, (one) => row(one, open), (node, one) => fill(node, one, state.window_s));
+    keyed(byId("rows"), state.adapters, (one) => one.name, row, (node, one) => fill(node, one, state.window_s));
     const empty = byId("no-rows");
     empty.hidden = state.adapters.length > 0;
     setText(empty, search.value ? "No adapter has such a name or alias." : "No adapters yet. Push one, or name one in a request that a resolver finds.");
   }
-  return { draw, reset: () => pager.reset() };
+  return { draw, choose, reset: () => pager.reset() };
 }
 
 const cell = (kind, label, ...content) => h("td", { role: "cell", class: kind, "data-label": label }, ...content);
 
-function row(adapter, open) {
+function row(adapter) {
   return h(
     "tr",
     { role: "row" },
-    h("th", { role: "rowheader", scope: "row", class: "name" }, link(adapter.name, open), h("span", { class: "tags" })),
+    h("th", { role: "rowheader", scope: "row", class: "name" }, adapterLink(adapter.name), h("span", { class: "tags" })),
     cell("serves", "Serves"),
     cell("digest", "Digest", h("code")),
     cell("size", "Rank, size"),

@@ -1,5 +1,6 @@
 // Calls to the server that this page came from. Paths are relative to the page, so that a prefix before it is kept.
 
+import { inPath } from "./addresses.js";
 import { session } from "./session.js";
 
 export class ApiError extends Error {
@@ -13,9 +14,6 @@ export class ApiError extends Error {
 export function headers(more = {}) {
   return session.key ? { authorization: `Bearer ${session.key}`, ...more } : more;
 }
-
-/** A name in a path: its slashes are part of it. */
-export const inPath = (name) => name.split("/").map(encodeURIComponent).join("/");
 
 /** Of an adapter's administration. */
 export const adapterPath = (name, verb) => `v1/adapters/${inPath(name)}${verb ? `/${verb}` : ""}`;

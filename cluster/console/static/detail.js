@@ -1,7 +1,8 @@
 // One adapter in a sheet: its versions, what its names stand for and stood for, where it is, and what can be done to it.
 
 import { actionsOf } from "./actions.js";
-import { get, inPath } from "./api.js";
+import { fitsPath, inPath } from "./addresses.js";
+import { get } from "./api.js";
 import { byId, h, hueOf, setText } from "./dom.js";
 import { bytes, day, plural, rate, seconds, shortReplica, split, whole } from "./format.js";
 
@@ -10,15 +11,20 @@ const WORDS = { gpu: "in a slot", coming: "on its way", cpu: "in host memory" };
 const sheet = byId("detail");
 const body = byId("detail-body");
 
-/** rights(adapter): why it cannot be changed or pinned, or null. changed(): something was done. tryIt(name): in the playground. */
-export function makeDetail({ rights, changed, tryIt, needKey }) {
+/** rights(adapter): why it cannot be changed or pinned, or null. changed(): something was done. closed(): by its viewer. tryIt(name): in the playground. */
+export function makeDetail({ rights, changed, closed, tryIt, needKey }) {
   let name = null;
   let shown = "";
   sheet.querySelector(".close").addEventListener("click", () => sheet.close());
-  sheet.addEventListener("close", () => (name = null));
+  sheet.addEventListener("close", () => {
+    if (name === null) return;
+    name = null;
+    closed();
+  });
   sheet.addEventListener("click", (event) => event.target === sheet && sheet.close()); // beside it
 
   async function open(wanted) {
+    if (name === wanted) return;
     name = wanted;
     shown = "";
     setText(byId("detail-title"), name);
@@ -27,11 +33,18 @@ export function makeDetail({ rights, changed, tryIt, needKey }) {
     await refresh();
   }
 
+  /** Without a change of the address. */
+  function hide() {
+    name = null;
+    sheet.close();
+  }
+
   /** Draws only what is new, so that whoever reads or has the focus there is left alone. */
   async function refresh() {
     const wanted = name;
     if (wanted === null) return;
     try {
+      if (!fitsPath(wanted)) throw new Error(`There is no adapter ${wanted}: no name has such parts.`);
       const adapter = await get(`v1/console/adapters/${inPath(wanted)}`);
       if (name !== wanted) return;
       const now = JSON.stringify([adapter, rights(adapter)]);
@@ -60,7 +73,7 @@ export function makeDetail({ rights, changed, tryIt, needKey }) {
       h(
         "div",
         { class: "buttons" },
-        button("try", "Try it", () => { sheet.close(); tryIt(adapter.name); }, { open: true }),
+        button("try", "Try it", () => { hide(); tryIt(adapter.name); }, { open: true }),
         button("push", "New version", act.push),
         adapter.pinned_replicas ? button("unpin", "Unpin", act.unpin, pinning) : button("pin", "Pin", act.pin, pinning),
         button("prefetch", "Prefetch", act.prefetch),
@@ -75,7 +88,14 @@ export function makeDetail({ rights, changed, tryIt, needKey }) {
     body.replaceChildren(...parts.filter((part) => part !== null));
     if (focused) body.querySelector(`[data-act="${CSS.escape(focused)}"]`)?.focus();
   }
-  return { open, refresh };
+  return {
+    open,
+    hide,
+    refresh,
+    get isOpen() {
+      return name !== null;
+    },
+  };
 }
 
 function tagline(adapter) {

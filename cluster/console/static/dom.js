@@ -1,5 +1,6 @@
 // Makes and patches elements. Everything that comes from a server is set as text: nothing here takes HTML, and no
-// attribute that can hold a URL or code is ever made from data.
+// attribute that can hold code is ever made from data. The only URLs that are, are those of addresses.js: each begins with
+// "#", and its data is encoded.
 
 const SVG = "http://www.w3.org/2000/svg";
 

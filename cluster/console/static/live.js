@@ -7,7 +7,7 @@ const AGAIN_MS = 2000; // where no answer has said otherwise
 export class Live {
   /** onState(state), onStatus(error or null) */
   constructor(onState, onStatus) {
-    this.query = { search: "", after: "", replicas_after: "" };
+    this.query = { search: "", order: "", after: "", replicas_after: "", replica: "", history: "" };
     this.paused = false;
     this.onState = onState;
     this.onStatus = onStatus;
@@ -23,6 +23,13 @@ export class Live {
     Object.assign(this.query, change);
     this.etag = null;
     return this.now();
+  }
+
+  /** Asks only if that is something new, and not before the page has begun to ask. */
+  change(wanted) {
+    if (Object.entries(wanted).every(([name, value]) => this.query[name] === value)) return;
+    if (this.asked === null) Object.assign(this.query, wanted);
+    else this.ask(wanted);
   }
 
   soon() {

@@ -1,6 +1,7 @@
-// Starts the page: the views, which of them is seen, and the polling that feeds them.
+// Starts the page: the views, which of them the address asks for, and the polling that feeds them.
 
 import { makeAdapters } from "./adapters.js";
+import { address, readAddress } from "./addresses.js";
 import { makeDetail } from "./detail.js";
 import { byId, setText } from "./dom.js";
 import { makeFleet } from "./fleet.js";
@@ -8,9 +9,12 @@ import { askKey, showKey, showRefusedKey } from "./key.js";
 import { Live } from "./live.js";
 import { makePlayground } from "./playground.js";
 import { askPush } from "./push.js";
+import { makeReplica } from "./replica.js";
 import { session } from "./session.js";
 
-const VIEWS = ["fleet", "adapters", "playground"];
+const VIEWS = { "": "fleet", fleet: "fleet", replicas: "replica", adapters: "adapters", playground: "playground" };
+const SECTIONS = ["fleet", "replica", "adapters", "playground", "nowhere"];
+const TABS = { replica: "fleet" }; // of the navigation, where a view has none of its own
 const REFUSED = [401, 403];
 
 let closed = "The server has not answered yet."; // why administration is closed
@@ -18,6 +22,7 @@ let tenant = null; // whose key was sent
 let everShown = false;
 let failed = null; // what the last call met with
 let locked = false; // nothing is shown: the server wants a key, or another one
+let under = null; // the view that is seen, or lies below an adapter's sheet: {section, name, query, hash}
 
 const live = new Live(show, showStatus);
 const enterKey = () =>
@@ -26,20 +31,20 @@ const enterKey = () =>
     adapters.reset();
     return live.ask({ after: "", replicas_after: "" });
   });
-const playground = makePlayground();
+const playground = makePlayground({ readdress: (query) => readdress("playground", query) });
 const detail = makeDetail({
   rights: (adapter) => rightsTo(adapter),
   changed: () => live.ask({}),
+  closed: () => (location.hash = under.hash),
   needKey: enterKey,
-  tryIt(name) {
-    location.hash = "playground";
-    playground.show(name);
-  },
+  tryIt: (name) => playground.show(name),
 });
-const fleet = makeFleet({ open: detail.open, pageReplicas: (after) => live.ask({ replicas_after: after }) });
-const adapters = makeAdapters({ open: detail.open, ask: (change) => live.ask(change) });
+const fleet = makeFleet({ pageReplicas: (after) => live.ask({ replicas_after: after }) });
+const replica = makeReplica();
+const adapters = makeAdapters({ ask: (change) => live.ask(change), readdress: (query) => readdress("adapters", query) });
 
 function show(state) {
+  const isFirst = !everShown;
   everShown = true;
   closed = whyClosed(state.viewer.cannot_administer);
   ({ tenant } = state.viewer);
@@ -48,10 +53,12 @@ function show(state) {
   byId("open-push").disabled = closed !== null;
   byId("push-reason").parentElement.hidden = closed === null;
   setText(byId("push-reason"), closed ?? "");
-  fleet.draw(state);
+  if (under.section === "replica") replica.draw(state);
+  else fleet.draw(state);
   adapters.draw(state);
   playground.start(state);
-  detail.refresh();
+  if (isFirst) turn(); // A sheet is opened when it is known what its viewer may do.
+  else detail.refresh();
 }
 
 /** In the server's words, unless they tell a program what to send. */
@@ -89,21 +96,54 @@ function lock(refusal) {
   }
   if (locked === was) return;
   const lost = document.activeElement === document.body || byId("main").contains(document.activeElement);
-  byId("detail").close();
+  if (locked && detail.isOpen) history.replaceState(null, "", under.hash); // What it showed is not asked for with the next key.
   turn();
   if (locked && lost) byId("locked-key").focus();
 }
 
+/** Shows what the address asks for. */
 function turn() {
-  const wanted = location.hash.slice(1);
-  const view = VIEWS.includes(wanted) ? wanted : VIEWS[0];
+  const { view, name, query } = readAddress(location.hash);
+  const isSheet = view === "adapters" && name !== "";
+  const before = under;
+  if (!isSheet) under = { section: sectionOf(view, name), name, query, hash: location.hash || address("fleet") };
+  else under ??= { section: "adapters", name: "", query: new URLSearchParams(), hash: address("adapters") };
+  const { section } = under;
   byId("locked").hidden = !locked;
-  for (const one of VIEWS) byId(`view-${one}`).hidden = locked || one !== view;
+  for (const one of SECTIONS) byId(`view-${one}`).hidden = locked || one !== section;
   for (const link of document.querySelectorAll("nav a")) {
-    if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
+    if (link.hash === address(TABS[section] ?? section)) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  scrollTo(0, 0);
+  if (under !== before) fill();
+  if (isSheet && everShown && !locked) detail.open(name);
+  else detail.hide();
+  if (before !== null && before.section !== section) {
+    scrollTo(0, 0);
+    if (document.activeElement !== document.body && !document.activeElement.checkVisibility()) byId("main").focus();
+  }
+}
+
+const sectionOf = (view, name) => (view === "replicas" && !name ? "fleet" : Object.hasOwn(VIEWS, view) ? VIEWS[view] : "nowhere");
+
+/** Asks for what the view shows. */
+function fill() {
+  const { section, name, query } = under;
+  if (section === "replica") replica.show(name);
+  if (section === "playground") playground.choose(query.getAll("model"));
+  live.change({
+    ...adapters.choose(section === "adapters" ? query : new URLSearchParams()),
+    replica: section === "replica" ? name.slice(0, 256) : "",
+    history: section === "fleet" || section === "replica" ? "true" : "",
+  });
+}
+
+/** Writes into the address what has been chosen in a view. It makes no step of its own for the back button. */
+function readdress(view, query) {
+  if (under === null || under.section !== view || detail.isOpen) return;
+  const hash = address(view, "", query);
+  under = { ...under, query: readAddress(hash).query, hash };
+  history.replaceState(null, "", hash);
 }
 
 byId("pause").addEventListener("click", () => {
@@ -113,6 +153,10 @@ byId("pause").addEventListener("click", () => {
 });
 for (const id of ["open-key", "push-key", "locked-key"]) byId(id).addEventListener("click", enterKey);
 byId("open-push").addEventListener("click", () => askPush({ tenant, after: () => live.ask({}) }));
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // Its "#main" is no address of a view.
+  byId("main").focus();
+});
 addEventListener("hashchange", turn);
 turn();
 live.now();

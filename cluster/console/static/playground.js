@@ -1,5 +1,6 @@
 // The same prompt to several models side by side, over the public API, each answer as it streams in.
 
+import { address } from "./addresses.js";
 import { get, send } from "./api.js";
 import { note } from "./dialogs.js";
 import { byId, h, setText } from "./dom.js";
@@ -12,7 +13,8 @@ const SUGGESTIONS_MS = 150;
 const form = byId("ask");
 const pick = byId("pick");
 
-export function makePlayground() {
+/** readdress(query): the models have changed, which the view's address names. */
+export function makePlayground({ readdress }) {
   let base = null;
   let whose = null; // the viewer that the names are shown to
   let chosen = [];
@@ -27,8 +29,16 @@ export function makePlayground() {
     stop();
     byId("answers").replaceChildren();
     byId("pick-list").replaceChildren();
+    const isAddressed = base === null && chosen.length > 0;
     base = bases[0];
-    chosen = [base, ...adapters.slice(0, 2).map((one) => one.name)];
+    if (!isAddressed) chosen = [base, ...adapters.slice(0, 2).map((one) => one.name)];
+    chips();
+  }
+
+  /** The models that an address names. One that names none leaves those that are chosen. */
+  function choose(models) {
+    const named = [...new Set(models)].filter((name) => name && name.length <= pick.maxLength).slice(0, MAX_MODELS);
+    if (named.length) chosen = named;
     chips();
   }
 
@@ -43,6 +53,7 @@ export function makePlayground() {
   }
 
   function chips() {
+    if (base !== null) readdress(chosen.map((name) => ["model", name]));
     byId("chips").replaceChildren(
       ...chosen.map((name) =>
         h("li", {}, h("span", {}, name), h("button", { type: "button", "aria-label": `Remove ${name}`, onclick: () => remove(name) }, "×")),
@@ -125,11 +136,11 @@ export function makePlayground() {
 
   return {
     start,
-    /** The base beside one adapter. */
+    choose,
+    /** Goes to the base beside one adapter. */
     show(name) {
-      chosen = [base, name].filter((one) => one !== null);
-      chips();
-      form.elements.prompt.focus();
+      location.hash = address("playground", "", [base ?? "", name].map((one) => ["model", one]));
+      addEventListener("hashchange", () => form.elements.prompt.focus(), { once: true });
     },
   };
 }

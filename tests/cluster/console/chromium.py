@@ -108,7 +108,7 @@ def enter_key(page: Any, button: str, key: str) -> None:
 def show_adapter(page: Any, name: str) -> None:
     page.get_by_role("link", name="Adapters").click()
     page.get_by_role("searchbox").fill(name)
-    page.get_by_role("button", name=name, exact=True).click()
+    page.locator("#rows").get_by_role("link", name=name, exact=True).click()
     page.wait_for_selector("#detail .versions")
 
 

@@ -130,6 +130,18 @@ def test_without_a_key_the_page_asks_for_one_and_the_keyboard_gives_it(open_page
     expect(page.locator("#key-text")).to_have_text("Key of acme")
 
 
+def test_an_address_waits_for_the_key_and_is_left_when_the_key_is_revoked(open_page: Open, served: Served) -> None:
+    page = open_page("/adapters/law-secret", state="lost")
+    enter_key(page, "Key", served.keys["rival-ops"])
+    expect(page.get_by_role("dialog", name="law-secret")).to_contain_text("1 version")
+    served.admit(*(one for one in KEYS if one != "rival-ops"))
+    try:
+        expect(page.locator("#locked")).to_be_visible()
+        assert "law-secret" not in page.url
+    finally:
+        served.admit(*KEYS)
+
+
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)])
 def test_a_key_that_opens_nothing_is_answered_with_why(
     open_page: Open, served: Served, scheme: str, width: int
@@ -153,6 +165,7 @@ def test_a_tenants_key_to_infer_shows_its_own_and_what_is_public_and_changes_not
     expect(page.locator(".replica .facts")).to_contain_text("shown of 2 slots")
     expect(page.locator("#errors")).to_contain_text("None since")
     expect(page.locator("#loads")).to_contain_text("Nothing is being loaded")
+    expect(page.locator("#fleet-traffic figure:visible")).to_have_count(3)  # Loads are not its own.
     expect(page.locator(".slot[aria-label$='empty, or not yours']").first).to_be_visible()
     page.get_by_role("link", name="Adapters").click()
     expect(page.locator("#rows tr")).to_have_count(1)

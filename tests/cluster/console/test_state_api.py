@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -13,13 +14,14 @@ import pytest
 from lorafleet.api.access.caller import Caller
 from lorafleet.api.access.visibility import NoTenants
 from lorafleet.api.routes.build_api import build_api
+from lorafleet.api.telemetry.traffic_history import NUM_BUCKETS, TrafficHistory
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share, VersionRecord, moved
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.console.directory_view import DirectoryWindow
 from lorafleet.cluster.console.replica_view import replica_view
 from lorafleet.cluster.console.state_api import StateApi
-from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaView, Viewer, ViewQuery
+from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaQuery, ReplicaView, Viewer, ViewQuery
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.directory.directory_calls import DoneCall
 from lorafleet.cluster.directory.residency import Report
@@ -53,6 +55,8 @@ class Cluster:
         self.window = DirectoryWindow(self.directory)
         self.stats = EngineStats(lora_slots_total=4)
         self.front = bare_front(keys, self.stats)
+        self.behind_s = 0.0
+        self.front.history = TrafficHistory(lambda: time.time() - self.behind_s)
         self.sequence = 0
         self.looked: Callable[[ViewQuery], None] = lambda _: None
         api = StateApi(self.view, self.view_adapter, self.view_replicas)
@@ -66,8 +70,8 @@ class Cluster:
     async def view_adapter(self, name: str, viewer: Viewer) -> AdapterView | None:
         return self.window.adapter(name, viewer)
 
-    async def view_replicas(self, names: list[str], viewer: Viewer) -> list[ReplicaView]:
-        return [replica_view(self.front, names, viewer, cpu_loras=8, max_num_seqs=16)]
+    async def view_replicas(self, query: ReplicaQuery, viewer: Viewer) -> list[ReplicaView]:
+        return [replica_view(self.front, query, viewer, cpu_loras=8, max_num_seqs=16)]
 
     async def put(self, *adapters: AdapterRecord) -> None:
         for one in adapters:
@@ -209,7 +213,9 @@ async def test_what_the_page_has_already_is_not_sent_again(open_cluster: Cluster
     assert (await open_cluster.http.get("/v1/console/state", headers=headers)).status_code == 200
 
 
-@pytest.mark.parametrize("query", [{"limit": 0}, {"limit": 201}, {"search": "x" * 300}, {"order": "size"}, {"more": 1}])
+@pytest.mark.parametrize(
+    "query", [{"limit": 0}, {"limit": 201}, {"search": "x" * 300}, {"order": "size"}, {"more": 1}, {"history": "all"}]
+)
 async def test_a_query_out_of_its_bounds_is_refused(open_cluster: Cluster, query: dict[str, Any]) -> None:
     assert (await open_cluster.get(**query)).status_code == 400
 
@@ -318,6 +324,66 @@ async def test_public_names_kept_for_a_tenant_are_told_to_it_alone_and_pages_hav
     assert "kept" not in (await shared.get(key="key of acme")).text
     assert (await shared.get("/v1/console/adapters/kept/1", "key of acme")).status_code == 404
     assert "kept/1" in names(await shared.state("key of other"))
+
+
+def count_for_charts(cluster: Cluster, tenant: str | None, name: str, times: int = 1) -> None:
+    """Counts requests that ended twenty seconds ago."""
+    cluster.behind_s = 20.0
+    for _ in range(times):
+        cluster.front.history.count(tenant, name, 10, 20, 0.1, 0.5, failed=False)
+    cluster.behind_s = 0.0
+
+
+async def test_time_series_are_sent_only_if_they_are_requested(open_cluster: Cluster) -> None:
+    await open_cluster.put(adapter("sql"), adapter("law"))
+    count_for_charts(open_cluster, None, "sql", 3)
+    count_for_charts(open_cluster, None, "law")
+    assert (await open_cluster.state())["history"] is None
+    for query in ({"history": "true"}, {"history": "true", "replica": "r0"}):
+        history = (await open_cluster.state(**query))["history"]
+        assert (sum(history["requests"]), sum(history["tokens"]), len(history["requests"])) == (4, 80, NUM_BUCKETS)
+        assert [(one["name"], one["requests"], one["tokens"]) for one in history["busiest"]] == [
+            ("sql", 3, 60),
+            ("law", 1, 20),
+        ]
+    assert (await open_cluster.state(history="true", replica="gone"))["history"] is None
+
+
+async def test_one_replica_can_be_shown_alone(open_cluster: Cluster) -> None:
+    await open_cluster.directory.join("r1", "", [], [], True)
+    assert [one["replica"] for one in (await open_cluster.state())["replicas"]] == ["r0", "r1"]
+    alone = await open_cluster.state(replica="r0")
+    assert ([one["replica"] for one in alone["replicas"]], alone["more_replicas"]) == (["r0"], False)
+    assert (await open_cluster.state(replica="gone"))["replicas"] == []
+
+
+async def test_a_tenants_charts_have_its_own_requests_and_no_names_of_others(shared: Cluster) -> None:
+    for tenant, name in (("acme", "~acme/sql"), ("acme", "public"), ("other", "~other/law"), (None, "~other/law")):
+        count_for_charts(shared, tenant, name)
+    count_for_charts(shared, "acme", "~acme/sql+public")
+    count_for_charts(shared, "acme", "")
+    response = await shared.get(key="key of acme", history="true")
+    history = response.json()["history"]
+    assert [one["name"] for one in history["busiest"]] == ["public", "sql", "sql+public"]
+    assert (sum(history["requests"]), history["base"]["requests"], history["slot_loads"]) == (4, 1, None)
+    assert "law" not in response.text and "other" not in response.text
+    nobody = await shared.get(key="key of nobody", history="true")
+    assert nobody.json()["history"]["busiest"] == [] and "law" not in nobody.text
+    operator = (await shared.state(ADMIN_KEY, history="true"))["history"]
+    assert {one["name"]: one["requests"] for one in operator["busiest"]}["~other/law"] == 2
+
+
+async def test_a_public_name_that_is_kept_for_a_tenant_is_in_no_other_tenants_charts(shared: Cluster) -> None:
+    cast(Any, shared.front).tenants = Kept()
+    for tenant in ("acme", "other"):
+        count_for_charts(shared, tenant, "kept/1")
+    assert "kept" not in (await shared.get(key="key of acme", history="true")).text
+    assert "kept/1" in (await shared.get(key="key of other", history="true")).text
+
+
+async def test_an_alias_leads_to_its_adapter(open_cluster: Cluster) -> None:
+    await open_cluster.put(adapter("sql", "sql-next"))
+    assert (await open_cluster.get("/v1/console/adapters/sql-next")).json()["name"] == "sql"
 
 
 async def test_a_key_of_no_tenant_sees_what_is_public_alone(shared: Cluster) -> None:

@@ -1,0 +1,34 @@
+// Turns the pages of a list that the server sends page by page.
+
+import { h, setText } from "./dom.js";
+
+/** Pages of a list that is asked for from behind a name. */
+export class Pager {
+  constructor(at, what, go) {
+    this.at = at;
+    this.go = go;
+    this.pages = [""]; // the names before each page so far
+    this.back = h("button", { type: "button", onclick: () => this.turn(-1), "aria-label": `Previous ${what}` }, "‹");
+    this.on = h("button", { type: "button", onclick: () => this.turn(1), "aria-label": `Next ${what}` }, "›");
+    this.number = h("span", { "aria-live": "polite" });
+    at.append(this.back, this.number, this.on);
+  }
+
+  reset() {
+    this.pages = [""];
+  }
+
+  show(last, hasMore) {
+    this.last = last;
+    this.back.disabled = this.pages.length === 1;
+    this.on.disabled = !hasMore;
+    this.at.hidden = this.pages.length === 1 && !hasMore;
+    setText(this.number, `page ${this.pages.length}`);
+  }
+
+  turn(by) {
+    if (by > 0) this.pages.push(this.last);
+    else this.pages.pop();
+    this.go(this.pages.at(-1));
+  }
+}
